@@ -10,18 +10,28 @@ import atexit
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 
 from benchmarks import peer, report
-from benchmarks.harness import MPICH, OURS, TF, TORCH, Benchmark, Contender, Group, contenders, main
-from benchmarks.worker import Prepared
-
-__all__ = ["BENCHMARK", "conclude"]
+from benchmarks.harness import (
+    MPICH,
+    OURS,
+    TF,
+    TORCH,
+    Benchmark,
+    Contender,
+    Group,
+    Way,
+    contenders,
+    main,
+)
+from benchmarks.worker import Prepared, strategy_of
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple(size * KIB for size in (4, 64, 1024, 4096, 16384, 65536, 262144))
@@ -43,16 +53,6 @@ def check(total: Any, ranks: int) -> float:
         part = flat[start : start + PERIOD]
         worst = max(worst, float(np.max(np.abs(part - exact[: part.size]))))
     return 1.0 if worst < 1e-5 else 1.0 + worst
-
-
-@functools.cache
-def _workers() -> Any:
-    import ndistribute as nd
-
-    options = nd.CommunicationOptions(timeout_seconds=TIMEOUT)
-    strategy = nd.MultiWorkerMirroredStrategy(communication_options=options)
-    atexit.register(strategy.close)
-    return strategy
 
 
 def _compare_nothing() -> None:
@@ -144,7 +144,8 @@ def in_steps(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
     if replicas:
         strategy = nd.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     else:
-        strategy = _workers()
+        options = nd.CommunicationOptions(timeout_seconds=TIMEOUT)
+        strategy = strategy_of("MultiWorkerMirroredStrategy", communication_options=options)
     first = 0 if replicas else strategy.cluster_resolver.worker_index or 0
     own = nd.PerReplica([contribution(first + i, size // 4) for i in range(replicas or 1)])
 
@@ -210,12 +211,10 @@ def tensorflow(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
     """Sum with TensorFlow's `ctx.all_reduce` in a graph, one call after another."""
     strategy = peer.mirrored(replicas) if replicas else peer.multi_worker()
     tf = peer.tensorflow()
-    first = 0 if replicas else strategy.cluster_resolver.worker_index or 0
+    worker = 0 if replicas else strategy.cluster_resolver.worker_index or 0
     mine = strategy.experimental_distribute_values_from_function(
-        lambda c: (
-            tf.constant(contribution(c.replica_id_in_sync_group, size // 4))
-            if replicas
-            else tf.constant(contribution(first, size // 4))
+        lambda c: tf.constant(
+            contribution(c.replica_id_in_sync_group if replicas else worker, size // 4)
         )
     )
 
@@ -237,43 +236,44 @@ def tensorflow(size: int, calls: int, replicas: int = 0) -> Iterator[Prepared]:
 
 
 def _groups(quick: bool) -> list[Group]:
-    sizes = SIZES[:2] if quick else SIZES
-    ways: list[Callable[[int], list[Contender]]] = [_processes, _replicas]
-    titles = ("2 processes", "2 replicas")
     return [
         Group(f"{title}, {size // KIB:,} KiB", make(size))
-        for title, make in zip(titles, ways, strict=True)
-        for size in sizes
+        for title, make in {"2 processes": _processes, "2 replicas": _replicas}.items()
+        for size in (SIZES[:2] if quick else SIZES)
     ]
+
+
+# Name, way and call of each of our backends.
+_BACKENDS = (
+    ("shared memory, reduce_update", "shared", "reduce_update"),
+    ("shared memory, all_reduce", "shared", "all_reduce"),
+    ("shared memory, in place", "shared", "all_reduce, in place"),
+    ("ring over tcp", "tcp", "all_reduce"),
+    # What it costs to compare the calls of all processes before anything moves.
+    ("shared memory, nothing compared", "shared", "all_reduce"),
+    ("ring over tcp, nothing compared", "tcp", "all_reduce"),
+)
 
 
 def _processes(size: int) -> list[Contender]:
     calls = _calls(size)
-    backends = {
-        "shared memory, reduce_update": ("shared", "reduce_update"),
-        "shared memory, all_reduce": ("shared", "all_reduce"),
-        "shared memory, in place": ("shared", "all_reduce, in place"),
-        "ring over tcp": ("tcp", "all_reduce"),
-        "ring over mpi": ("mpi", "all_reduce"),
-    }
-    ours: list[tuple[str, str, str, dict[str, Any]]] = [
-        (name, OURS, "between_processes", {"size": size, "way": way, "call": call})
-        for name, (way, call) in backends.items()
+    common: dict[str, Any] = {"jobs": ("worker", "worker"), "facts": {"bytes": size}}
+    alone: list[Way] = [("gloo", TORCH, "gloo", {"size": size})]
+    for name, way, call in _BACKENDS:
+        params = {"size": size, "way": way, "call": call, "compared": "nothing" not in name}
+        alone.append((name, OURS, "between_processes", params))
+    ring = {"size": size, "way": "mpi", "call": "all_reduce"}
+    over_mpi: list[Way] = [
+        ("ring over mpi", OURS, "between_processes", ring),
+        ("Allreduce", MPICH, "mpi", {"size": size}),
     ]
-    # What it costs to compare the calls of all processes before anything moves.
-    for name, way in (("shared memory", "shared"), ("ring over tcp", "tcp")):
-        params = {"size": size, "way": way, "call": "all_reduce", "compared": False}
-        ours.insert(-1, (f"{name}, nothing compared", OURS, "between_processes", params))
-    in_steps = [
+    in_steps: list[Way] = [
         ("ctx.all_reduce", OURS, "in_steps", {"size": size, "calls": calls}),
         ("RING", TF, "tensorflow", {"size": size, "calls": calls}),
     ]
-    allreduce = ("Allreduce", MPICH, "mpi", {"size": size})
-    gloo = ("gloo", TORCH, "gloo", {"size": size})
-    common: dict[str, Any] = {"jobs": ("worker", "worker"), "facts": {"bytes": size}}
     return [
-        *contenders("all_reduce", [*ours[:-1], gloo], **common),
-        *contenders("all_reduce", [ours[-1], allreduce], wire="mpi", **common),
+        *contenders("all_reduce", alone, **common),
+        *contenders("all_reduce", over_mpi, wire="mpi", **common),
         *contenders("all_reduce", in_steps, units=calls, **common),
     ]
 
@@ -281,7 +281,7 @@ def _processes(size: int) -> list[Contender]:
 def _replicas(size: int) -> list[Contender]:
     calls = _calls(size)
     params = {"size": size, "calls": calls, "replicas": 2}
-    ways = [
+    ways: list[Way] = [
         ("ctx.all_reduce", OURS, "in_steps", params),
         ("SGD.apply_gradients", OURS, "applied", params),
         ("ctx.all_reduce", TF, "tensorflow", params),
@@ -296,27 +296,25 @@ def _calls(size: int) -> int:
 
 def conclude(entries: list[dict[str, Any]]) -> str:
     """Return the bandwidths, and how many times as fast ours are from 1 MiB on, in the mean."""
-    across = [one for one in entries if one["group"].startswith("2 processes")]
-    names = list(dict.fromkeys((one["side"], one["name"]) for one in across))
-    times = {(o["side"], o["name"], o["bytes"]): o["figure"]["median"] for o in across}
-    sizes = sorted({size for *_, size in times})
-    bandwidths = []
-    for size in sizes:
-        speeds = [
-            size / 1e3 / times[*name, size] if (*name, size) in times else 0 for name in names
-        ]
-        bandwidths.append([f"{size // KIB:,} KiB", *map(report.shown, speeds)])
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for one in (one for one in entries if one["group"].startswith("2 processes")):
+        named = times.setdefault((one["side"], one["name"]), {})
+        named[one["bytes"]] = one["figure"]["median"]
+    sizes = sorted({size for found in times.values() for size in found})
+    bandwidths = [
+        [f"{size // KIB:,} KiB"]
+        + [report.shown(size / 1e3 / t[size] if size in t else 0) for t in times.values()]
+        for size in sizes
+    ]
     rows = []
-    for own in (name for name in names if name[0] == OURS):
-        for other in (name for name in names if name[0] != OURS):
-            both = [s for s in sizes if (*own, s) in times and (*other, s) in times]
-            ratios = {size: times[*other, size] / times[*own, size] for size in both}
-            large = [times for size, times in ratios.items() if size >= MIB]
-            if large:
-                found = geometric_mean(large), min(large), 1 / ratios[min(ratios)]
-                rows.append([own[1], ": ".join(other), *map(report.shown, found)])
+    for own, other in product(times, times):
+        ratios = {s: times[other][s] / t for s, t in times[own].items() if s in times[other]}
+        large = [ratio for size, ratio in ratios.items() if size >= MIB]
+        if own[0] == OURS != other[0] and large:
+            found = geometric_mean(large), min(large), 1 / ratios[min(ratios)]
+            rows.append([own[1], ": ".join(other), *map(report.shown, found)])
     head = ["ours", "peer", "times as fast from 1 MiB on", "least", "time at the smallest"]
-    parts = [report.markdown(["GB/s", *(": ".join(name) for name in names)], bandwidths)]
+    parts = [report.markdown(["GB/s", *(": ".join(name) for name in times)], bandwidths)]
     return "\n\n".join([*parts, *([report.markdown(head, rows)] if rows else [])])
 
 

@@ -23,17 +23,6 @@ import numpy as np
 from benchmarks.report import markdown, shown, write_json
 from benchmarks.training import GRADIENT_BYTES
 
-__all__ = [
-    "NETWORKS",
-    "between_hosts",
-    "checks",
-    "curves",
-    "held_out",
-    "main",
-    "measured",
-    "time_of",
-]
-
 Curve = Sequence[tuple[float, float]]  # Bytes and seconds of two processes, by rising size.
 
 # Latency and seconds a byte in one direction, as vendors and MPI latency tests give them.

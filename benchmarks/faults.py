@@ -2,7 +2,8 @@
 
 The jobs and faults are those of `tests/faults`: real processes and signals. Times start at the
 fault and end at the event in the table: the exception in a step of the last of the other workers,
-or, for jobs with parameter servers, the first work after it.
+or, for jobs with parameter servers, the first work after it. `tests/faults/test_kills.py` kills at
+random moments; ``FAULTS_KILLS`` says how often.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from tests.faults.jobs import commanded, taking_part
 from tests.faults.loops import Shared
 from tests.processes import Ranks, Tasks, wait_until
 
-__all__ = ["main"]
-
 Row = dict[str, Any]
 WIRES = {"shared": (2, "tcp"), "ring": (3, "tcp"), "mpi": (3, "mpi")}
-DEADLY = ("is killed", "exits", "is stopped", "has finished")
+DEADLY: dict[str, Callable[[], object]] = {
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(1),
+    "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "has finished": lambda: steps.strategy().close(),
+}
 FAULTS = ("raises", "passes another shape", "asks for another op", "leaves a call out", "is late",
     *DEADLY)  # fmt: skip
 LATE_SECONDS = 0.5
-MARKS, PER_KILL, KILL_WITHIN = 1 << 18, 8, 0.003
 DEADLINE = 120.0
 _log = logging.getLogger("benchmarks")
 
@@ -56,26 +59,20 @@ def hit(rank: int, size: int, who: int, fault: str, note: str) -> tuple[float, s
             steps.until_told(rank, size, timeout=LATE_SECONDS if fault == "is late" else DEADLINE)
         except nd.DistributeError as error:
             return time.monotonic(), type(error).__name__
-    deadly: dict[str, Callable[[], object]] = {
-        "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "exits": lambda: os._exit(1),
-        "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        "has finished": lambda: steps.strategy().close(),
-    }
 
     def step() -> None:
         if fault == "raises":
             raise ValueError("a bad batch")
         if fault == "is late":
             steps.broken()
-        if fault == "passes another shape":
-            steps.context().all_reduce("sum", np.ones(steps.SMALL + 1))
-        if fault == "asks for another op":
-            steps.context().all_reduce("max", np.ones(steps.SMALL))
+        if fault.startswith(("passes", "asks")):
+            other = fault.startswith("passes")
+            op, length = ("sum", steps.SMALL + 1) if other else ("max", steps.SMALL)
+            steps.context().all_reduce(op, np.ones(length))
 
     Path(note).write_text(str(time.monotonic()))
-    if fault in deadly:
-        deadly[fault]()
+    if fault in DEADLY:
+        DEADLY[fault]()
         return None
     with contextlib.suppress(ValueError, nd.DistributeError):
         steps.strategy().run(step)
@@ -85,19 +82,26 @@ def hit(rank: int, size: int, who: int, fault: str, note: str) -> tuple[float, s
 
 def struck(wire: str, fault: str, number: int, heartbeat: float) -> tuple[float, set[str]] | None:
     """Return how soon the last of the others knew of a fault, and what they raised."""
-    ranks = _ranks(wire, heartbeat)
-    who = number % ranks.size
-    others = [rank for rank in range(ranks.size) if rank != who]
+    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat)}
+    environ["FAULTS_WIRE"] = "auto" if wire == "shared" else "ring"
+    size, transport = WIRES[wire]
+    who = number % size
+    # Else mpiexec ends all ranks when one dies, before they can say when they knew.
+    with mock.patch.dict(os.environ, {"RANKS_MPIEXEC": "-disable-auto-cleanup"}):
+        ranks = Ranks(size, transport, environ)
     try:
         with tempfile.NamedTemporaryFile() as note:
             ranks.start(hit, who, fault, note.name)
-            told = [one.value for one in ranks.collect(DEADLINE, others) if one.value is not None]
+            others = ranks.collect(DEADLINE, [rank for rank in range(size) if rank != who])
+            told = [one.value for one in others if one.value is not None]
             when = float(Path(note.name).read_text())
         if fault not in DEADLY:
             ranks.collect(DEADLINE, [who])
             [one.result() for one in ranks.run(steps.worked_again, timeout=DEADLINE)]
     finally:
-        _ended(ranks)
+        ranks.kill()
+        with contextlib.suppress(AssertionError):
+            ranks.close()
     # mpiexec may have ended the others before they knew.
     return (max(moment for moment, _ in told) - when, {e for _, e in told}) if told else None
 
@@ -109,20 +113,6 @@ def detections(wire: str, repetitions: int, heartbeat: float) -> Iterator[Row]:
         known = [one for one in found if one is not None]
         row = _row(f"one worker {fault}", [seconds for seconds, _ in known])
         yield {**row, "wire": wire, "errors": sorted(set().union(*(errors for _, errors in known)))}
-
-
-def _ranks(wire: str, heartbeat: float, size: int | None = None) -> Ranks:
-    environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat)}
-    environ["FAULTS_WIRE"] = "auto" if wire == "shared" else "ring"
-    # Else mpiexec ends all ranks when one dies, before they can say when they knew.
-    with mock.patch.dict(os.environ, {"RANKS_MPIEXEC": "-disable-auto-cleanup"}):
-        return Ranks(size or WIRES[wire][0], WIRES[wire][1], environ)
-
-
-def _ended(ranks: Ranks) -> None:
-    ranks.kill()
-    with contextlib.suppress(AssertionError):
-        ranks.close()
 
 
 def lost_worker(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
@@ -150,7 +140,12 @@ def lost_server(environ: dict[str, str], number: int) -> Iterator[tuple[str, flo
     with tempfile.TemporaryDirectory() as folder:
         saving = {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_SNAPSHOT_SECONDS": "1"}
         with _commanded(2, 1, environ | saving) as (tasks, strategy, chief):
-            marks, mark = _marked(strategy, MARKS)
+            with strategy.scope():
+                marks = nd.Variable(np.zeros(1 << 18, np.int64))
+
+            def mark(number: int) -> None:
+                marks.scatter_add([number], [1])
+
             strategy.save_snapshots()
             times: list[float] = []
             killed: list[tuple[float, int]] = []
@@ -175,18 +170,14 @@ def lost_server(environ: dict[str, str], number: int) -> Iterator[tuple[str, flo
             yield "updates made twice", float(np.sum(made > 1))
 
 
-def lost_chief(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
-    """Yield how soon all is over when the chief is killed."""
+def lost_task(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
+    """Yield how soon the others end when the chief is killed, or a worker in step with another."""
     with Tasks(2, 2, **environ) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
         rest = [(job, index) for job in ("ps", "worker") for index in range(2)]
         what = "chief killed: the last process of the job is gone"
         yield what, _ends_after(tasks, ("chief", 0), rest)
-
-
-def lost_member(environ: dict[str, str], number: int) -> Iterator[tuple[str, float]]:
-    """Yield how soon a worker in step with another ends when the other one was killed."""
     with Tasks(2, 1, chief=False, **environ) as tasks:
         tasks.start_all("ps")
         options = '{"replicas_to_aggregate": 2}'
@@ -207,48 +198,6 @@ def _ends_after(tasks: Tasks, victim: tuple[str, int], rest: Sequence[tuple[str,
     return time.monotonic() - when
 
 
-def random_kills(environ: dict[str, str], kills: int, rng: random.Random) -> str:
-    """Kill workers and servers at random moments while they make unique changes; count those."""
-    count, killed = kills * PER_KILL, collections.Counter[str]()
-    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as runs:
-        logging_to, path = (
-            {"NDISTRIBUTE_SNAPSHOT_DIR": folder, "NDISTRIBUTE_DURABILITY": "log"},
-            runs.name,
-        )
-        with _commanded(2, 2, environ | logging_to) as (tasks, strategy, chief):
-            (first, mark_first), (second, mark_second) = (_marked(strategy, count) for _ in "ab")
-
-            def mark_both(number: int) -> None:
-                with open(path, "ab", buffering=0) as file:
-                    file.write(b".")
-                mark_first(number)
-                first.numpy()  # What was changed goes out before it is read.
-                mark_second(number)
-
-            for start in range(0, count, PER_KILL):
-                for number in range(start, start + PER_KILL):
-                    chief.schedule(mark_both, args=(number,))
-                threading.Event().wait(rng.uniform(0, KILL_WITHIN))
-                job, victim = rng.choice(["worker", "ps"]), rng.randrange(2)
-                tasks.kill(job, victim)
-                tasks.start(job, victim)
-                killed[job] += 1
-                # Else most would die before they have begun anything.
-                if job == "worker":
-                    _until_at_work(chief, victim)
-                else:
-                    (first, second)[victim].numpy()
-            chief.join(timeout=DEADLINE)
-            found = np.stack([first.numpy(), second.numpy()])
-        again = os.path.getsize(path) - count
-    return (
-        f"Random kills with a log: {killed['worker']} of workers and {killed['ps']} of servers, "
-        f"{found.size} updates in {count} functions, {again} of them run again: "
-        f"{np.sum(found == 0)} lost, "
-        f"{np.sum(found > 1)} made twice."
-    )
-
-
 @contextlib.contextmanager
 def _commanded(
     workers: int, servers: int, environ: dict[str, str]
@@ -259,17 +208,6 @@ def _commanded(
             for index in range(workers):
                 _until_at_work(coordinator, index)
             yield tasks, strategy, coordinator
-
-
-def _marked(strategy: Any, count: int) -> tuple[Any, Callable[[int], None]]:
-    """Return a variable of zeros, and a function that adds one at a place of it."""
-    with strategy.scope():
-        marks = nd.Variable(np.zeros(count, np.int64))
-
-    def mark(number: int) -> None:
-        marks.scatter_add([number], [1])
-
-    return marks, mark
 
 
 def _until_at_work(coordinator: Any, worker: int) -> float:
@@ -303,28 +241,14 @@ def _row(what: str, figures: Sequence[float]) -> Row:
     return {"what": what, "median": median, "max": most, "all": list(figures)}
 
 
-def _of_servers(names: Sequence[str], repetitions: int, environ: dict[str, str]) -> Iterator[Row]:
-    for name in names:
-        found: dict[str, list[float]] = collections.defaultdict(list)
-        for number in range(repetitions):
-            for what, figure in SERVERS[name](environ, number):
-                found[what].append(figure)
-        yield from (_row(what, figures) for what, figures in found.items())
-
-
 def _cells(row: Row) -> list[str]:
     scale, unit = (1.0, "") if row["what"].startswith("updates") else (1e3, " ms")
     figures = [shown(scale * row[which]) + unit for which in ("median", "max")]
     return [row.get("wire", "servers"), row["what"], ", ".join(row.get("errors", [])), *figures]
 
 
-SERVERS = {
-    "workers": lost_worker,
-    "servers": lost_server,
-    "chief": lost_chief,
-    "members": lost_member,
-}
-PARTS = [*WIRES, *SERVERS, "kills"]
+SERVERS = {"workers": lost_worker, "servers": lost_server, "tasks": lost_task}
+PARTS = [*WIRES, *SERVERS]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -332,25 +256,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser)
     parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("--kills", type=int, help="at random; 100, quick 4")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="timeout in seconds")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = options_of(parser, arguments)
-    quick, only = options.quick, options.only
+    only = options.only
     environ = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(options.heartbeat)}
     logging.getLogger("ndistribute").setLevel(logging.ERROR)  # That something is lost is expected.
     rows: list[Row] = []
     for wire in (wire for wire in WIRES if wire in only):
         rows += detections(wire, options.repetitions, options.heartbeat)
-    rows += _of_servers([name for name in SERVERS if name in only], options.repetitions, environ)
+    for name in (name for name in SERVERS if name in only):
+        found: dict[str, list[float]] = collections.defaultdict(list)
+        for number in range(options.repetitions):
+            for what, figure in SERVERS[name](environ, number):
+                found[what].append(figure)
+        rows += (_row(what, figures) for what, figures in found.items())
     print(markdown(["", "what", "raised", "median", "max"], [_cells(row) for row in rows]))
-    if "kills" in only:
-        kills = options.kills or (4 if quick else 100)
-        print(random_kills(environ, kills, random.Random(0)))
     if options.out:
-        write_json(
-            {"machine": machine(), "heartbeat": options.heartbeat, "rows": rows}, options.out
-        )
+        measured = {"machine": machine(), "heartbeat": options.heartbeat, "rows": rows}
+        write_json(measured, options.out)
 
 
 if __name__ == "__main__":

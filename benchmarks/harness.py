@@ -26,17 +26,6 @@ from benchmarks import report, worker
 from benchmarks.machine import busy_seconds, machine, seconds_of
 from tests.processes import Ranks
 
-__all__ = [
-    "Benchmark",
-    "Contender",
-    "Group",
-    "add_options",
-    "contenders",
-    "main",
-    "measure",
-    "options_of",
-]
-
 OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
 # What a side's interpreter must have, and what else of it is worth noting.
 _PACKAGES = {
@@ -56,6 +45,9 @@ _WARM_STEPS = 3
 _ANSWER_SECONDS = 180.0
 _MAX_FAILURES = 2
 _log = logging.getLogger("benchmarks")
+
+
+Way = tuple[str, str, str, Mapping[str, Any]]  # The name, side, maker and parameters.
 
 
 @dataclass(frozen=True)
@@ -96,9 +88,7 @@ class Benchmark:
     conclude: Callable[[list[dict[str, Any]]], str] = lambda entries: ""  # More tables.
 
 
-def contenders(
-    module: str, ways: Sequence[tuple[str, str, str, Mapping[str, Any]]], **common: Any
-) -> list[Contender]:
+def contenders(module: str, ways: Sequence[Way], **common: Any) -> list[Contender]:
     """Return contenders from their name, side, maker and parameters, and what all have alike."""
     return [
         Contender(name, side, f"{module}:{maker}", params, **common)

@@ -16,8 +16,6 @@ from benchmarks import peer
 from benchmarks.harness import OURS, TF, Benchmark, Group, contenders, main
 from benchmarks.worker import Prepared
 
-__all__ = ["BENCHMARK"]
-
 FEATURES, BATCH = 784, 256
 
 

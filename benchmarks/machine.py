@@ -12,8 +12,6 @@ from typing import Any
 
 from tests.processes import ROOT
 
-__all__ = ["busy_seconds", "facts", "machine", "seconds_of"]
-
 _MEMORY = {"resident": "VmRSS", "shared": "RssShmem", "peak": "VmHWM"}
 
 

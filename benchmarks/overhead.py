@@ -8,7 +8,6 @@ and for an empty function that a chief schedules; and the threads of idle proces
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import sys
@@ -24,10 +23,8 @@ from benchmarks import peer
 from benchmarks.harness import OURS, TF, Benchmark, Group, contenders, main
 from benchmarks.machine import facts
 from benchmarks.report import markdown
-from benchmarks.worker import Prepared, serve, serves
+from benchmarks.worker import Prepared, coordinator, serve, serves, strategy_of
 from tests.processes import ROOT, Ranks
-
-__all__ = ["BENCHMARK", "calls"]
 
 REPLICAS, COUNTED = 2, 100
 _PACKAGE = str(ROOT / "ndistribute")
@@ -91,15 +88,17 @@ def _groups(quick: bool) -> list[Group]:
         "run of a scalar all-reduce": "all_reduce",
         "reduce of a scalar": "reduce",
     }
-    groups = []
-    for title, work in works.items():
-        ways: list[tuple[str, str, str, dict[str, Any]]] = [
+    ways = {
+        work: [
             ("2 replicas", OURS, "ours", {"work": work}),
             ("eager", TF, "tensorflow", {"work": work, "graph": False}),
             ("tf.function", TF, "tensorflow", {"work": work, "graph": True}),
         ]
-        groups.append(Group(title, contenders("overhead", ways, threads=2)))
-    return groups
+        for work in works.values()
+    }
+    return [
+        Group(title, contenders("overhead", ways[work], threads=2)) for title, work in works.items()
+    ]
 
 
 def calls() -> str:
@@ -124,14 +123,14 @@ def count(rank: int, size: int, work: str) -> None:
     if serves():
         serve()
         return
-    variable, coordinator = _parts()
+    variable, chief = _variable(), coordinator()
     ones = np.ones(1024, np.float32)
     for _ in range(COUNTED):
         if work.startswith("assign_add"):
             variable.assign_add(ones)
         else:
-            coordinator.schedule(_nothing)
-            coordinator.join()
+            chief.schedule(_nothing)
+            chief.join()
 
 
 def taken(rank: int, size: int) -> list[str]:
@@ -154,15 +153,11 @@ def _see(frame: FrameType, event: str, argument: Any) -> None:
 
 
 @functools.cache
-def _parts() -> tuple[Any, Any]:
+def _variable() -> Any:
     import ndistribute as nd
 
-    strategy = nd.ParameterServerStrategy()
-    atexit.register(strategy.close)
-    coordinator = nd.ClusterCoordinator(strategy)
-    atexit.register(coordinator.close)
-    with strategy.scope():
-        return nd.Variable(np.zeros(1024, np.float32)), coordinator
+    with strategy_of("ParameterServerStrategy").scope():
+        return nd.Variable(np.zeros(1024, np.float32))
 
 
 BENCHMARK = Benchmark("overhead", "Cost of a call, 2 replicas", "us", _groups, rate=False)

@@ -13,8 +13,6 @@ from typing import Any
 
 from benchmarks.worker import task
 
-__all__ = ["mirrored", "multi_worker", "parameter_server", "server", "tensorflow", "torch_group"]
-
 
 @functools.cache
 def tensorflow() -> ModuleType:

@@ -6,8 +6,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "draw_curves"]
-
 Entry = dict[str, Any]
 # One for each curve of a page, which colour-blind readers can tell: Okabe and Ito's, and Tol's.
 _COLORS = (

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown", "shown", "table", "write_json"]
-
 Entry = dict[str, Any]
 
 

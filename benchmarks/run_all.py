@@ -17,8 +17,6 @@ from benchmarks.harness import add_options, options_of
 from benchmarks.machine import machine
 from tests.processes import ROOT
 
-__all__ = ["NAMES", "main"]
-
 NAMES = ("overhead", "input", "training", "all_reduce", "servers")
 # A full run with peers takes a few minutes a benchmark.
 _SECONDS = 3600.0

@@ -8,27 +8,24 @@ threads and connections of servers in jobs of several sizes instead.
 
 from __future__ import annotations
 
-import atexit
 import collections
-import functools
 import importlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from benchmarks import peer, report
-from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, contenders, main
+from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, main
 from benchmarks.machine import facts
 from benchmarks.training import CHECKED_STEPS, GRADIENT_BYTES, batch_of, step_of, tf_step_of
-from benchmarks.worker import Prepared, serve, serves, task
+from benchmarks.worker import Prepared, coordinator, serve, serves, strategy_of, task
 from tests.processes import Ranks
-
-__all__ = ["BENCHMARK", "limits"]
 
 WORKERS = ("worker", "worker")
 # So many steps are scheduled before the chief waits for all of them.
@@ -40,40 +37,20 @@ MODES: dict[str, dict[str, int]] = {
     "max_staleness=0": {"max_staleness": 0},
     "synchronous": {"replicas_to_aggregate": len(WORKERS)},
 }
-# Variables of a limit: how often each is changed, how many, of how many elements.
-Held = tuple[int, int, int]
-
-
-@functools.cache
-def _strategy(**options: Any) -> Any:
-    import ndistribute as nd
-
-    strategy = nd.ParameterServerStrategy(**options)
-    atexit.register(strategy.close)
-    return strategy
-
-
-@functools.cache
-def _coordinator() -> Any:
-    import ndistribute as nd
-
-    coordinator = nd.ClusterCoordinator(_strategy())
-    atexit.register(coordinator.close)
-    return coordinator
 
 
 @contextmanager
 def coordinated(batch: int) -> Iterator[Prepared]:
     """Set up steps that a chief schedules, on ndistribute."""
-    strategy = _strategy()
+    strategy = strategy_of("ParameterServerStrategy")
     train, arrays = step_of(strategy, batch), batch_of(batch)
-    yield _scheduled(_coordinator(), lambda: strategy.run(train, args=arrays))
+    yield _scheduled(coordinator(), lambda: strategy.run(train, args=arrays))
 
 
 @contextmanager
 def tensorflow(batch: int) -> Iterator[Prepared]:
     """Set up the same on TensorFlow."""
-    tf, (strategy, coordinator) = peer.tensorflow(), peer.parameter_server()
+    tf, (strategy, chief) = peer.tensorflow(), peer.parameter_server()
     step = tf_step_of(tf, strategy, batch)
     images, labels = batch_of(batch)
 
@@ -82,27 +59,27 @@ def tensorflow(batch: int) -> Iterator[Prepared]:
         # Constants of the graph: they are on the worker, and travel with no step.
         return strategy.run(step, args=(tf.constant(images), tf.constant(labels)))
 
-    yield _scheduled(coordinator, train)
+    yield _scheduled(chief, train)
 
 
-def _scheduled(coordinator: Any, train: Callable[[], Any]) -> Prepared:
+def _scheduled(chief: Any, train: Callable[[], Any]) -> Prepared:
     """Return steps that are scheduled many at a time, after some one by one to compare."""
     for _ in range(CHECKED_STEPS):
-        loss = coordinator.schedule(train)
-        coordinator.join()
+        loss = chief.schedule(train)
+        chief.join()
 
     def step() -> None:
         for _ in range(SCHEDULED):
-            coordinator.schedule(train)
-        coordinator.join()
+            chief.schedule(train)
+        chief.join()
 
-    return Prepared(step, float(coordinator.fetch(loss)))
+    return Prepared(step, float(chief.fetch(loss)))
 
 
 @contextmanager
 def looping(batch: int, mode: str) -> Iterator[Prepared]:
     """Set up the same step in a worker that runs its own loop, on ndistribute."""
-    strategy = _strategy(**MODES[mode])
+    strategy = strategy_of("ParameterServerStrategy", **MODES[mode])
     train = step_of(strategy, batch)
     arrays = batch_of(batch)
     yield Prepared(lambda: strategy.run(train, args=arrays), tell=strategy.staleness)
@@ -113,7 +90,7 @@ def updates(elements: int) -> Iterator[Prepared]:
     """Set up updates of a variable of each client's own."""
     import ndistribute as nd
 
-    with _strategy().scope():
+    with strategy_of("ParameterServerStrategy").scope():
         zeros = np.zeros(elements, np.float32)
         variables = [nd.Variable(zeros) for _ in range(4)]
     mine, ones = variables[task()[1]], np.ones(elements, np.float32)
@@ -126,7 +103,7 @@ def round_trip(size: int) -> Iterator[Prepared]:
     import ndistribute as nd
 
     value = np.arange(size // 4, dtype=np.float32)
-    with _strategy().scope():
+    with strategy_of("ParameterServerStrategy").scope():
         variable = nd.Variable(np.zeros_like(value))
     yield _trip(lambda: variable.assign(value), variable.read_value)
 
@@ -151,56 +128,64 @@ def _trip(write: Callable[[], Any], read: Callable[[], Any]) -> Prepared:
 
 def _groups(quick: bool) -> list[Group]:
     batches, counts = ((32,), (1,)) if quick else ((32, 256), (1, 2))
-    trained = [
+    groups = [
         Group(f"batch {batch}, {count} server(s)", _trainers(batch, count))
         for batch in batches
         for count in counts
     ]
-    sizes = dict(list(SIZES.items())[:1]) if quick else SIZES
-    trips = [Group(f"write and read, {name}", _trips(sizes[name]), "trips/s") for name in sizes]
+    for name in list(SIZES)[: 1 if quick else None]:
+        params, jobs, trips = {"size": SIZES[name]}, ("chief", "ps"), []
+        for title, unix in (("Unix socket", "1"), ("TCP", "0")):
+            environ = {"NDISTRIBUTE_UNIX_SOCKETS": unix}
+            trips.append(_one(title, OURS, "round_trip", params, jobs, environ=environ))
+        trips.append(_one("gRPC", TF, "tensorflow_trip", params, (*jobs, "worker")))
+        groups.append(Group(f"write and read, {name}", trips, "trips/s"))
     stale = [_looping(name, 32, name, 1) for name in MODES]
-    logged = [
-        Group(
-            f"{4 * elements:,} bytes, {clients} client(s)", _updates(elements, clients), "updates/s"
-        )
-        for elements in (1 << 10, 1 << 18)
-        for clients in (1, 4)
-    ]
-    return [*trained, *trips, Group("staleness, batch 32", stale), *logged]
+    groups.append(Group("staleness, batch 32", stale))
+    for elements, clients in product((1 << 10, 1 << 18), (1, 4)):
+        # With a log, updates are on the disk before an answer; else there are snapshots alone.
+        jobs, params = ("ps", *("worker",) * clients), {"elements": elements}
+        logged = [
+            _one(
+                durability,
+                OURS,
+                "updates",
+                params,
+                jobs,
+                clients,
+                environ={"NDISTRIBUTE_DURABILITY": durability},
+            )
+            for durability in ("snapshot", "log")
+        ]
+        title = f"{4 * elements:,} bytes, {clients} client(s)"
+        groups.append(Group(title, logged, "updates/s"))
+    return groups
 
 
-def _trips(size: int) -> list[Contender]:
-    jobs, made = ("chief", "ps"), []
-    for name, unix in (("Unix socket", "1"), ("TCP", "0")):
-        way = (name, OURS, "round_trip", {"size": size})
-        made += contenders("servers", [way], jobs=jobs, environ={"NDISTRIBUTE_UNIX_SOCKETS": unix})
-    theirs = ("gRPC", TF, "tensorflow_trip", {"size": size})
-    return made + contenders("servers", [theirs], jobs=(*jobs, "worker"))
-
-
-def _updates(elements: int, clients: int) -> list[Contender]:
-    """Return updates with snapshots alone and with a log, which is on the disk before an answer."""
-    jobs, made = ("ps", *("worker",) * clients), []
-    for durability in ("snapshot", "log"):
-        way = (durability, OURS, "updates", {"elements": elements})
-        environ = {"NDISTRIBUTE_DURABILITY": durability}
-        made += contenders("servers", [way], jobs=jobs, environ=environ, units=clients)
-    return made
+def _one(
+    name: str,
+    side: str,
+    maker: str,
+    params: Any,
+    jobs: tuple[str, ...],
+    units: int = 1,
+    **other: Any,
+) -> Contender:
+    return Contender(name, side, f"servers:{maker}", params, jobs, units=units, **other)
 
 
 def _trainers(batch: int, servers: int) -> list[Contender]:
     jobs, units = ("chief", *("ps",) * servers, *WORKERS), batch * SCHEDULED
-    ways = [
-        ("chief", side, maker, {"batch": batch})
-        for side, maker in ((OURS, "coordinated"), (TF, "tensorflow"))
+    return [
+        _one("chief", OURS, "coordinated", {"batch": batch}, jobs, units),
+        _looping("own loops", batch, "asynchronous", servers),
+        _one("chief", TF, "tensorflow", {"batch": batch}, jobs, units),
     ]
-    ours, theirs = contenders("servers", ways, jobs=jobs, units=units)
-    return [ours, _looping("own loops", batch, "asynchronous", servers), theirs]
 
 
 def _looping(name: str, batch: int, mode: str, servers: int) -> Contender:
     jobs, params = (*WORKERS, *("ps",) * servers), {"batch": batch, "mode": mode}
-    return Contender(name, OURS, "servers:looping", params, jobs, units=batch * len(WORKERS))
+    return _one(name, OURS, "looping", params, jobs, batch * len(WORKERS))
 
 
 def conclude(entries: list[dict[str, Any]]) -> str:
@@ -216,15 +201,19 @@ def conclude(entries: list[dict[str, Any]]) -> str:
     return report.markdown(["", "examples/s", "mean", "staleness: updates"], rows)
 
 
-def hold(rank: int, size: int, asked: Held) -> int:
-    """Serve, or change each variable so many times and hold what was read; return its bytes."""
+def as_task(rank: int, size: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Serve, or do the work of a client."""
     if serves():
         serve()
-        return 0
+        return None
+    return work(*args)
+
+
+def hold(times: int, count: int, elements: int) -> int:
+    """Change variables so many times each, and hold what was read; return its bytes."""
     import ndistribute as nd
 
-    times, count, elements = asked
-    with _strategy().scope():
+    with strategy_of("ParameterServerStrategy").scope():
         zeros = np.broadcast_to(np.float32(0), (elements,))
         variables = [nd.Variable(zeros) for _ in range(count)]
     gradient = np.ones(elements, np.float32)
@@ -238,14 +227,11 @@ def hold(rank: int, size: int, asked: Held) -> int:
 _held: list[Any] = []
 
 
-def schedule(rank: int, size: int, count: int) -> None:
-    """Serve, or schedule so many functions and wait for them."""
-    if serves():
-        serve()
-        return
+def schedule(count: int) -> None:
+    """Schedule so many functions, and wait for them."""
     for number in range(count):
-        _coordinator().schedule(abs, args=(number,))
-    _coordinator().join()
+        coordinator().schedule(abs, args=(number,))
+    coordinator().join()
 
 
 def beat(rank: int, size: int, count: int) -> None:
@@ -273,30 +259,30 @@ def limits(quick: bool) -> str:
     wire = "tcp" if quick else "python"  # Forks start at once, but share memory.
     rows = []
 
-    def note(what: str, team: Ranks, jobs: Sequence[str]) -> None:
+    def ask(team: Ranks, jobs: Sequence[str], what: str, *call: Any) -> None:
+        """Run something on all processes, and note what the first of each job then has."""
+        began = time.monotonic()
+        told = [one.result() for one in team.run(*call, timeout=600.0)]
+        mb = sum(each or 0 for each in told) / 1e6 / jobs.count("worker")
+        what = what.format(mb=mb, seconds=time.monotonic() - began)
         for job in dict.fromkeys(jobs):
-            found = facts(team.pids[list(jobs).index(job)])
+            found = facts(team.pids[jobs.index(job)])
             rows.append([f"{what}: a {job}", *map(report.shown, found.values())])
 
-    large: Held = (2, 1, 1 << 18) if quick else (2, 16, 1 << 24)
+    # How often each variable is changed, how many there are, of how many elements.
+    large = (2, 1, 1 << 18) if quick else (2, 16, 1 << 24)
     few, many = ((1, 2), 2) if quick else ((16, 32, 64), 4)
-    held = [(4, 1, large)] + [(workers, many, (20, 4, 1000)) for workers in few]
-    for workers, servers, asked in held:
+    for workers, servers, asked in [(4, 1, large), *((n, many, (20, 4, 1000)) for n in few)]:
         jobs = ("ps",) * servers + ("worker",) * workers
-        began = time.monotonic()
         with Ranks(len(jobs), wire, environ, jobs=jobs) as team:
-            total = sum(one.result() for one in team.run(hold, asked, timeout=300.0))
-            took = time.monotonic() - began
-            what = f"{workers} workers, {servers} servers, {total / 1e6 / workers:.0f} MB"
-            note(f"{what}, {took:.0f} s", team, jobs)
+            what = f"{workers} workers, {servers} servers, {{mb:.0f}} MB, {{seconds:.0f}} s"
+            ask(team, jobs, what, as_task, hold, *asked)
     jobs, count = ("chief", "ps", "worker"), 1000 if quick else 100_000
     with Ranks(len(jobs), wire, environ, jobs=jobs) as team:
         for part in (count // 10, count - count // 10):
-            [one.result() for one in team.run(schedule, part, timeout=600.0)]
-            note(f"{part} functions", team, jobs)
+            ask(team, jobs, f"{part} functions", as_task, schedule, part)
         beats = 200 if quick else 7 * 24 * 3600 // 5  # Those of a week.
-        [one.result() for one in team.run(beat, beats, timeout=600.0)]
-        note(f"{beats:,} heartbeats more", team, jobs)
+        ask(team, jobs, f"{beats:,} heartbeats more", beat, beats)
     head = ["", "resident MB", "shared MB", "peak MB", "threads", "sockets"]
     return report.markdown(head, rows)
 

@@ -7,8 +7,6 @@ and workers divide the batch.
 
 from __future__ import annotations
 
-import atexit
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -18,9 +16,7 @@ import numpy as np
 
 from benchmarks import peer
 from benchmarks.harness import OURS, TF, TORCH, Benchmark, Contender, Group, main
-from benchmarks.worker import Prepared
-
-__all__ = ["BENCHMARK", "GRADIENT_BYTES", "batch_of", "initial_weights", "step_of", "tf_step_of"]
+from benchmarks.worker import Prepared, strategy_of
 
 SIZES = (784, 512, 512, 10)
 GRADIENT_BYTES = sum(4 * (rows + 1) * columns for rows, columns in pairwise(SIZES))
@@ -89,15 +85,6 @@ def tf_step_of(tf: Any, strategy: Any, batch: int) -> Callable[[Any, Any], Any]:
     return train
 
 
-@functools.cache
-def _workers() -> Any:
-    import ndistribute as nd
-
-    strategy = nd.MultiWorkerMirroredStrategy()
-    atexit.register(strategy.close)
-    return strategy
-
-
 def _part(batch: int, parts: int, index: int) -> list[Any]:
     arrays = batch_of(batch)
     return [np.split(array, parts)[index] for array in arrays]
@@ -113,7 +100,7 @@ def ours(batch: int, strategy: str) -> Iterator[Prepared]:
         "one": nd.get_strategy,
         "mirrored": lambda: nd.MirroredStrategy(devices),
         "central": lambda: nd.CentralStorageStrategy(devices),
-        "workers": _workers,
+        "workers": lambda: strategy_of("MultiWorkerMirroredStrategy"),
     }
     chosen = made[strategy]()
     count = chosen.num_replicas_in_sync
@@ -204,15 +191,6 @@ def ddp(batch: int, strategy: str) -> Iterator[Prepared]:
     yield Prepared(lambda: float(train()), float(loss))
 
 
-def _groups(quick: bool) -> list[Group]:
-    batches = (32,) if quick else (32, 256, 2048)
-    return [
-        Group(f"{title}, batch {batch}", [_contender(batch, *way) for way in ways])
-        for title, ways in _WAYS.items()
-        for batch in batches
-    ]
-
-
 # Name, side, maker, strategy, processes and threads of each.
 _WAYS: dict[str, list[tuple[str, str, str, str, int, int]]] = {
     "one replica": [
@@ -234,19 +212,19 @@ _WAYS: dict[str, list[tuple[str, str, str, str, int, int]]] = {
 }
 
 
-def _contender(
-    batch: int, name: str, side: str, maker: str, strategy: str, processes: int, threads: int
-) -> Contender:
-    return Contender(
-        name,
-        side,
-        f"training:{maker}",
-        {"batch": batch, "strategy": strategy},
-        jobs=("worker",) * processes,
-        threads=threads,
-        units=batch,
-        facts={"batch": batch, "workers": processes, "threads": threads},
-    )
+def _groups(quick: bool) -> list[Group]:
+    groups = []
+    for title, ways in _WAYS.items():
+        for batch in (32,) if quick else (32, 256, 2048):
+            found = []
+            for name, side, maker, strategy, processes, threads in ways:
+                params = {"batch": batch, "strategy": strategy}
+                told = {"batch": batch, "workers": processes, "threads": threads}
+                jobs, made = ("worker",) * processes, f"training:{maker}"
+                common: dict[str, Any] = {"jobs": jobs, "threads": threads, "facts": told}
+                found.append(Contender(name, side, made, params, units=batch, **common))
+            groups.append(Group(f"{title}, batch {batch}", found))
+    return groups
 
 
 BENCHMARK = Benchmark(

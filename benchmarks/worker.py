@@ -6,6 +6,7 @@ interpreters of all sides have.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -17,8 +18,6 @@ import platform
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-__all__ = ["Prepared", "close_case", "describe", "open_case", "run_case", "serve", "serves", "task"]
 
 
 class Prepared(NamedTuple):
@@ -42,6 +41,26 @@ def task() -> tuple[str, int]:
     """Return which task of its cluster this process is, from `TF_CONFIG`."""
     named = json.loads(os.environ["TF_CONFIG"])["task"]
     return named["type"], named["index"]
+
+
+@functools.cache
+def strategy_of(kind: str, **options: Any) -> Any:
+    """Return this process's strategy of a kind of ours; the end of the process closes it."""
+    import ndistribute as nd
+
+    strategy = getattr(nd, kind)(**options)
+    atexit.register(strategy.close)
+    return strategy
+
+
+@functools.cache
+def coordinator() -> Any:
+    """Return the coordinator of this process, which is a chief."""
+    import ndistribute as nd
+
+    made = nd.ClusterCoordinator(strategy_of("ParameterServerStrategy"))
+    atexit.register(made.close)
+    return made
 
 
 @functools.cache

@@ -245,10 +245,8 @@ class ReplicaContext:
         )
 
     def __repr__(self) -> str:
-        return (
-            f"ReplicaContext({self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, "
-            f"{self.device})"
-        )
+        where = f"{self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, {self.device}"
+        return f"ReplicaContext({where})"
 
 
 def current_frame() -> Frame:

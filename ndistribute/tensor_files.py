@@ -72,13 +72,6 @@ def write(
         tensors: arrays that must not change meanwhile.
         data: data that JSON can represent.
         keep: the number of generations to keep, including this one.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = write(directory, "ps-0", {"w": np.arange(3)}, {"step": 7})
-    ...     saved = newest(directory, "ps-0")
-    ...     path.name, saved.tensors["w"], saved.data
-    ('ps-0.000001', array([0, 1, 2]), {'step': 7})
     """
     directory = Path(directory)
     stored = {key: _storable(key, tensor) for key, tensor in tensors.items()}

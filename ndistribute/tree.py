@@ -55,13 +55,7 @@ def same_structure(left: Tree, right: Tree) -> bool:
 
 
 def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
-    """Return a structure in which one replica's component replaces each `PerReplica` leaf.
-
-    A structure without `PerReplica` leaves is returned itself, not a copy.
-
-    >>> select([PerReplica([1, 2]), "same"], 1, 2)
-    [2, 'same']
-    """
+    """Return a structure with one replica's components; itself if it has no `PerReplica` leaf."""
 
     def component(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, PerReplica):

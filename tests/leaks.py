@@ -32,10 +32,11 @@ class Snapshot:
     """What the process holds at one moment."""
 
     def __init__(self) -> None:
+        lifelong = _lifelong()
         self.threads = frozenset(threading.enumerate())
-        self.children = _children()
-        self.files = _open_files()
-        self.segments = _segments()
+        self.children = _children() - {pid for pid, _ in lifelong}
+        self.files = _open_files({fd for _, fd in lifelong})
+        self.segments = frozenset(os.listdir("/dev/shm"))
 
 
 def leaks_since(before: Snapshot, seconds: float = LEAK_DEADLINE_SECONDS) -> list[str]:
@@ -75,29 +76,21 @@ def _describe_thread(thread: threading.Thread) -> str:
     return f"{kind} {thread.name!r}, alive at:\n{stack.rstrip()}"
 
 
-def _children() -> frozenset[int]:
-    """Return the ids of this process's children, but for those that live as long as it does."""
+def _children() -> set[int]:
     children: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # A thread may end while we look.
             children.update(map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split()))
-    return frozenset(children - {pid for pid, _ in _lifelong()})
+    return children
 
 
-def _open_files() -> frozenset[tuple[int, str]]:
+def _open_files(without: set[int | None]) -> set[tuple[int, str]]:
     files: set[tuple[int, str]] = set()
-    for name in os.listdir("/proc/self/fd"):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # The listing's own descriptor is closed by now.
-            files.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-    lifelong = {fd for _, fd in _lifelong()}
-    return frozenset(file for file in files if file[0] not in lifelong)
-
-
-def _segments() -> frozenset[str]:
-    try:
-        return frozenset(os.listdir("/dev/shm"))
-    except OSError:
-        return frozenset()
+            if fd not in without:
+                files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return files
 
 
 def _lifelong() -> tuple[tuple[int | None, int | None], ...]:

@@ -1,7 +1,5 @@
 """Which strategy and which replica a thread is in: scopes, the default, `set_strategy`."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 
@@ -31,7 +29,7 @@ def back_to_default():
     nd.set_strategy(None)
 
 
-def where() -> tuple[nd.Strategy, bool, bool, bool]:
+def where():
     """Return all that a thread can ask about its place."""
     return (
         nd.get_strategy(),
@@ -150,7 +148,7 @@ def test_set_strategy_in_a_scope_a_replica_or_a_merge_call_is_refused(pair):
 
 def test_strategies_that_are_collected_meanwhile_do_not_disturb_who_looks_for_them():
     class Collected:
-        def __init__(self) -> None:
+        def __init__(self):
             self.cycle = self
 
     thresholds = gc.get_threshold()

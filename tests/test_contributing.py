@@ -1,7 +1,5 @@
 """What CONTRIBUTING.md shows how to add passes the contract tests, by the row that it shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -20,7 +18,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize(("row", "files"), EXAMPLES.values(), ids=EXAMPLES)
-def test_an_example_passes_the_contract_tests(row: str, files: list[str]) -> None:
+def test_an_example_passes_the_contract_tests(row, files):
     paths = [f"tests/{file}" for file in files]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.contributed", "-k", row, *paths]
     environ = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}

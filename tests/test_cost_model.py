@@ -1,10 +1,6 @@
 """The cost model returns what it was given, behaves as networks do, and says where it is wrong."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,12 +45,12 @@ def test_a_faster_network_is_never_slower_and_curves_scale_as_they_must():
     assert all(row["strong_speedup"] <= row["workers"] for row in rows)
 
 
-def trained(workers: int, batch: int, seconds: float) -> dict[str, Any]:
+def trained(workers, batch, seconds):
     what = {"side": "ours", "group": f"batch {batch}", "threads": 1, "workers": workers}
     return {**what, "batch": batch, "figure": {"median": batch / seconds}}
 
 
-def written(directory: Path, third: float) -> None:
+def written(directory, third):
     pair = {"side": "ours", "group": "2 processes"}
     results = [
         {**pair, "name": name, "bytes": size, "figure": {"median": seconds * 1e6}}
@@ -68,7 +64,7 @@ def written(directory: Path, third: float) -> None:
     (directory / "training.json").write_text(json.dumps({"results": steps}))
 
 
-def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path: Path, capsys):
+def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path, capsys):
     written(tmp_path, third=1.0)
     rows = checks(json.loads((tmp_path / "training.json").read_text()), CURVE)
     assert rows[0][1] == pytest.approx(rows[0][2])
@@ -82,7 +78,7 @@ def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path: Pa
     assert len(json.loads((tmp_path / "cost_model.json").read_text())["curves"]) == 13
 
 
-def test_the_command_says_what_it_needs(tmp_path: Path, capsys):
+def test_the_command_says_what_it_needs(tmp_path, capsys):
     (tmp_path / "all_reduce.json").write_text('{"results": []}')
     with pytest.raises(SystemExit):
         cost_model.main(["--results", str(tmp_path)])

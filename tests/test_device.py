@@ -1,7 +1,5 @@
 """Devices: how they are spelled, which exist, and which lists of them a strategy takes."""
 
-from __future__ import annotations
-
 import pytest
 
 import ndistribute as nd

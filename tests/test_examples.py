@@ -1,7 +1,5 @@
 """The examples train to the same result under every strategy, however they are started."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -26,18 +24,18 @@ SECONDS = 110.0
 NEAR = 1.5 / 360
 
 
-def arguments(strategy: str, replicas: int) -> list[str]:
+def arguments(strategy, replicas):
     return [SCRIPT, "--strategy", strategy, "--replicas", str(replicas), "--epochs", "6"]
 
 
-def numbers_in(output: str, pattern: str = "test accuracy ([0-9.]+)") -> tuple[float, ...]:
+def numbers_in(output, pattern="test accuracy ([0-9.]+)"):
     """Return what an example prints, once, however it is started."""
     (found,) = re.finditer(pattern, output)
     return tuple(map(float, found.groups()))
 
 
 @functools.cache
-def result_here(strategy: str, replicas: int) -> tuple[float, ...]:
+def result_here(strategy, replicas):
     """Run the example in this process; return its loss and accuracy."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(sys, "argv", arguments(strategy, replicas))
@@ -47,7 +45,7 @@ def result_here(strategy: str, replicas: int) -> tuple[float, ...]:
     return numbers_in(out.getvalue(), "loss ([0-9.]+), test accuracy ([0-9.]+)")
 
 
-def output_of(*commands: list[str]) -> list[str]:
+def output_of(*commands):
     """Run commands beside each other to their end, and return what each wrote."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with contextlib.ExitStack() as stack:
@@ -65,14 +63,14 @@ def output_of(*commands: list[str]) -> list[str]:
     ("strategy", "replicas"),
     [("one_device", 1), ("mirrored", 3), ("central_storage", 2), ("parameter_server", 1)],
 )
-def test_digits_train_alike_under_every_strategy(strategy: str, replicas: int) -> None:
+def test_digits_train_alike_under_every_strategy(strategy, replicas):
     plain = result_here("none", 1)
     assert plain[1] > 0.9
     assert result_here(strategy, replicas) == pytest.approx(plain, abs=NEAR)
 
 
 @pytest.mark.parametrize("mpi", [False, True])
-def test_two_processes_give_the_result_of_one(mpi: bool) -> None:
+def test_two_processes_give_the_result_of_one(mpi):
     launcher = [*LAUNCHER, "-n", "2"]
     if mpi:
         pytest.importorskip("mpi4py")
@@ -85,13 +83,13 @@ def test_two_processes_give_the_result_of_one(mpi: bool) -> None:
     assert found == pytest.approx(result_here("none", 1), abs=NEAR)
 
 
-def test_one_replica_strategies_refuse_more() -> None:
+def test_one_replica_strategies_refuse_more():
     with pytest.raises(SystemExit, match="one replica"):
         result_here("none", 2)
 
 
 @pytest.mark.slow
-def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
+def test_four_command_lines_train_on_two_servers_and_two_workers():
     cluster = free_addresses({"ps": 2, "worker": 2})
     hosts = [f"--{job}_hosts={','.join(addresses)}" for job, addresses in cluster.items()]
     said = output_of(
@@ -104,6 +102,6 @@ def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
     assert numbers_in(said[2]) > (0.9,)
 
 
-def test_the_launcher_starts_a_chief_that_sends_its_workers_functions() -> None:
+def test_the_launcher_starts_a_chief_that_sends_its_workers_functions():
     (said,) = output_of([*LAUNCHER, *"--workers 2 --ps 1 --chief".split(), *SERVERS])
     assert numbers_in(said) > (0.9,)

@@ -1,7 +1,5 @@
 """``import ndistribute`` is cheap: it asks for no optional package and starts nothing."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import re

@@ -1,7 +1,5 @@
 """The leak check that guards every other test: it finds what is left, and waits for the tidy."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -109,9 +107,9 @@ def test_a_leaking_test_fails_and_the_report_says_why(tmp_path):
 class _Holder:
     """Holds a file, and itself, so that only the collector of cycles frees it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.fd = os.open(path, os.O_CREAT)
         self.cycle = self
 
-    def __del__(self) -> None:
+    def __del__(self):
         os.close(self.fd)

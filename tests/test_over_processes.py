@@ -11,9 +11,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -51,7 +49,7 @@ FAILING = [f"{STRATEGIES}/test_faults.py", f"{STRATEGIES}/test_mismatch.py"]
 WRITING = [f"{VARIABLES}/test_on_write.py", f"{VARIABLES}/test_scatter.py"]
 
 
-def only(layouts: str) -> list[str]:
+def only(layouts):
     return [EQUIVALENCE, *([] if ALL_LAYOUTS else ["-k", f"equivalence or {layouts}"])]
 
 
@@ -64,7 +62,7 @@ SUITES = {
 
 
 @pytest.fixture(scope="module")
-def workers(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def workers(request):
     meeting = MEETINGS[request.param]
     if meeting.wire == "mpi" and not (importlib.util.find_spec("mpi4py") and find_mpiexec()):
         pytest.skip("needs mpi4py and mpiexec: pip install 'ndistribute[mpi]'")
@@ -78,10 +76,8 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 20)
 @pytest.mark.parametrize(("workers", "suite"), SUITES.items(), ids=SUITES, indirect=["workers"])
-def test_the_contracts_hold(workers: Ranks, suite: list[str]) -> None:
-    seen: list[Lockstep] = [
-        outcome.result() for outcome in workers.run(run_pytest, suite, timeout=SECONDS)
-    ]
+def test_the_contracts_hold(workers, suite):
+    seen = [outcome.result() for outcome in workers.run(run_pytest, suite, timeout=SECONDS)]
     failures = [
         f"worker {rank}: {name}\n{text}"
         for rank, one in enumerate(seen)
@@ -106,31 +102,31 @@ class Lockstep:
 class _Recorder:
     """Keep the tests that run over the workers' strategies, and what becomes of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen = Lockstep()
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, items):
         # What makes its strategies itself makes local ones, which need no workers.
         wanted = {"strategy", "several"}
         items[:] = [item for item in items if wanted & set(getattr(item, "fixturenames", ()))]
 
-    def pytest_runtest_logstart(self) -> None:
+    def pytest_runtest_logstart(self):
         # A test that failed leaves its exception behind, and good-byes would speak of it.
         for name in ("last_value", "last_exc"):
             sys.__dict__.pop(name, None)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.failed:
             self.seen.failures[f"{report.nodeid} ({report.when})"] = report.longreprtext[-3000:]
         elif report.passed and report.when == "call":
             self.seen.passed.append(report.nodeid)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_collectreport(self, report):
         if report.failed:
             self.seen.failures[report.nodeid] = report.longreprtext[-3000:]
 
 
-def run_pytest(rank: int, size: int, arguments: Sequence[str]) -> Lockstep:
+def run_pytest(rank, size, arguments):
     """Run tests on this worker, while the others run the same in the same order.
 
     Each test joins the workers anew, so that one which fails on some of them does not lead the
@@ -142,7 +138,7 @@ def run_pytest(rank: int, size: int, arguments: Sequence[str]) -> Lockstep:
     # What a process keeps for life, such as MPI's own memory, is no leak of the first test.
     next(iter(worker_kinds().values()))().close()
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        plugins: list[Any] = [recorder]
+        plugins = [recorder]
         recorder.seen.code = int(pytest.main([*options, *arguments], plugins=plugins))
     recorder.seen.output = output.getvalue()[-3000:]
     return recorder.seen

@@ -1,7 +1,5 @@
 """Memory is written in place only where a count of references shows that nobody else sees it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

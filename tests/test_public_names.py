@@ -1,7 +1,5 @@
 """What `dir` and completion show: the names that users call, and no others."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np
@@ -53,7 +51,7 @@ OBJECTS = {
 }
 
 
-def public(thing: object) -> list[str]:
+def public(thing):
     return [name for name in dir(thing) if not name.startswith("_")]
 
 
@@ -65,7 +63,7 @@ def test_the_package_shows_what_it_exports():
 @pytest.mark.parametrize(
     "name", [name for name in nd.__all__ if inspect.ismodule(getattr(nd, name))]
 )
-def test_its_modules_show_what_they_export(name: str):
+def test_its_modules_show_what_they_export(name):
     module = getattr(nd, name)
     assert public(module) == sorted(module.__all__)
     assert [each for each in module.__all__ if not hasattr(module, each)] == []
@@ -74,7 +72,7 @@ def test_its_modules_show_what_they_export(name: str):
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_object_shows_what_users_call(name: str):
+def test_an_object_shows_what_users_call(name):
     make, names = OBJECTS[name]
     made = make()
     assert public(made) == sorted(names.split())

@@ -1,7 +1,5 @@
 """Tensors on disk: what was written is found again, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -63,7 +61,7 @@ def any_array(draw):
 
 
 @contextlib.contextmanager
-def python(source: str, *arguments: str):
+def python(source, *arguments):
     command = [sys.executable, "-c", source, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -74,22 +72,22 @@ def python(source: str, *arguments: str):
         process.stdout.close()
 
 
-def write(directory, step: int) -> Path:
+def write(directory, step):
     tensors = {"w": np.full((2, 3), step, np.float32), "scalar": np.array(step)}
     return tensor_files.write(directory, "ps-0", tensors, {"step": step})
 
 
-def newest_step(directory) -> int:
+def newest_step(directory):
     saved = tensor_files.newest(directory, "ps-0")
     assert saved.data["step"] == saved.tensors["scalar"]
     return saved.data["step"]
 
 
-def folders(directory) -> list[str]:
+def folders(directory):
     return sorted(path.name for path in Path(directory).iterdir() if path.is_dir())
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
@@ -170,18 +168,10 @@ def test_each_flipped_byte_is_noticed(tmp_path):
     for file in FILES:
         for at in range((path / file).stat().st_size):
             flip(path / file, at)
-            with pytest.raises(CheckpointCorruptError):
-                tensor_files.newest(tmp_path, "ps-0")
+            with pytest.raises(CheckpointCorruptError, match=r"start anew.*000001"):
+                tensor_files.newest(tmp_path, "ps-0")  # It is no fresh start.
             flip(path / file, at)
     assert newest_step(tmp_path) == 1
-
-
-def test_broken_ones_alone_are_no_fresh_start(tmp_path):
-    for step in (1, 2):
-        flip(write(tmp_path, step) / "data.json", 3)
-    for _ in range(2):
-        with pytest.raises(CheckpointCorruptError, match=r"start anew.*000002.*000001"):
-            tensor_files.newest(tmp_path, "ps-0")
 
 
 @pytest.mark.parametrize(

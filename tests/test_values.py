@@ -1,7 +1,5 @@
 """`PerReplica` and `Mirrored`: what they hold, and what they refuse."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np
@@ -70,32 +68,29 @@ def test_use_as_an_array_or_number_is_refused_by_name(kind, use):
         use(kind(PAIR))
 
 
-@pytest.mark.parametrize("value", [2.5, np.float32(2.5), np.array(2.5)])
-def test_a_format_specification_is_that_of_the_single_value(kind, value):
-    held = kind([value])
-    assert f"{held:.3f} {held:>6}" == "2.500    2.5"
-    assert f"{held}" == str(held) == repr(held)
-    with pytest.raises(TypeError, match=r"'\.3f'.*local_results.*reduce"):
-        f"{kind([value, value]):.3f}"
-
-
-def test_a_single_array_or_number_converts(kind):
+def test_a_single_number_or_array_converts(kind):
+    assert float(kind([np.float32(2.5)])) == 2.5
+    assert isinstance(float(kind([1])), float)
+    assert isinstance(int(kind([np.float64(2)])), int)
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     converted = np.asarray(kind([array]))
     assert converted.dtype == np.float32
     assert np.array_equal(converted, array)
-    assert np.asarray(kind([array]), dtype=np.float64).dtype == np.float64
-    assert np.asarray(kind([array.tolist()])).shape == (2, 3)
-    for number in (2.0, np.float32(2), np.int64(2)):
-        assert float(kind([number])) == int(kind([number])) == 2
-        assert isinstance(float(kind([number])), float)
-        assert isinstance(int(kind([number])), int)
+    assert np.asarray(kind([array.tolist()]), dtype=np.int8).dtype == np.int8
 
 
-def test_values_are_told_apart_by_identity_and_the_text_shows_each_component(kind):
-    first, second = kind([1, 2]), kind([1, 2])
-    assert first == first  # noqa: PLR0124
-    assert first != second
+def test_a_format_specification_is_that_of_the_single_value(kind):
+    for value in (2.5, np.float32(2.5), np.array(2.5)):
+        held = kind([value])
+        assert f"{held:.3f} {held:>6}" == "2.500    2.5"
+        assert f"{held}" == str(held) == repr(held)
+    with pytest.raises(TypeError, match=r"'\.3f'.*local_results.*reduce"):
+        f"{kind([2.5, 2.5]):.3f}"
+
+
+def test_values_are_told_apart_by_identity_and_show_each_component(kind):
+    first = kind([1, 2])
+    assert first != kind([1, 2])
     assert {first: "found"}[first] == "found"
     text = repr(kind([1.5, None]))
     assert text.startswith(kind.__name__)

@@ -1,11 +1,7 @@
 """What the workers of `tests/strategies/test_multi_worker.py` do; each returns what it saw."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +14,7 @@ Counts = tuple[int, ...]
 OPTIONS = nd.CommunicationOptions(timeout_seconds=DEADLINE)
 
 
-def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+def first_values(worker, size, how, counts):
     """Create variables of which each worker passes another value."""
     nd.set_seed(worker)  # Also what is drawn differs from worker to worker.
     drawn = np.random.default_rng(worker).normal(size=5)
@@ -38,7 +34,7 @@ def first_values(worker: int, size: int, how: str, counts: Counts) -> dict[str, 
         return {name: v.numpy().tolist() for name, v in made.items()}
 
 
-def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
+def disagreeing(worker, size, how, counts):
     """Create variables that are others on the last worker, and then the same; return the errors."""
     odd = worker == size - 1
     told = []
@@ -58,18 +54,18 @@ def disagreeing(worker: int, size: int, how: str, counts: Counts) -> list[str]:
     return told
 
 
-def met(worker: int, size: int, how: str, counts: Counts) -> dict[str, Any]:
+def met(worker, size, how, counts):
     """Make each collective in every replica."""
     with join(how, counts) as strategy:
         return meet_over(strategy)
 
 
-def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
+def meet_over(strategy):
     """Return what the first replica of this process got, as arrays."""
     dtypes = "bool uint8 int64 float16 complex64".split()
-    shapes: list[tuple[int, ...]] = [(), (0,), (2, 3), (LARGE,)]
+    shapes = [(), (0,), (2, 3), (LARGE,)]
 
-    def reduce_all(op: str) -> Any:
+    def reduce_all(op):
         given = {
             f"{op} {dtype} {shape}": np.full(shape, 1 + rank() % 3).astype(dtype)
             for dtype in dtypes
@@ -78,7 +74,7 @@ def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
         }
         return context().all_reduce(op, given)
 
-    def step() -> dict[str, Any]:
+    def step():
         own = context()
         rows = np.arange(6.0 * rank()).reshape(-1, 2, 3)
         slices = nd.IndexedSlices(np.ones((2, 2)) * rank(), np.array([rank(), 5]), (6, 2))
@@ -101,12 +97,12 @@ def meet_over(strategy: nd.Strategy) -> dict[str, Any]:
     return {name: np.asarray(value) for name, value in results[0].items()}
 
 
-def byte_orders(worker: int, size: int, how: str, counts: Counts) -> list[list[Any]]:
+def byte_orders(worker, size, how, counts):
     """Pass the same numbers, in another byte order on every second replica."""
     with join(how, counts) as strategy, strategy.scope():
         v = nd.Variable(np.zeros(3, np.float32), aggregation="sum")
 
-        def step() -> list[Any]:
+        def step():
             numbers = (np.arange(3) + rank()).astype("<f4" if rank() % 2 else ">f4")
             v.assign_add(numbers)
             communicator = context().communicator
@@ -122,7 +118,7 @@ def byte_orders(worker: int, size: int, how: str, counts: Counts) -> list[list[A
         return [[np.asarray(array).tolist() for array in result] for result in [*results, [v]]]
 
 
-def refused(worker: int, size: int, how: str, counts: Counts) -> list[str]:
+def refused(worker, size, how, counts):
     """Pass what only the first worker may not pass; all must hear of it, and go on."""
     wrong = [nd.PerReplica([1.0] * 7), nd.PerReplica([object()] * counts[worker])]
     told = []
@@ -137,7 +133,7 @@ def refused(worker: int, size: int, how: str, counts: Counts) -> list[str]:
     return [*told, str(float(total))]
 
 
-def draws(worker: int, size: int, how: str, counts: Counts) -> list[list[int]]:
+def draws(worker, size, how, counts):
     """Draw twice by one seed, with two strategies one after the other."""
     seen = []
     for _ in range(2):
@@ -149,10 +145,10 @@ def draws(worker: int, size: int, how: str, counts: Counts) -> list[list[int]]:
     return [seen[0]]
 
 
-def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, Any]:
+def roles(worker, size, jobs):
     """Take the role that stands at this worker's place, in a cluster of all of them."""
     addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
-    cluster: dict[str, list[str]] = {}
+    cluster = {}
     for (job, _), address in zip(jobs, addresses, strict=True):
         cluster.setdefault(job, []).append(address)
     job, index = jobs[worker]
@@ -171,7 +167,7 @@ def roles(worker: int, size: int, jobs: Sequence[tuple[str, int]]) -> dict[str, 
         }
 
 
-def one_script(worker: int, size: int) -> dict[str, Any]:
+def one_script(worker, size):
     """Do what a user's script does, which does not know how many workers there are."""
     with nd.MultiWorkerMirroredStrategy(communication_options=OPTIONS) as strategy:
         with strategy.scope():
@@ -189,7 +185,7 @@ def one_script(worker: int, size: int) -> dict[str, Any]:
         }
 
 
-def two_at_a_time(worker: int, size: int, scheme: str) -> list[float]:
+def two_at_a_time(worker, size, scheme):
     """Make strategies while others are open, at an address that no launcher keeps open."""
     os.close(int(os.environ.pop(LISTEN)))
     config = json.loads(os.environ["TF_CONFIG"])

@@ -101,7 +101,7 @@ def refuse_polyval() -> None:
     """Raise a `TypeError` in a `polyval` with coefficients that NumPy reshapes for arrays only."""
     frame = next(_frames())
     given = frame.f_locals
-    if frame.f_code.co_name == "polyval" and given.get("tensor") and np.ndim(given.get("c")) > 1:
+    if frame.f_code.co_name == "polyval" and given.get("tensor") and np.ndim(given["c"]) > 1:
         raise TypeError(
             f"np.polynomial.polynomial.polyval of a tracked array, called at {user_line()} with "
             "coefficients of several dimensions, would not broadcast as it does for an array: call "

@@ -364,9 +364,10 @@ class GradientTape:
                 raise ValueError("output_gradients must have the same structure as the target.")
             given = tree.flatten(output_gradients)
         seeds: dict[int, Any] = {}
+        place: int | None
         for target, gradient in zip(flat, given, strict=True):
-            if isinstance(target, Tracked):
-                place, value = self._place(target), target.value
+            if isinstance(target, Tracked) and target.graph is self._graph:
+                place, value = target.index, target.value
             elif _is_variable(target):
                 place, value = self._place(target), _raw(target)
             else:
@@ -431,7 +432,7 @@ def _seed(value: Any, gradient: Any) -> Any:
 
 
 def _is_source(kind: type) -> bool:
-    return issubclass(kind, Tracked) or _is_variable(kind)
+    return issubclass(kind, Tracked) or getattr(kind, "is_distributed_variable", False)
 
 
 def _check_source(source: Any) -> None:

@@ -162,8 +162,6 @@ class Tracked:
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
-        if type(index) is tuple and any(isinstance(one, Tracked) for one in index):
-            index = tuple(map(untrack, index))
         result = value[index]
         graph: Any = current_frame().recorder
         if graph is not self.graph:
@@ -487,7 +485,9 @@ def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
 
     What NumPy would convert to an array of objects is refused.
     """
-    value, place = operand(_without_list(value), graph)
+    if isinstance(value, list | tuple):
+        value = _without_list(value)
+    value, place = operand(value, graph)
     if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
         return value, place
     array = np.asarray(value)

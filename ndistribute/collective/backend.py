@@ -21,10 +21,11 @@ import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.device import Array, Device
-from ndistribute.errors import CollectiveMismatchError
+from ndistribute.errors import CollectiveMismatchError, DistributeError
 from ndistribute.timeline import span
 
 T = TypeVar("T")
+E = TypeVar("E", bound=DistributeError)
 
 # The total and the variable that it updates stay in a core's second-level cache.
 _UPDATE_ELEMENTS = 64 * 1024
@@ -69,6 +70,10 @@ class Call(NamedTuple):
     def title(self) -> str:
         """The kind and the number, for example ``all_reduce #12``."""
         return f"{self.kind} #{self.sequence}"
+
+    def error(self, kind: type[E], text: str, rank: int | None = None) -> E:
+        """Return an exception about this call."""
+        return kind(f"{self.title}: {text}", rank=rank, op=self.kind, sequence=self.sequence)
 
     def __str__(self) -> str:
         shapes = [f"{dtype.name}[{','.join(map(str, shape))}]" for dtype, shape in self.signature]
@@ -140,23 +145,16 @@ def check_calls(calls: Sequence[Call]) -> None:
             number = "" if call.sequence == first.sequence else f" as its call {call.sequence}"
             what = f"replica {rank} called {call}{number}, replica 0 called {first}."
             alike = call._replace(signature=first.signature) == first
-            raise mismatch(first.kind, first.sequence, rank, what, alike=alike)
+            raise _mismatch(first, rank, what, alike=alike)
 
 
-def mismatch(
-    kind: str, sequence: int, rank: int, what: str, *, alike: bool
-) -> CollectiveMismatchError:
+def _mismatch(call: Call, rank: int, what: str, *, alike: bool) -> CollectiveMismatchError:
     """Return the error for calls that differ; `alike`: only in shapes and dtypes."""
     advice = "make the same calls in the same order."
     if alike:
-        hint = "; pad the batch, or use all_gather" if kind == "all_reduce" else ""
+        hint = "; pad the batch, or use all_gather" if call.kind == "all_reduce" else ""
         advice = f"pass the same shapes and dtypes{hint}."
-    return CollectiveMismatchError(
-        f"{kind} #{sequence}: {what} Every replica must {advice}",
-        rank=rank,
-        op=kind,
-        sequence=sequence,
-    )
+    return call.error(CollectiveMismatchError, f"{what} Every replica must {advice}", rank)
 
 
 def update_in_blocks(
@@ -202,15 +200,13 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
     *_, step, sequence, number, _, words = _HEADER.unpack(mine)
     *_, their_step, their_sequence, their_number, _, their_words = _HEADER.unpack(theirs)
     own, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
-    kind = own.partition("(")[0]
+    call = Call(sequence, own.partition("(")[0])
     if theirs[:4] != mine[:4]:  # Other data, or the message of a failed call.
-        raise CollectiveMismatchError(
-            f"{kind} #{sequence}: worker {their_rank} sent no collective's header to worker "
-            f"{my_rank}, which called {own}. Do both run the same version of ndistribute?",
-            rank=their_rank,
-            op=kind,
-            sequence=sequence,
+        text = (
+            f"worker {their_rank} sent no collective's header to worker {my_rank}, which called "
+            f"{own}. Do both run the same version of ndistribute?"
         )
+        raise call.error(CollectiveMismatchError, text, their_rank)
     in_place = (step, sequence, number) == (their_step, their_sequence, their_number)
     difference = ""
     if in_place and own == other:
@@ -224,7 +220,7 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
     what = f"worker {their_rank} called {other}{difference}, worker {my_rank} called {own}."
     # The part before the first comma is kind and op.
     alike = in_place and own.partition(",")[0] == other.partition(",")[0]
-    raise mismatch(kind, sequence, their_rank, what, alike=alike)
+    raise _mismatch(call, their_rank, what, alike=alike)
 
 
 @functools.lru_cache(maxsize=1024)

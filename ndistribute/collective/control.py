@@ -157,14 +157,12 @@ class WaitMonitor:
                 raise error
         if now >= self._deadline:
             late = plane.where.late(self._place, absent, sorted(plane.others))
-            raise CollectiveTimeoutError(
-                f"{self._call.title}: worker {plane.rank} waited {self._timeout:g} s for worker(s) "
+            text = (
+                f"worker {plane.rank} waited {self._timeout:g} s for worker(s) "
                 f"{', '.join(map(str, late))}. If they need more time, raise "
-                "CommunicationOptions(timeout_seconds=...).",
-                rank=late[0] if late else None,
-                op=self._call.kind,
-                sequence=self._call.sequence,
+                "CommunicationOptions(timeout_seconds=...)."
             )
+            raise self._call.error(CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
             plane.tell(self._place, made=True)
@@ -313,8 +311,7 @@ class ControlPlane:
             "number of steps."
         )
         kind = CollectiveMismatchError if departed is None else WorkerLostError
-        about = f"{call.title}: {self.name_of(rank)} {reason}"
-        return kind(about, rank=rank, op=call.kind, sequence=call.sequence)
+        return call.error(kind, f"{self.name_of(rank)} {reason}", rank)
 
     def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
         """Return what each process passed, in rank order; exchanges of one kind match in order."""

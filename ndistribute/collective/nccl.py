@@ -376,11 +376,10 @@ class _Group:
 
         def check() -> None:
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"{call.title}: the GPUs were not done within {left:g} s. Work that takes "
-                    "longer needs CommunicationOptions(timeout_seconds=...).",
-                    op=call.kind,
-                    sequence=call.sequence,
+                raise call.error(
+                    CollectiveTimeoutError,
+                    f"the GPUs were not done within {left:g} s. Work that takes longer needs "
+                    "CommunicationOptions(timeout_seconds=...).",
                 )
 
         return check

@@ -27,6 +27,7 @@ from ndistribute.collective.backend import (
     encode_header,
     update_in_blocks,
 )
+from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
 from ndistribute.collective.schedule import Action, Message, Move, pack, plan_gather, plan_reduce
@@ -64,11 +65,10 @@ class RingBackend:
         self,
         peers: ControlPlane,
         connect: Callable[[], Transport],
-        *,
         ranks: Sequence[int] | None = None,
-        bytes_per_pack: int = 0,
-        wire_dtype: str | None = None,
+        options: CommunicationOptions | None = None,
     ) -> None:
+        most = 0 if options is None else options.bytes_per_pack
         self._ranks = tuple(range(peers.size) if ranks is None else ranks)
         self.rank = self._ranks.index(peers.rank)
         self.size = len(self._ranks)
@@ -76,12 +76,12 @@ class RingBackend:
         self.owner, self.owners = 0, 1
         self._peers = peers
         self._connect = connect
-        self._bucket_bytes = bytes_per_pack or BUCKET_BYTES
-        self._wire_dtype = wire_dtype
+        self._bucket_bytes = most or BUCKET_BYTES
+        self._wire_dtype = None if options is None else options.wire_dtype
         self._start()
         self._block_bytes = self._transport.block_bytes
-        if bytes_per_pack:
-            self._block_bytes = min(self._block_bytes, max(bytes_per_pack, LEAST_BYTES))
+        if most:
+            self._block_bytes = min(self._block_bytes, max(most, LEAST_BYTES))
         small = SMALL_BYTES_OF_TWO if self.size == 2 else SMALL_BYTES
         self._small_bytes = min(small, self._block_bytes)
 

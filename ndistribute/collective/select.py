@@ -7,6 +7,7 @@ order; NCCL chooses the order of a floating-point sum itself.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -97,17 +98,10 @@ def make_group(
     """
     rendezvous = Rendezvous(len(devices))
     streams = [Stream(device) for device in devices]
-    spaces = ["central" if central else device.memory_space for device in devices]
+    homes = ["central" if central else device.memory_space for device in devices]
+    alone = isinstance(cross_device_ops, ReductionToOneDevice)
     threads = [
-        ThreadBackend(
-            rendezvous,
-            streams,
-            rank,
-            owner=spaces[:rank].count(space),
-            owners=spaces.count(space),
-            one_device=isinstance(cross_device_ops, ReductionToOneDevice),
-        )
-        for rank, space in enumerate(spaces)
+        ThreadBackend(rendezvous, streams, homes, rank, alone) for rank in range(len(devices))
     ]
     if workers is None:
         nccl = not central and _wants_nccl(devices, cross_device_ops)
@@ -179,13 +173,8 @@ def _process_backend(
     peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
 ) -> ProcessBackend:
     def ring(ranks: Sequence[int]) -> RingBackend:
-        return RingBackend(
-            peers,
-            lambda: MpiTransport(peers) if over_mpi else TcpTransport(peers),
-            ranks=ranks,
-            bytes_per_pack=options.bytes_per_pack,
-            wire_dtype=options.wire_dtype,
-        )
+        transport = MpiTransport if over_mpi else TcpTransport
+        return RingBackend(peers, functools.partial(transport, peers), ranks, options)
 
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:

@@ -173,14 +173,12 @@ class Rendezvous:
             if meeting is not self._meeting:
                 return
         absent = [other for other, held in enumerate(meeting.calls) if held is None]
-        error = CollectiveTimeoutError(
-            f"{call.title}: replica {rank} waited {timeout:g} s for replica(s) "
+        text = (
+            f"replica {rank} waited {timeout:g} s for replica(s) "
             f"{', '.join(map(str, absent)) or 'in the reduction'}. If they need more time, "
-            "raise CommunicationOptions(timeout_seconds=...).",
-            rank=absent[0] if absent else None,
-            op=call.kind,
-            sequence=call.sequence,
+            "raise CommunicationOptions(timeout_seconds=...)."
         )
+        error = call.error(CollectiveTimeoutError, text, absent[0] if absent else None)
         with self._mutex:
             if meeting is self._meeting:
                 self._cause = self._cause or error
@@ -188,13 +186,11 @@ class Rendezvous:
 
     def _skipped(self, call: Call, waiting: int) -> CollectiveMismatchError:
         rank, made = self._returned or (0, 0)
-        return CollectiveMismatchError(
-            f"{call.title}: replica {rank} returned after {made} collective call(s) while replica "
-            f"{waiting} called {call}. Every replica must make the same calls in the same order.",
-            rank=rank,
-            op=call.kind,
-            sequence=call.sequence,
+        text = (
+            f"replica {rank} returned after {made} collective call(s) while replica {waiting} "
+            f"called {call}. Every replica must make the same calls in the same order."
         )
+        return call.error(CollectiveMismatchError, text, rank)
 
 
 def _for_waiter(error: BaseException) -> BaseException:
@@ -214,22 +210,20 @@ def _for_waiter(error: BaseException) -> BaseException:
 class ThreadBackend:
     """The backend of one replica among the threads of its process.
 
-    It is number `owner` of the `owners` replicas that update the same memory. With `one_device`,
-    one replica reduces alone, whatever the size.
+    `streams` are those of all replicas, `homes` the names of the memories that they update. With
+    `one_device`, one replica reduces alone, whatever the size.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         streams: Sequence[Stream],
+        homes: Sequence[str],
         rank: int,
-        *,
-        owner: int,
-        owners: int,
         one_device: bool = False,
     ) -> None:
         self.rank, self.size = rank, rendezvous.size
-        self.owner, self.owners = owner, owners
+        self.owner, self.owners = homes[:rank].count(homes[rank]), homes.count(homes[rank])
         self.device = streams[rank].device
         self._rendezvous = rendezvous
         self._stream = streams[rank]

@@ -16,7 +16,7 @@ from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Epoch, Node, upstream
+from ndistribute.data.pipeline import Epoch, Node, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, Progress, Step, steps_of
@@ -114,8 +114,6 @@ class DistributedDataset:
         also takes part in further steps of other workers, with empty batches.
         """
         known = self._node.spec.cardinality
-        if self._sharding is Sharding.FILE:
-            return UNKNOWN_CARDINALITY
         if known < 0 or self._sharding is Sharding.DATA:
             return known
         pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas

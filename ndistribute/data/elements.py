@@ -44,7 +44,9 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
     >>> as_element(([1, 2], 3.0))
     (array([1, 2]), np.float64(3.0))
     """
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.generic):
+        return value
+    if isinstance(value, np.ndarray):
         return _leaf(value)
     if isinstance(value, tuple):
         items = [as_element(item, lists_nest) for item in value]

@@ -31,6 +31,7 @@ from ndistribute.models.callbacks import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
 from ndistribute.variables import Variable
 
@@ -109,6 +110,7 @@ class Trainer(Layer):
 
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name, **options)
+        keep_freed_memory()
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None

@@ -106,7 +106,7 @@ class Optimizer:
         self._served_by: Any = strategy if _has_servers(strategy) else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
-        self._bound = _bound(
+        self._bound = _one_bound(
             clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue
         )
         self._slots: dict[Any, tuple[Any, ...]] = {}
@@ -487,7 +487,7 @@ def _has_servers(strategy: Any) -> bool:
     return hasattr(type(strategy), "servers")
 
 
-def _bound(**bounds: float | None) -> tuple[str, float] | None:
+def _one_bound(**bounds: float | None) -> tuple[str, float] | None:
     """Return the kind and the size of the one bound of gradients that is given, if any."""
     given = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
     if len(given) > 1:
@@ -504,7 +504,7 @@ def _clipped(kind: str, bound: float, gradients: Sequence[Any]) -> list[Any]:
         return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
     norms = [_norm(gradient) for gradient in wide]
     if kind == "global_clipnorm":
-        norms = [math.hypot(*norms)] * len(norms)
+        norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
     return [
         gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
         for gradient, norm in zip(wide, norms, strict=True)

@@ -25,7 +25,7 @@ from ndistribute.update_rules import Rule, can_train, rule_named, update_rows, u
 
 Planned = Callable[[], m.Outcome]
 
-_ROWS_KEPT = 16  # Sparse gradients kept before repeated rows are added.
+_MOST_PARTS = 16  # Sparse gradients that are held before repeated rows are added.
 _LAST_STEP = 1 << 62
 
 
@@ -290,7 +290,7 @@ class Aggregation:
         """Refuse gradients of other shapes or dtypes than the first ones of the step."""
         if at_step != self.step or not self.contributors:
             return
-        first = {name: _kind_of(kept[0]) for name, kept in self.sums.items()}
+        first = {name: _kind_of(parts[0]) for name, parts in self.sums.items()}
         these = dict(zip(given.names, map(_kind_of, given.gradients), strict=True))
         if these != first:
             unlike = sorted(these.items() ^ first.items())
@@ -311,7 +311,7 @@ class Aggregation:
 
     def finish(self) -> list[Gradient]:
         """Begin the next step, and return the means, which are valid until the next `add`."""
-        means = [_joined(kept) for kept in self.sums.values()]
+        means = [_joined(parts) for parts in self.sums.values()]
         for mean in means if len(self.contributors) > 1 else ():
             np.divide(mean.values, len(self.contributors), out=mean.values)
         self.step, self.contributors = self.step + 1, set()
@@ -344,29 +344,29 @@ class Aggregation:
         )
 
 
-def _added(kept: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
-    """Return the kept gradients with one more; 16-bit floats are added in float32."""
+def _added(parts: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
+    """Return the gradients of a sum with one more; 16-bit floats are added in float32."""
     values, indices = gradient.values, gradient.indices
     if indices is not None:
         rows = Gradient(values.astype(computing_dtype(values.dtype)), indices.astype(np.int64))
-        kept = [rows] if first else [*kept, rows]
-        return [_joined(kept)] if len(kept) >= _ROWS_KEPT else kept
-    if not kept or _kind_of(kept[0]) != _kind_of(gradient):
+        parts = [rows] if first else [*parts, rows]
+        return [_joined(parts)] if len(parts) >= _MOST_PARTS else parts
+    if not parts or _kind_of(parts[0]) != _kind_of(gradient):
         # A copy, because the sum is changed in place.
         return [Gradient(values.astype(computing_dtype(values.dtype)))]
     if first:
-        np.copyto(kept[0].values, values)
+        np.copyto(parts[0].values, values)
     else:
-        np.add(kept[0].values, values, out=kept[0].values)
-    return kept
+        np.add(parts[0].values, values, out=parts[0].values)
+    return parts
 
 
-def _joined(kept: list[Gradient]) -> Gradient:
+def _joined(parts: list[Gradient]) -> Gradient:
     """Return the sum of gradients from `_added`, with unique rows."""
-    if kept[0].indices is None:
-        return kept[0]
-    values = np.concatenate([part.values for part in kept])
-    return _summed(values, np.concatenate([np.asarray(part.indices) for part in kept]))
+    if parts[0].indices is None:
+        return parts[0]
+    values = np.concatenate([part.values for part in parts])
+    return _summed(values, np.concatenate([np.asarray(part.indices) for part in parts]))
 
 
 def _summed(values: Array, indices: Array) -> Gradient:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -137,17 +135,6 @@ def test_a_wrong_derivative_is_refused(several, derivative, error, message):
         x = tape.watch(np.ones(2))
         with pytest.raises(error, match=message):
             tape.gradient(fused(x, 2.0), x)
-
-
-def test_an_operation_from_outside_numpy():
-    """How PyTorch, JAX or C code takes part."""
-    erf = np.vectorize(math.erf, otypes=[float])
-
-    @custom_gradient
-    def tracked_erf(x):
-        return erf(x), [lambda g: g * 2 / np.sqrt(np.pi) * np.exp(-x * x)]
-
-    check_gradients(tracked_erf, np.array([0.0, 1.0]))
 
 
 @pytest.mark.parametrize("several", [False, True])

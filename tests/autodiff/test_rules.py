@@ -71,6 +71,7 @@ LINALG = {
     "slogdet": lambda x: np.linalg.slogdet(x).logabsdet,
     "cholesky": lambda x: np.linalg.cholesky(symmetric(x)),
     "eigenvectors": lambda x: np.abs(np.linalg.eigh(symmetric(x)).eigenvectors),
+    "eig": lambda x: np.abs(np.linalg.eig(x).eigenvectors),
     "eigvalsh": lambda x: np.linalg.eigvalsh(symmetric(x)),
     "matrix_power": lambda x: np.linalg.matrix_power(x, 3) + np.linalg.matrix_power(x, -2),
 }
@@ -84,15 +85,12 @@ np.reshape(x, (6, 4), order="F") + x.reshape((6, 4), order="F") * np.ones((6, 4)
 np.ravel(x, order="F") * x.flatten()
 np.transpose(x, (1, 2, 0)) * x.transpose(1, 2, 0) + x.T.transpose((1, 0, -1)).sum()
 np.moveaxis(x, (0, 1), (2, 0)) + np.moveaxis(x, source=0, destination=1).sum()
-np.expand_dims(x, (0, 2))
 np.squeeze(x[:1]) + x[:1].squeeze(0)
 np.broadcast_to(x[:, :1], (5, 2, 3, 4))
 np.atleast_2d(x[0, 0, 0]) + np.atleast_3d(x[0, 0]) * np.atleast_3d(x[0])
-np.flip(x, (0, 2)) * np.flip(x)
 np.rot90(x, 1, (1, 2))
-np.roll(x, (1, 2), (0, 2))
+np.roll(x, (1, 2), (0, 2)) + np.flip(x, (0, 2)) * np.flip(x)
 np.repeat(x, 2, axis=1) + x.repeat(2, axis=-2)
-np.tile(x, (2, 1, 3))
 np.tile(x, (2, 1, 1, 2))
 np.tile(x[0, 0], (3, 2))
 np.tril(x, k=-1) + np.triu(x, 1)
@@ -105,7 +103,6 @@ np.trace(x, 1, 1, 2, dtype=np.float64) + x.trace(offset=1, axis1=1, axis2=2)
 np.split(x * x, [1, 3], axis=-1)[1] + np.array_split(x, 3, axis=2)[0]
 np.dsplit(x, 2)[1] * np.vsplit(x, 2)[1][:, :, :2]
 np.multiply(*x) + sum(row * k for k, row in enumerate(x))
-np.concatenate([np.ones((1, 3, 4)), x, np.zeros((1, 3, 4))])
 np.concatenate([x, x[0]], axis=None)
 np.stack([x.sum(), x[0, 0, 0], 3.0])
 np.hstack([x[0, 0], x[1, 1], 2.0])
@@ -288,18 +285,14 @@ def test_tensordot(axes):
     check_gradients(lambda x, y: np.tensordot(x, y, axes), SQUARE, POSITIVE[0])
 
 
-def test_einsum_of_attention_and_of_three():
-    q, k = RNG.normal(size=(2, 3, 2, 4)), RNG.normal(size=(2, 5, 2, 4))
-    check_gradients(lambda q, k: np.einsum("bqhd,bkhd->bhqk", q, k), q, k)
-    check_gradients(lambda x, y, z: np.einsum("ij,jk,kl", x, y, z), TALL, SQUARE, TALL.T)
-
-
 def test_gradients_have_the_dtypes_of_their_sources_and_meet_blas():
     value, gradients = gradients_of(np.matmul, np.ones((2, 3), np.float32), np.ones((3, 2)))
     assert value.dtype == np.float64
     assert [gradient.dtype for gradient in gradients] == [np.float32, np.float64]
     value, (x,) = gradients_of(lambda x: np.sum(x, dtype=np.float64), np.ones(3, np.float32))
     assert (value.dtype, x.dtype) == (np.float64, np.float32)
+    _, (bias,) = gradients_of(lambda b: np.zeros((256, 512), np.float32) + b, np.zeros(512))
+    assert (bias == 256).all()
     # A broadcast gradient has stride 0.
     seed = np.broadcast_to(2.0, (4, 2))
     _, (w,) = gradients_of(lambda w: np.ones((4, 3)) @ w, np.ones((3, 2)), output_gradients=seed)
@@ -316,14 +309,6 @@ def test_linear_algebra_of_one_matrix_and_of_a_stack(name):
 def test_solve(right):
     left = POSITIVE if right.ndim == 3 else POSITIVE[0]
     check_gradients(np.linalg.solve, left, right, rtol=1e-5)
-
-
-def test_results_that_were_not_used_count_as_zeros():
-    def parts(x):
-        u, s, _vt = np.linalg.svd(x, full_matrices=False)
-        return np.sum(s) + np.abs(u[0, 0])
-
-    check_gradients(parts, X, rtol=1e-5)
 
 
 @pytest.mark.parametrize("expression", SHAPED)

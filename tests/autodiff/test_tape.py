@@ -55,6 +55,7 @@ def test_unconnected_sources():
         x, y = tape.watch((2.0, np.ones(3, np.float32)))
         z = x * x
     assert tape.gradient(z, [y, x, variable]) == [None, 4, None]
+    assert tape.gradient(z, variable) is None
     zeros, four, zero = tape.gradient(z, [y, x, variable], unconnected_gradients="ZERO")
     assert (zeros.tolist(), zeros.dtype, four) == ([0, 0, 0], np.float32, 4)
     assert (zero.shape, zero.dtype, zero) == ((), np.float32, 0)

@@ -16,6 +16,7 @@ import pytest
 from ndistribute.cluster import MPIClusterResolver
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
+from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
@@ -50,13 +51,8 @@ def group_backend(bytes_per_pack=0, wire_dtype=None, ranks=None):
     if os.environ.get("CALLS_MEET") == "shared":
         return SharedMemoryBackend(peers, ranks=ranks)
     transport = TcpTransport if "TF_CONFIG" in os.environ else MpiTransport
-    return RingBackend(
-        peers,
-        functools.partial(transport, peers),
-        ranks=ranks,
-        bytes_per_pack=bytes_per_pack,
-        wire_dtype=wire_dtype,
-    )
+    options = CommunicationOptions(bytes_per_pack, wire_dtype=wire_dtype)
+    return RingBackend(peers, functools.partial(transport, peers), ranks, options)
 
 
 def dtype_named(name):

@@ -77,15 +77,6 @@ def test_pieces_land_on_their_gpu(prefetch):
     assert sorted(rows.tolist()) == sorted(4 * list(range(64)))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_epochs_are_reshuffled_and_complete(prefetch):
-    dataset = Dataset.range(20).shuffle(20, seed=1).batch(6)
-    distributed = distribute(dataset, cpus(2), InputOptions(prefetch=prefetch))
-    epochs = [np.concatenate([np.concatenate(s.values) for s in distributed]) for _ in range(2)]
-    assert [sorted(epoch.tolist()) for epoch in epochs] == [list(range(20))] * 2
-    assert not np.array_equal(*epochs)
-
-
 def test_a_function_gives_each_replica_its_own_batches():
     seen = []
 

@@ -60,6 +60,7 @@ WRONG = [
     (lambda: list(NUMBERS.map(lambda x: None)), "returns its result"),
     (lambda: list(generated([1], [1, 2]).batch(2)), r"\(1,\), \(2,\) cannot be stacked"),
     (lambda: list(generated({"a": 1}, {"b": 1}).batch(2)), "differ in structure"),
+    (lambda: list(generated((1,), (1, 2)).batch(2)), "differ in structure"),
     (lambda: list(NUMBERS.unbatch()), "Batch the dataset before unbatch"),
     (lambda: InputOptions(auto_shard_policy="hint"), "AUTO, DATA, FILE, OFF"),
     (lambda: InputOptions(prefetch=-1), "InputOptions: prefetch must be at least 0, got -1"),

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from ndistribute.data import UNKNOWN_CARDINALITY, Dataset
-from tests.data.workers import save_numbers
+
+
+def save_numbers(folder, lengths):
+    """Write files of the numbers from 0 on, so many to each."""
+    paths = [folder / f"part-{index:03}.npy" for index in range(len(lengths))]
+    stops = np.cumsum(lengths)
+    for path, length, stop in zip(paths, lengths, stops, strict=True):
+        np.save(path, np.arange(stop - length, stop, dtype=np.int32))
+    return paths
 
 
 def test_the_rows_of_npy_files_are_elements_file_after_file(tmp_path):

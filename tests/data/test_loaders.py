@@ -10,12 +10,14 @@ import pytest
 import ndistribute as nd
 from ndistribute.data import Dataset, InputOptions, as_dataset
 from tests.data.workers import (
+    all_raise,
     cpus,
     distribute,
     distribute_from_function,
     on_workers,
     pieces_of,
     raised,
+    shared,
 )
 from tests.processes import Ranks
 
@@ -161,15 +163,8 @@ def test_under_data_one_worker_s_state_serves_all():
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_loaders_whose_order_differs_between_workers_are_refused(prefetch):
-    def work(workers):
-        loader = Loader(seed=workers.rank)
-        return list(distribute(loader, cpus(1), InputOptions(prefetch=prefetch), workers=workers))
-
-    for error in on_workers(2, work):
-        with pytest.raises(
-            ValueError, match=r"digest of the first batch.*seed all loaders equally"
-        ):
-            raise error
+    steps = shared(2, Loader, InputOptions(prefetch=prefetch))
+    all_raise(steps, ValueError, "digest of the first batch.*seed all loaders equally")
 
 
 def augmented(rank):
@@ -192,10 +187,7 @@ def values_alone(rank):
     ids=["labels", "objects", "generator"],
 )
 def test_loaders_of_one_order_may_differ_in_what_does_not_tell_the_order(build):
-    def work(workers):
-        return len(list(distribute(build(workers.rank), cpus(1), workers=workers)))
-
-    assert raised(on_workers(2, work)) == [3, 3]
+    assert [len(steps) for steps in shared(2, build)] == [3, 3]
 
 
 def shared_by_processes(rank, size):
@@ -248,9 +240,4 @@ def generated(count):
     ],
 )
 def test_workers_whose_data_differ_are_told_in_what(build, message):
-    def work(workers):
-        return list(distribute(build(workers.rank), cpus(1), workers=workers))
-
-    for error in on_workers(2, work):
-        with pytest.raises(ValueError, match=message):
-            raise error
+    all_raise(shared(2, build), ValueError, message)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import chain
 
 import numpy as np
@@ -75,28 +72,6 @@ def test_the_rest_of_the_epoch_and_the_next_one_are_the_same(
     assert resumed.state_dict() == state
     assert rows_of(resumed) == rows_of(interrupted)
     assert rows_of(after) == rows_of(before)
-
-
-def test_a_state_is_resumed_in_another_process():
-    program = (
-        "import json, sys\n"
-        "from tests.data.test_resumption import PIPELINES, distributed, rows_of\n"
-        "iterator = iter(distributed(PIPELINES['repeated']))\n"
-        "iterator.load_state_dict(json.loads(sys.argv[1]))\n"
-        "print(json.dumps(rows_of(iterator)))\n"
-    )
-    iterator = iter(distributed(PIPELINES["repeated"]))
-    for _ in range(9):
-        next(iterator)
-    state = json.dumps(iterator.state_dict())
-    done = subprocess.run(
-        [sys.executable, "-c", program, state],
-        timeout=60,
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert json.loads(done.stdout) == rows_of(iterator)
 
 
 def test_an_iterator_can_be_taken_back_also_when_it_is_over():

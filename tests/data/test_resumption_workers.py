@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ndistribute.data import Dataset, InputOptions
 from tests.data.test_workers import number_files, replica_counts
 from tests.data.workers import (
+    all_raise,
     cpus,
     distribute,
     distribute_from_function,
@@ -120,9 +121,8 @@ def test_what_a_function_made_is_gone_on_with_by_as_many_workers_only():
     for worker in range(2):
         used = rows_of([taken[worker]]) + rows_of([rest[worker]])
         assert sorted(used) == list(range(worker, 10, 2))
-    for error in on_workers(3, lambda workers: work(workers, state)):
-        with pytest.raises(ValueError, match=r"the state is of 2 worker\(s\).*there are 3 now"):
-            raise error
+    refused = on_workers(3, lambda workers: work(workers, state))
+    all_raise(refused, ValueError, r"the state is of 2 worker\(s\).*there are 3 now")
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,14 @@ def test_a_state_of_other_input_is_refused_with_the_difference(other, message):
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_workers_without_a_communicator_resume_what_they_can_by_arithmetic(worker):
+@pytest.mark.parametrize("other", [0, 1])
+def test_workers_without_a_communicator_resume_by_the_state_of_any_of_them(worker, other):
     def make(context):
         return Dataset.range(8).shard(2, context.input_pipeline_id).batch(1)
 
-    iterator, resumed = (
-        iter(distribute_from_function(make, cpus(1), None, 2, worker)) for _ in range(2)
+    interrupted, resumed = (
+        iter(distribute_from_function(make, cpus(1), None, 2, which)) for which in (worker, other)
     )
-    next(iterator)
-    resumed.load_state_dict(iterator.state_dict())
-    assert pieces_of(resumed) == [[[row]] for row in range(worker + 2, 8, 2)]
+    next(interrupted)
+    resumed.load_state_dict(interrupted.state_dict())
+    assert pieces_of(resumed) == [[[row]] for row in range(other + 2, 8, 2)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ndistribute.data import Dataset, InputOptions
 from ndistribute.errors import DistributeError
-from ndistribute.values import PerReplica
 from tests.data.workers import (
+    all_raise,
     cpus,
     distribute,
     distribute_from_function,
@@ -23,9 +23,9 @@ from tests.data.workers import (
     pieces_of,
     raised,
     rows_of,
+    shared,
 )
 
-FILE = InputOptions("file")
 replica_counts = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 file_lengths = st.lists(st.integers(0, 7), min_size=4, max_size=7)
 
@@ -111,19 +111,13 @@ def test_a_worker_without_any_element_learns_what_an_empty_piece_looks_like():
         rows = int(path)
         return {"sample": Sample(np.zeros((rows, 5, 3), np.float16), np.zeros(rows, np.int8))}
 
-    def work(workers):
-        dataset = Dataset.from_files(["2", "0"], read).batch(2)
-        return list(distribute(dataset, cpus(1), workers=workers))
-
-    full, empty = raised(on_workers(2, work))
+    full, empty = raised(shared(2, lambda rank: Dataset.from_files(["2", "0"], read).batch(2)))
     assert len(full) == len(empty) == 2
-    for mine, theirs in zip(full, empty, strict=True):
-        assert type(theirs["sample"]) is Sample
-        assert type(theirs["sample"].image) is PerReplica
-        for column in ("image", "label"):
-            piece = getattr(theirs["sample"], column).values[0]
-            like = getattr(mine["sample"], column).values[0]
-            assert (piece.shape, piece.dtype) == ((0, *like.shape[1:]), like.dtype)
+    for step in empty:
+        assert type(step["sample"]) is Sample
+        (image,), (label,) = step["sample"].image.values, step["sample"].label.values
+        assert (image.shape, image.dtype) == ((0, 5, 3), np.float16)
+        assert (label.shape, label.dtype) == ((0,), np.int8)
 
 
 def test_elements_that_are_no_batches_can_not_be_completed_on_any_worker():
@@ -133,9 +127,7 @@ def test_elements_that_are_no_batches_can_not_be_completed_on_any_worker():
 
         return list(distribute_from_function(make, cpus(1), workers=workers))
 
-    for error in on_workers(2, work):
-        with pytest.raises(ValueError, match="elements must be batches"):
-            raise error
+    all_raise(on_workers(2, work), ValueError, "elements must be batches")
 
 
 @pytest.mark.parametrize("policy", ["auto", "file"])
@@ -164,9 +156,8 @@ def test_auto_does_not_deal_files_where_that_would_change_the_elements(change, r
 
     alone = [int(x) for batch in build() for x in batch]
     assert Counter(rows_of(shares_of(build, (1, 2)))) == Counter(alone)
-    for error in on_workers(2, lambda w: distribute(build(), cpus(1), FILE, workers=w)):
-        with pytest.raises(ValueError, match=rf"AutoShardPolicy\.FILE .*{reason}.*DATA"):
-            raise error
+    refused = shared(2, lambda rank: build(), InputOptions("file"))
+    all_raise(refused, ValueError, rf"AutoShardPolicy\.FILE .*{reason}.*DATA")
 
 
 @pytest.mark.parametrize("policy", ["data", "file"])
@@ -224,15 +215,12 @@ def test_input_that_fails_on_one_worker_is_an_error_on_all(prefetch):
             raise OSError("the disk is gone")
         return np.arange(3)
 
-    def work(workers):
-        dataset = Dataset.from_files(["0", "1", "2"], read).batch(2)
-        return list(distribute(dataset, cpus(1), InputOptions("file", prefetch), workers=workers))
+    def build(rank):
+        return Dataset.from_files(["0", "1", "2"], read).batch(2)
 
-    other, failed, third = on_workers(3, work)
+    other, failed, third = shared(3, build, InputOptions("file", prefetch))
     assert isinstance(failed, OSError)
-    for error in (other, third):
-        with pytest.raises(DistributeError, match="worker 1 failed"):
-            raise error
+    all_raise([other, third], DistributeError, "worker 1 failed")
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+import pytest
 
 from ndistribute import data
 from ndistribute.collective.select import make_group
@@ -89,6 +89,19 @@ def raised(results: Sequence[Any]) -> list[Any]:
     return list(results)
 
 
+def shared(count: int, build: Callable[[int], Any], options: Any = None) -> list[Any]:
+    """Return the steps that each worker gets of ``build(rank)``, or the exception it raised."""
+    return on_workers(
+        count, lambda one: list(distribute(build(one.rank), cpus(1), options, workers=one))
+    )
+
+
+def all_raise(results: Sequence[Any], kind: type[Exception], match: str) -> None:
+    for result in results:
+        with pytest.raises(kind, match=match):
+            raised([result])
+
+
 def pieces_of(steps: Any) -> list[list[list[Any]]]:
     return [[piece.tolist() for piece in step.values] for step in steps]
 
@@ -102,13 +115,3 @@ def rows_of(shares: Sequence[list[list[list[Any]]]]) -> list[Any]:
         for piece in step
         for row in piece
     ]
-
-
-def save_numbers(folder: Any, lengths: Sequence[int]) -> list[str]:
-    """Write files of the numbers from 0 on, so many to each."""
-    paths, first = [], 0
-    for index, length in enumerate(lengths):
-        paths.append(str(folder / f"part-{index:03}.npy"))
-        np.save(paths[-1], np.arange(first, first + length, dtype=np.int32))
-        first += length
-    return paths

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -83,11 +84,13 @@ def commanded(tasks: Tasks, **options: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def training(**settings: Any) -> Iterator[tuple[Tasks, Any, Any]]:
+def training(
+    options: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> Iterator[tuple[Tasks, Any, Any]]:
     """Yield a cluster that runs, and the strategy and coordinator of its chief; see `Tasks`."""
     with Tasks(**settings) as tasks:
         tasks.start_all()
-        with commanded(tasks) as (strategy, coordinator):
+        with commanded(tasks, **options) as (strategy, coordinator):
             yield tasks, strategy, coordinator
 
 

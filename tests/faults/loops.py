@@ -1,10 +1,7 @@
 """What the tasks of these tests do that are more than servers: they train, or command others."""
 
-from __future__ import annotations
-
 import json
 import os
-from typing import Any
 
 import numpy as np
 
@@ -23,19 +20,19 @@ class Shared:
         strategy: of the process.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy):
         with strategy.scope():
             self.weights = nd.Variable(np.zeros(3))
             self.stop = nd.Variable(np.int64(0))
             self.steps = nd.Variable(np.zeros(8, np.int64))
         self.optimizer = nd.optimizers.SGD(1.0, name="descent")
 
-    def descend(self) -> None:
+    def descend(self):
         """Let the weights fall by 1."""
         self.optimizer.apply_gradients([(np.ones(3), self.weights)])
 
 
-def train() -> None:
+def train():
     """Be a worker with a loop of its own, until somebody says that it is enough."""
     options = json.loads(os.environ.get("TASK_OPTIONS", "{}"))
     with nd.ParameterServerStrategy(**options) as strategy:
@@ -46,7 +43,7 @@ def train() -> None:
             shared.steps.scatter_add([index], [1])
 
 
-def count() -> None:
+def count():
     """Be a worker that adds ones, and notes in a file each that was acknowledged.
 
     TASK_OPTIONS say the file, and at which place of the variables this life of the worker adds.
@@ -64,13 +61,13 @@ def count() -> None:
                 os.write(file, b"%d" % index)
 
 
-def counted(strategy: Any) -> list[nd.Variable]:
+def counted(strategy):
     """Return what `count` adds to, one variable on each of two servers."""
     with strategy.scope():
         return [nd.Variable(np.zeros(MOST_LIVES, np.int64)) for _ in range(2)]
 
 
-def watch() -> None:
+def watch():
     """Be an evaluator that only reads, and never ends."""
     with nd.ParameterServerStrategy() as strategy:
         shared = Shared(strategy)
@@ -78,12 +75,12 @@ def watch() -> None:
             assert np.ptp(shared.weights.numpy()) == 0
 
 
-def command() -> None:
+def command():
     """Be a chief that schedules work for ever."""
     with nd.ParameterServerStrategy() as strategy, nd.ClusterCoordinator(strategy) as coordinator:
         shared = Shared(strategy)
 
-        def step() -> None:
+        def step():
             shared.steps.scatter_add([nd.cluster.worker_index()], [1])
 
         for _ in range(MANY):

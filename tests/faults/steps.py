@@ -4,18 +4,14 @@ The victim of a fault strikes itself, from a thread that looks where the main on
 hits a process inside a collective, and not most of the time.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +26,7 @@ _COLLECTIVE_FILES = ("shared_memory.py", "ring.py")
 
 
 @functools.cache
-def strategy() -> nd.MultiWorkerMirroredStrategy:
+def strategy():
     """Return this process's strategy, made by the first call on all processes."""
     options = nd.CommunicationOptions(
         implementation=os.environ.get("FAULTS_WIRE", "auto"), timeout_seconds=DEADLINE
@@ -41,11 +37,11 @@ def strategy() -> nd.MultiWorkerMirroredStrategy:
     )
 
 
-def peers() -> Any:
+def peers():
     return strategy()._workers.peers
 
 
-def total(number: int = 1, length: int = SMALL, timeout: float = DEADLINE) -> None:
+def total(number=1, length=SMALL, timeout=DEADLINE):
     """Make a sum over all replicas and check each element of it."""
     here = context()
     size = here.num_replicas_in_sync
@@ -56,7 +52,7 @@ def total(number: int = 1, length: int = SMALL, timeout: float = DEADLINE) -> No
         raise ArithmeticError(f"worker {here.replica_id_in_sync_group} got a wrong sum")
 
 
-def worked(rank: int, size: int, steps: int = 3) -> bool:
+def worked(rank, size, steps=3):
     """Say that correct steps give correct sums."""
     for number in range(steps):
         strategy().run(total, args=(number,))
@@ -64,7 +60,7 @@ def worked(rank: int, size: int, steps: int = 3) -> bool:
     return True
 
 
-def worked_again(rank: int, size: int) -> bool:
+def worked_again(rank, size):
     """Say the same after a failure of which this process may not have heard yet."""
     try:
         return worked(rank, size)
@@ -72,7 +68,7 @@ def worked_again(rank: int, size: int) -> bool:
         return worked(rank, size)
 
 
-def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADLINE) -> None:
+def until_told(rank, size, length=SMALL, timeout=DEADLINE):
     """Run steps until one raises, as one of them must."""
     deadline = time.monotonic() + DEADLINE
     number = 0
@@ -82,18 +78,18 @@ def until_told(rank: int, size: int, length: int = SMALL, timeout: float = DEADL
     raise TimeoutError(f"worker {rank} was told nothing")
 
 
-def _wait_for(condition: Callable[[], object]) -> None:
+def _wait_for(condition):
     deadline = time.monotonic() + DEADLINE
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def broken() -> None:
+def broken():
     """Wait until this process knows that another one failed."""
     _wait_for(lambda: peers().is_alarmed)
 
 
-def in_collective() -> bool:
+def in_collective():
     """Say whether the main thread is inside a collective."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -104,11 +100,11 @@ def in_collective() -> bool:
 
 
 @contextmanager
-def struck_inside(action: Callable[[], None]) -> Iterator[None]:
+def struck_inside(action):
     """Do something as soon as the main thread is in a collective."""
     over = threading.Event()
 
-    def look() -> None:
+    def look():
         while not over.wait(0.0002):
             if in_collective():
                 action()
@@ -123,13 +119,13 @@ def struck_inside(action: Callable[[], None]) -> Iterator[None]:
         thread.join(DEADLINE)
 
 
-def strike(number: int, note: str) -> None:
+def strike(number, note):
     """Note the time, and send this process a signal."""
     Path(note).write_text(str(time.monotonic()))
     os.kill(os.getpid(), number)
 
 
-def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) -> float | None:
+def struck(rank, size, who, moment, number, note):
     """Let one process be struck, and return when the others raised.
 
     The moments: ``"inside"`` a collective where the victim waits for the others, who come when it
@@ -154,10 +150,10 @@ def struck(rank: int, size: int, who: int, moment: str, number: int, note: str) 
     return None
 
 
-def failed(rank: int, size: int, who: int, moment: str) -> None:
+def failed(rank, size, who, moment):
     """Let one process raise before or between collectives."""
 
-    def step() -> None:
+    def step():
         for place in ("before", "between"):
             if rank == who and place == moment:
                 raise ValueError("boom")
@@ -167,17 +163,17 @@ def failed(rank: int, size: int, who: int, moment: str) -> None:
         strategy().run(step)
 
 
-def _in_order(here: nd.ReplicaContext, *ops: str) -> None:
+def _in_order(here, *ops):
     for op in ops:
         here.all_reduce(op, np.ones(4))
 
 
-def _reduced(here: nd.ReplicaContext, length: int, dtype: str = "f8", op: str = "sum") -> None:
+def _reduced(here, length, dtype="f8", op="sum"):
     here.all_reduce(op, np.ones(length, dtype))
 
 
 # What each replica does; `odd` is whether it is the one that differs.
-DIFFERENCES: dict[str, Callable[[nd.ReplicaContext, bool], Any]] = {
+DIFFERENCES = {
     "shape": lambda here, odd: _reduced(here, 4 + odd),
     "large shape": lambda here, odd: _reduced(here, LARGE + odd),
     "dtype": lambda here, odd: _reduced(here, 4, "f4" if odd else "f8"),
@@ -190,10 +186,10 @@ DIFFERENCES: dict[str, Callable[[nd.ReplicaContext, bool], Any]] = {
 }
 
 
-def differed(rank: int, size: int, who: int, how: str) -> None:
+def differed(rank, size, who, how):
     """Let one process make another call than the others."""
 
-    def step() -> None:
+    def step():
         total()
         DIFFERENCES[how](context(), rank == who)
 
@@ -202,10 +198,10 @@ def differed(rank: int, size: int, who: int, how: str) -> None:
     strategy().run(total)
 
 
-def late(rank: int, size: int, who: int) -> None:
+def late(rank, size, who):
     """Let one process come too late."""
 
-    def step() -> None:
+    def step():
         total()
         if rank == who:
             broken()
@@ -216,15 +212,7 @@ def late(rank: int, size: int, who: int) -> None:
     strategy().run(total)  # The late one may have found all that it needed.
 
 
-def interrupted(rank: int, size: int, who: int) -> None:
-    """Let one process be interrupted from the keyboard, in a collective."""
-    if rank == who:
-        with struck_inside(lambda: os.kill(os.getpid(), signal.SIGINT)):
-            until_told(rank, size, LARGE)
-    until_told(rank, size, LARGE)
-
-
-def finished_early(rank: int, size: int, who: int) -> None:
+def finished_early(rank, size, who):
     """Let one process close its strategy while the others go on."""
     worked(rank, size, 1)
     if rank == who:
@@ -233,7 +221,7 @@ def finished_early(rank: int, size: int, who: int) -> None:
     until_told(rank, size)
 
 
-def tardy(rank: int, size: int, who: int) -> None:
+def tardy(rank, size, who):
     """Let one process come just when the others ask where it is, 0.2 s after they came."""
     strategy().run(total)
     for number in range(6):
@@ -242,9 +230,7 @@ def tardy(rank: int, size: int, who: int) -> None:
         strategy().run(total)
 
 
-def disturbed(
-    rank: int, size: int, who: int, fault: str, after: int, length: int, inside: bool
-) -> None:
+def disturbed(rank, size, who, fault, after, length, inside):
     """Let a fault hit one process when it has made some steps, inside a collective or not."""
     if fault == "pause":
         worked(rank, size, 15)
@@ -263,7 +249,7 @@ def disturbed(
         _disturb_from_inside(fault, after, length)
 
 
-_STRIKES: dict[str, Callable[[], None]] = {
+_STRIKES = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda: os._exit(3),
@@ -271,8 +257,8 @@ _STRIKES: dict[str, Callable[[], None]] = {
 }
 
 
-def _disturb_from_inside(fault: str, after: int, length: int) -> None:
-    def step() -> None:
+def _disturb_from_inside(fault, after, length):
+    def step():
         # Who raises at the end of a step fails nobody: the others would wait for its next one.
         for _ in range(0 if fault in ("skip", "raise") else after % 3):
             total(length=length)
@@ -288,25 +274,25 @@ def _disturb_from_inside(fault: str, after: int, length: int) -> None:
     strategy().run(total)
 
 
-def failed_alone(rank: int, size: int, who: int) -> None:
+def failed_alone(rank, size, who):
     """Fail on one process in a step, while the others are in none and hear of it in the next."""
     if rank != who:
         broken()
     strategy().run(boom if rank == who else total)
 
 
-def boom() -> None:
+def boom():
     raise ValueError("boom")
 
 
-def asked_for(rank: int, size: int, who: int) -> None:
+def asked_for(rank, size, who):
     """Let one process come so late that the others ask where it is."""
     if rank == who:
         time.sleep(0.3)
     strategy().run(total)
 
 
-def closed_by_another_thread(rank: int, size: int) -> str:
+def closed_by_another_thread(rank, size):
     """Close the group while the main thread waits in a collective that nobody else makes."""
     strategy().run(total)
     if rank == 0:
@@ -318,7 +304,7 @@ def closed_by_another_thread(rank: int, size: int) -> str:
     return ""
 
 
-def attempted(step: Callable[[int], None], count: int) -> list[str]:
+def attempted(step, count):
     """Run steps in spite of what some raise; return in which steps what was raised."""
     raised = []
     for number in range(count):
@@ -331,10 +317,10 @@ def attempted(step: Callable[[int], None], count: int) -> list[str]:
     return raised
 
 
-def interrupt_at(event: str, is_it: Callable[[Any], bool]) -> None:
+def interrupt_at(event, is_it):
     """Interrupt this thread at the next call of a function or return from it."""
 
-    def look(frame: Any, what: str, _: object) -> None:
+    def look(frame, what, _):
         if what == event and is_it(frame.f_code):
             sys.setprofile(None)
             raise KeyboardInterrupt
@@ -342,7 +328,7 @@ def interrupt_at(event: str, is_it: Callable[[Any], bool]) -> None:
     sys.setprofile(look)
 
 
-def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[str]]:
+def wandered(rank, size, seed, steps):
     """Train while a process raises now and then, and return the variables and what was raised.
 
     All processes draw the same plan: which of them raises in which step, and before which call.
@@ -354,9 +340,9 @@ def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[s
     optimizer = nd.optimizers.SGD(0.5, momentum=0.5)
     plan = [(int(random.integers(-size, size)), int(random.integers(4))) for _ in range(steps)]
 
-    def step(number: int) -> None:
+    def step(number):
         gradient = np.full(weights.shape, 0.1 * number + rank)
-        calls: list[Callable[[], Any]] = [
+        calls = [
             lambda: optimizer.apply_gradients([(gradient, weights)]),
             lambda: context().all_reduce("mean", np.ones(4)),
             lambda: count.assign_add(number + rank),
@@ -373,10 +359,10 @@ def wandered(rank: int, size: int, seed: int, steps: int) -> tuple[bytes, list[s
     ), raised
 
 
-def failed_at_its_end(rank: int, size: int, who: int) -> int:
+def failed_at_its_end(rank, size, who):
     """Let one process raise after the last collective of step 3; return how often this one did."""
 
-    def step(number: int) -> None:
+    def step(number):
         total(number)
         if (rank, number) == (who, 3):
             raise ArithmeticError("boom")
@@ -384,10 +370,10 @@ def failed_at_its_end(rank: int, size: int, who: int) -> int:
     return len(attempted(step, 6))
 
 
-def updated_alone(rank: int, size: int, who: int) -> list[str]:
+def updated_alone(rank, size, who):
     """Raise on one process when the others have a sum already."""
 
-    def rate(step: int) -> float:
+    def rate(step):
         if rank == who and step == 1:
             raise ArithmeticError("no rate")
         return 0.1
@@ -398,7 +384,7 @@ def updated_alone(rank: int, size: int, who: int) -> list[str]:
 
 
 # In which function an interrupt comes, and what is done with a sum there.
-UPDATES: dict[str, tuple[str, Callable[..., Any]]] = {
+UPDATES = {
     "add": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
     "broadcast": ("apply_once", lambda table, _: table.assign_add(np.ones((4, 2)))),
     "rows": (
@@ -421,7 +407,7 @@ UPDATES: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def interrupted_after_its_sum(rank: int, size: int, who: int, how: str) -> list[str]:
+def interrupted_after_its_sum(rank, size, who, how):
     """Interrupt one process before it applies a sum: others are through by then."""
     function, update = UPDATES[how]
     with strategy().scope():
@@ -430,7 +416,7 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, how: str) -> list[
         optimizer = nd.optimizers.SGD(1.0, clipvalue=1.0 if how == "clipped" else None)
         optimizer.build([table])
 
-    def step(number: int) -> None:
+    def step(number):
         if (rank, number) == (who, 1):
             interrupt_at("call", lambda code: code.co_name == function)
         update(table, optimizer)
@@ -439,14 +425,14 @@ def interrupted_after_its_sum(rank: int, size: int, who: int, how: str) -> list[
     return attempted(step, 5)
 
 
-def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
+def created_after_a_failure(rank, size, who):
     """Let one process fail before it creates variables without names; return how they are called.
 
     The others take a name, and learn only then that they are alone.
     """
-    made: list[nd.Variable] = []
+    made = []
 
-    def step(number: int) -> None:
+    def step(number):
         if rank == who and number < 2:
             raise ArithmeticError("boom")
         while len(made) < 2:
@@ -459,9 +445,9 @@ def created_after_a_failure(rank: int, size: int, who: int) -> list[str]:
     return [variable.name for variable in made]
 
 
-def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
+def interrupted_in_a_creation(rank, size, who):
     """Interrupt one process that has the first value of a variable; return what came of it."""
-    told: list[str] = []
+    told = []
     for number in range(2):
         try:
             with strategy().scope():
@@ -473,12 +459,12 @@ def interrupted_in_a_creation(rank: int, size: int, who: int) -> list[str]:
     return told
 
 
-def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
+def outlived_by_a_replica(rank, size, who):
     """Give up a replica of one process, which goes on in a later step; return what came out."""
     replicas.GRACE_SECONDS = 0.05
     go_on, over = threading.Event(), threading.Event()
 
-    def failing(_: int) -> None:
+    def failing(_):
         here = context()
         if here.replica_id_in_sync_group // 2 == who:
             if here.local_replica_id == 0:
@@ -490,7 +476,7 @@ def outlived_by_a_replica(rank: int, size: int, who: int) -> list[float]:
                 over.set()
         total()
 
-    def step(number: int) -> None:
+    def step(number):
         total(2 * number)
         if number == 1 and rank == who and context().local_replica_id == 0:
             go_on.set()

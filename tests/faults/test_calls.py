@@ -1,7 +1,5 @@
 """A process that raises, differs, skips, is late or leaves: what all others are told, and when."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults import steps
@@ -9,14 +7,12 @@ from tests.faults.jobs import WIRES
 from tests.processes import AT_ONCE, Ranks
 
 
-def goes_on(job: Ranks) -> bool:
+def goes_on(job):
     return job.results(steps.worked_again) == [True] * job.size
 
 
 @pytest.mark.parametrize("moment", ["before", "between"])
-def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(
-    job: Ranks, moment: str
-) -> None:
+def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(job, moment):
     for who in (0, job.size - 1):
         outcomes = job.run(steps.failed, who, moment)
         assert (outcomes[who].error, outcomes[who].text) == ("ValueError", "boom")
@@ -29,9 +25,7 @@ def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(
 
 
 @pytest.mark.parametrize("how", steps.DIFFERENCES)
-def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at_once(
-    job: Ranks, how: str
-) -> None:
+def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at_once(job, how):
     for who in (0, job.size - 1):
         for outcome in job.run(steps.differed, who, how):
             assert outcome.error == "CollectiveMismatchError", outcome.traceback
@@ -40,7 +34,7 @@ def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at
         assert goes_on(job)
 
 
-def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job: Ranks) -> None:
+def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job):
     for who in (0, job.size - 1):
         for rank, outcome in enumerate(job.run(steps.late, who)):
             assert outcome.error == "CollectiveTimeoutError", outcome.traceback
@@ -55,7 +49,7 @@ def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job: Ra
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])
-def test_a_late_rank_that_comes_after_it_was_asked_for_is_no_mismatch(wire: str) -> None:
+def test_a_late_rank_that_comes_after_it_was_asked_for_is_no_mismatch(wire):
     with WIRES[wire]() as job:
         job.results(steps.tardy, 0)
 
@@ -63,9 +57,7 @@ def test_a_late_rank_that_comes_after_it_was_asked_for_is_no_mismatch(wire: str)
 @pytest.mark.parametrize(
     ("wire", "who"), [("shared", 0), ("ring", -1), *((wire, 0) for wire in WIRES if wire == "mpi")]
 )
-def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(
-    wire: str, who: int
-) -> None:
+def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(wire, who):
     with WIRES[wire]() as job:
         outcomes = job.run(steps.finished_early, who % job.size)
         early = outcomes.pop(who)
@@ -79,7 +71,7 @@ def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])
-def test_processes_that_failed_in_different_numbers_of_steps_agree_again(wire: str) -> None:
+def test_processes_that_failed_in_different_numbers_of_steps_agree_again(wire):
     with WIRES[wire]() as job:
         assert goes_on(job)
         for who in range(job.size):
@@ -92,7 +84,7 @@ def test_processes_that_failed_in_different_numbers_of_steps_agree_again(wire: s
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])
-def test_whoever_waits_is_released_when_its_own_process_closes_the_group(wire: str) -> None:
+def test_whoever_waits_is_released_when_its_own_process_closes_the_group(wire):
     with WIRES[wire]() as job:
         outcome = job.run(steps.closed_by_another_thread)[0]
         assert outcome.result() == "worker 0 has left its group."
@@ -100,7 +92,7 @@ def test_whoever_waits_is_released_when_its_own_process_closes_the_group(wire: s
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_update_that_one_process_alone_can_not_make_is_an_error_on_all(replicas: int) -> None:
+def test_an_update_that_one_process_alone_can_not_make_is_an_error_on_all(replicas):
     with Ranks(2, environ={"FAULTS_REPLICAS": str(replicas)}) as job:
         for raised in job.results(steps.updated_alone, 1):
             assert "CollectiveMismatchError" in raised[-1]

@@ -1,7 +1,5 @@
 """Workers that raise, catch it and go on keep equal variables, and stay in the same step."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults import steps
@@ -10,7 +8,7 @@ from tests.processes import Ranks
 STEPS = 60
 
 
-def test_exceptions_leave_equal_variables_on_all_workers(job: Ranks) -> None:
+def test_exceptions_leave_equal_variables_on_all_workers(job):
     for seed in range(4):
         outcomes = job.results(steps.wandered, seed, STEPS)
         assert len({state for state, _ in outcomes}) == 1, f"seed {seed}: {outcomes}"
@@ -20,7 +18,7 @@ def test_exceptions_leave_equal_variables_on_all_workers(job: Ranks) -> None:
         assert all(text[0] == text[-1] for text in raised), f"seed {seed}: {outcomes}"
 
 
-def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(job: Ranks) -> None:
+def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(job):
     for who in (0, job.size - 1):
         raised = job.results(steps.failed_at_its_end, who)
         assert raised == [int(rank == who) for rank in range(job.size)]
@@ -29,9 +27,7 @@ def test_an_exception_after_the_last_call_of_a_step_is_no_failure_of_the_others(
 @pytest.mark.parametrize(
     ("how", "replicas"), [*((how, 1) for how in steps.UPDATES), ("add", 2), ("own sum", 2)]
 )
-def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(
-    how: str, replicas: int
-) -> None:
+def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(how, replicas):
     """The variables differed from then on, and nobody was told."""
     with Ranks(2, environ={"FAULTS_REPLICAS": str(replicas)}) as job:
         for who in range(2):
@@ -41,14 +37,14 @@ def test_an_interrupt_between_a_sum_and_its_application_is_an_error_on_all(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_variables_without_names_are_created_after_a_failure(who: int) -> None:
+def test_variables_without_names_are_created_after_a_failure(who):
     """The name of the failed attempt was gone on the others, and creation failed from then on."""
     with Ranks(2) as job:
         names = ["Variable", "Variable_1", "Variable_2"]
         assert job.results(steps.created_after_a_failure, who) == [names] * 2
 
 
-def test_a_variable_is_created_on_all_workers_or_on_none() -> None:
+def test_a_variable_is_created_on_all_workers_or_on_none():
     """The chief, which sends the first value, had the variable when another one had failed."""
     with Ranks(2) as job:
         told = job.results(steps.interrupted_in_a_creation, 1)
@@ -56,6 +52,6 @@ def test_a_variable_is_created_on_all_workers_or_on_none() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_replica_that_was_given_up_breaks_no_later_step_of_the_workers(who: int) -> None:
+def test_a_replica_that_was_given_up_breaks_no_later_step_of_the_workers(who):
     with Ranks(2, environ={"FAULTS_REPLICAS": "2"}) as job:
         assert job.results(steps.outlived_by_a_replica, who) == [[16.0]] * 2

@@ -1,10 +1,7 @@
 """A process that ends by itself, in whatever way: the others end too, with the reason."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +44,7 @@ FORKS = """
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_others_are_told_how_a_process_ended(ending: str, tmp_path: Path) -> None:
+def test_the_others_are_told_how_a_process_ended(ending, tmp_path):
     code, who, why = ENDINGS[ending]
     with Scripts(tmp_path, BODY.format(ending=ending)) as started:
         other, victim = started.ended()
@@ -58,7 +55,7 @@ def test_the_others_are_told_how_a_process_ended(ending: str, tmp_path: Path) ->
     assert why in last, last
 
 
-def test_a_fork_that_ends_takes_nothing_with_it_and_can_not_run_steps(tmp_path: Path) -> None:
+def test_a_fork_that_ends_takes_nothing_with_it_and_can_not_run_steps(tmp_path):
     """Nor is an error what ends without closing anything."""
     child = """
         try:
@@ -80,8 +77,8 @@ def test_a_fork_that_ends_takes_nothing_with_it_and_can_not_run_steps(tmp_path: 
 
 
 def test_a_killed_process_is_noticed_at_once_although_a_fork_of_it_lives_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     child = "signal.sigwait([signal.SIGTERM])"
     parent = """
     if rank == 1:

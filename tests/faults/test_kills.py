@@ -3,22 +3,18 @@
 FAULTS_KILLS says how many are killed in each test, FAULTS_SEED which, and when.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import signal
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
 from ndistribute.coordinator import closures
-from tests.faults.jobs import DEADLINE, commanded, taking_part
+from tests.faults.jobs import DEADLINE, taking_part, training
 from tests.faults.loops import counted
 from tests.processes import Tasks, wait_until
 
@@ -31,7 +27,7 @@ MOST = 1 << 15
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + 3 * KILLS)]
 
 
-def logged(folder: Path) -> dict[str, str]:
+def logged(folder):
     """Return what servers need to be told to keep a log."""
     return {
         "NDISTRIBUTE_SNAPSHOT_DIR": str(folder / "kept"),
@@ -40,37 +36,35 @@ def logged(folder: Path) -> dict[str, str]:
     }
 
 
-def victim(rng: random.Random) -> tuple[str, int]:
+def victim(rng):
     """Wait for some moment, and return whom to kill then."""
     threading.Event().wait(rng.uniform(0, 0.01))
     return rng.choice([("ps", 0), ("ps", 1), *(("worker", n) for n in range(WORKERS))])
 
 
-def test_every_update_that_a_worker_knows_of_is_there_once(tmp_path: Path) -> None:
+def test_every_update_that_a_worker_knows_of_is_there_once(tmp_path):
     """A server that was killed lost what it had acknowledged since its last snapshot."""
     print(f"FAULTS_SEED={SEED}")
     rng = random.Random(SEED)
     with Tasks(workers=WORKERS, servers=2, chief=False, **logged(tmp_path)) as tasks:
         tasks.start_all("ps")
-        lives: list[int] = []  # Which worker each was.
+        lives = []  # Which worker each was.
         killed = set()
 
-        def begin(worker: int) -> None:
+        def begin(worker):
             options = {"file": str(tmp_path / f"life-{len(lives)}"), "place": len(lives)}
             tasks.start("worker", worker, TASK_RUNS="count", TASK_OPTIONS=json.dumps(options))
             lives.append(worker)
 
-        def acknowledged(life: int) -> list[int]:
+        def acknowledged(life):
             path = tmp_path / f"life-{life}"
             noted = path.read_bytes() if path.exists() else b""
             return [noted.count(b"0"), noted.count(b"1")]
 
-        def those_who_live() -> list[int]:
-            return [life for life in range(len(lives)) if life not in killed]
-
-        def go_on() -> None:
-            """Wait until all have heard ten times more of each server."""
-            before = {life: acknowledged(life) for life in those_who_live()}
+        def go_on():
+            """Wait until all who live have heard ten times more of each server."""
+            living = set(range(len(lives))) - killed
+            before = {life: acknowledged(life) for life in living}
             wait_until(
                 lambda: all(
                     now >= then + 10
@@ -111,51 +105,48 @@ def test_every_update_that_a_worker_knows_of_is_there_once(tmp_path: Path) -> No
         assert (lost, twice) == (0, 0)
 
 
-def test_every_function_changes_everything_once_whoever_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_function_changes_everything_once_whoever_is_killed(tmp_path, monkeypatch):
     """Of a function whose worker or server was killed half way, some updates were made twice."""
     print(f"FAULTS_SEED={SEED}")
     monkeypatch.setattr(closures, "ATTEMPTS", KILLS + 1)  # Any number may hit one function.
     rng = random.Random(SEED)
     log = tmp_path / "log"
     log.touch()
-    with Tasks(workers=WORKERS, servers=2, **logged(tmp_path)) as tasks:
-        tasks.start_all()
-        with commanded(tasks, durability="log") as (strategy, coordinator):
-            with strategy.scope():
-                first, second = (nd.Variable(np.zeros(MOST, np.int8)) for _ in range(2))
-                total = nd.Variable(np.int64(0))
+    settings = {"workers": WORKERS, "servers": 2, **logged(tmp_path)}
+    with training({"durability": "log"}, **settings) as (tasks, strategy, coordinator):
+        with strategy.scope():
+            first, second = (nd.Variable(np.zeros(MOST, np.int8)) for _ in range(2))
+            total = nd.Variable(np.int64(0))
 
-            def add(number: int) -> int:
-                with log.open("a") as file:
-                    file.write(f"{os.getpid()}\n")
-                first.scatter_add([number], np.ones(1, np.int8))
-                first.numpy()  # What was changed goes out before it is read.
-                second.scatter_add([number], np.ones(1, np.int8))
-                total.assign_add(1 << (number % 8))
-                return number
+        def add(number):
+            with log.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            first.scatter_add([number], np.ones(1, np.int8))
+            first.numpy()  # What was changed goes out before it is read.
+            second.scatter_add([number], np.ones(1, np.int8))
+            total.assign_add(1 << (number % 8))
+            return number
 
-            results: list[Any] = []
-            for _ in range(KILLS):
-                begun: set[int] = set()
-                while not begun:  # A worker, for one, has begun something since its start.
-                    more = range(len(results), len(results) + PER_KILL)
-                    results += [coordinator.schedule(add, args=(number,)) for number in more]
-                    job, index = victim(rng)
-                    pids = set(map(int, log.read_text().split()))
-                    begun = {tasks.pid("worker", n) for n in range(WORKERS)} & pids
-                    if job == "worker" and tasks.pid(job, index) not in begun:
-                        begun.clear()
-                tasks.kill(job, index)
-                assert tasks.code(job, index) == -signal.SIGKILL
-                tasks.start(job, index)
-            coordinator.join(timeout=DEADLINE)
-            count = len(results)
-            assert coordinator.fetch(results) == list(range(count))
-            for marks in (first, second):
-                np.testing.assert_array_equal(marks.numpy(), np.arange(MOST) < count)
-            assert int(total) == sum(1 << (number % 8) for number in range(count))
-            assert strategy.lost_updates == 0
-            again = len(log.read_text().split()) - count
-            print(f"{KILLS} kills, {count} functions, {again} were run again, 0 lost, 0 twice")
+        results = []
+        for _ in range(KILLS):
+            while True:  # Until a worker, for one, has begun something since its start.
+                more = range(len(results), len(results) + PER_KILL)
+                results += [coordinator.schedule(add, args=(number,)) for number in more]
+                job, index = victim(rng)
+                begun = set(map(int, log.read_text().split()))
+                if begun & {tasks.pid("worker", n) for n in range(WORKERS)} and (
+                    job == "ps" or tasks.pid(job, index) in begun
+                ):
+                    break
+            tasks.kill(job, index)
+            assert tasks.code(job, index) == -signal.SIGKILL
+            tasks.start(job, index)
+        coordinator.join(timeout=DEADLINE)
+        count = len(results)
+        assert coordinator.fetch(results) == list(range(count))
+        for marks in (first, second):
+            np.testing.assert_array_equal(marks.numpy(), np.arange(MOST) < count)
+        assert int(total) == sum(1 << (number % 8) for number in range(count))
+        assert strategy.lost_updates == 0
+        again = len(log.read_text().split()) - count
+        print(f"{KILLS} kills, {count} functions, {again} were run again, 0 lost, 0 twice")

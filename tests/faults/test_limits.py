@@ -3,16 +3,12 @@
 Servers and workers are real processes with low limits of their own. None of them waits for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,12 +23,12 @@ STRANGERS = 1200
 NOBODY = 65534
 
 
-def limits(**values: int) -> dict[str, str]:
+def limits(**values):
     """Return what sets the limits of a task."""
     return {"TASK_LIMITS": json.dumps({f"RLIMIT_{name}": n for name, n in values.items()})}
 
 
-def strangers(address: str, count: int) -> Iterator[socket.socket]:
+def strangers(address, count):
     """Yield connections that say nothing."""
     for number in range(count):
         sock = socket.socket(socket.AF_UNIX if number % 2 else socket.AF_INET)
@@ -43,7 +39,7 @@ def strangers(address: str, count: int) -> Iterator[socket.socket]:
 
 
 @pytest.mark.slow
-def test_silent_strangers_keep_nobody_out_and_snapshots_are_written(tmp_path: Path) -> None:
+def test_silent_strangers_keep_nobody_out_and_snapshots_are_written(tmp_path):
     """They held all descriptors: no snapshot could be written, and no worker came back."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
@@ -69,7 +65,7 @@ def test_silent_strangers_keep_nobody_out_and_snapshots_are_written(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_who_is_started_after_the_chief_has_left_ends_with_an_error() -> None:
+def test_who_is_started_after_the_chief_has_left_ends_with_an_error():
     """It waited for the next chief for ever."""
     with Tasks(workers=1, NDISTRIBUTE_START_SECONDS="0.5") as tasks:
         for job in ("ps", "worker"):
@@ -80,14 +76,13 @@ def test_who_is_started_after_the_chief_has_left_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("end", ["the chief leaves", "SIGTERM"])
-def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path: Path, end: str) -> None:
+def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path, end):
     """Its status was 0, and what it had learned since the last snapshot was gone."""
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
     with Tasks(workers=1, **settings, **limits(FSIZE=100_000)) as tasks:
         tasks.start_all()
-        with commanded(tasks) as (strategy, _):
-            with strategy.scope():
-                nd.Variable(np.zeros(100_000))
+        with commanded(tasks) as (strategy, _), strategy.scope():
+            nd.Variable(np.zeros(100_000))
             if end == "SIGTERM":
                 tasks.send("ps", 0, signal.SIGTERM)
                 assert tasks.code("ps", 0) == 1
@@ -97,14 +92,14 @@ def test_a_server_whose_disk_is_full_at_its_end_says_so(tmp_path: Path, end: str
 
 
 LACKING = {
-    "descriptors": (limits(NOFILE=8), ("Too many open files", "ulimit -n")),
+    "descriptors": (limits(NOFILE=7), ("Too many open files", "ulimit -n")),
     "threads": ({"TASK_USER": str(NOBODY), **limits(NPROC=1)}, ("can't start new thread",)),
 }
 
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
 @pytest.mark.parametrize("what", LACKING)
-def test_a_task_that_lacks_what_it_needs_ends_with_an_error(what: str, job: str) -> None:
+def test_a_task_that_lacks_what_it_needs_ends_with_an_error(what, job):
     """It went on without its listener, or hung, and everybody waited for it."""
     if what == "threads" and os.geteuid() != 0:
         pytest.skip("only root's processes can become others'")
@@ -115,7 +110,7 @@ def test_a_task_that_lacks_what_it_needs_ends_with_an_error(what: str, job: str)
         assert any(text in tasks.said() for text in texts), tasks.said()
 
 
-def test_what_needs_too_much_memory_fails_and_everything_goes_on() -> None:
+def test_what_needs_too_much_memory_fails_and_everything_goes_on():
     """The server ended, and with it what all had learned."""
     with training(workers=1, **limits(AS=2 << 30)) as (_, strategy, coordinator):
         with strategy.scope():

@@ -1,38 +1,31 @@
-"""Clients that come and go, and heartbeats, leave nothing behind; functions neither."""
-
-from __future__ import annotations
+"""Clients that come and go, their updates, and heartbeats leave nothing behind."""
 
 import contextlib
 import gc
 import os
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
 
 import numpy as np
-import pytest
 
-import ndistribute as nd
 from ndistribute.coordinator.server import Server
 from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
-from tests.faults.jobs import DEADLINE, schedule_all, training
 
-FUNCTIONS = int(os.environ.get("FAULTS_FUNCTIONS", "3000"))
-CLIENTS = int(os.environ.get("FAULTS_CLIENTS", "300"))
+CLIENTS = int(os.environ.get("FAULTS_CLIENTS", "150"))
 ENVIRON = {"NDISTRIBUTE_SECRET": "f" * 32, "NDISTRIBUTE_JOB_ID": "this one"}
 
 
 @contextlib.contextmanager
-def growth() -> Iterator[Callable[[], int]]:
+def growth():
     """Yield what says how many bytes are held more than at the beginning."""
     tracemalloc.start()
     try:
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
 
-        def grown() -> int:
+        def grown():
             gc.collect()
             return tracemalloc.get_traced_memory()[0] - before
 
@@ -41,7 +34,7 @@ def growth() -> Iterator[Callable[[], int]]:
         tracemalloc.stop()
 
 
-def visit(address: str, name: str, changes: int = 3) -> Client:
+def visit(address, name, changes=3):
     """Return a client that has changed something."""
     client = Client(
         address, credentials_of([address], ENVIRON), name=name, purpose="ps", replies=Reply
@@ -53,7 +46,7 @@ def visit(address: str, name: str, changes: int = 3) -> Client:
     return client
 
 
-def test_clients_that_come_and_go_leave_no_more_than_their_numbers() -> None:
+def test_clients_that_come_and_go_leave_no_more_than_their_numbers():
     """Of each connection a server kept a session, and of each update an answer."""
     with Server.create_local_server(environ=ENVIRON) as server:
         for _ in range(20):
@@ -62,11 +55,12 @@ def test_clients_that_come_and_go_leave_no_more_than_their_numbers() -> None:
         with growth() as grown:
             for _ in range(CLIENTS):
                 visit(server.target, "worker:0").close()
+            visit(server.target, "worker:0", changes=1000).close()
             assert grown() < 1500 * CLIENTS + 50_000
         assert len(os.listdir("/proc/self/fd")) <= files + 4
 
 
-def test_heartbeats_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_leave_nothing(monkeypatch):
     monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", "0.5")
     with (
         Server.create_local_server(environ=ENVIRON) as server,
@@ -79,30 +73,3 @@ def test_heartbeats_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             assert grown() < 20_000
         assert client._connection is not None
         assert client._connection.is_open
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60 + FUNCTIONS // 50)
-def test_functions_that_are_over_leave_nothing_anywhere() -> None:
-    """The chief and the servers kept something of each function: 100,000 were gigabytes."""
-    with training() as (tasks, strategy, coordinator):
-        with strategy.scope():
-            total = nd.Variable(np.zeros(10))
-
-        def add(number: int) -> np.ndarray:
-            total.assign_add(np.ones(10))
-            return np.full(1000, number)
-
-        def work(count: int) -> None:
-            schedule_all(coordinator, add, range(count))
-            coordinator.join(timeout=10 * DEADLINE)
-
-        work(1000)
-        places = [("ps", 0), ("worker", 0), ("worker", 1)]
-        before = [tasks.resident_megabytes(*place) for place in places]
-        with growth() as grown:
-            work(FUNCTIONS)
-            assert grown() < 500_000
-        after = [tasks.resident_megabytes(*place) for place in places]
-        assert all(b - a < 20 for a, b in zip(before, after, strict=True)), (before, after)
-        assert int(total.numpy()[0]) == 1000 + FUNCTIONS

@@ -1,11 +1,7 @@
 """Workers with loops of their own, some of which are killed: the others go on, or say why not."""
 
-from __future__ import annotations
-
 import json
 import signal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +11,18 @@ from tests.faults.loops import Shared
 from tests.processes import Tasks, wait_until
 
 
-def training(**options: Any) -> dict[str, str]:
+def training(**options):
     return {"TASK_RUNS": "train", "TASK_OPTIONS": json.dumps(options)}
 
 
-def wait_for_steps(shared: Shared, *workers: int, count: int = 20) -> None:
+def wait_for_steps(shared, *workers, count=20):
     """Wait until each of some workers has made so many steps more."""
     before = shared.steps.numpy()
     wait_until(lambda: all(shared.steps.numpy()[w] >= before[w] + count for w in workers))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=str)
-def test_a_worker_that_is_killed_comes_back_while_the_others_train(options: dict[str, Any]) -> None:
+def test_a_worker_that_is_killed_comes_back_while_the_others_train(options):
     with Tasks(workers=2, servers=2, chief=False) as tasks:
         tasks.start_all("ps")
         tasks.start_all("worker", **training(**options))
@@ -48,7 +44,7 @@ def test_a_worker_that_is_killed_comes_back_while_the_others_train(options: dict
         assert [tasks.code("ps", index) for index in range(2)] == [0, 0]
 
 
-def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left() -> None:
+def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left():
     options = {"replicas_to_aggregate": 2, "total_num_replicas": 3}
     impatient = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "1"}
     with Tasks(workers=3, servers=2, chief=False, **impatient) as tasks:
@@ -72,9 +68,7 @@ def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left
 @pytest.mark.parametrize(
     "options", [{}, {"max_staleness": 1}, {"replicas_to_aggregate": 2}], ids=str
 )
-def test_all_go_on_when_a_server_is_killed_and_comes_back(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_all_go_on_when_a_server_is_killed_and_comes_back(tmp_path, options):
     settings = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "0.05"}
     with Tasks(workers=2, servers=2, chief=False, **settings) as tasks:
         tasks.start_all("ps")

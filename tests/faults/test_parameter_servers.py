@@ -1,14 +1,11 @@
 """Parameter servers under real signals: no update is lost or made twice that should not be."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,13 +28,13 @@ SEED = int(os.environ.get("FAULTS_SEED", "0"))
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
 
 
-def kept(folder: Path) -> dict[str, str]:
+def kept(folder):
     """Return what lets servers write snapshots when they are told."""
     return {"NDISTRIBUTE_SNAPSHOT_DIR": str(folder), "NDISTRIBUTE_SNAPSHOT_SECONDS": "3600"}
 
 
 @pytest.mark.slow
-def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path: Path) -> None:
+def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path):
     rng = random.Random(SEED)
     with training(**kept(tmp_path)) as (tasks, strategy, coordinator):
         marks, mark = marked(strategy, 180)
@@ -59,12 +56,12 @@ def test_a_killed_server_loses_no_more_than_came_after_its_snapshot(tmp_path: Pa
         assert abs(strategy.lost_updates - lost) <= 3
 
 
-def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(tmp_path: Path) -> None:
+def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(tmp_path):
     with training(servers=2, **IMPATIENT) as (tasks, strategy, coordinator):
         marks, mark = marked(strategy, 500)
         others, _ = marked(strategy, 500)
 
-        def stopped_half_way(number: int) -> int:
+        def stopped_half_way(number):
             others.scatter_add([number], [1])
             others.numpy()  # What was changed goes out before it is read.
             mark(number)
@@ -83,7 +80,7 @@ def test_a_worker_that_was_stopped_half_way_makes_nothing_twice(tmp_path: Path) 
         assert strategy.lost_updates == 0
 
 
-def test_everybody_waits_for_a_stopped_server() -> None:
+def test_everybody_waits_for_a_stopped_server():
     with training(servers=2, **IMPATIENT) as (tasks, strategy, coordinator):
         marks, mark = marked(strategy, 300)
         schedule_all(coordinator, mark, range(300))
@@ -95,11 +92,11 @@ def test_everybody_waits_for_a_stopped_server() -> None:
         np.testing.assert_array_equal(marks.numpy(), 1)
 
 
-def test_a_function_that_raises_changes_nothing_wherever_it_runs() -> None:
+def test_a_function_that_raises_changes_nothing_wherever_it_runs():
     with training() as (_, strategy, coordinator):
         marks, mark = marked(strategy, 100)
 
-        def fail(number: int) -> None:
+        def fail(number):
             mark(number)
             raise LookupError(str(number))
 
@@ -118,7 +115,7 @@ def test_a_function_that_raises_changes_nothing_wherever_it_runs() -> None:
         assert int(marks[50]) == 1
 
 
-def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) -> None:
+def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path):
     with Tasks(workers=2, servers=2, TASK_CUT_SECONDS="0.5", **kept(tmp_path)) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
@@ -136,7 +133,7 @@ def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path: Path) ->
         assert [tasks.code("worker", index) for index in range(2)] == [0, 0]
 
 
-def test_when_the_chief_is_stopped_for_too_long_all_end() -> None:
+def test_when_the_chief_is_stopped_for_too_long_all_end():
     with Tasks(workers=1, TASK_CUT_SECONDS="0.5", **IMPATIENT) as tasks:
         tasks.start_all()
         tasks.start("chief", 0, TASK_RUNS="command")
@@ -148,7 +145,7 @@ def test_when_the_chief_is_stopped_for_too_long_all_end() -> None:
         assert "the chief died" in tasks.said()
 
 
-def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other() -> None:
+def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other():
     with training(workers=1) as mine, training(workers=1) as theirs:
         counted = []
         for (_, strategy, coordinator), count in ((mine, 30), (theirs, 50)):
@@ -163,7 +160,7 @@ def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other() -> None:
 
 
 @pytest.mark.parametrize("secret", ["f" * 32, ""])
-def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
+def test_who_does_not_know_the_secret_is_told_so_at_once(secret):
     with Tasks(workers=1) as tasks:
         tasks.start_all()
         tasks.environ["NDISTRIBUTE_SECRET"] = secret
@@ -173,7 +170,7 @@ def test_who_does_not_know_the_secret_is_told_so_at_once(secret: str) -> None:
         assert time.monotonic() - began < AT_ONCE
 
 
-def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on() -> None:
+def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on():
     """It took an idle chief for dead, whose connection had been cut, and ended."""
     settings = {"TASK_CUT_SECONDS": "1", **IMPATIENT}
     with training(workers=1, **settings) as (tasks, strategy, coordinator):

@@ -1,18 +1,15 @@
 """Faults at random moments: nobody hangs, no sum is wrong, and where all live the job goes on."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from tests.faults import steps
 from tests.faults.jobs import WIRES
-from tests.processes import Outcome, Ranks
 
 # More of them where the environment says so, as before a release.
 RUNS = int(os.environ.get("FAULTS_RUNS", "20"))
@@ -23,58 +20,35 @@ DEADLY = ["kill", "stop", "exit"]
 TOLD = {"WorkerLostError", "CollectiveMismatchError", "CollectiveTimeoutError"}
 
 
-class Jobs:
-    """One job on each wire, started again when a fault has ended one of its processes."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, Ranks] = {}
-
-    def on(self, wire: str) -> Ranks:
-        if wire not in self._running:
-            job = self._running[wire] = WIRES[wire]()
-            job.results(steps.worked, 1)
-        return self._running[wire]
-
-    def end(self, wire: str) -> None:
-        self._running.pop(wire).close()
-
-    def close(self) -> None:
-        for wire in list(self._running):
-            self.end(wire)
-
-
-@pytest.fixture
-def jobs() -> Iterator[Jobs]:
-    made = Jobs()
-    yield made
-    made.close()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(max(120, RUNS * 6))
-def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum(jobs: Jobs) -> None:
+def test_random_faults_at_random_moments_hang_nobody_and_spoil_no_sum():
     print(f"FAULTS_SEED={SEED}")
     rng = random.Random(SEED)
-    for number in range(RUNS):
-        wire = rng.choice([wire for wire in WIRES if wire != "mpi"])
-        # Every fifth ends a process, and a job that has lost one is started anew.
-        fault = rng.choice(DEADLY if number % 5 == 4 else GENTLE)
-        job = jobs.on(wire)
-        who = rng.randrange(job.size)
-        about = f"FAULTS_SEED={SEED}: run {number}, {fault} on worker {who}, {wire}"
-        outcomes = strike(job, who, fault, rng)
-        for rank, outcome in enumerate(outcomes):
-            what = f"{about}: worker {rank}: {outcome.error}: {outcome.text}\n{outcome.traceback}"
-            assert outcome.error not in ("Hang", "ArithmeticError", "TimeoutError"), what
-            assert rank == who or fault == "pause" or outcome.error in TOLD, what
-        if fault in DEADLY:
-            jobs.end(wire)
-        else:
-            again = job.run(steps.worked_again, timeout=60.0)
-            assert [o.value for o in again] == [True] * job.size, f"{about}: {again}"
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for number in range(RUNS):
+            wire = rng.choice([wire for wire in WIRES if wire != "mpi"])
+            # Every fifth ends a process, and a job that has lost one is started anew.
+            fault = rng.choice(DEADLY if number % 5 == 4 else GENTLE)
+            if wire not in running:
+                running[wire] = stack.enter_context(WIRES[wire]())
+                running[wire].results(steps.worked, 1)
+            job = running[wire]
+            who = rng.randrange(job.size)
+            about = f"FAULTS_SEED={SEED}: run {number}, {fault} on worker {who}, {wire}"
+            for rank, outcome in enumerate(strike(job, who, fault, rng)):
+                what = f"{about}: worker {rank}: {outcome.error}: {outcome.traceback}"
+                assert outcome.error not in ("Hang", "ArithmeticError", "TimeoutError"), what
+                assert rank == who or fault == "pause" or outcome.error in TOLD, what
+            if fault in DEADLY:
+                running.pop(wire).close()
+            else:
+                again = job.run(steps.worked_again)
+                assert [o.value for o in again] == [True] * job.size, f"{about}: {again}"
 
 
-def strike(job: Ranks, who: int, fault: str, rng: random.Random) -> list[Outcome]:
+def strike(job, who, fault, rng):
     """Start steps on all processes, and let a fault hit one of them after some of them."""
     after, length = rng.randrange(30), rng.choice([steps.SMALL, steps.LARGE])
     # Who is interrupted outside of a step, and lives on, has told nobody.

@@ -1,23 +1,19 @@
 """A process that is killed, stopped or interrupted: the others know it in time; nobody hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from tests.faults import steps
 from tests.faults.jobs import HEARTBEAT, WIRES
-from tests.processes import AT_ONCE, Outcome, Ranks
+from tests.processes import AT_ONCE
 
 
 @contextlib.contextmanager
-def one_job_for_each_victim(wire: str) -> Iterator[list[Ranks]]:
+def one_job_for_each_victim(wire):
     size = 2 if wire in ("shared", "mpi") else 3
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(size) as pool:
         starting = [pool.submit(WIRES[wire]) for _ in range(size)]
@@ -29,14 +25,14 @@ def one_job_for_each_victim(wire: str) -> Iterator[list[Ranks]]:
         yield jobs
 
 
-def strike_all(jobs: list[Ranks], moment: str, number: int, folder: Path) -> list[list[float]]:
+def strike_all(jobs, moment, number, folder):
     """Strike another rank in each job, and return after how long each of the others knew."""
     for who, job in enumerate(jobs):
         job.start(steps.struck, who, moment, number, str(folder / f"struck{who}"))
     delays = []
     for who, job in enumerate(jobs):
         others = [rank for rank in range(job.size) if rank != who]
-        outcomes: list[Outcome] = job.collect(ranks=others)
+        outcomes = job.collect(ranks=others)
         when = float((folder / f"struck{who}").read_text())
         delays.append([outcome.result() - when for outcome in outcomes])
     return delays
@@ -50,9 +46,7 @@ def strike_all(jobs: list[Ranks], moment: str, number: int, folder: Path) -> lis
         ("hosts", "amid"),
     ],
 )
-def test_a_killed_rank_is_named_to_all_others_at_once(
-    wire: str, moment: str, tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_named_to_all_others_at_once(wire, moment, tmp_path):
     """MPI's own launcher ends the whole job when it sees a process killed; see test_mpi."""
     with one_job_for_each_victim(wire) as jobs:
         delays = strike_all(jobs, moment, signal.SIGKILL, tmp_path)
@@ -71,9 +65,7 @@ def test_a_killed_rank_is_named_to_all_others_at_once(
         *((wire, "outside") for wire in WIRES if wire == "mpi"),
     ],
 )
-def test_a_stopped_rank_is_named_when_the_heartbeats_stay_away(
-    wire: str, moment: str, tmp_path: Path
-) -> None:
+def test_a_stopped_rank_is_named_when_the_heartbeats_stay_away(wire, moment, tmp_path):
     with one_job_for_each_victim(wire) as jobs:
         try:
             delays = strike_all(jobs, moment, signal.SIGSTOP, tmp_path)
@@ -89,7 +81,7 @@ def test_a_stopped_rank_is_named_when_the_heartbeats_stay_away(
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])
-def test_a_stop_that_is_shorter_than_the_timeout_does_no_harm(wire: str, tmp_path: Path) -> None:
+def test_a_stop_that_is_shorter_than_the_timeout_does_no_harm(wire, tmp_path):
     with WIRES[wire]() as job:
         job.run(steps.worked, 1)
         job.start(steps.worked, 50)
@@ -102,11 +94,11 @@ def test_a_stop_that_is_shorter_than_the_timeout_does_no_harm(wire: str, tmp_pat
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_interrupted_rank_raises_so_do_the_others_and_all_go_on(wire: str) -> None:
+def test_an_interrupted_rank_raises_so_do_the_others_and_all_go_on(wire):
     with WIRES[wire]() as job:
         job.run(steps.worked, 1)
         for who in range(job.size):
-            outcomes = job.run(steps.interrupted, who)
+            outcomes = job.run(steps.disturbed, who, "interrupt", 0, steps.LARGE, True)
             for rank, outcome in enumerate(outcomes):
                 expected = "KeyboardInterrupt" if rank == who else "WorkerLostError"
                 assert outcome.error == expected, outcome.traceback

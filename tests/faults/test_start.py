@@ -1,10 +1,6 @@
 """What can be wrong when a job starts: every process ends in time and says what it was."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from tests.faults.jobs import Ended, Scripts
+from tests.faults.jobs import Scripts
 from tests.processes import free_addresses, tf_config
 
 BODY = """
@@ -15,7 +11,7 @@ BODY = """
 """
 
 
-def failed(folder: Path, *environs: dict[str, str], body: str = BODY) -> list[Ended]:
+def failed(folder, *environs, body=BODY):
     """Return how workers ended that must not join."""
     with Scripts(folder, body, environs) as started:
         ended = started.ended()
@@ -23,11 +19,11 @@ def failed(folder: Path, *environs: dict[str, str], body: str = BODY) -> list[En
     return ended
 
 
-def place(addresses: list[str], index: int) -> dict[str, str]:
+def place(addresses, index):
     return {"TF_CONFIG": tf_config({"worker": addresses}, "worker", index)}
 
 
-def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path: Path) -> None:
+def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path):
     right, wrong = failed(tmp_path, {}, {"NDISTRIBUTE_SECRET": "quite another secret"})
     assert "AuthenticationError" in wrong.output, wrong.output
     assert "secret" in wrong.output.splitlines()[-1]
@@ -35,7 +31,7 @@ def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path: Path) -> None:
     assert "with the same secret" in right.output
 
 
-def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
+def test_another_cluster_size_is_an_error_on_both_sides(tmp_path):
     two = free_addresses({"worker": 2})["worker"]
     first, other = failed(tmp_path, place(two, 0), place([*two, "127.0.0.1:0"], 2))
     assert "it is worker 2 of 3, here is worker 0 of 2" in other.output, other.output
@@ -43,7 +39,7 @@ def test_another_cluster_size_is_an_error_on_both_sides(tmp_path: Path) -> None:
     assert "worker 0 waited 2 s for worker 1" in first.output
 
 
-def test_two_processes_with_one_index_are_told_of_each_other(tmp_path: Path) -> None:
+def test_two_processes_with_one_index_are_told_of_each_other(tmp_path):
     three = free_addresses({"worker": 3})["worker"]
     # On another host its address would be free; so it is here, on another port.
     moved = [three[0], "127.0.0.1:0", three[2]]
@@ -54,14 +50,14 @@ def test_two_processes_with_one_index_are_told_of_each_other(tmp_path: Path) -> 
     assert all("two processes are worker 1, pid " in end.output for end in [*refused, first])
 
 
-def test_processes_of_two_jobs_never_mix(tmp_path: Path) -> None:
+def test_processes_of_two_jobs_never_mix(tmp_path):
     jobs = [{"NDISTRIBUTE_JOB_ID": "first"}, {"NDISTRIBUTE_JOB_ID": "second"}]
     first, second = failed(tmp_path, *jobs)
     assert "it belongs to job second, worker 0 to job first" in second.output, second.output
     assert "it belongs to job second" in first.output, first.output
 
 
-def test_an_index_that_is_not_that_of_the_inherited_port_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_is_not_that_of_the_inherited_port_is_refused(tmp_path):
     inherit = """
     import os, socket
     inherited = socket.create_server(("127.0.0.1", 0))

@@ -1,12 +1,9 @@
 """Whoever knows the ports of a running job but not its secret disturbs nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import socket
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,11 +16,11 @@ from tests.transport.ends import malformed
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))
 
 
-def port_of(rank: int, size: int) -> int:
+def port_of(rank, size):
     return int(steps.peers()._info.listener.getsockname()[1])
 
 
-def bother(port: int) -> None:
+def bother(port):
     """Send malformed frames, each on a connection of its own; many stay open for a while."""
     with contextlib.ExitStack() as held:
         for number, frame in zip(range(FRAMES), malformed(random.Random(port)), strict=False):
@@ -34,7 +31,7 @@ def bother(port: int) -> None:
                 held.pop_all().close()
 
 
-def bothered(ports: Sequence[int], work: Callable[[], None]) -> None:
+def bothered(ports, work):
     """Let a job work again and again while strangers come to all its ports."""
     with ThreadPoolExecutor(len(ports)) as pool:
         bothering = [pool.submit(bother, port) for port in ports]
@@ -45,18 +42,18 @@ def bothered(ports: Sequence[int], work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])
-def test_workers_go_on_while_malformed_frames_come(wire: str) -> None:
+def test_workers_go_on_while_malformed_frames_come(wire):
     with WIRES[wire]() as job:
         bothered(job.results(port_of), lambda: job.results(steps.worked, 10))
 
 
-def test_a_cluster_of_servers_goes_on_while_malformed_frames_come() -> None:
+def test_a_cluster_of_servers_goes_on_while_malformed_frames_come():
     """A tenth of them ended an earlier server's connections with others, or filled its memory."""
     with training(workers=2, servers=1) as (tasks, strategy, coordinator):
         marks, mark = marked(strategy, 1 << 20)
         done = 0
 
-        def work() -> None:
+        def work():
             nonlocal done
             schedule_all(coordinator, mark, range(done, done + 20))
             coordinator.join(timeout=DEADLINE)

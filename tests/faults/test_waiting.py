@@ -1,12 +1,8 @@
 """What a process that waits for others writes: who is missing, at which address, and why."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -40,14 +36,14 @@ SERVERS = f"""
 
 
 @pytest.fixture
-def free() -> Iterator[str]:
+def free():
     """Return an address where nothing listens, and nothing else will."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-def said(folder: Path, addresses: list[str], rank: int) -> str:
+def said(folder, addresses, rank):
     """Return what one worker of a cluster writes that nobody else joins."""
     environ = {"TF_CONFIG": tf_config({"worker": addresses}, "worker", rank)}
     with Scripts(folder, BODY, [environ]) as started:
@@ -70,8 +66,8 @@ ABSENT = {
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ABSENT)
 def test_a_worker_that_is_not_there_is_named_with_its_address_and_the_reason(
-    tmp_path: Path, free: str, rank: int, what: str
-) -> None:
+    tmp_path, free, rank, what
+):
     address = "no-such-host.invalid:1234" if "name" in what else free
     with socket.socket() as mute:
         if what == "another program":
@@ -84,7 +80,7 @@ def test_a_worker_that_is_not_there_is_named_with_its_address_and_the_reason(
     assert 1 <= output.count(f"worker {rank} has waited") <= 6  # At growing intervals.
 
 
-def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> None:
+def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path):
     addresses = ["127.0.0.1:0", *(f"127.0.0.1:{port}" for port in range(1, 9))]
     output = said(tmp_path, addresses, 0)
     assert (
@@ -92,7 +88,7 @@ def test_of_many_that_are_missing_the_first_ones_are_named(tmp_path: Path) -> No
     )
 
 
-def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
+def test_only_the_first_worker_reports_who_is_missing(tmp_path):
     ends = """
     import sys
     from ndistribute import TFConfigClusterResolver
@@ -108,7 +104,7 @@ def test_only_the_first_worker_reports_who_is_missing(tmp_path: Path) -> None:
         assert "for worker 2 at" in output.rpartition("CollectiveTimeoutError")[2]
 
 
-def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
     start = time.monotonic()
@@ -120,7 +116,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.Mon
     assert time.monotonic() - start < AT_ONCE
 
 
-def task_said(folder: Path, cluster: dict[str, list[str]], job: str) -> str:
+def task_said(folder, cluster, job):
     """Return what the only task of a job writes."""
     environ = {"TF_CONFIG": tf_config(cluster, job, 0), **IDENTITY}
     with Scripts(folder, SERVERS, [environ]) as started:
@@ -129,12 +125,12 @@ def task_said(folder: Path, cluster: dict[str, list[str]], job: str) -> str:
     return ended.output
 
 
-def test_a_server_that_is_not_there_is_named(tmp_path: Path, free: str) -> None:
+def test_a_server_that_is_not_there_is_named(tmp_path, free):
     output = task_said(tmp_path, {"chief": ["127.0.0.1:0"], "ps": [free]}, "chief")
     assert f"chief:0 has waited 0 s for ps:0 at {free} (nothing listens there" in output
 
 
-def test_a_worker_that_a_coordinator_misses_is_named(tmp_path: Path, free: str) -> None:
+def test_a_worker_that_a_coordinator_misses_is_named(tmp_path, free):
     cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": [free]}
     environ = {"NDISTRIBUTE_SECRET": "the secret of this test", **IDENTITY}
     with nd.Server(cluster, "ps", 0, environ=environ) as server:
@@ -143,7 +139,7 @@ def test_a_worker_that_a_coordinator_misses_is_named(tmp_path: Path, free: str) 
 
 
 @pytest.mark.parametrize("who", ["ps", "worker"])
-def test_who_serves_a_chief_that_does_not_come_says_so(tmp_path: Path, who: str) -> None:
+def test_who_serves_a_chief_that_does_not_come_says_so(tmp_path, who):
     cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]}
     output = task_said(tmp_path, cluster, who)
     assert f"{who}:0 has waited 0 s for a connection from chief:0." in output

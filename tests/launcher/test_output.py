@@ -66,62 +66,43 @@ def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path):
     assert (out.lines, err.lines) == ([b"a", b"b"], [what.encode()])
 
 
-def errors_of(program: str) -> list[bytes]:
-    """Run a program that fails, and return the lines of its standard error."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=60, check=False
-    )
-    return done.stderr.splitlines()
+NOISE = """
+import sys
+print("loading", file=sys.stderr)
+class WorkerLostError(Exception): pass
+"""
 
 
 @pytest.mark.parametrize(
-    ("program", "first", "last", "tracebacks"),
+    ("program", "first", "last", "tracebacks", "is_loss"),
     [
-        ("raise ValueError('no')", b"Traceback", b"ValueError: no", 1),
-        ("try:\n    {}[1]\nexcept KeyError:\n    1 / 0", b"Traceback", b"ZeroDivisionError", 2),
-        (
-            "try:\n    {}[1]\nexcept KeyError as e:\n    raise OSError from e",
-            b"Traceback",
-            b"OSError",
-            2,
-        ),
-        ("raise OSError('a') from KeyError('b')", b"KeyError: 'b'", b"OSError: a", 1),
-        ("raise OSError('a') from TypeError('b\\n\\nc')", b"c", b"OSError: a", 1),
-        ("raise ExceptionGroup('g', [OSError('x'), KeyError('y')])", b"  + Exception", b"    +", 1),
-        ("import sys; sys.exit('sorry')", b"loading", b"sorry", 0),
+        ("raise ValueError('no')", b"Traceback", b"ValueError: no", 1, False),
+        ("try: {}[1]\nexcept KeyError: 1 / 0", b"Traceback", b"ZeroDivisionError", 2, False),
+        ("try: {}[1]\nexcept KeyError as e: raise OSError from e", b"Tr", b"OSError", 2, False),
+        ("raise OSError('a') from KeyError('b')", b"KeyError: 'b'", b"OSError: a", 1, False),
+        ("raise OSError('a') from TypeError('b\\n\\nc')", b"c", b"OSError: a", 1, False),
+        ("raise ExceptionGroup('', [OSError(), KeyError()])", b"  + Exception", b"   ", 1, False),
+        ("raise WorkerLostError('w')", b"Traceback", b"WorkerLostError: w", 1, True),
+        ("raise OSError from WorkerLostError('w')", b"WorkerLost", b"OSError", 1, True),
+        ("raise OSError('WorkerLostError')", b"Traceback", b"OSError: WorkerLost", 1, False),
     ],
 )
 def test_the_last_report_is_whole_and_without_what_was_said_before(
-    program, first, last, tracebacks
+    program, first, last, tracebacks, is_loss
 ):
-    noise = "import sys; print('loading', file=sys.stderr)\n"
-    caught = "import traceback\ntry:\n    raise RuntimeError\nexcept RuntimeError:\n    print()\n"
-    report = last_report(errors_of(noise + caught + program))
+    command = [sys.executable, "-c", NOISE + program]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    lines = done.stderr.splitlines()
+    report = last_report(lines)
     assert report[0].startswith(first)
     assert report[-1].startswith(last)
     assert sum(b"Traceback" in line for line in report) == tracebacks
+    assert is_loss_report(lines) is is_loss
 
 
-def test_a_long_report_is_cut_in_its_middle():
-    report = last_report(
-        [b"Traceback (most recent call last):", *[b"  line"] * 500, b"Error: x"], 10
-    )
-    assert report[0].startswith(b"Traceback")
-    assert report[-1] == b"Error: x"
-    assert b"..." in report
-
-
-LOST = "class WorkerLostError(Exception): pass\nraise "
-
-
-@pytest.mark.parametrize(
-    ("program", "told"),
-    [
-        (LOST + "WorkerLostError('worker 1')", True),
-        (LOST + "OSError('x') from WorkerLostError('worker 1')", True),
-        (LOST + "ValueError('WorkerLostError')", False),
-        ("", False),
-    ],
-)
-def test_a_report_of_a_lost_worker_is_known(program, told):
-    assert is_loss_report(errors_of(program)) is told
+def test_without_a_traceback_the_report_is_the_last_lines_and_a_long_one_is_cut():
+    assert last_report([b"loading", b"sorry"]) == [b"loading", b"sorry"]
+    assert not is_loss_report([])
+    lines = [b"Traceback (most recent call last):", *[b"  line"] * 500, b"Error: x"]
+    report = last_report(lines, 10)
+    assert (report[0], report[5], report[-1]) == (lines[0], b"...", b"Error: x")

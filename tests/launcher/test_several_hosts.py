@@ -39,10 +39,6 @@ def test_hosts_are_filled_in_order(hosts, data):
     assert assign(hosts, None) == hosts
 
 
-def test_a_name_alone_takes_one_process():
-    assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
-
-
 def test_malformed_hosts_are_named():
     for text in ("", "a:", "a:0", "a:x", "a,,b", "a b", "-oProxyCommand=x", "a,a:2"):
         with pytest.raises(ValueError, match=r"is not HOST or HOST:PROCESSES|named twice"):
@@ -55,10 +51,10 @@ def test_malformed_hosts_are_named():
             assign([Host("a", 2)], processes)
 
 
-def test_this_machine_is_known_by_its_names():
-    assert all(
-        is_this_machine(n) for n in ("localhost", "127.0.0.1", "[::1]", socket.gethostname())
-    )
+def test_a_name_alone_takes_one_process_and_this_machine_is_known_by_its_names():
+    assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
+    for name in ("localhost", "127.0.0.1", "[::1]", socket.gethostname()):
+        assert is_this_machine(name)
     assert not is_this_machine("elsewhere.example")
 
 
@@ -77,15 +73,11 @@ print(os.environ["NDISTRIBUTE_JOB_ID"], os.environ.get("MINE"), sys.stdin.read()
 """
 
 
-def free_port() -> int:
-    with socket.create_server((socket.gethostname(), 0)) as server:
-        return server.getsockname()[1]
-
-
 def test_a_job_runs_on_other_hosts_in_the_same_folder(script, tmp_path, fake_ssh):
     script(SHOW)
     env = {**fake_ssh, "MINE": "not for others", "NDISTRIBUTE_JOB_ID": "j1"}
-    port = free_port()
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        port = server.getsockname()[1]
     hosts = ["--hosts", "far.example:2,localhost:1", "--port", str(port)]
     done = run("run", *hosts, "script.py", "it's", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -138,6 +138,7 @@ def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Pat
         assert titles == [[f"{old} of {len(names)}"] for old in survivors]
     for recorder in recorders.values():
         recorder.close()
+    assert len(list(tmp_path.iterdir())) == 6  # Those of earlier jobs are still there.
 
 
 def test_a_file_that_is_full_counts_what_it_leaves_out(tmp_path: Path):

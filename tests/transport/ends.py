@@ -264,33 +264,23 @@ class Child:
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
         )
-        self.pid = self._process.pid
-
-    def start(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def result(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().rstrip("\n")
 
     def run(self, line: str) -> str:
-        self.start(line)
-        return self.result()
+        """Let it evaluate an expression or run a statement; return what it prints."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._process.stdout.readline().rstrip("\n")
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._process.kill()
+        self._process.communicate()
 
 
 def _serve_lines() -> None:

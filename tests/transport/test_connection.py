@@ -400,7 +400,7 @@ def test_memory_of_long_messages_is_given_back_when_it_lies_idle(monkeypatch):
         tracemalloc.stop()
 
 
-def test_lengths_that_never_come_again_do_not_use_up_memory(monkeypatch):
+def test_memory_of_messages_is_reused_and_not_used_up_by_lengths_that_never_come_again(monkeypatch):
     monkeypatch.setattr(shared_memory, "_KEPT_BYTES", 4 * MEGABYTES)
     memory, views = shared_memory.ReusedMemory(), []
     tracemalloc.start()
@@ -410,6 +410,8 @@ def test_lengths_that_never_come_again_do_not_use_up_memory(monkeypatch):
             views[-1][:1] = bytes([number])
             assert [view[0] for view in views] == [*range(number + 1)][-3:]
         assert tracemalloc.get_traced_memory()[0] < 8 * MEGABYTES
+        places = [np.frombuffer(memory.take(70_000)).ctypes.data for _ in range(2)]
+        assert places[0] == places[1]
     finally:
         tracemalloc.stop()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ JOINT_RULES: dict[Any, Callable[..., Any]] = shape.JOINT_RULES | linalg.JOINT_RU
 def rules_of(function: Any, result: Any, args: Args, kwargs: Kwargs, paths: list[Path]) -> Rules:
     """Return the rules of a call for the tracked arguments at the given paths."""
     makers = RULES.get(function) or special_rules(function) or ()
-    positions = [path[0] for path in paths]
+    positions = [*map(operator.itemgetter(0), paths)]
     try:
         if isinstance(result, list | tuple):
             if function in JOINT_RULES and max(map(len, paths)) == 1:

@@ -32,12 +32,6 @@ def _column_stack(tup: Sequence[Value]) -> Value:
     return np.concatenate([item[:, None] if item.ndim == 1 else item for item in items], 1)
 
 
-def _append(arr: Value, values: Value, axis: Any = None) -> Value:
-    if axis is None:
-        return np.concatenate([np.ravel(arr), np.ravel(values)])
-    return np.concatenate([arr, values], axis)
-
-
 def _atleast(ndim: int) -> Callable[..., Value]:
     def widened(array: Value) -> Value:
         # NumPy appends the new axis of a matrix, and prepends all others.
@@ -128,30 +122,23 @@ def _full_like(a: Value, fill_value: Value, dtype: Any = None, **kwargs: Any) ->
 # Products and norms
 
 
-def _inner(a: Value, b: Value) -> Value:
-    if np.ndim(a) == 0 or np.ndim(b) == 0:
-        return a * b
-    return np.tensordot(a, b, axes=(-1, -1))
-
-
 def _tensordot(a: Value, b: Value, axes: Any = 2) -> Value:
     """Return the product of two matrices, after moving the summed axes together."""
-    ndim_a, ndim_b = np.ndim(a), np.ndim(b)
+    shape_a, shape_b = np.shape(a), np.shape(b)
     if isinstance(axes, int):
-        axes = (list(range(ndim_a - axes, ndim_a)), list(range(axes)))
+        axes = (range(len(shape_a) - axes, len(shape_a)), range(axes))
     first, second = (
-        [int(axis) % ndim for axis in ([one] if np.ndim(one) == 0 else one)]
-        for one, ndim in zip(axes, (ndim_a, ndim_b), strict=True)
+        [int(axis) % ndim for axis in np.ravel(one)]
+        for one, ndim in zip(axes, (len(shape_a), len(shape_b)), strict=True)
     )
-    lengths_a, lengths_b = np.shape(a), np.shape(b)
-    if [lengths_a[axis] for axis in first] != [lengths_b[axis] for axis in second]:
+    lengths = [shape_a[axis] for axis in first]
+    if lengths != [shape_b[axis] for axis in second]:
         return NotImplemented
-    rest_a = [axis for axis in range(ndim_a) if axis not in first]
-    rest_b = [axis for axis in range(ndim_b) if axis not in second]
-    summed = math.prod(lengths_a[axis] for axis in first)
-    out_a, out_b = [lengths_a[axis] for axis in rest_a], [lengths_b[axis] for axis in rest_b]
-    left = np.reshape(np.transpose(a, rest_a + first), (math.prod(out_a), summed))
-    right = np.reshape(np.transpose(b, second + rest_b), (summed, math.prod(out_b)))
+    rest_a = [axis for axis in range(len(shape_a)) if axis not in first]
+    rest_b = [axis for axis in range(len(shape_b)) if axis not in second]
+    out_a, out_b = [shape_a[axis] for axis in rest_a], [shape_b[axis] for axis in rest_b]
+    left = np.reshape(np.transpose(a, rest_a + first), (math.prod(out_a), math.prod(lengths)))
+    right = np.reshape(np.transpose(b, second + rest_b), (math.prod(lengths), math.prod(out_b)))
     return np.reshape(np.matmul(left, right), (*out_a, *out_b))
 
 
@@ -252,24 +239,13 @@ def _over_axes(
             axes = range(-(np.ndim(a) if s is None else len(s)), 0)
         lengths = [None] * len(axes) if s is None else [None if n == -1 else n for n in s]
         *first, final = zip(lengths, axes, strict=True)
-        if last is np.fft.irfft:
-            for n, axis in first:
-                a = others(a, n, axis, norm)
-            return last(a, *final, norm)
-        a = last(a, *final, norm)
-        for n, axis in reversed(first):
+        if last is not np.fft.irfft:
+            a, first = last(a, *final, norm), first[::-1]
+        for n, axis in first:
             a = others(a, n, axis, norm)
-        return a
+        return last(a, *final, norm) if last is np.fft.irfft else a
 
     return transform
-
-
-def _hfft(a: Value, n: Any = None, axis: int = -1, norm: Any = None) -> Value:
-    return np.fft.irfft(np.conj(a), n, axis, INVERSE_NORMS[norm])
-
-
-def _ihfft(a: Value, n: Any = None, axis: int = -1, norm: Any = None) -> Value:
-    return np.conj(np.fft.rfft(a, n, axis, INVERSE_NORMS[norm]))
 
 
 # Statistics
@@ -284,12 +260,6 @@ def _average(
         return NotImplemented
     total = np.sum(a * weights, axis=axis, keepdims=keepdims)
     return total / np.sum(weights, axis=axis, keepdims=keepdims)
-
-
-def _cumulative_sum(
-    x: Value, /, *, axis: Any = None, dtype: Any = None, out: Any = None, include_initial: Any = 0
-) -> Value:
-    return NotImplemented if include_initial else np.cumsum(x, axis=axis, dtype=dtype)
 
 
 def _filled(function: Callable[..., Value], fill: float) -> Callable[..., Value]:
@@ -354,11 +324,6 @@ def _diff(a: Value, n: int = 1, axis: int = -1) -> Value:
     return a
 
 
-def _ediff1d(ary: Value, to_end: Value = None, to_begin: Value = None) -> Value:
-    pieces = [to_begin, np.diff(np.ravel(ary)), to_end]
-    return np.concatenate([np.ravel(piece) for piece in pieces if piece is not None])
-
-
 def _gradient(f: Value, *varargs: Any, axis: Any = None, edge_order: int = 1) -> Value:
     axes = as_axes(axis, np.ndim(f))
     short = any(np.shape(f)[one] < 2 for one in axes)
@@ -395,7 +360,9 @@ def _interp(x: Value, xp: Value, fp: Value, left: Any = None, right: Any = None)
 
 
 COMPOSED: dict[Any, Callable[..., Value]] = {
-    np.append: _append,
+    np.append: lambda arr, values, axis=None: np.concatenate(
+        [arr, np.ravel(values) if axis is None else values], axis
+    ),
     np.atleast_1d: _atleast(1),
     np.atleast_2d: _atleast(2),
     np.atleast_3d: _atleast(3),
@@ -414,17 +381,25 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
     np.divmod: lambda x1, x2: (np.floor_divide(x1, x2), np.remainder(x1, x2)),
     np.dsplit: lambda ary, indices_or_sections: np.split(ary, indices_or_sections, 2),
     np.dstack: lambda tup: np.concatenate([np.atleast_3d(item) for item in tup], 2),
-    np.ediff1d: _ediff1d,
+    np.ediff1d: lambda ary, to_end=None, to_begin=None: np.concatenate(
+        [np.ravel(x) for x in (to_begin, np.diff(np.ravel(ary)), to_end) if x is not None]
+    ),
     np.extract: lambda condition, arr: np.take(arr, np.flatnonzero(condition)),
-    np.fft.hfft: _hfft,
-    np.fft.ihfft: _ihfft,
+    np.fft.hfft: lambda a, n=None, axis=-1, norm=None: np.fft.irfft(
+        np.conj(a), n, axis, INVERSE_NORMS[norm]
+    ),
+    np.fft.ihfft: lambda a, n=None, axis=-1, norm=None: np.conj(
+        np.fft.rfft(a, n, axis, INVERSE_NORMS[norm])
+    ),
     np.full_like: _full_like,
     np.gradient: _gradient,
     np.hsplit: lambda ary, indices_or_sections: np.split(
         ary, indices_or_sections, 0 if np.ndim(ary) == 1 else 1
     ),
     np.hstack: _hstack,
-    np.inner: _inner,
+    np.inner: lambda a, b: (
+        a * b if np.ndim(a) == 0 or np.ndim(b) == 0 else np.tensordot(a, b, (-1, -1))
+    ),
     np.interp: _interp,
     np.kron: _kron,
     np.linalg.cond: _cond,
@@ -460,7 +435,6 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
         np.max(a, axis=axis, keepdims=keepdims) - np.min(a, axis=axis, keepdims=keepdims)
     ),
     np.select: _select,
-    np.std: lambda *args, **kwargs: np.sqrt(np.var(*args, **kwargs)),
     np.tensordot: _tensordot,
     np.tile: _tile,
     np.trace: lambda a, offset=0, axis1=0, axis2=1, dtype=None: np.sum(
@@ -484,7 +458,9 @@ COMPOSED |= {
 
 # Functions added after NumPy 2.0, the oldest supported version.
 _YOUNG: dict[str, Callable[..., Value]] = {
-    "cumulative_sum": _cumulative_sum,
+    "cumulative_sum": lambda x, /, *, axis=None, dtype=None, out=None, include_initial=False: (
+        NotImplemented if include_initial else np.cumsum(x, axis=axis, dtype=dtype)
+    ),
     "matvec": lambda x1, x2: np.matmul(x1, x2[..., None])[..., 0],
     "unstack": lambda x, *, axis=0: tuple(np.moveaxis(x, axis, 0)),
     "vecmat": lambda x1, x2: np.matmul(np.conj(x1)[..., None, :], x2)[..., 0, :],

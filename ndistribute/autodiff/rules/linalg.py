@@ -21,6 +21,7 @@ from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast, zeros
 from ndistribute.device import Array, array_namespace, as_array
 
+Results = Sequence[Array]
 Gradients = Sequence[Array | None]
 JointVjp = Callable[[Gradients], list[Array]]
 Path = tuple[Any, ...]
@@ -84,33 +85,28 @@ def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
 
 def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
     y = as_array(y)
-    shape, dtype, y_ndim = x.shape, x.dtype, y.ndim
-    if x.ndim == 0 or y_ndim == 0:
+    shape, dtype = x.shape, x.dtype
+    if x.ndim == 0 or y.ndim == 0:
         return lambda g: unbroadcast(g * y, shape, dtype)
-    if y_ndim <= 2:
+    if y.ndim <= 2:
         return _matmul_x(out, x, y)
-
-    def vjp(g: Array) -> Array:
-        first = np.moveaxis(y, -2, 0)
-        free = range(len(shape) - 1, g.ndim)
-        return unbroadcast(
-            np.tensordot(g, first, (list(free), list(range(1, y_ndim)))), shape, dtype
-        )
-
-    return vjp
+    flat = _rows(np.moveaxis(y, -2, -1))
+    rows = len(_rows(x))
+    return lambda g: unbroadcast((g.reshape(rows, len(flat)) @ flat).reshape(shape), shape, dtype)
 
 
 def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
     x = as_array(x)
-    shape, dtype, x_ndim = y.shape, y.dtype, x.ndim
-    if y.ndim == 0 or x_ndim == 0:
+    shape, dtype = y.shape, y.dtype
+    if y.ndim == 0 or x.ndim == 0:
         return _dot_x(out, y, x)
     if y.ndim <= 2:
         return _matmul_y(out, x, y)
+    x, rest = _rows(x), (*shape[:-2], shape[-1])
 
     def vjp(g: Array) -> Array:
-        lead = list(range(x_ndim - 1))
-        return unbroadcast(np.moveaxis(np.tensordot(x, g, (lead, lead)), 0, -2), shape, dtype)
+        flat = x.T @ g.reshape(len(x), math.prod(rest))
+        return unbroadcast(np.moveaxis(flat.reshape(-1, *rest), 0, -2), shape, dtype)
 
     return vjp
 
@@ -245,88 +241,71 @@ def _t(a: Array) -> Array:
     return np.swapaxes(a, -1, -2)
 
 
-def _slogdet(results: Sequence[Array], a: Array) -> JointVjp:
-    refuse_complex(a)
+def _late(rule: Callable[..., Any], real: bool = False) -> Callable[..., Callable[[Any], Any]]:
+    """Return the maker of a rule that keeps the whole call, and may refuse complex arguments."""
 
-    def vjp(gradients: Gradients) -> list[Array]:
-        return [_zero_if_none(gradients[1], results[1])[..., None, None] * _t(np.linalg.inv(a))]
+    def maker(out: Any, a: Any, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        a = as_array(a)
+        if real:
+            refuse_complex(a)
+        return lambda g: rule(g, out, a, *args, **kwargs)
 
-    return vjp
-
-
-def _solve_a(out: Array, a: Array, b: Any) -> Vjp:
-    solve_b, vector = _solve_b(out, a, out), out.ndim < a.ndim
-
-    def vjp(g: Array) -> Array:
-        change, x = solve_b(g), out
-        if vector:
-            change, x = change[..., None], x[..., None]
-        return unbroadcast(-change @ _t(x), a.shape, a.dtype)
-
-    return vjp
+    return maker
 
 
-def _solve_b(out: Array, a: Array, b: Array) -> Vjp:
-    a, shape, dtype, vector = as_array(a), b.shape, b.dtype, out.ndim < np.ndim(a)
-
-    def vjp(g: Array) -> Array:
-        columns = np.linalg.solve(_t(a), g[..., None] if vector else g)
-        return unbroadcast(columns[..., 0] if vector else columns, shape, dtype)
-
-    return vjp
+def _slogdet(gradients: Gradients, results: Results, a: Array) -> list[Array]:
+    return [_zero_if_none(gradients[1], results[1])[..., None, None] * _t(np.linalg.inv(a))]
 
 
-def _cholesky(out: Array, a: Array, /, *, upper: bool = False) -> Vjp:
-    refuse_complex(a)
+def _solve_a(g: Array, x: Array, a: Array, b: Any) -> Array:
+    change = _solve_b(g, x, a, x)
+    if x.ndim < a.ndim:
+        change, x = change[..., None], x[..., None]
+    return unbroadcast(-change @ _t(x), a.shape, a.dtype)
+
+
+def _solve_b(g: Array, x: Array, a: Array, b: Array) -> Array:
+    vector = x.ndim < a.ndim
+    columns = np.linalg.solve(_t(a), g[..., None] if vector else g)
+    return unbroadcast(columns[..., 0] if vector else columns, b.shape, b.dtype)
+
+
+def _cholesky(g: Array, out: Array, a: Array, /, *, upper: bool = False) -> Array:
     factor = _t(out) if upper else out
-
-    def vjp(g: Array) -> Array:
-        inner = _mirrored(_t(factor) @ (_t(g) if upper else g))
-        half = np.linalg.solve(_t(factor), inner)
-        both = _t(np.linalg.solve(_t(factor), _t(half)))
-        # NumPy reads only one triangle, which thus has the gradient of both.
-        whole = np.triu(both) + np.triu(both, 1) if upper else np.tril(both) + np.tril(both, -1)
-        return whole / 2
-
-    return vjp
+    inner = _mirrored(_t(factor) @ (_t(g) if upper else g))
+    half = np.linalg.solve(_t(factor), inner)
+    both = _t(np.linalg.solve(_t(factor), _t(half)))
+    # NumPy reads only one triangle, which thus has the gradient of both.
+    whole = np.triu(both) + np.triu(both, 1) if upper else np.tril(both) + np.tril(both, -1)
+    return whole / 2
 
 
-def _eigh(results: Sequence[Array], a: Array, UPLO: str = "L") -> JointVjp:  # noqa: N803
+def _eigh(gradients: Gradients, results: Results, a: Array, UPLO: str = "L") -> list[Array]:  # noqa: N803
     values, vectors = results
-    lower = UPLO.upper() == "L"
-
-    def vjp(gradients: Gradients) -> list[Array]:
-        change = _diagonal(_zero_if_none(gradients[0], values)).astype(vectors.dtype)
-        if gradients[1] is not None:
-            change = change + _inverse_gaps(values) * (_t(vectors) @ gradients[1])
-        change = np.conj(vectors) @ change @ _t(vectors)
-        # NumPy reads only one triangle, which thus has the gradient of both.
-        both = change + np.conj(_t(change))
-        diagonal = _diagonal(np.diagonal(change, 0, -2, -1).real)
-        return [diagonal + (np.tril(both, -1) if lower else np.triu(both, 1))]
-
-    return vjp
+    change = _diagonal(_zero_if_none(gradients[0], values)).astype(vectors.dtype)
+    if gradients[1] is not None:
+        change = change + _inverse_gaps(values) * (_t(vectors) @ gradients[1])
+    change = np.conj(vectors) @ change @ _t(vectors)
+    # NumPy reads only one triangle, which thus has the gradient of both.
+    both = change + np.conj(_t(change))
+    diagonal = _diagonal(np.diagonal(change, 0, -2, -1).real)
+    return [diagonal + (np.tril(both, -1) if UPLO.upper() == "L" else np.triu(both, 1))]
 
 
-def _eig(results: Sequence[Array], a: Array) -> JointVjp:
+def _eig(gradients: Gradients, results: Results, a: Array) -> list[Array]:
     values, vectors = results
-    real = a.dtype.kind != "c"
-
-    def vjp(gradients: Gradients) -> list[Array]:
-        change = _diagonal(_zero_if_none(gradients[0], values))
-        if gradients[1] is not None:
-            inner = _t(vectors) @ gradients[1]
-            # The length of the vectors stays 1.
-            along = np.diagonal(inner.real, 0, -2, -1)[..., None, :]
-            inner = inner - (_t(vectors) @ np.conj(vectors)) * along
-            change = change + _inverse_gaps(values) * inner
-        change = np.linalg.solve(_t(vectors), change @ _t(vectors))
-        return [change.real if real else change]
-
-    return vjp
+    change = _diagonal(_zero_if_none(gradients[0], values))
+    if gradients[1] is not None:
+        inner = _t(vectors) @ gradients[1]
+        # The length of the vectors stays 1.
+        along = np.diagonal(inner.real, 0, -2, -1)[..., None, :]
+        inner = inner - (_t(vectors) @ np.conj(vectors)) * along
+        change = change + _inverse_gaps(values) * inner
+    change = np.linalg.solve(_t(vectors), change @ _t(vectors))
+    return [change if a.dtype.kind == "c" else change.real]
 
 
-def _svd(results: Sequence[Array], *args: Any, **kwargs: Any) -> JointVjp:
+def _svd(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
     u, s, vt = results
     refuse_complex(u)
     count = s.shape[-1]
@@ -355,14 +334,10 @@ def _svd(results: Sequence[Array], *args: Any, **kwargs: Any) -> JointVjp:
     return vjp
 
 
-def _singular_values(out: Array, a: Array, *args: Any, **kwargs: Any) -> Vjp:
-    """Return the rule of ``svd(a, compute_uv=False)``."""
-
-    def vjp(g: Array) -> Array:
-        u, _, vt = np.linalg.svd(a, full_matrices=False)
-        return np.conj(u) * g[..., None, :] @ np.conj(vt)
-
-    return vjp
+def _singular_values(g: Array, out: Array, a: Array, *args: Any, **kwargs: Any) -> Array:
+    """Return the gradient of ``svd(a, compute_uv=False)``."""
+    u, _, vt = np.linalg.svd(a, full_matrices=False)
+    return np.conj(u) * g[..., None, :] @ np.conj(vt)
 
 
 def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
@@ -379,7 +354,7 @@ def _pinv(out: Array, a: Array, *cutoff: Any, **cutoffs: Any) -> Vjp:
     return vjp
 
 
-def _qr(results: Sequence[Array], *args: Any, **kwargs: Any) -> JointVjp:
+def _qr(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
     q, r = results
     refuse_complex(q)
     if q.shape[-1] != r.shape[-1]:
@@ -393,7 +368,7 @@ def _qr(results: Sequence[Array], *args: Any, **kwargs: Any) -> JointVjp:
     return vjp
 
 
-def _lstsq(results: Sequence[Array], a: Any, b: Any, rcond: Any = None) -> JointVjp:
+def _lstsq(results: Results, a: Any, b: Any, rcond: Any = None) -> JointVjp:
     x, a, b = results[0], as_array(a), as_array(b)
     refuse_complex(x)
     if results[2] < a.shape[1]:
@@ -409,7 +384,7 @@ def _lstsq(results: Sequence[Array], a: Any, b: Any, rcond: Any = None) -> Joint
         pairs = ((left, weights), (-change, x))
         whole = sum(_columns(one) @ _t(_columns(other)) for one, other in pairs)
         if gradients[3] is not None:
-            whole = whole + _singular_values(results[3], a)(gradients[3])
+            whole = whole + _singular_values(gradients[3], results[3], a)
         return [unbroadcast(whole, a.shape, a.dtype), unbroadcast(change, b.shape, b.dtype)]
 
     return vjp
@@ -456,10 +431,10 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.fft.ifftshift: (lambda out, x, axes=None: lambda g: np.fft.fftshift(g, axes),),
     np.linalg.inv: (lambda out, a: lambda g: -_t(out) @ g @ _t(out),),
     np.linalg.det: (lambda out, a: lambda g: (g * out)[..., None, None] * _t(np.linalg.inv(a)),),
-    np.linalg.solve: (_solve_a, _solve_b),
-    np.linalg.cholesky: (_cholesky,),
+    np.linalg.solve: (_late(_solve_a), _late(_solve_b)),
+    np.linalg.cholesky: (_late(_cholesky, real=True),),
     np.linalg.pinv: (_pinv,),
-    np.linalg.svd: (_singular_values,),
+    np.linalg.svd: (_late(_singular_values),),
 }
 
 RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {
@@ -468,9 +443,9 @@ RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vj
 }
 
 JOINT_RULES: dict[Any, Callable[..., JointVjp]] = {
-    np.linalg.slogdet: _slogdet,
-    np.linalg.eigh: _eigh,
-    np.linalg.eig: _eig,
+    np.linalg.slogdet: _late(_slogdet, real=True),
+    np.linalg.eigh: _late(_eigh),
+    np.linalg.eig: _late(_eig),
     np.linalg.svd: _svd,
     np.linalg.qr: _qr,
     np.linalg.lstsq: _lstsq,

@@ -89,6 +89,11 @@ def _variance(
     return vjp
 
 
+def _deviation(result: Array, a: Array, *args: Any, **kwargs: Any) -> Vjp:
+    variance = _variance(result, a, *args, **kwargs)
+    return lambda g: variance(g / (2 * result))
+
+
 def _prod(
     result: Array, a: Array, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = 0
 ) -> Vjp:
@@ -209,6 +214,7 @@ RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.amax: (_extreme,),
     np.amin: (_extreme,),
     np.var: (_variance,),
+    np.std: (_deviation,),
     np.prod: (_prod,),
     np.cumsum: (_cumsum,),
     np.cumprod: (_cumprod,),

@@ -82,15 +82,12 @@ def index_rule(x: Array, index: Any) -> Callable[[Array], SparseGradient]:
 
 
 def _placed(shape: tuple[int, ...], index: Any, g: Array) -> SparseGradient:
-    if isinstance(index, tuple):
-        index = tuple([_exact(one, g) for one in index])
-    else:
-        index = _exact(index, g)
-    kinds = _kinds(index)
-    if kinds == ["i"] and not isinstance(index, tuple) and index.ndim:
-        return SparseGradient(shape, index, g, is_rows=True)
-    # A single mask, slices and numbers select no element twice.
-    return SparseGradient(shape, index, g, distinct="i" not in kinds and kinds.count("b") <= 1)
+    several = isinstance(index, tuple)
+    items = [_exact(item, g) for item in (index if several else (index,))]
+    # Masks, slices and numbers select no element twice.
+    repeats = any(getattr(item, "ndim", 0) and item.dtype.kind in "iu" for item in items)
+    place = tuple(items) if several else items[0]
+    return SparseGradient(shape, place, g, distinct=not repeats, is_rows=repeats and not several)
 
 
 def _exact(item: Any, g: Array) -> Any:
@@ -102,21 +99,6 @@ def _exact(item: Any, g: Array) -> Any:
 
 
 _INDICES = (slice, int, np.ndarray, np.generic)
-
-
-def _kinds(index: Any) -> list[str]:
-    """Return the kinds of the arrays in an index, "i" or "b"; nothing for slices and numbers."""
-    items = index if isinstance(index, tuple) else (index,)
-    kinds = []
-    for item in items:
-        if isinstance(item, bool | np.bool_):
-            kinds.append("b")
-        elif item is not None and item is not Ellipsis and not isinstance(item, _PLACES):
-            kinds.append("i" if item.dtype.kind == "u" else item.dtype.kind)
-    return kinds
-
-
-_PLACES = (slice, int, np.integer)
 
 
 def _take(
@@ -249,7 +231,7 @@ def _joining(places_of: Callable[..., Sequence[Path]]) -> Callable[..., list[Vjp
     """Return the rules of a function that joins arrays, given the place of each in the result."""
 
     def makers(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> list[Vjp | None]:
-        if any(len(path) != 2 for path in paths):
+        if {*map(len, paths)} != {2}:
             return [None]
         arrays = args[0]
         places = places_of(arrays, args[1] if len(args) > 1 else kwargs.get("axis", 0), out.ndim)

@@ -98,6 +98,8 @@ def as_axes(axis: Any, ndim: int) -> Shape:
 
 def kept_shape(shape: Shape, axis: Any) -> Shape:
     """Return the shape of a reduction that keeps its axes with length 1."""
+    if axis is None:
+        return (1,) * len(shape)
     axes = as_axes(axis, len(shape))
     return tuple([1 if k in axes else n for k, n in enumerate(shape)])
 
