@@ -437,7 +437,6 @@ config = Names(
     ),
 )
 keras = Names(
-    Input=_models.layers.Input,
     Model=_models.Model,
     Sequential=_models.Sequential,
     activations=_models.activations,
@@ -451,6 +450,5 @@ keras = Names(
         set_global_policy=_models.layers.set_dtype_policy,
     ),
     optimizers=_models.optimizers,
-    regularizers=_models.regularizers,
     utils=Names(set_random_seed=nd.set_seed),
 )

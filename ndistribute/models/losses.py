@@ -7,7 +7,6 @@ the batch is divided.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ __all__ = [
     "Loss",
     "MeanAbsoluteError",
     "MeanSquaredError",
-    "Reduction",
     "SparseCategoricalCrossentropy",
     "binary_crossentropy",
     "categorical_crossentropy",
@@ -36,13 +34,7 @@ __all__ = [
     "sparse_categorical_crossentropy",
 ]
 
-
-class Reduction(enum.StrEnum):
-    """How a loss reduces the values of its examples; see `Loss`. Strings are accepted as well."""
-
-    SUM_OVER_BATCH_SIZE = AUTO = "sum_over_batch_size"
-    SUM = "sum"
-    NONE = "none"
+_REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 
 
 class Loss:
@@ -57,10 +49,10 @@ class Loss:
         ValueError: the reduction is unknown.
     """
 
-    def __init__(self, reduction: str | None = Reduction.AUTO, name: str | None = None) -> None:
+    def __init__(self, reduction: str | None = _REDUCTIONS[0], name: str | None = None) -> None:
         self.reduction = "none" if reduction is None else str(reduction).lower()
-        if self.reduction not in tuple(Reduction):
-            known = ", ".join(Reduction)
+        if self.reduction not in _REDUCTIONS:
+            known = ", ".join(_REDUCTIONS)
             raise ValueError(f"reduction must be one of {known}, got {reduction!r}.")
         self.name = name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
