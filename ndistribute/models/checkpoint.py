@@ -125,6 +125,7 @@ class Checkpoint:
 
     def load(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Set the state to one that was read from a folder, `source`."""
+        self._check_built(source, tensors)
         parts = list(self._parts())
         names = _names(parts)
         by_name = {path: variable for path, variable in parts if isinstance(variable, Variable)}
@@ -161,6 +162,17 @@ class Checkpoint:
         variables = (one for _, one in self._parts() if isinstance(one, Variable))
         first = next(variables, None)
         return get_strategy() if first is None else first.distribute_strategy
+
+    def _check_built(self, source: str, tensors: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` if variables of a layer are missing that the checkpoint has."""
+        for name, one in self._objects.items():
+            own = (f"{name}/optimizer/", f"{name}/metrics/")
+            saved = any(key.startswith(f"{name}/") and not key.startswith(own) for key in tensors)
+            if saved and isinstance(one, Layer) and not one.variables:
+                raise ValueError(
+                    f"{source} has variables of {name!r}, which has none yet: call it on an input "
+                    "before, so that it is built. Nothing has changed."
+                )
 
     def _write(self, directory: Path, name: str, keep: int, state: tuple[Any, Any]) -> Path:
         def write() -> str:

@@ -89,6 +89,15 @@ def test_a_restored_optimizer_is_built(tmp_path):
     ]
 
 
+def test_a_model_without_variables_is_refused_rather_than_left_as_it_is(tmp_path):
+    path = Checkpoint(model=classifier()).save(tmp_path / "run")
+    unbuilt = Sequential([layers.Dense(3)])
+    with pytest.raises(ValueError, match="has none yet: call it on an input"):
+        Checkpoint(model=unbuilt).restore(path)
+    with pytest.raises(RuntimeError, match=r"load_weights of model .* has no variables yet"):
+        unbuilt.load_weights(path)
+
+
 def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):
     def run(strategy: nd.Strategy, steps: int, restored: Any = None) -> Any:
         with strategy:
