@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ndistribute.models.callbacks import Callback
+from ndistribute.models.callbacks import Callback, Logs
 
 __all__ = ["Progress"]
 
@@ -25,7 +25,7 @@ class Progress(Callback):
         self._bar: Any = None
         self._began = 0.0
 
-    def on_epoch_begin(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Open the bar."""
         self._began = time.monotonic()
         if self.verbose == 1 and sys.stderr.isatty():
@@ -48,7 +48,7 @@ class Progress(Callback):
             epochs = self.params["epochs"]
             self.show_line(logs, f"Epoch {epoch + 1}/{epochs} - {took:.1f} s - ")
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Close the bar of an epoch that did not end."""
         if self._bar is not None:
             self._bar.close()

@@ -371,7 +371,7 @@ class Trainer(Layer):
                 return
             number = position.step
             for call in begin:
-                call(number)
+                call(number, {})
             self.run_step(batch)
             position.step, position.steps_made = number + 1, position.steps_made + 1
             if end:
