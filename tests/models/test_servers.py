@@ -33,7 +33,8 @@ def test_a_chief_fits_on_its_workers_and_evaluates(tasks):
     with nd.ParameterServerStrategy(
         tasks.resolver("chief"), devices=["cpu:0"], timeout_seconds=DEADLINE
     ):
-        model = Sequential([layers.Dense(8, activation="relu"), layers.Dense(3)])
+        normalization = layers.BatchNormalization(momentum=0.9)
+        model = Sequential([normalization, layers.Dense(8, activation="relu"), layers.Dense(3)])
         loss = losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(nd.optimizers.Adam(0.05), loss, metrics=["accuracy"])
         falling = callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
@@ -42,3 +43,5 @@ def test_a_chief_fits_on_its_workers_and_evaluates(tasks):
         assert history["val_accuracy"][-1] > 0.95
         assert history["loss"][-1] < 0.5 * history["loss"][0]
         assert np.mean(model.predict(X).argmax(axis=-1) == Y) == history["val_accuracy"][-1]
+        moving = normalization.moving_mean.numpy()
+        np.testing.assert_allclose(moving, X.mean(axis=0), atol=1.0)
