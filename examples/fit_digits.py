@@ -17,6 +17,8 @@ from train_digits import load_data, make_parser, make_strategy, report, serves
 import ndistribute as nd
 from ndistribute import callbacks, layers
 
+BATCH = 64
+
 
 def make_model(seed: int) -> nd.models.Sequential:
     """Return the compiled network; its result does not depend on the number of replicas."""
@@ -54,7 +56,7 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> float:
     model.fit(
         images,
         labels,
-        batch_size=64,
+        batch_size=BATCH,
         epochs=epochs,
         validation_split=0.1,
         callbacks=[

@@ -1,4 +1,4 @@
-"""Train a generator of handwritten digits against a discriminator, with the strategy of your choice.
+"""Train a generator of digits against a discriminator, with the strategy of your choice.
 
     python examples/gan.py --strategy mirrored --replicas 2
     ndistribute run -n 2 examples/gan.py --strategy multi_worker
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from train_digits import load_data, make_parser, make_strategy, report, serves
 from tqdm import tqdm
+from train_digits import load_data, make_parser, make_strategy, report, serves
 
 import ndistribute as nd
 from ndistribute import layers

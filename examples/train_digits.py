@@ -107,16 +107,23 @@ def serves() -> bool:
     return True
 
 
-def make_parser(text: str | None, epochs: int) -> argparse.ArgumentParser:
+def make_parser(
+    text: str | None, epochs: int, replicas: int = 1, several: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser of the arguments that the examples share.
 
     Args:
         text: the docstring of the example, whose first line is shown by ``--help``.
         epochs: how many epochs it trains by default.
+        replicas: how many replicas it has by default.
+        several: whether it takes several strategies, by default all.
     """
     parser = argparse.ArgumentParser(description=text.splitlines()[0] if text else None)
-    parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
-    parser.add_argument("--replicas", type=int, default=1, help="replicas of each process")
+    if several:
+        parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=STRATEGIES)
+    else:
+        parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
+    parser.add_argument("--replicas", type=int, default=replicas)
     parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--seed", type=int, default=0)
     return parser
