@@ -118,12 +118,13 @@ def write_plot(results: Mapping[str, Result], path: Path) -> None:
     curves, bars = figure.subplots(1, 2)
     for number, (name, one) in enumerate(results.items()):
         # Curves that lie on each other stay visible: each is thinner than the one below.
-        width = 1.5 + 2.5 * (len(results) - 1 - number)
+        width = 1.5 + 1.5 * (len(results) - 1 - number)
         epochs = range(1, len(one.losses) + 1)
         curves.plot(epochs, one.losses, label=name, linewidth=width, solid_capstyle="round")
     curves.set(xlabel="epoch", ylabel="loss", yscale="log", title="Loss")
     curves.xaxis.get_major_locator().set_params(integer=True)
-    curves.legend()
+    for line in curves.legend().get_lines():
+        line.set_linewidth(3)
     labels = [f"{name}, {one.replicas}" for name, one in results.items()]
     colors = [f"C{number}" for number in range(len(results))]
     drawn = bars.barh(labels, [one.throughput for one in results.values()], color=colors)
