@@ -1,4 +1,4 @@
-"""Train on handwritten digits with a backup, and go on after a kill, with the strategy of your choice.
+"""Train with a backup, and go on after a kill, with the strategy of your choice.
 
     python examples/resume.py --replicas 2 --kill_at 100    # or press Ctrl-C, or kill it
     python examples/resume.py --replicas 3                  # goes on where the first one stopped
