@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
-from ndistribute.models.callbacks import Callbacks
 from ndistribute.optimizers import GradientAccumulation
 
 __all__ = ["Chief", "schedules_steps"]
@@ -71,8 +70,8 @@ class Chief:
 
         self._step = step
 
-    def run_epoch(self, called: Callbacks) -> None:
-        """Make the steps of an epoch, and wait for them."""
+    def run_epoch(self, called: Any) -> None:
+        """Make the steps of an epoch, and wait for them; the callbacks see no single step."""
         rate = self._model.optimizer.learning_rate
         args = (self._batches, None if callable(rate) else rate)
         for _ in range(self._steps):
