@@ -154,8 +154,9 @@ class Trainer(Layer):
 
     @property
     def metrics(self) -> list[_metrics.Metric]:
-        """The mean of the loss, and the metrics given to `compile`."""
-        return [self._loss_mean, *(metric for metric, _ in self._metrics)]
+        """The mean of the loss, and the metrics given to `compile`; none before it."""
+        loss = [] if self._loss_mean is None else [self._loss_mean]
+        return loss + [metric for metric, _ in self._metrics]
 
     def fit(
         self,
@@ -164,7 +165,7 @@ class Trainer(Layer):
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: int | str = "auto",
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -214,7 +215,7 @@ class Trainer(Layer):
             history = History()
             progress = Progress(verbose if self.strategy.is_chief else 0)
             params = {"epochs": epochs, "steps": steps if steps >= 0 else None, "verbose": verbose}
-            called = Callbacks([progress, *callbacks, history], self, params)
+            called = Callbacks([progress, *(callbacks or ()), history], self, params)
             self.stop_training = False
             self.position = position = Position(initial_epoch, called.members)
             position.trained = self.trainable_variables
