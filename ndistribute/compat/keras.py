@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
+
 import ndistribute as nd
 from ndistribute import models
 from ndistribute.compat.names import ROOT, Names, classes, derived, public
@@ -117,8 +119,13 @@ def _metric(kind: Any) -> Any:
     return derived("keras.metrics", kind, "dtype", result=result)
 
 
-def _input(shape: Any = None, input_shape: Any = None, **options: Any) -> Any:
-    return models.layers.Input(input_shape if shape is None else shape, **options)
+def _input(
+    shape: Any = None, input_shape: Any = None, dtype: Any = None, batch_size: Any = None, **o: Any
+) -> Any:
+    """Return a first layer, which declares the shape of an example."""
+    if dtype is not None and np.dtype(dtype).kind == "f":
+        o["dtype"] = dtype  # A layer computes in floats; `Embedding` converts them to integers.
+    return models.layers.Input(input_shape if shape is None else shape, **o)
 
 
 def _activation(name: str) -> Any:

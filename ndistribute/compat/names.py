@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import sys
 import types
@@ -33,6 +34,9 @@ class Names(types.ModuleType):
 
     def __dir__(self) -> list[str]:
         return self.__all__
+
+    def __reduce__(self) -> Any:  # Functions that are sent to workers refer to namespaces.
+        return importlib.import_module, (self.__name__,)
 
 
 def missing(where: str, name: str, known: Iterable[str]) -> AttributeError:

@@ -15,15 +15,21 @@ GUIDES = Path(__file__).parent / "guides"
 
 def said_by(name: str, folder: Path, workers: int = 1, **environ: str) -> list[str]:
     """Run a guide as each worker of a cluster in a folder, and return what each has written."""
-    start = "import os, runpy\nos.chdir({!r})\nrunpy.run_path({!r}, run_name='__main__')\n"
-    script = folder / "start.py"
-    script.write_text(start.format(str(folder), str(GUIDES / name)))
+    script = str(starter(name, folder))
     with Tasks(workers=workers, servers=0, chief=False) as tasks:
-        tasks.start_all("worker", TASK_SCRIPT=str(script), **environ)
+        tasks.start_all("worker", TASK_SCRIPT=script, **environ)
         codes = [tasks.code("worker", index) for index in range(workers)]
         said = [tasks.said(f"worker:{index}") for index in range(workers)]
     assert codes == [0] * workers, "\n".join(said)
     return said
+
+
+def starter(name: str, folder: Path) -> Path:
+    """Return a script that runs a guide in a folder."""
+    start = "import os, runpy\nos.chdir({!r})\nrunpy.run_path({!r}, run_name='__main__')\n"
+    script = folder / "start.py"
+    script.write_text(start.format(str(folder), str(GUIDES / name)))
+    return script
 
 
 def test_the_keras_guide_runs(tmp_path: Path) -> None:
@@ -57,3 +63,15 @@ def test_a_guide_of_workers_continues_from_its_checkpoint(tmp_path: Path) -> Non
     (said,) = said_by("multi_worker.py", tmp_path)
     assert "Epoch: " not in said
     assert "ended 3" in said
+
+
+def test_the_guide_of_parameter_servers_runs(tmp_path: Path) -> None:
+    script = str(starter("parameter_servers.py", tmp_path))
+    with Tasks(workers=2, servers=1) as tasks:
+        for job in ("ps", "worker", "chief"):
+            tasks.start_all(job, TASK_SCRIPT=script)
+        code = tasks.code("chief", 0)
+        said = tasks.said()
+    assert code == 0, said
+    assert "Finished epoch 3, accuracy is 1.0" in said
+    assert "Final loss is 0." in said
