@@ -31,6 +31,7 @@ __all__ = [
     "convert_to_tensor",
     "function",
     "on_tensors",
+    "tensor_if_array",
 ]
 
 DTYPES: dict[str, Any] = {
@@ -70,6 +71,11 @@ def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
         dtype = {"f": _float32, "i": np.dtype(np.int32)}.get(array.dtype.kind)
     array = array if dtype is None else array.astype(dtype)
     return array.view(Tensor) if type(array) is np.ndarray else array
+
+
+def tensor_if_array(value: Any) -> Any:
+    """Return a tensor for an array or a number of NumPy; other values are returned unchanged."""
+    return convert_to_tensor(value) if isinstance(value, np.generic | np.ndarray) else value
 
 
 def constant(value: Any, dtype: Any = None, shape: Any = None, name: Any = None) -> Any:
@@ -126,8 +132,7 @@ def on_tensors(
             args = (kwargs.pop(next(iter(kwargs))),)
         tensors = map(convert_to_tensor, args[:operands])
         named = {keywords.get(key, key): value for key, value in kwargs.items()}
-        found = operation(*tensors, *args[operands:], **named)
-        return convert_to_tensor(found) if isinstance(found, np.generic) else found
+        return tensor_if_array(operation(*tensors, *args[operands:], **named))
 
     return functools.update_wrapper(call, operation, ("__name__", "__doc__"))
 
@@ -135,7 +140,9 @@ def on_tensors(
 def _reduction(operation: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
         axes = tuple(axis) if isinstance(axis, list) else axis
-        return operation(tensor, axis=axes, keepdims=keepdims)
+        found = operation(tensor, axis=axes, keepdims=keepdims)
+        # NumPy adds up and multiplies integers in 64 bits.
+        return found.astype(tensor.dtype) if found.dtype.kind in "iu" else found
 
     return on_tensors(reduce)
 
@@ -149,7 +156,7 @@ def _index(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def _joining(operation: Callable[..., Any]) -> Callable[..., Any]:
     def join(values: Any, axis: int = 0, name: Any = None) -> Any:
-        return operation(list(map(convert_to_tensor, values)), axis)
+        return tensor_if_array(operation(list(map(convert_to_tensor, values)), axis))
 
     return join
 

@@ -89,14 +89,9 @@ def _strategy(name: str) -> _Any:
     kind: _Any = getattr(_nd, name)
 
     def reduce(self: _Any, reduce_op: _Any, value: _Any, axis: _Any = None) -> _Any:
-        return _map_leaves(_tensor_if_array, kind.reduce(self, reduce_op, value, axis))
+        return _map_leaves(_tensors.tensor_if_array, kind.reduce(self, reduce_op, value, axis))
 
     return _derived("distribute", kind, reduce=reduce)
-
-
-def _tensor_if_array(value: _Any) -> _Any:
-    arrays = _np.generic | _np.ndarray
-    return _tensors.convert_to_tensor(value) if isinstance(value, arrays) else value
 
 
 class _Checkpoint(_nd.Checkpoint):
