@@ -120,12 +120,12 @@ class Dataset:
         like = tree.unflatten(datasets, range(len(parts)))
         return cls(transformations.zipped(like, tuple(as_dataset(part)._node for part in parts)))
 
-    def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
-        """Return a dataset of ``fn(element)``, or of ``fn(*element)`` for tuples.
+    def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
+        """Return a dataset of ``map_func(element)``, or of ``map_func(*element)`` for tuples.
 
         Args:
-            fn: returns a nest of arrays or numbers.
-            num_parallel_calls: the number of threads that call `fn`; `AUTOTUNE` means one per core,
+            map_func: returns a nest of arrays or numbers.
+            num_parallel_calls: the number of threads that call it; `AUTOTUNE` means one per core,
                 None no thread. The order of the elements stays the same.
 
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
@@ -133,7 +133,7 @@ class Dataset:
         """
         if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
             num_parallel_calls = integer(num_parallel_calls, "map: num_parallel_calls", 1)
-        call = function(fn, "map: fn")
+        call = function(map_func, "map: map_func")
         return Dataset(transformations.mapped(self._node, call, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
@@ -145,17 +145,17 @@ class Dataset:
         keep = function(predicate, "filter: predicate")
         return Dataset(transformations.filtered(self._node, keep))
 
-    def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
-        """Return a dataset of batches: `n` successive elements stacked along a new first axis.
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Return a dataset of batches: successive elements stacked along a new first axis.
 
         Args:
-            n: the number of elements per batch.
-            drop_remainder: whether to drop a last batch of fewer than `n` elements.
+            batch_size: the number of elements per batch.
+            drop_remainder: whether to drop a last batch of fewer elements.
 
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
         """
-        size = integer(n, "batch: n", 1)
+        size = integer(batch_size, "batch: batch_size", 1)
         return Dataset(transformations.batched(self._node, size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
@@ -247,13 +247,14 @@ class Dataset:
         """
         return Dataset(transformations.cached(self._node))
 
-    def prefetch(self, n: int) -> Dataset:
-        """Return a dataset of which a thread prepares `n` elements ahead; 2 for `AUTOTUNE`.
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Return a dataset of which a thread prepares elements ahead: `buffer_size`, or `AUTOTUNE`.
 
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
         [0, 1, 4]
         """
-        return Dataset(transformations.prefetched(self._node, integer(n, "prefetch: n", -1)))
+        size = integer(buffer_size, "prefetch: buffer_size", -1)
+        return Dataset(transformations.prefetched(self._node, size))
 
     def with_options(self, options: InputOptions) -> Dataset:
         """Return this dataset with defaults for the `options` of `distribute_dataset`."""

@@ -8,6 +8,7 @@ data takes part with empty batches until all workers have finished.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -175,6 +176,14 @@ class DistributedIterator(Iterator[Any]):
             self._progress.positions[shard] = position
         return step.value
 
+    def get_next(self) -> Any:
+        """Return the next batch, as `next` does; this is its name in TensorFlow."""
+        return next(self)
+
+    def get_next_as_optional(self) -> OptionalBatch:
+        """Return the next batch, or the end of the input, without an exception."""
+        return OptionalBatch(tuple(itertools.islice(self, 1)))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
 
@@ -284,6 +293,31 @@ class DistributedIterator(Iterator[Any]):
                 f"this is worker {own}. Each worker has its own loader here: save a state on every "
                 "worker, and load that one."
             )
+
+
+class OptionalBatch:
+    """A batch of an iterator, or none at its end, with the methods of TensorFlow's optionals.
+
+    Args:
+        batches: a tuple with the batch, or an empty one.
+    """
+
+    def __init__(self, batches: tuple[Any, ...]) -> None:
+        self._batches = batches
+
+    def has_value(self) -> bool:
+        """Return True if there is a batch."""
+        return bool(self._batches)
+
+    def get_value(self) -> Any:
+        """Return the batch.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self._batches:
+            raise ValueError("the input has ended: call has_value() before get_value().")
+        return self._batches[0]
 
 
 def loader_of(node: Node) -> Any:

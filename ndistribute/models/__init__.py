@@ -10,7 +10,7 @@ from ndistribute.models import (
     optimizers,
     regularizers,
 )
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from ndistribute.models.export import load
 from ndistribute.models.model import Model, Sequential
 
@@ -22,6 +22,7 @@ __all__ = [
     "activations",
     "callbacks",
     "initializers",
+    "latest_checkpoint",
     "layers",
     "load",
     "losses",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import inspect
 import logging
 import math
 import os
@@ -138,16 +139,23 @@ class LearningRateScheduler(Callback):
     """Sets the optimizer's learning rate before each epoch.
 
     Args:
-        schedule: called with the epoch, from 0, and the current rate; returns the rate.
+        schedule: called with the epoch, from 0, and with the current rate if it takes two
+            arguments; returns the rate.
     """
 
-    def __init__(self, schedule: Callable[[int, float], float]) -> None:
+    def __init__(self, schedule: Callable[..., float]) -> None:
         self._schedule = schedule
+        try:
+            inspect.signature(schedule).bind(0, 0.0)
+            self._takes_rate = True
+        except TypeError:
+            self._takes_rate = False
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate."""
         optimizer = self.model.optimizer
-        optimizer.learning_rate = float(self._schedule(epoch, optimizer.learning_rate))
+        args = (epoch, optimizer.learning_rate) if self._takes_rate else (epoch,)
+        optimizer.learning_rate = float(self._schedule(*args))
 
 
 class _Monitor(Callback):

@@ -20,6 +20,7 @@ from ndistribute import tensor_files
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import current_seed, get_replica_context, get_strategy, restore_seed
 from ndistribute.device import to_host
+from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.metrics import Metric
@@ -27,7 +28,7 @@ from ndistribute.optimizers import Optimizer
 from ndistribute.tensor_files import Saved
 from ndistribute.variables import Variable
 
-__all__ = ["Checkpoint", "CheckpointManager"]
+__all__ = ["Checkpoint", "CheckpointManager", "latest_checkpoint"]
 
 _GENERATORS = "random/generators"
 _WORDS = 6  # What the state of a PCG64 generator consists of, in uint64.
@@ -86,7 +87,7 @@ class Checkpoint:
         return self._write(path.parent, path.name, _ALL, self.state())
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Set the state to what was saved; optimizers that are not built yet are built.
+        """Set the state to what was saved; models and optimizers not built yet are built.
 
         Every worker must call this outside of replicas; the chief reads.
 
@@ -121,10 +122,20 @@ class Checkpoint:
             tensors[_GENERATORS] = _generators(self.strategy)
         seed: Any = current_seed()
         random = [str(seed.entropy), seed.n_children_spawned]
-        return tensors, {"states": states, "trained": trained, "seed": random}
+        inputs = {
+            name: [one.input_spec.shape[1:], one.input_spec.dtype.name]
+            for name, one in self._objects.items()
+            if hasattr(one, "build_for") and isinstance(one.input_spec, np.ndarray)
+        }
+        return tensors, {"states": states, "trained": trained, "seed": random, "inputs": inputs}
 
     def load(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Set the state to one that was read from a folder, `source`."""
+        for name, (shape, dtype) in data.get("inputs", {}).items():
+            model: Any = self._objects.get(name)
+            if hasattr(model, "build_for") and not all(one.built for one in model.walk()):
+                with model.strategy.scope():
+                    model.build_for(np.zeros((1, *shape), dtype_named(dtype)))
         self._check_built(source, tensors)
         parts = list(self._parts())
         names = _names(parts)
@@ -235,21 +246,21 @@ class CheckpointManager:
         """The folder of the newest checkpoint, or None."""
         return self.checkpoints[-1] if self.checkpoints else None
 
-    def save(self, step: int) -> Path | None:
+    def save(self, step: int | None = None) -> Path | None:
         """Write the state of a step, and return the folder; None if a thread writes it.
 
         Every worker must call this, at the same step. A state that is saved asynchronously is on
         the disk after `wait`, and after the next `save`.
 
         Args:
-            step: the number of steps made.
+            step: the number of steps made; None: one more than at the last call.
 
         Raises:
             OSError: this state, or the one that a thread wrote, could not be written.
         """
         self.wait()
         tensors, data = self.checkpoint.state()
-        data["step"] = self.step = int(step)
+        data["step"] = self.step = (self.step or 0) + 1 if step is None else int(step)
         if not self._asynchronous:
             return self.checkpoint._write(self.directory, _SERIES, self._keep, (tensors, data))
 
@@ -315,6 +326,20 @@ class CheckpointManager:
         self.checkpoint.load(*found)
         self.step = found[2]["step"]
         return Path(found[0])
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of the checkpoint in a directory that was written last, or None.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Checkpoint(v=Variable(1.0)).save(f"{directory}/run")
+    ...     latest_checkpoint(directory) == path
+    True
+    """
+    folders = Path(directory).glob("*.*/data.json")
+    found = [file.parent for file in folders if file.parent.suffix[1:].isdecimal()]
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
 # Errors of the chief that other workers raise as such.

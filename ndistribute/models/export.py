@@ -17,7 +17,7 @@ import numpy as np
 from ndistribute import tensor_files
 from ndistribute.context import get_strategy
 from ndistribute.dtypes import dtype_named
-from ndistribute.models import activations, initializers
+from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.checkpoint import by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
 
@@ -182,4 +182,6 @@ class _Reader:
         return found
 
 
-_OBJECTS: dict[str, Any] = {kind.__name__: kind for kind in initializers.NAMED.values()}
+_OBJECTS: dict[str, Any] = {
+    kind.__name__: kind for kind in (*initializers.NAMED.values(), *regularizers.NAMED.values())
+}

@@ -27,10 +27,12 @@ __all__ = [
     "SparseCategoricalCrossentropy",
     "binary_crossentropy",
     "categorical_crossentropy",
+    "compute_average_loss",
     "get",
     "huber",
     "mean_absolute_error",
     "mean_squared_error",
+    "scale_regularization_loss",
     "sparse_categorical_crossentropy",
 ]
 
@@ -98,6 +100,39 @@ def global_count(count: int) -> float:
         # Not through the tape, which would differentiate it.
         count = replica.communicator.all_reduce("sum", np.int64(count))
     return max(1.0, float(count))
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    """Return a replica's share of the mean loss of the batch: the shares add up to the mean.
+
+    Args:
+        per_example_loss: the loss of each example of this replica, such as that of a `Loss` with
+            the reduction ``"none"``.
+        sample_weight: the weight of each example; None means 1.
+        global_batch_size: the number to divide the sum by; None means the number of losses on all
+            replicas, which then wait for each other.
+
+    >>> float(compute_average_loss(np.array([1.0, 2.0]), global_batch_size=4))
+    0.75
+    """
+    losses = per_example_loss if hasattr(per_example_loss, "ndim") else np.asarray(per_example_loss)
+    count = global_count(losses.size) if global_batch_size is None else float(global_batch_size)
+    if sample_weight is not None:
+        losses = losses * as_array(sample_weight).astype(losses.dtype)
+    return np.sum(losses) / count
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return a replica's share of a penalty that all replicas compute.
+
+    >>> float(scale_regularization_loss(np.array(3.0)))
+    3.0
+    """
+    replica = get_replica_context()
+    total = np.sum(regularization_loss)
+    return total if replica is None else total / replica.num_replicas_in_sync
 
 
 def aligned(y_true: Any, y_pred: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff import untrack
 from ndistribute.device import as_array, to_host
 from ndistribute.models import losses
 from ndistribute.variables import Variable
@@ -71,6 +72,10 @@ class Metric:
     def reset_state(self) -> None:
         """Forget all examples."""
         self.state.assign(np.zeros(self.state.shape))
+
+    def reset_states(self) -> None:
+        """Call `reset_state`; this was its name in TensorFlow before 2.5."""
+        self.reset_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> float:
         """Add a batch, and return the value."""
@@ -134,7 +139,8 @@ class MeanMetric(Mean):
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> None:
         """Add the examples of a batch."""
-        super().update_state(self._function(*losses.aligned(y_true, y_pred)), sample_weight)
+        labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
+        super().update_state(self._function(labels, predicted), sample_weight)
 
 
 class MeanSquaredError(MeanMetric):
@@ -212,7 +218,7 @@ class _Counts(Metric):
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add the examples of a batch."""
-        y_true, y_pred = losses.aligned(y_true, y_pred)
+        y_true, y_pred = untrack(losses.aligned(y_true, y_pred))
         positive, predicted = y_true > 0.5, y_pred > self.threshold
         hits, _ = weighted_sum(positive & predicted, sample_weight)
         all_, _ = weighted_sum(self._of(positive, predicted), sample_weight)
@@ -294,7 +300,7 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
 
 def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[float, float]:
     """Return the weighted sum of values, and the sum of their weights."""
-    values = as_array(values)
+    values = as_array(untrack(values))
     if sample_weight is None:
         return float(values.sum(dtype=np.float64)), float(values.size)
     weight = as_array(sample_weight)

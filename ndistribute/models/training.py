@@ -168,7 +168,7 @@ class Trainer(Layer):
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: int | str = "auto",
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -218,7 +218,7 @@ class Trainer(Layer):
             history = History()
             progress = Progress(verbose if self.strategy.is_chief else 0)
             params = {"epochs": epochs, "steps": steps if steps >= 0 else None, "verbose": verbose}
-            called = Callbacks([progress, *callbacks, history], self, params)
+            called = Callbacks([progress, *(callbacks or ()), history], self, params)
             self.stop_training = False
             self.position = position = Position(initial_epoch, called.members)
             position.trained = self.trainable_variables

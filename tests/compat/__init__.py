@@ -1,0 +1,1 @@
+"""Scripts of TensorFlow 2 that run after one import is changed."""

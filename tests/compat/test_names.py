@@ -1,0 +1,221 @@
+"""Names of TensorFlow lead to this package, and what differs from it is what TensorFlow does."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from ndistribute.compat.tf.keras import layers
+
+import ndistribute as nd
+from ndistribute.compat import tf
+from ndistribute.compat.tf import keras
+
+rng = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "hint"),
+    [
+        ("", "reduce_men", "reduce_mean"),
+        ("", "contant", "constant"),
+        ("nn", "reduce_mean", "Use tf.reduce_mean."),
+        ("nn", "sofmax", "softmax"),
+        ("math", "reduce_stdev", "reduce_std"),
+        ("", "Dense", "Use tf.keras.layers.Dense."),
+        ("keras", "Dense", "Use tf.keras.layers.Dense."),
+        ("keras.layers", "maxpool2d", "MaxPool2D"),
+        ("keras.optimizers", "Nadam", "Adam"),
+        ("keras.losses", "MeanSquareError", "MeanSquaredError"),
+        ("keras.losses.Reduction", "NON", "NONE"),
+        ("keras.callbacks", "ModelCheckpoints", "ModelCheckpoint"),
+        ("distribute", "TPUStrategy", "Strategy"),
+        ("distribute.experimental", "MirorredStrategy", "MirroredStrategy"),
+        ("data", "Datasets", "Dataset"),
+        ("config", "list_devices", "list_physical_devices"),
+        ("train", "CheckpointManger", "CheckpointManager"),
+        ("", "QZX", r"dir\(tf\) lists the names"),
+    ],
+)
+def test_a_missing_name_says_so_and_names_the_nearest(path: str, name: str, hint: str) -> None:
+    namespace = tf
+    for part in path.split(".") if path else ():
+        namespace = getattr(namespace, part)
+    with pytest.raises(AttributeError, match=rf"tf.*\.{name} does not exist .*{hint}"):
+        getattr(namespace, name)
+
+
+def test_every_name_that_a_namespace_lists_exists() -> None:
+    for module in (tf, keras, layers, tf.distribute, tf.nn, tf.math, tf.data, tf.train):
+        for name in dir(module):
+            getattr(module, name)
+    assert "np" not in dir(tf)
+    assert not hasattr(tf, "np")
+
+
+def test_namespaces_are_imported_like_modules() -> None:
+    assert keras is tf.keras
+    assert layers.MaxPooling2D is layers.MaxPool2D is nd.layers.MaxPool2D
+    assert layers.AveragePooling2D is nd.layers.AveragePool2D
+    assert layers.GlobalAveragePooling2D is nd.layers.GlobalAveragePool2D
+    assert importlib.import_module("ndistribute.compat.tf.keras.losses") is keras.losses
+    assert tf.distribute.experimental.MirroredStrategy is tf.distribute.MirroredStrategy
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (lambda: tf.constant([1.0, 2.0]), np.float32([1, 2])),
+        (lambda: tf.constant([1, 2]), np.int32([1, 2])),
+        (lambda: tf.constant(3, shape=(2,)), np.int32([3, 3])),
+        (lambda: tf.constant(np.float64(2)), np.float64(2)),
+        (lambda: tf.cast([1.7, 2.2], tf.int32), np.int32([1, 2])),
+        (lambda: tf.cast(True, "float32"), np.float32(1)),
+        (lambda: tf.reduce_mean([[1.0, 3.0], [5.0, 7.0]], axis=1), np.float32([2, 6])),
+        (lambda: tf.reduce_sum(input_tensor=[1, 2, 3]), np.int32(6)),
+        (lambda: tf.reduce_max([[1, 2]], axis=[0, 1], keepdims=True), np.int32([[2]])),
+        (lambda: tf.math.reduce_std([1.0, 3.0], name="spread"), np.float32(1)),
+        (lambda: tf.argmax([[1, 3, 2]], axis=1), np.int64([1])),
+        (lambda: tf.math.argmax([[1, 3, 2]], 1, tf.int32), np.int32([1])),
+        (lambda: tf.math.greater([1.0, 3.0], 2.0), np.array([False, True])),
+        (lambda: tf.equal([1, 2], [1, 3]), np.array([True, False])),
+        (lambda: tf.concat([[1.0], [2.0, 3.0]], 0), np.float32([1, 2, 3])),
+        (lambda: tf.stack([[1, 2], [3, 4]], axis=1), np.int32([[1, 3], [2, 4]])),
+        (lambda: tf.reshape([1, 2, 3, 4], [2, -1]), np.int32([[1, 2], [3, 4]])),
+        (lambda: tf.transpose([[1, 2]], perm=[1, 0]), np.int32([[1], [2]])),
+        (lambda: tf.expand_dims([1], axis=-1), np.int32([[1]])),
+        (lambda: tf.squeeze([[1]]), np.int32(1)),
+        (lambda: tf.one_hot([1], 2), np.float32([[0, 1]])),
+        (lambda: tf.range(3), np.int32([0, 1, 2])),
+        (lambda: tf.range(0.0, 1.0, 0.5), np.float32([0, 0.5])),
+        (lambda: tf.zeros((2,)), np.float32([0, 0])),
+        (lambda: tf.zeros([2, 1], tf.int64), np.int64([[0], [0]])),
+        (lambda: tf.ones_like([1.0]), np.float32([1])),
+        (lambda: tf.shape([[1, 2, 3]]), np.int32([1, 3])),
+        (lambda: tf.gather([10, 20, 30], [2, 0]), np.int32([30, 10])),
+        (
+            lambda: tf.clip_by_value([0.0, 5.0], clip_value_min=1.0, clip_value_max=3.0),
+            np.float32([1, 3]),
+        ),
+        (lambda: tf.where([True, False], [1, 2], [3, 4]), np.int32([1, 4])),
+        (lambda: tf.nn.relu([-1.0, 2.0]), np.float32([0, 2])),
+        (lambda: tf.nn.softmax([[0.0, 0.0]], axis=-1), np.float32([[0.5, 0.5]])),
+        (lambda: tf.add_n([tf.constant(1.0), tf.constant(2.0)]), np.float32(3)),
+        (lambda: tf.fill([2], 7), np.int32([7, 7])),
+        (lambda: tf.split([1, 2, 3], [1, 2])[1], np.int32([2, 3])),
+        (lambda: tf.matmul([[1.0, 2.0]], [[3.0], [4.0]]), np.float32([[11]])),
+    ],
+)
+def test_lists_and_numbers_are_float32_and_int32_tensors(found, expected) -> None:
+    array = found()
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+    assert isinstance(array.numpy(), np.ndarray)
+
+
+def test_operations_are_differentiated() -> None:
+    x = tf.Variable([[1.0, -2.0], [3.0, 4.0]])
+    with tf.GradientTape() as tape:
+        y = tf.nn.relu(tf.matmul(x, x)) + tf.square(x) * tf.constant(2.0)
+        z = tf.reduce_mean(tf.concat([tf.cast(y, tf.float64), tf.exp(tf.negative(y))], axis=0))
+    (gradient,) = tape.gradient(z, [x])
+    assert gradient.shape == (2, 2)
+    assert gradient.dtype == tf.float32
+    assert z.numpy().dtype == tf.float64
+
+
+def test_datasets_of_lists_are_tensors() -> None:
+    x, y = next(iter(tf.data.Dataset.from_tensor_slices(([[1.0], [2.0]], [1, 0])).batch(2)))
+    assert (x.dtype, y.dtype) == (np.float32, np.int32)
+    named = next(iter(tf.data.Dataset.from_tensors({"x": [1.0], "y": 2})))
+    assert (named["x"].dtype, named["y"].dtype) == (np.float32, np.int32)
+    kept = next(iter(tf.data.Dataset.from_tensor_slices(np.zeros(3)).prefetch(buffer_size=1)))
+    assert kept.dtype == np.float64
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    assert options.auto_shard_policy is nd.AutoShardPolicy.OFF
+
+
+def test_a_variable_is_synchronized_and_aggregated() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) as strategy:
+        count = tf.Variable(
+            0.0,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+        def step(one):
+            count.assign_add(one)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, one)
+
+        results = strategy.run(step, args=(tf.constant(2.0),))
+        total = strategy.reduce("MEAN", results, axis=None)
+        assert total.numpy() == 4.0
+        assert count.numpy() == 4.0
+        assert count.dtype == tf.float32
+
+
+def test_strings_of_losses_and_optimizers_and_metrics_compile() -> None:
+    for optimizer in ("sgd", "adam", "rmsprop", "adagrad"):
+        model = keras.Sequential([layers.Dense(1, input_shape=(2,))])
+        model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
+        assert model.optimizer.learning_rate.numpy() == model.optimizer.lr > 0
+        x = np.ones((4, 2), np.float32)
+        model.fit(x, x[:, :1], verbose=0, callbacks=None)
+        assert model.predict(x, verbose=0).shape == (4, 1)
+        assert isinstance(model, keras.Model)
+        assert [w.shape for w in model.weights] == [(2, 1), (1,)]
+
+
+def test_results_of_metrics_have_numpy() -> None:
+    metric = tf.keras.metrics.Mean(name="loss", dtype=tf.float32)
+    metric.update_state([1.0, 3.0])
+    assert metric.result().numpy() == 2.0
+    assert f"{metric.result():.1f} {metric.result() * 100}" == "2.0 200.0"
+    metric.reset_states()
+    assert metric.result() == 0.0
+
+
+def test_a_model_of_symbolic_tensors_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Write a tf.keras.Sequential"):
+        keras.Model(inputs=1, outputs=2)
+
+    class Mine(keras.Model):
+        def __init__(self, units):
+            super().__init__()
+            self.dense = layers.Dense(units)
+
+        def call(self, inputs, training=None):
+            return self.dense(inputs)
+
+    assert Mine(3)(np.ones((1, 2), np.float32)).shape == (1, 3)
+
+
+def test_summary_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    keras.Sequential([layers.Dense(1, input_shape=(2,))], name="small").summary()
+    assert "Model 'small'" in capsys.readouterr().out
+
+
+def test_the_package_itself_loads_what_it_saved_without_these_names(tmp_path) -> None:
+    model = keras.Sequential([layers.Dense(1, input_shape=(2,), kernel_regularizer="l2")])
+    model.save(tmp_path / "model")
+    assert type(nd.models.load(tmp_path / "model")) is nd.Sequential
+    assert type(keras.models.load_model(tmp_path / "model")) is keras.Sequential
+
+
+def test_devices_are_listed_as_tensorflow_does() -> None:
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    assert (cpu.name, cpu.device_type) == ("/physical_device:CPU:0", "CPU")
+    assert tf.config.experimental.list_physical_devices("CPU")
+
+
+def test_what_does_nothing_is_accepted() -> None:
+    with tf.device("/cpu:0"), tf.name_scope("x"):
+        assert tf.executing_eagerly()
+    tf.random.set_seed(1)
+    assert tf.random.normal([2, 3], mean=100.0, stddev=0.1).numpy().min() > 90
+    assert tf.random.uniform((2,), minval=3, maxval=4).dtype == tf.float32
+    tf.random.set_seed(None)
