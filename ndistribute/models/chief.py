@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
-from ndistribute.models.callbacks import Callbacks
+from ndistribute.models.callbacks.callback import Callbacks
 from ndistribute.optimizers import GradientAccumulation
 
 __all__ = ["Chief", "schedules_steps"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ndistribute.models.callbacks import Callback
+from ndistribute.models.callbacks.callback import Callback
 
 __all__ = ["Progress"]
 
