@@ -26,7 +26,7 @@ ARGS ?=
 .PHONY: help demo test lint docs bench gpu-test cupy cupy-check clean
 
 help:
-	@echo 'make demo      train a small classifier on two replicas'
+	@echo 'make demo      fit a small convolutional network on two replicas'
 	@echo 'make test      run the tests and every example in the documentation'
 	@echo 'make lint      ruff (rules and format) and mypy --strict'
 	@echo 'make docs      build the API reference: build/reference/index.html'
@@ -36,7 +36,7 @@ help:
 	@echo 'make clean     remove .venv, caches and build products'
 
 demo: $(VENV)/ready
-	$(PY) examples/train_digits.py --strategy mirrored --replicas 2
+	$(PY) examples/fit_digits.py --strategy mirrored --replicas 2
 
 test: $(VENV)/ready-test
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

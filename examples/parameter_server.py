@@ -19,12 +19,11 @@ schedules instead. All processes run this script, which does the work of its pro
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from train_digits import BATCH, Network, cross_entropy, load_data
+from train_digits import BATCH, Network, cross_entropy, load_data, report
 
 import ndistribute as nd
 
@@ -91,12 +90,6 @@ def train_by_coordinator(strategy: nd.Strategy, step: Step, epochs: int, seed: i
 def worker_of(strategy: nd.Strategy) -> int:
     """Return the index of this worker; 0 without a cluster."""
     return strategy.cluster_resolver.worker_index or 0 if strategy.cluster_resolver else 0
-
-
-def report(line: str) -> None:
-    """Print a line and flush it."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -95,12 +95,44 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def serves() -> bool:
-    """Return True after serving until the end of the job, if this process is a server."""
+    """Return True after serving until the end of the job, if this process has no loop of its own.
+
+    That is a parameter server, or a worker whose steps a chief schedules.
+    """
     resolver = nd.TFConfigClusterResolver()
-    if resolver.task_type != "ps":
+    cluster, job = resolver.cluster_spec(), resolver.task_type
+    if job != "ps" and not (job == "worker" and {"ps", "chief"} <= set(cluster.jobs)):
         return False
-    nd.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
+    nd.Server(cluster, job, resolver.task_id).join()
     return True
+
+
+def make_parser(
+    text: str | None, epochs: int, replicas: int = 1, several: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that the examples share.
+
+    Args:
+        text: the docstring of the example, whose first line is shown by ``--help``.
+        epochs: how many epochs it trains by default.
+        replicas: how many replicas it has by default.
+        several: whether it takes several strategies, by default all.
+    """
+    parser = argparse.ArgumentParser(description=text.splitlines()[0] if text else None)
+    if several:
+        parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=STRATEGIES)
+    else:
+        parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
+    parser.add_argument("--replicas", type=int, default=replicas)
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def report(line: str) -> None:
+    """Print a line and flush it."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def train(strategy: nd.Strategy, epochs: int, seed: int) -> tuple[float, float]:
@@ -134,21 +166,17 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> tuple[float, float]:
 
 def main() -> None:
     """Parse the command line, train, and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=25)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = make_parser(__doc__, epochs=25).parse_args()
     if options.strategy == "parameter_server" and serves():
         return
     strategy = make_strategy(options.strategy, options.replicas)
     with strategy:
         loss, accuracy = train(strategy, options.epochs, options.seed)
         if strategy.is_chief:
-            sys.stdout.write(
-                f"{options.strategy}, {strategy.num_replicas_in_sync} replica(s): "
-                f"loss {loss:.6f}, test accuracy {accuracy:.4f}\n"
+            replicas = strategy.num_replicas_in_sync
+            report(
+                f"{options.strategy}, {replicas} replica(s): "
+                f"loss {loss:.6f}, test accuracy {accuracy:.4f}"
             )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.rules import RULES
 from ndistribute.autodiff.tracked import operand
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.context import CommunicatorLike
@@ -21,9 +20,6 @@ from ndistribute.device import Array
 
 Arrays = list[Array]
 Backward = Callable[[Arrays], Arrays]
-
-# The functions of all replicas' arrays whose rules are those of the other ops.
-_FUNCTIONS = {ReduceOp.MIN: np.min, ReduceOp.MAX: np.max, ReduceOp.PROD: np.prod}
 
 
 def all_reduce(
@@ -33,15 +29,31 @@ def all_reduce(
     op = ReduceOp.parse(op)
 
     def backward_of(inputs: Arrays, results: Arrays) -> Backward:
-        if op not in _FUNCTIONS:
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
             return lambda gradients: list(communicator.all_reduce(op, gradients, options))
-        (maker,) = RULES[_FUNCTIONS[op]]
+        is_product = op is ReduceOp.PROD
 
         def backward(gradients: Arrays) -> Arrays:
-            totals = communicator.all_reduce(ReduceOp.SUM, gradients, options)
-            everyone = communicator.all_gather([x[None] for x in inputs], 0, options)
-            triples = zip(totals, results, everyone, strict=True)
-            return [maker(y, xs, 0)(total)[communicator.rank] for total, y, xs in triples]
+            # A replica needs no other one's array: it learns how many have a zero, or the extreme.
+            marks = [
+                np.equal(x, 0 if is_product else y) for x, y in zip(inputs, results, strict=True)
+            ]
+            told = [mark.astype(g.dtype) for mark, g in zip(marks, gradients, strict=True)]
+            summed = communicator.all_reduce(ReduceOp.SUM, [*gradients, *told], options)
+            totals, counts = summed[: len(marks)], summed[len(marks) :]
+            rows = zip(totals, counts, marks, strict=True)
+            if not is_product:
+                # Equal extremes share the gradient. With a NaN, no element is equal to the result.
+                return [total * mark / np.maximum(count, 1) for total, count, mark in rows]
+            pairs = zip(marks, inputs, strict=True)
+            factors = [np.where(zero, np.ones_like(x), x) for zero, x in pairs]
+            products = communicator.all_reduce(ReduceOp.PROD, factors, options)
+            return [
+                total * (product / factor) * np.equal(count, zero)
+                for (total, count, zero), product, factor in zip(
+                    rows, products, factors, strict=True
+                )
+            ]
 
         return backward
 

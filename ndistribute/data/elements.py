@@ -235,8 +235,8 @@ def pick(chunk: Chunk, indices: IntArray) -> Chunk:
     return [chunk[index] for index in indices.tolist()]
 
 
-def batch_of(chunks: Sequence[Rows]) -> Element:
-    """Return rows as one batch."""
+def batch_of(chunks: Sequence[Chunk]) -> Element:
+    """Return the elements of chunks as one batch."""
     joined = join(chunks)
     return joined.gather() if isinstance(joined, Rows) else stack(joined)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, count
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +28,6 @@ from ndistribute.data.elements import (
     leading_length,
     pick,
     read_only,
-    stack,
 )
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
@@ -98,17 +97,9 @@ def batched(child: Node, size: int, drop_remainder: bool) -> Node:
     """Return a node of batches of `size` successive elements; the last may be shorter."""
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        pieces: list[Rows] = []
+        pieces: list[Chunk] = []
         missing = size
-        source = child.chunks(epoch, start * size)
-        for chunk in source:
-            if not isinstance(chunk, Rows):
-                elements = chain.from_iterable(chain(pieces, (chunk,), source))
-                while len(batch := list(islice(elements, size))) == size:
-                    yield (stack(batch),)
-                if batch and not drop_remainder:
-                    yield (stack(batch),)
-                return
+        for chunk in child.chunks(epoch, start * size):
             at, length = 0, len(chunk)
             while length - at >= missing:
                 pieces.append(chunk[at : at + missing])

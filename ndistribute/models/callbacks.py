@@ -37,6 +37,7 @@ class Callback:
 
     Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
+    Methods for a beginning, and `on_train_end`, get empty logs, as in Keras.
 
     Attributes:
         model: the model that is fitted.
@@ -46,19 +47,19 @@ class Callback:
     model: Any = None
     params: Mapping[str, Any] = {}
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Called before the first epoch."""
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Called after the last epoch; also if an exception ends the training."""
 
-    def on_epoch_begin(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Called before each epoch, counted from 0."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after each epoch and its validation."""
 
-    def on_train_batch_begin(self, batch: int) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Called before each step, counted from 0 in each epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
@@ -87,8 +88,9 @@ class Callbacks(Callback):
             setattr(self, name, functools.partial(self._call, name))
 
     def _call(self, name: str, *args: Any) -> None:
+        logs: tuple[Any, ...] = () if name == "on_epoch_end" else ({},)
         for one in self.members:
-            getattr(one, name)(*args)
+            getattr(one, name)(*args, *logs)
 
     def overriding(self, name: str) -> list[Callable[..., None]]:
         """Return the methods of a name that a callback defines itself."""
@@ -149,7 +151,7 @@ class LearningRateScheduler(Callback):
         except TypeError:
             self._takes_rate = False
 
-    def on_epoch_begin(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate."""
         optimizer = self.model.optimizer
         args = (epoch, optimizer.learning_rate) if self._takes_rate else (epoch,)
@@ -179,7 +181,7 @@ class _Monitor(Callback):
         self.best: float | None = None
         self.wait = 0
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the best value."""
         self.best, self.wait = None, 0
 
@@ -242,7 +244,7 @@ class EarlyStopping(_Monitor):
         self._start = start_from_epoch
         self._weights: Any = None
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the best epoch."""
         super().on_train_begin()
         self.best, self._weights, self.stopped_epoch = self._baseline, None, 0
@@ -258,7 +260,7 @@ class EarlyStopping(_Monitor):
             self.stopped_epoch = epoch
             self.model.stop_training = True
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Restore the weights of the best epoch."""
         if self._weights is not None:
             self.model.set_weights(self._weights)
@@ -351,7 +353,7 @@ class ModelCheckpoint(_Monitor):
         self._steps = 0
         self._epoch = 0
 
-    def on_epoch_begin(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch, for the path."""
         self._epoch = epoch
 
@@ -398,7 +400,7 @@ class BackupAndRestore(Callback):
         self._deletes = delete_checkpoint
         self._manager: CheckpointManager | None = None
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue from the saved state, if there is one."""
         position = self.model.position
         stateful = [one for one in position.callbacks if hasattr(one, "state_dict")]
@@ -417,7 +419,7 @@ class BackupAndRestore(Callback):
         if not self._every:
             self._save()
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Delete the state, if the training was not interrupted."""
         if self._deletes and self._manager is not None and self.model.position.finished:
             self._manager.delete()

@@ -136,6 +136,7 @@ class Checkpoint:
             if hasattr(model, "build_for") and not all(one.built for one in model.walk()):
                 with model.strategy.scope():
                     model.build_for(np.zeros((1, *shape), dtype_named(dtype)))
+        self._check_built(source, tensors)
         parts = list(self._parts())
         names = _names(parts)
         by_name = {path: variable for path, variable in parts if isinstance(variable, Variable)}
@@ -172,6 +173,17 @@ class Checkpoint:
         variables = (one for _, one in self._parts() if isinstance(one, Variable))
         first = next(variables, None)
         return get_strategy() if first is None else first.distribute_strategy
+
+    def _check_built(self, source: str, tensors: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` if variables of a layer are missing that the checkpoint has."""
+        for name, one in self._objects.items():
+            own = (f"{name}/optimizer/", f"{name}/metrics/")
+            saved = any(key.startswith(f"{name}/") and not key.startswith(own) for key in tensors)
+            if saved and isinstance(one, Layer) and not one.variables:
+                raise ValueError(
+                    f"{source} has variables of {name!r}, which has none yet: call it on an input "
+                    "before, so that it is built. Nothing has changed."
+                )
 
     def _write(self, directory: Path, name: str, keep: int, state: tuple[Any, Any]) -> Path:
         def write() -> str:

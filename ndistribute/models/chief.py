@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
-from ndistribute.models.callbacks import Callbacks
+from ndistribute.optimizers import GradientAccumulation
 
 __all__ = ["Chief", "schedules_steps"]
 
@@ -33,7 +33,7 @@ class Chief:
         steps: the number of steps of an epoch; None means the number of batches.
 
     Raises:
-        ValueError: the number of steps is unknown.
+        ValueError: the number of steps is unknown, or the optimizer is a `GradientAccumulation`.
     """
 
     def __init__(self, model: Any, data: Any, steps: int | None) -> None:
@@ -43,7 +43,17 @@ class Chief:
                 "the number of steps of an epoch is unknown: pass steps_per_epoch, so that the "
                 "chief knows how many steps to schedule."
             )
+        wrapper = model.optimizer
+        while wrapper is not None:
+            if isinstance(wrapper, GradientAccumulation):
+                raise ValueError(
+                    "GradientAccumulation: workers of a chief would mix their sums. Pass a larger "
+                    "batch_size instead, or let workers run loops of their own."
+                )
+            wrapper = getattr(wrapper, "inner", None)
         strategy = model.strategy
+        # Else only the workers would know the slots, and the chief would save none.
+        model.optimizer.build(model.position.trained)
         self._model = model
         self._coordinator = ClusterCoordinator(strategy)
         repeated = data.repeat()
@@ -60,8 +70,8 @@ class Chief:
 
         self._step = step
 
-    def run_epoch(self, called: Callbacks) -> None:
-        """Make the steps of an epoch, and wait for them."""
+    def run_epoch(self, called: Any) -> None:
+        """Make the steps of an epoch, and wait for them; the callbacks see no single step."""
         rate = self._model.optimizer.learning_rate
         args = (self._batches, None if callable(rate) else rate)
         for _ in range(self._steps):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from ndistribute.models.export import export
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.training import Trainer
+from ndistribute.variables import Variable
 
 __all__ = ["Model", "Sequential"]
 
@@ -55,26 +57,52 @@ class Model(Trainer):
         return export(self, path)
 
     def summary(self) -> str:
-        """Return a table of the layers with the shapes and numbers of their variables."""
-        rows = [("layer", "variables", "parameters")]
-        for layer in self._parts():
-            shapes = ", ".join(str(variable.shape) for variable in layer.variables)
-            kind = type(layer).__name__
-            rows.append((f"{layer.name} ({kind})", shapes or "-", f"{layer.count_params():,}"))
-        trained = sum(variable.size for variable in self.trainable_variables)
+        """Return a table of the layers with the shapes and numbers of their variables.
+
+        >>> from ndistribute.models.layers import Dense
+        >>> print(Sequential([Dense(8, input_shape=(4,), name="hidden")], name="net").summary())
+        Model 'net'
+        layer           variables     parameters
+        ----------------------------------------
+        hidden (Dense)  (4, 8), (8,)          40
+        ----------------------------------------
+        Parameters: 40, to train: 40
+        """
+        rows = [("layer", "variables", "parameters"), *map(_row, self._parts())]
+        own = [one for _, one in self._own() if isinstance(one, Variable)]
+        if own:
+            rows.append(_row(self, own))
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
         lines = [
             f"{name:<{widths[0]}}  {shapes:<{widths[1]}}  {count:>{widths[2]}}"
             for name, shapes, count in rows
         ]
-        lines.insert(1, "-" * len(lines[0]))
-        lines.insert(0, f"Model {self.name!r}")
-        lines.append(f"Parameters: {self.count_params():,}, to train: {trained:,}")
-        return "\n".join(lines)
+        rule = "-" * len(lines[0])
+        trained = sum(variable.size for variable in self.trainable_variables)
+        total = f"Parameters: {self.count_params():,}, to train: {trained:,}"
+        if not all(map(_is_built, self._parts())):
+            total += ". The other variables are created when the model is first called."
+        return "\n".join([f"Model {self.name!r}", lines[0], rule, *lines[1:], rule, total])
 
     def _parts(self) -> list[Layer]:
-        """Return the layers that the model itself holds."""
-        return [one for path, one in self._held() if isinstance(one, Layer) and "/" not in path]
+        """Return the layers that the model itself holds, also in lists and dicts, each once."""
+        parts = {id(one): one for _, one in self._own() if isinstance(one, Layer)}
+        return list(parts.values())
+
+
+def _row(layer: Layer, variables: Sequence[Variable] | None = None) -> tuple[str, str, str]:
+    """Return the row of a layer in a summary, in which equal shapes are counted."""
+    name = f"{layer.name} ({type(layer).__name__})"
+    if variables is None and not _is_built(layer):
+        return name, "not built", "?"
+    shown = layer.variables if variables is None else variables
+    counts = Counter(str(variable.shape) for variable in shown)
+    shapes = ", ".join(f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
+    return name, shapes or "-", f"{sum(variable.size for variable in shown):,}"
+
+
+def _is_built(layer: Layer) -> bool:
+    return all(one.built for one in layer.walk())
 
 
 class Sequential(Model):

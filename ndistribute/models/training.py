@@ -31,6 +31,7 @@ from ndistribute.models.callbacks import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
 from ndistribute.variables import Variable
 
@@ -109,6 +110,7 @@ class Trainer(Layer):
 
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name, **options)
+        keep_freed_memory()
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None
@@ -154,9 +156,10 @@ class Trainer(Layer):
 
     @property
     def metrics(self) -> list[_metrics.Metric]:
-        """The mean of the loss, and the metrics given to `compile`; none before it."""
-        loss = [] if self._loss_mean is None else [self._loss_mean]
-        return loss + [metric for metric, _ in self._metrics]
+        """The mean of the loss, and the metrics given to `compile`; none before."""
+        if self._loss_mean is None:
+            return []
+        return [self._loss_mean, *(metric for metric, _ in self._metrics)]
 
     def fit(
         self,
@@ -191,7 +194,7 @@ class Trainer(Layer):
             validation_split: the share of the arrays, at their end, that is kept for validation.
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)`` of arrays, or a dataset.
             shuffle: whether arrays are shuffled anew in each epoch.
-            class_weight: the weight of the examples of each label.
+            class_weight: the weight of the examples of each label; others have weight 1.
             sample_weight: the weight of each example, for arrays.
             initial_epoch: the number of the first epoch.
             steps_per_epoch: the steps of an epoch; the next one continues there in the dataset.
@@ -368,7 +371,7 @@ class Trainer(Layer):
                 return
             number = position.step
             for call in begin:
-                call(number)
+                call(number, {})
             self.run_step(batch)
             position.step, position.steps_made = number + 1, position.steps_made + 1
             if end:
@@ -434,11 +437,20 @@ class Trainer(Layer):
 
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
-        return Checkpoint(**self.named_variables()).save(path)
+        return self._weights("save_weights").save(path)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
-        Checkpoint(**self.named_variables()).restore(path)
+        self._weights("load_weights").restore(path)
+
+    def _weights(self, what: str) -> Checkpoint:
+        variables = self.named_variables()
+        if not variables:
+            raise RuntimeError(
+                f"{what} of model {self.name!r}: it has no variables yet, so call it on an input "
+                "first."
+            )
+        return Checkpoint(**variables)
 
     def _check_compiled(self, what: str) -> None:
         if self.loss is None:
@@ -459,9 +471,12 @@ def _batches(
     arrays = all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not _iterates_batches(x)
     if not arrays:
         if y is not None or sample_weight is not None or batch_size is not None:
+            what = "x is a dataset"
+            if not isinstance(x, Dataset):
+                what = f"x is a {type(x).__name__}, not arrays, so it is taken for a dataset"
             raise ValueError(
-                "x is a dataset: its batches contain y and sample_weight, and determine the batch "
-                "size. Do not pass y, sample_weight or batch_size."
+                f"{what}: its batches contain y and sample_weight, and determine the batch size. "
+                "Do not pass y, sample_weight or batch_size; or make x an array."
             )
         data = as_dataset(x)
     else:
@@ -473,19 +488,19 @@ def _batches(
         data = data.batch(_BATCH if batch_size is None else batch_size)
     if class_weight is None:
         return data
-    table = np.ones(1 + max(class_weight), np.float32)
-    table[list(class_weight)] = list(class_weight.values())
-    return data.map(lambda *batch: _with_class_weight(batch, table))
+    return data.map(lambda *batch: _with_class_weight(batch, class_weight))
 
 
 def _iterates_batches(x: Any) -> bool:
     return isinstance(x, Dataset)
 
 
-def _with_class_weight(batch: Any, table: Any) -> Any:
+def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
     x, y, weight = _unpacked(batch)
-    labels = y.astype(np.int64)
-    own = table[labels[..., 0] if labels.ndim > 1 and labels.shape[-1] == 1 else labels]
+    labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
+    own = np.ones(labels.shape, np.float32)
+    for label, one in weights.items():
+        own[labels == label] = one
     return x, y, own if weight is None else own * weight
 
 

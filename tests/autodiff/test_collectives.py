@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -129,3 +130,20 @@ def test_all_gather_of_ragged_parts(axis):
         whole = np.broadcast_to(mark * 6 * (rank + 1), y.shape)
         np.testing.assert_array_equal(gradient, whole[part] if first else whole[:, part])
         assert gradient.dtype == np.float32
+
+
+@pytest.mark.parametrize("op", ["max", "prod"])
+def test_the_gradient_needs_no_copy_of_all_replicas_arrays_on_each(op):
+    count, array = 8, np.ones(50_000)
+
+    def step(communicator):
+        with GradientTape() as tape:
+            x = tape.watch(array)
+            y = all_reduce(communicator, op, x)
+        return tape.gradient(y, x)
+
+    tracemalloc.start()
+    on_replicas(count, step)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * count * array.nbytes

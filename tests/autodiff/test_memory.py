@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import tracemalloc
 import weakref
 from contextlib import contextmanager
 
@@ -169,3 +170,17 @@ def test_fresh_gradients_are_handed_over_and_added_without_a_copy(joint):
     gradient = tape.gradient(total, x)
     assert gradient.tolist() == [8, 6]
     assert gradient.ctypes.data == made[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"), [(np.trace, (400, 400)), (np.diagonal, (400, 400)), (np.diag, (400,))]
+)
+def test_the_gradient_of_a_diagonal_makes_no_index_of_the_whole_matrix(function, shape):
+    with GradientTape() as tape:
+        x = tape.watch(np.ones(shape, np.float32))
+        result = function(x)
+    tracemalloc.start()
+    tape.gradient(result, x)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.5 * 400 * 400 * 4  # One matrix of float32, of the gradient.

@@ -100,7 +100,9 @@ np.full_like(x, x[0, 0, 0], shape=(2, 2)) + np.full_like(x[0, :2, :2], 3)
 np.stack((*np.meshgrid(x[0, 0], [1.0]), x[0, :1])) + np.meshgrid(x[0, 0], x[0, :, 0])[1][0]
 np.meshgrid(x[0, 0], x[0, :, 0], indexing="ij")[1]
 np.trace(x, 1, 1, 2, dtype=np.float64) + x.trace(offset=1, axis1=1, axis2=2)
+np.trace(x, 1, 1, 2, None, None) + np.trace(x, 0, 1, 2, out=None)
 np.split(x * x, [1, 3], axis=-1)[1] + np.array_split(x, 3, axis=2)[0]
+np.split(x, indices_or_sections=2, axis=-1)[1] + np.split(ary=x, indices_or_sections=[2], axis=2)[0]
 np.dsplit(x, 2)[1] * np.vsplit(x, 2)[1][:, :, :2]
 np.multiply(*x) + sum(row * k for k, row in enumerate(x))
 np.concatenate([x, x[0]], axis=None)
@@ -192,6 +194,24 @@ def test_the_edge_of_a_domain_has_the_limit_of_the_derivative(function, x, slope
     """It was NaN."""
     _, (gradient,) = gradients_of(function, np.array(x, float))
     np.testing.assert_allclose(gradient, slope)
+
+
+@pytest.mark.parametrize("function", [special.jv, special.gammainc], ids=repr)
+def test_an_argument_without_a_derivative_leaves_the_other_its_own(function):
+    orders, points = np.array([1.0, 2.0]), np.array([0.5, 0.7])
+    _, (expected,) = gradients_of(lambda x: function(orders, x), points)
+    with GradientTape() as tape:
+        order, x = tape.watch([orders, points])
+        result = function(order, x)
+    np.testing.assert_array_equal(tape.gradient(result, x), expected)
+
+
+def test_a_number_that_is_joined_determines_the_dtype_as_in_numpy():
+    single = np.float32([0.5, 1.5])
+    for function in (lambda x: np.append(2.0, x), lambda x: np.append(x, 2)):
+        values, (gradient,) = gradients_of(function, single)
+        assert values.dtype == function(single).dtype == np.float64
+        assert gradient.dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,19 @@ def test_zip_takes_any_nest_of_datasets_and_of_re_iterables():
     assert listed(Dataset.range(2).concatenate([np.int64(7)])) == [0, 1, 7]
 
 
+def test_a_batch_takes_rows_of_arrays_and_single_elements_and_later_ones_are_views_again():
+    array = np.arange(10)
+    single = Dataset.range(10, 13).map(lambda x: x)
+    batches = [*single.concatenate(Dataset.from_tensor_slices(array)).concatenate(single).batch(4)]
+    assert [b.tolist() for b in batches] == [
+        [10, 11, 12, 0],
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+        [9, 10, 11, 12],
+    ]
+    assert [np.shares_memory(batch, array) for batch in batches] == [False, True, True, False]
+
+
 def test_datasets_of_other_dtypes_or_structures_are_concatenated_as_they_are():
     both = Dataset.range(1).concatenate(Dataset.from_tensor_slices([0.5]))
     assert [element.dtype for element in both] == [np.int64, np.float64]

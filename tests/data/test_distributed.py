@@ -77,6 +77,12 @@ def test_pieces_land_on_their_gpu(prefetch):
     assert sorted(rows.tolist()) == sorted(4 * list(range(64)))
 
 
+def test_several_workers_take_as_many_steps_as_one_unless_each_reads_everything():
+    batches = Dataset.range(9).batch(4)
+    assert distribute(batches, cpus(1), num_workers=2).cardinality() == 3
+    assert distribute(batches, cpus(1), InputOptions("off"), num_workers=2).cardinality() == 6
+
+
 def test_a_function_gives_each_replica_its_own_batches():
     seen = []
 

@@ -70,7 +70,7 @@ def test_the_rate_follows_a_schedule_and_falls_on_a_plateau():
     rates: list[float] = []
     model = model_of([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     keep = callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch: rates.append(model.optimizer.learning_rate)
+        on_epoch_begin=lambda epoch, logs: rates.append(model.optimizer.learning_rate)
     )
     fit(model, callbacks.ReduceLROnPlateau("score", 0.5, patience=2, min_lr=0.05), keep)
     assert rates == [0.125, 0.125, 0.125, 0.0625, 0.0625, 0.05]

@@ -89,6 +89,18 @@ def test_a_restored_optimizer_is_built(tmp_path):
     ]
 
 
+def test_a_layer_without_variables_is_refused_rather_than_left_as_it_is(tmp_path):
+    dense = layers.Dense(3)
+    dense(np.ones((1, 2), np.float32))
+    path = Checkpoint(layer=dense).save(tmp_path / "run")
+    with pytest.raises(ValueError, match="has none yet: call it on an input"):
+        Checkpoint(layer=layers.Dense(3)).restore(path)
+    path = classifier().save_weights(tmp_path / "weights")
+    unbuilt = Sequential([layers.Dense(3)])
+    with pytest.raises(RuntimeError, match=r"load_weights of model .* has no variables yet"):
+        unbuilt.load_weights(path)
+
+
 def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):
     def run(strategy: nd.Strategy, steps: int, restored: Any = None) -> Any:
         with strategy:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.dtypes import dtype_named
 from ndistribute.models import layers, regularizers
 from tests.kinds import one_process, parts, replica_ids, several, strategy
 
@@ -164,6 +165,37 @@ def test_a_float32_layer_computes_in_float32():
         assert layer(given, training=True).dtype == np.float32, layer
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_layers_compute_in_16_bits_and_train_float32(name):
+    if name == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    wanted = dtype_named(name)
+    x = np.random.default_rng(0).standard_normal((4, 6, 6, 4)).astype(np.float32)
+    rows = x.reshape(4, 36, 4)
+    for make, given in (
+        (lambda dtype: layers.Dense(3, "relu", dtype=dtype), (x,)),
+        (lambda dtype: layers.Conv2D(3, 3, groups=1, activation="tanh", dtype=dtype), (x,)),
+        (lambda dtype: layers.MaxPool2D(dtype=dtype), (x,)),
+        (lambda dtype: layers.AveragePool2D(dtype=dtype), (x,)),
+        (lambda dtype: layers.GlobalAveragePool2D(dtype=dtype), (x,)),
+        (lambda dtype: layers.BatchNormalization(dtype=dtype), (x,)),
+        (lambda dtype: layers.LayerNormalization(dtype=dtype), (x,)),
+        (lambda dtype: layers.MultiHeadAttention(2, 3, dtype=dtype), (rows, rows)),
+    ):
+        plain, mixed = make("float32"), make(f"mixed_{name}")
+        expected = plain(*given, training=True)
+        mixed(*given)
+        mixed.set_weights(plain.get_weights())
+        with nd.GradientTape() as tape:
+            y = mixed(*given, training=True)
+        assert y.dtype == wanted, mixed
+        found = nd.stop_gradient(y).astype(np.float32)
+        np.testing.assert_allclose(found, expected, atol=0.06)
+        if mixed.trainable_variables:
+            gradients = tape.gradient(y, mixed.trainable_variables)
+            assert {one.dtype.name for one in gradients} == {"float32"}
+
+
 def test_dropout_is_different_on_each_replica_and_off_without_training(strategy):
     x = np.ones((100, 200), np.float32)
     with strategy.scope():
@@ -233,6 +265,14 @@ def test_attention_has_separate_keys_and_drops_in_training():
     assert [v.name.rpartition("/")[2] for v in layer.variables] == ["kernel", "bias"] * 4
     assert np.abs(layer(query, value, key + 1) - y).max() == 0
     assert np.abs(layer(query, value, key + 1, training=True) - y).max() > 0
+
+
+def test_an_activation_of_the_user_is_not_taken_for_one_of_the_same_name():
+    def relu(x):
+        return x * 3
+
+    layer = layers.Dense(1, activation=relu, kernel_initializer="ones", dtype=F)
+    assert layer(np.array([[-1.0]])).tolist() == [[-3]]
 
 
 def test_shapes_are_changed_without_the_batch():

@@ -9,6 +9,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import activations, operations, regularizers
+from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.operations.windows import Windows
 from tests.autodiff.standin import check_gradients, gradients_of
 from tests.kinds import context, one_process
@@ -90,6 +91,14 @@ def test_images_in_several_blocks_are_convolved_as_in_one(monkeypatch):
     monkeypatch.setattr("ndistribute.models.operations.convolution._HOST_BYTES", 2 * 36 * 18 * 8)
     for one, other in zip([y, *gradients], [both()[0], *both()[1]], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_images_in_several_blocks_are_pooled_as_in_one(monkeypatch):
+    x = normal(5, 4, 4, 2)
+    expected = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
+    monkeypatch.setattr("ndistribute.models.operations.pooling._BLOCK_BYTES", 2 * x[0].nbytes)
+    found = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
+    np.testing.assert_array_equal(found[0], expected[0])
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])
@@ -215,6 +224,10 @@ def test_the_gradients_of_regularizers():
         check_gradients(regularizer, normal(3, 4))
 
 
+def raw(array):
+    return nd.stop_gradient(array)
+
+
 def calls():
     """Return each operation as a function of its arrays, and those arrays."""
     x, vector = normal(3, 6, 6, 4), normal(4)
@@ -224,10 +237,13 @@ def calls():
     yield lambda a: operations.max_pool2d(a, (2, 2)), (x,)
     yield lambda a: operations.average_pool2d(a, (2, 2)), (x,)
     yield lambda *a: operations.batch_normalization(*a, 1e-3)[0], (x, vector, vector)
-    yield lambda *a: operations.normalized_by(*a, vector, vector**2, 1e-3), (x, vector, vector)
+    yield (
+        lambda *a: operations.normalized_by(*a, raw(a[1]), raw(a[2]) ** 2, 1e-3),
+        (x, vector, vector),
+    )
     yield lambda *a: operations.layer_normalization(*a, 1e-3), (x, vector, vector)
     yield operations.attention, (heads, heads, heads)
-    yield lambda a: operations.softmax_cross_entropy(a, np.zeros((len(a), 6, 6), int)), (x,)
+    yield lambda a: operations.softmax_cross_entropy(a, raw(a)[..., 0].astype(int) * 0), (x,)
     yield regularizers.L2(), (x,)
     yield regularizers.L1(), (x,)
 
@@ -285,3 +301,8 @@ def test_gradients_of_weights_are_written_into_the_memory_of_the_all_reduce(monk
         first = strategy.run(lambda: step() or [np.zeros(0)] * 2)
         found = [one.values[0] for one in first]
     assert all(one is other for one, other in zip(found, given[::-1], strict=True))
+
+
+def test_settings_of_the_user_for_memory_are_left_alone():
+    assert keep_freed_memory({}) in (False, True)  # Whether the C library has the setting.
+    assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})

@@ -33,12 +33,20 @@ def test_a_chief_fits_on_its_workers_and_evaluates(tasks):
     with nd.ParameterServerStrategy(
         tasks.resolver("chief"), devices=["cpu:0"], timeout_seconds=DEADLINE
     ):
-        model = Sequential([layers.Dense(8, activation="relu"), layers.Dense(3)])
+        nd.set_seed(1)
+        normalization = layers.BatchNormalization(momentum=0.9)
+        model = Sequential([normalization, layers.Dense(8, activation="relu"), layers.Dense(3)])
         loss = losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(nd.optimizers.Adam(0.05), loss, metrics=["accuracy"])
         falling = callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
         history = model.fit(X, Y, 12, 5, 0, validation_data=(X, Y), callbacks=[falling]).history
         assert model.optimizer.iterations == 50
+        assert len(model.optimizer.slots) == 6  # So a checkpoint of the chief has them.
         assert history["val_accuracy"][-1] > 0.95
         assert history["loss"][-1] < 0.5 * history["loss"][0]
         assert np.mean(model.predict(X).argmax(axis=-1) == Y) == history["val_accuracy"][-1]
+        moving = normalization.moving_mean.numpy()
+        np.testing.assert_allclose(moving, X.mean(axis=0), atol=1.0)
+        model.compile(nd.optimizers.GradientAccumulation(nd.optimizers.SGD(), 2), loss)
+        with pytest.raises(ValueError, match="would mix their sums"):
+            model.fit(X, Y, verbose=0)

@@ -111,6 +111,14 @@ def test_class_weights_are_weights_of_examples():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+def test_labels_without_a_class_weight_have_weight_1():
+    model, other = classifier(), classifier()
+    model.fit(X, Y, class_weight={0: 2.0}, shuffle=False, verbose=0)
+    other.fit(X, Y, sample_weight=np.where(Y == 0, 2.0, 1.0), shuffle=False, verbose=0)
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 def test_steps_per_epoch_go_on_in_the_dataset():
     seen = []
     model = classifier(nd.optimizers.SGD(0.0))

@@ -361,7 +361,9 @@ def _interp(x: Value, xp: Value, fp: Value, left: Any = None, right: Any = None)
 
 COMPOSED: dict[Any, Callable[..., Value]] = {
     np.append: lambda arr, values, axis=None: np.concatenate(
-        [arr, np.ravel(values) if axis is None else values], axis
+        # A number is an array here, which determines the dtype of the result.
+        [np.ravel(arr), np.ravel(values)] if axis is None else [arr, values],
+        axis,
     ),
     np.atleast_1d: _atleast(1),
     np.atleast_2d: _atleast(2),
@@ -437,8 +439,10 @@ COMPOSED: dict[Any, Callable[..., Value]] = {
     np.select: _select,
     np.tensordot: _tensordot,
     np.tile: _tile,
-    np.trace: lambda a, offset=0, axis1=0, axis2=1, dtype=None: np.sum(
-        np.diagonal(a, offset, axis1, axis2), -1, dtype
+    np.trace: lambda a, offset=0, axis1=0, axis2=1, dtype=None, out=None: (
+        NotImplemented
+        if out is not None
+        else np.sum(np.diagonal(a, offset, axis1, axis2), -1, dtype)
     ),
     np.trapezoid: _trapezoid,
     np.vdot: lambda a, b: np.sum(np.ravel(np.conj(a)) * np.ravel(b)),

@@ -59,15 +59,16 @@ def _choosing(of_x: Callable[..., Array], of_y: Callable[..., Array]) -> Makers:
     )
 
 
-def _partials(*partials: Partial) -> Makers:
+def _partials(*partials: Partial, ufunc: Any = None) -> Makers:
     """Return the rules of a ufunc, given its derivative by each argument."""
-    return tuple([_partial(position, partial) for position, partial in enumerate(partials)])
+    return tuple([_partial(position, partial, ufunc) for position, partial in enumerate(partials)])
 
 
-def _partial(position: int, partial: Partial) -> Callable[..., Vjp]:
+def _partial(position: int, partial: Partial, ufunc: Any = None) -> Callable[..., Vjp]:
     def maker(out: Array, *args: Any) -> Vjp:
         if partial is None:
-            raise NotImplementedError(f"argument {position + 1} tracked")
+            # Only the gradient of this argument is missing, so this must not refuse the call.
+            return missing(ufunc, f"argument {position + 1} tracked")
         shape, dtype = args[position].shape, args[position].dtype
         return lambda g: unbroadcast(g * partial(out, *args), shape, dtype)
 
@@ -277,8 +278,10 @@ def special_rules(ufunc: Any) -> Makers | None:
     special = sys.modules.get("scipy.special")
     if special is None or getattr(special, name, None) is not ufunc:
         return None
+    if name in SPECIAL:
+        return _partials(*SPECIAL[name], ufunc=ufunc)
     # SciPy has its own versions of expm1, log1p, exp2 and cbrt.
-    return _partials(*SPECIAL[name]) if name in SPECIAL else RULES.get(getattr(np, name, None))
+    return RULES.get(getattr(np, name, None))
 
 
 def _call(name: str, *args: Any) -> Any:

@@ -227,6 +227,22 @@ def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
     return maker
 
 
+def _diagonal(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Vjp:
+    shape = a.shape
+
+    def vjp(g: Array) -> Array:
+        whole = zeros(g, shape)  # Only its diagonals are written.
+        rows = np.arange(g.shape[-1]) + max(0, -offset)
+        np.moveaxis(whole, (axis1, axis2), (-2, -1))[..., rows, rows + offset] = g
+        return whole
+
+    return vjp
+
+
+def _diag(out: Array, v: Array, k: int = 0) -> Vjp:
+    return _diagonal(out, v, k) if v.ndim == 2 else lambda g: np.diagonal(g, k)
+
+
 def _joining(places_of: Callable[..., Sequence[Path]]) -> Callable[..., list[Vjp | None]]:
     """Return the rules of a function that joins arrays, given the place of each in the result."""
 
@@ -256,7 +272,7 @@ def _stacked(arrays: Sequence[Any], axis: Any, ndim: int) -> list[Path]:
     return [(*(slice(None),) * (axis % ndim), k) for k in range(len(arrays))]
 
 
-def _split(parts: Sequence[Array], ary: Array, sections: Any, axis: int = 0) -> Any:
+def _split(parts: Sequence[Array], ary: Array, indices_or_sections: Any, axis: int = 0) -> Any:
     """Return the rule that joins the gradients of the pieces, with zeros for None."""
 
     def vjp(gradients: Sequence[Array | None]) -> list[Array]:
@@ -292,8 +308,8 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     np.take_along_axis: (_take_along_axis,),
     np.tril: (_triangle(np.tril),),
     np.triu: (_triangle(np.triu),),
-    np.diagonal: (_moved(np.diagonal),),
-    np.diag: (_moved(np.diag),),
+    np.diagonal: (_diagonal,),
+    np.diag: (_diag,),
     np.diagflat: (_moved(np.diagflat),),
 }
 

@@ -64,7 +64,7 @@ class MultiHeadAttention(Layer):
             "bias_initializer": bias_initializer,
             "kernel_regularizer": kernel_regularizer,
             "trainable": self.trainable,
-            "dtype": self.dtype,
+            "dtype": options.get("dtype") or Layer.policy,
         }
         self.query = self._projection("query", self.num_heads * self.key_dim)
         self.key = self._projection("key", self.num_heads * self.key_dim)

@@ -255,15 +255,18 @@ class Layer:
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""
         inside |= {id(self)}
+        for path, one in self._own():
+            if isinstance(one, Variable):
+                yield prefix + path, one
+            elif id(one) not in inside:
+                yield prefix + path, one
+                yield from one._held(f"{prefix}{path}/", inside)
+
+    def _own(self) -> Iterator[tuple[str, Any]]:
+        """Yield the path and value of each layer and variable in the attributes of this layer."""
         for name, value in vars(self).items():
-            if name == "_arguments":
-                continue
-            for path, one in _leaves(prefix + name, value):
-                if isinstance(one, Variable):
-                    yield path, one
-                elif id(one) not in inside:
-                    yield path, one
-                    yield from one._held(f"{path}/", inside)
+            if name != "_arguments":
+                yield from _leaves(name, value)
 
     def _build_once(self, args: Sequence[Any]) -> None:
         """Create the variables; inside `run`, once for all replicas, which wait for it."""

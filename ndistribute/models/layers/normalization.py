@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.autodiff import untrack
-from ndistribute.context import get_replica_context
+from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.device import as_array
 from ndistribute.models import operations
+from ndistribute.models.chief import schedules_steps
 from ndistribute.models.layers.core import as_floats
 from ndistribute.models.layers.layer import Layer
 
@@ -106,13 +107,15 @@ class BatchNormalization(_Normalization):
     def build(self, input_shape: Sequence[int]) -> None:
         """Create gamma, beta and the moving averages."""
         super().build(input_shape)
+        # A chief's workers, which make a step whenever they are free, all add to one value.
+        kind = "on_write" if schedules_steps(get_strategy()) else "on_read"
         self.moving_mean, self.moving_variance = (
             self.add_weight(
                 name,
                 (input_shape[-1],),
                 start,
                 trainable=False,
-                synchronization="on_read",
+                synchronization=kind,
                 aggregation="mean",
             )
             for name, start in zip(

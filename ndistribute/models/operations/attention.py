@@ -60,7 +60,8 @@ def _attention(query: Any, key: Any, value: Any, *, mask: Any, is_causal: bool, 
         if one is not None:
             weights += xp.where(one, 0, -np.inf).astype(weights.dtype)
     limits = np.finfo(weights.dtype)
-    weights -= weights.max(axis=-1, keepdims=True, initial=limits.min)
+    if weights.shape[-1]:
+        weights -= xp.maximum(weights.max(axis=-1, keepdims=True), limits.min)
     xp.exp(weights, out=weights)
     weights /= xp.maximum(weights.sum(axis=-1, keepdims=True), limits.tiny)
     used = weights if kept is None else weights * kept

@@ -15,13 +15,13 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.device import Array, array_namespace, as_array
-from ndistribute.models.operations.epilogue import Epilogue, KernelRule, fusible, wide
+from ndistribute.models.operations.epilogue import Epilogue, fusible, kernel_rule, operands
 from ndistribute.models.operations.windows import Pair, Windows
 
 __all__ = ["conv2d"]
 
-# The size of the columns of a block: about the cache of a core, and part of a GPU's memory.
-_HOST_BYTES, _GPU_BYTES = 1 << 21, 1 << 28
+# The size of the columns of a block: the cache of a core, or a small part of the memory of a GPU.
+_HOST_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
 
 
 def conv2d(
@@ -55,27 +55,31 @@ def conv2d(
 
 @custom_gradient
 def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, name: str) -> Any:
-    images, weights = as_array(x), as_array(kernel)
-    xp, dtype = array_namespace(images), images.dtype
-    images, weights = wide(images), wide(weights)
+    dtype, images, weights = operands(as_array(x), as_array(kernel))
+    xp = array_namespace(images)
     columns = _Columns(images, windows, groups)
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
     y = xp.empty(shape, images.dtype)
-    matrix = _grouped(weights.reshape(-1, filters), groups)
-    for block, matrices in columns.blocks():
-        xp.matmul(matrices, matrix, out=_grouped(y[block].reshape(-1, filters), groups))
     after = Epilogue(y.reshape(-1, filters), bias, name)
+    columns.times(weights, y, after.finish)
 
     def of_x(g: Array) -> Array:
-        return columns.spread(after.before(g).reshape(y.shape), weights)
+        g = after.before(g).reshape(y.shape)
+        if windows.strides != (1, 1):
+            return columns.spread(g, weights)
+        change = xp.empty(images.shape, g.dtype)
+        _Columns(g, windows.reversed(), groups).times(_reversed(weights, groups), change)
+        return change
 
     def of_kernel(g: Array, out: Array | None) -> Array:
         return columns.product(after.before(g).reshape(y.shape), weights, out)
 
-    fits = dtype == y.dtype == weights.dtype
-    of_weights: Any = KernelRule(of_kernel, weights) if fits else lambda g: of_kernel(g, None)
-    return y.astype(dtype, copy=False), [of_x, of_weights, after.of_bias]
+    return y.astype(dtype, copy=False), [
+        of_x,
+        kernel_rule(of_kernel, kernel, weights),
+        after.of_bias,
+    ]
 
 
 class _Columns:
@@ -132,6 +136,24 @@ class _Columns:
             elements = int(np.prod(self._shape[2:]))
             yield block, filled.reshape(self._groups, -1, elements)
 
+    def times(
+        self, kernel: Array, out: Array, finish: Callable[[Array], None] | None = None
+    ) -> None:
+        """Write the product with a kernel to an array of one row and column for each window.
+
+        Args:
+            kernel: the kernel.
+            out: the array for the result.
+            finish: called with the result of each block, a matrix, while it is in the cache.
+        """
+        filters = kernel.shape[-1]
+        matrix = _grouped(kernel.reshape(-1, filters), self._groups)
+        for block, matrices in self.blocks():
+            rows = out[block].reshape(-1, filters)
+            array_namespace(out).matmul(matrices, matrix, out=_grouped(rows, self._groups))
+            if finish is not None:
+                finish(rows)
+
     def product(self, g: Array, kernel: Array, out: Array | None) -> Array:
         """Return the gradient of the kernel from that of the product."""
         xp, filters = array_namespace(g), kernel.shape[-1]
@@ -174,3 +196,10 @@ def _grouped(matrix: Array, groups: int) -> Array:
     """Return a view whose last axis is divided into groups, which come first."""
     parts = matrix.reshape(*matrix.shape[:-1], groups, -1)
     return parts.transpose(parts.ndim - 2, *range(parts.ndim - 2), parts.ndim - 1)
+
+
+def _reversed(kernel: Array, groups: int) -> Array:
+    """Return the kernel of the gradient: turned around, from filters to channels."""
+    height, width, channels, _ = kernel.shape
+    parts = kernel[::-1, ::-1].reshape(height, width, channels, groups, -1)
+    return parts.transpose(0, 1, 4, 3, 2).reshape(height, width, -1, groups * channels)

@@ -6,21 +6,31 @@ computed once for all arguments of the layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace
+from ndistribute.device import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
-from ndistribute.models.activations import IN_PLACE
+from ndistribute.models.activations import IN_PLACE, NAMED
 
-__all__ = ["Epilogue", "KernelRule", "column_sums", "fusible", "wide"]
+__all__ = [
+    "Epilogue",
+    "column_sums",
+    "fusible",
+    "joined_rows",
+    "kernel_rule",
+    "operands",
+    "wide",
+]
 
 Memory = Callable[[Any, tuple[int, ...]], Array | None]
 
-# Rows are processed together up to so many elements, because NumPy has a cost for each row.
-_ROW = 512
+# Rows are joined up to so many elements, because NumPy has a cost for each row: a sum with a vector
+# took 0.42 ns an element for rows of 32, 0.2 for 512 to 4096, 0.14 for 8192.
+_ROW = 8192
 
 
 def wide(array: Array) -> Array:
@@ -32,6 +42,16 @@ def wide(array: Array) -> Array:
     if array.dtype.itemsize > 2 or not isinstance(array, np.ndarray):
         return array
     return array.astype(computing_dtype(array.dtype), copy=False)
+
+
+def operands(x: Array, kernel: Array) -> tuple[Any, Array, Array]:
+    """Return the dtype of a product, and the factors as they are multiplied.
+
+    The dtype is that of `x`, or of the kernel if `x` has integers.
+    """
+    dtype = kernel.dtype if x.dtype.kind in "iub" else x.dtype
+    x = wide(x.astype(dtype, copy=False))
+    return dtype, x, wide(kernel).astype(x.dtype, copy=False)
 
 
 def column_sums(rows: Array) -> Array:
@@ -47,23 +67,33 @@ def column_sums(rows: Array) -> Array:
 def joined_rows(rows: Array, *vectors: Array) -> list[Array]:
     """Return a contiguous matrix with several rows joined to one, and vectors repeated to fit.
 
-    >>> joined_rows(np.zeros((6, 256)), np.zeros(256))[0].shape
-    (3, 512)
+    >>> joined_rows(np.zeros((6, 4096)), np.zeros(4096))[0].shape
+    (3, 8192)
     """
     length, width = rows.shape
-    count = max(1, _ROW // max(1, width))
-    while length % count:
-        count -= 1
+    count = _largest_factor(length, max(1, _ROW // max(1, width)))
     if count == 1:
         return [rows, *vectors]
     tile = array_namespace(rows).tile
     return [rows.reshape(-1, count * width), *(tile(vector, count) for vector in vectors)]
 
 
+@functools.lru_cache(maxsize=256)
+def _largest_factor(number: int, limit: int) -> int:
+    """Return the largest factor of a number up to a limit; 1 for the number 0."""
+    return max(k for k in range(1, limit + 1) if number % k == 0) if number else 1
+
+
 def fusible(activation: Callable[[Any], Any]) -> str:
-    """Return the name of an activation that `Epilogue` applies, or an empty string."""
+    """Return the name of an activation that `Epilogue` applies, or an empty string.
+
+    >>> from ndistribute.models.activations import relu
+    >>> fusible(relu), fusible(lambda x: x)
+    ('relu', '')
+    """
     name = getattr(activation, "__name__", "")
-    return name if name in IN_PLACE or name == "linear" else ""
+    known = NAMED.get(name) is activation  # A user's function may have the same name.
+    return name if known and (name in IN_PLACE or name == "linear") else ""
 
 
 class Epilogue:
@@ -76,15 +106,20 @@ class Epilogue:
     """
 
     def __init__(self, rows: Array, bias: Array | None, name: str) -> None:
-        if bias is not None:
-            target, added = joined_rows(rows, bias)
-            target += added
-        self._slope: Any = None
-        if name != "linear":
-            apply, self._slope = IN_PLACE[name]
-            apply(rows)
-        self._rows = rows
+        self._rows, self._bias = rows, bias
+        found: Any = IN_PLACE.get(name, (None, None))
+        self._apply, self._slope = found
         self._known: tuple[Any, Any] = (None, None)
+
+    def finish(self, rows: Array) -> None:
+        """Add the bias to some rows of the product, and apply the activation."""
+        if self._bias is None:
+            (joined,) = joined_rows(rows)
+        else:
+            joined, added = joined_rows(rows, self._bias)
+            joined += added
+        if self._apply is not None:
+            self._apply(joined)
 
     def before(self, g: Array) -> Array:
         """Return the gradient of the product, a contiguous matrix, from that of the result."""
@@ -100,24 +135,35 @@ class Epilogue:
         return column_sums(self.before(g))
 
 
-class KernelRule:
-    """The rule of a kernel, which can write the gradient to the memory of an all-reduce.
+Product = Callable[[Array, Array | None], Array]
+
+
+def kernel_rule(product: Product, kernel: Array, used: Array) -> Callable[[Array], Array]:
+    """Return the rule of a kernel, which writes the gradient to the memory of an all-reduce.
 
     Args:
         product: takes the result's gradient, and an array for the kernel's or None; returns it.
-        kernel: the kernel, of the dtype of the gradient.
+        kernel: the kernel.
+        used: the kernel in the dtype of the gradient.
     """
+    return (
+        _KernelRule(product, used)
+        if as_array(kernel).dtype == used.dtype
+        else (lambda g: product(g, None))
+    )
 
-    __slots__ = ("_product", "_shape")
 
-    def __init__(self, product: Callable[[Array, Array | None], Array], kernel: Array) -> None:
+class _KernelRule:
+    __slots__ = ("_dtype", "_product", "_shape")
+
+    def __init__(self, product: Product, kernel: Array) -> None:
         self._product = product
-        self._shape = kernel.shape
+        self._dtype, self._shape = kernel.dtype, kernel.shape
 
     def __call__(self, g: Array) -> Array:
         return self._product(g, None)
 
     def into(self, g: Array, memory: Memory) -> Array:
         """Return the gradient, in an array from `memory` unless that returns None."""
-        out = memory(g.dtype, self._shape) if type(g) is np.ndarray else None
+        out = memory(self._dtype, self._shape) if type(g) is np.ndarray else None
         return self._product(g, out)

@@ -57,19 +57,30 @@ def _max_pool(x: Any, *, windows: Windows) -> Any:
 
     def vjp(g: Array) -> Array:
         change = xp.zeros(x.shape, g.dtype)
-        free = xp.ones(shape, bool)  # Windows whose largest element was not found yet.
-        for offset in offsets:
-            hit = x[offset.inner] == y[offset.outer]
-            rest = free[offset.outer]
-            hit &= rest
-            rest ^= hit
-            if windows.overlap:
-                change[offset.inner] += g[offset.outer] * hit
-            else:
-                xp.multiply(g[offset.outer], hit, out=change[offset.inner])
+        count = _images_of_block(x)
+        for start in range(0, len(x), count):
+            block = slice(start, start + count)
+            _max_pool_gradient(x[block], y[block], g[block], change[block], windows)
         return change
 
     return y, [vjp]
+
+
+def _max_pool_gradient(x: Array, y: Array, g: Array, change: Array, windows: Windows) -> None:
+    """Add the gradient of some images, which is zero at first."""
+    xp = array_namespace(x)
+    free, hits = xp.ones(y.shape, bool), xp.empty(y.shape, bool)  # Windows without a gradient yet.
+    buffer = xp.empty(y.shape, g.dtype)
+    for offset in windows.offsets():
+        rest, hit, share = (one[offset.outer] for one in (free, hits, buffer))
+        xp.equal(x[offset.inner], y[offset.outer], out=hit)
+        hit &= rest
+        rest ^= hit
+        share[...] = hit  # NumPy multiplies by booleans in a slower loop.
+        share *= g[offset.outer]
+        if windows.overlap:
+            share += change[offset.inner]
+        change[offset.inner] = share
 
 
 @custom_gradient
@@ -95,3 +106,13 @@ def _average_pool(x: Any, *, windows: Windows) -> Any:
 
 def _lowest(dtype: Any) -> Any:
     return -np.inf if dtype.kind not in "iu" else np.iinfo(dtype).min
+
+
+def _images_of_block(x: Array) -> int:
+    """Return the number of images that fit in the cache of a core; all of those on a GPU."""
+    if not isinstance(x, np.ndarray):
+        return max(1, len(x))
+    return max(1, _BLOCK_BYTES // max(1, x[:1].nbytes))
+
+
+_BLOCK_BYTES = 1 << 20

@@ -9,7 +9,7 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.device import Array, array_namespace, as_array
-from ndistribute.models.operations.epilogue import Epilogue, KernelRule, fusible, wide
+from ndistribute.models.operations.epilogue import Epilogue, fusible, kernel_rule, operands, wide
 
 __all__ = ["dense", "softmax_cross_entropy"]
 
@@ -31,11 +31,12 @@ def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> A
 
 @custom_gradient
 def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
-    x, kernel = as_array(x), as_array(kernel)
-    dtype = x.dtype
-    rows, matrix = wide(x).reshape(-1, x.shape[-1]), wide(kernel)
+    x = as_array(x)
+    dtype, values, matrix = operands(x, as_array(kernel))
+    rows = values.reshape(-1, x.shape[-1])
     y = rows @ matrix
     after = Epilogue(y, bias, name)
+    after.finish(y)
 
     def of_kernel(g: Array, out: Array | None) -> Array:
         return array_namespace(g).matmul(rows.T, after.before(g), out=out)
@@ -43,9 +44,7 @@ def _dense(x: Any, kernel: Any, bias: Any, *, name: str) -> Any:
     y = y.astype(dtype, copy=False).reshape(*x.shape[:-1], y.shape[-1])
     return y, [
         lambda g: (after.before(g) @ matrix.T).reshape(x.shape),
-        KernelRule(of_kernel, kernel)
-        if kernel.dtype == y.dtype == rows.dtype
-        else (lambda g: of_kernel(g, None)),
+        kernel_rule(of_kernel, kernel, matrix),
         after.of_bias,
     ]
 
@@ -68,16 +67,17 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     exponentials = xp.exp(shifted)
     total = exponentials.sum(axis=-1, keepdims=True)
     logs = xp.log(total)
-    if labels.ndim < logits.ndim:
-        where = labels[..., None].astype(np.int64)
-        losses = (logs - xp.take_along_axis(shifted, where, axis=-1))[..., 0]
+    is_index, classes = labels.ndim < logits.ndim, logits.shape[-1]
+    if is_index:
+        where = xp.arange(labels.size), labels.reshape(-1).astype(np.int64)
+        losses = logs[..., 0] - shifted.reshape(-1, classes)[where].reshape(labels.shape)
     else:
         losses = ((logs - shifted) * labels).sum(axis=-1)
 
     def vjp(g: Array) -> Array:
-        change = exponentials / total
-        if labels.ndim < logits.ndim:
-            xp.put_along_axis(change, where, xp.take_along_axis(change, where, -1) - 1, -1)
+        change = xp.ascontiguousarray(exponentials / total)
+        if is_index:
+            change.reshape(-1, classes)[where] -= 1
         else:
             change *= labels.sum(axis=-1, keepdims=True)
             change -= labels

@@ -115,6 +115,18 @@ class Windows:
         extents = [(n - 1) * gap + 1 for n, gap in zip(self.size, self.dilation, strict=True)]
         return any(n > stride for n, stride in zip(extents, self.strides, strict=True))
 
+    def reversed(self) -> Windows:
+        """Return the windows over the result, for strides of 1, that cover each image element.
+
+        The gradient of a convolution is a convolution over them, with a reversed kernel.
+        """
+        before = [
+            (n - 1) * gap - start
+            for n, gap, start in zip(self.size, self.dilation, self.before, strict=True)
+        ]
+        y, x = before
+        return Windows(self.count, self.size, (1, 1), self.dilation, (y, x), self.image)
+
     def offsets(self) -> Iterator[Offset]:
         """Yield the offsets inside a window, row by row; those only in the padding are left out."""
         for row in range(self.size[0]):
