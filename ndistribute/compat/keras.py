@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -144,6 +145,9 @@ _layers = Names(
         "MaxPooling2D": models.layers.MaxPool2D,
         "ReLU": _activation("relu"),
         "Softmax": _activation("softmax"),
+        "SyncBatchNormalization": functools.partial(
+            models.layers.BatchNormalization, synchronized=True
+        ),
     },
 )
 _REDUCTION = {
@@ -209,6 +213,14 @@ KERAS = Names(
                 "l2": models.regularizers.L2,
             },
         ),
-        "utils": Names("keras.utils", {"set_random_seed": nd.set_seed}),
+        "utils": Names(
+            "keras.utils",
+            {
+                "set_random_seed": nd.set_seed,
+                "to_categorical": lambda x, num_classes=None: np.eye(
+                    int(np.max(x)) + 1 if num_classes is None else num_classes, dtype=np.float32
+                )[np.asarray(x, np.int64)],
+            },
+        ),
     },
 )
