@@ -11,7 +11,8 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import models
 from ndistribute.compat.names import ROOT, Names, classes, derived, public
-from ndistribute.compat.tensors import Scalar
+from ndistribute.compat.tensors import Scalar, tensor_if_array
+from ndistribute.tree import map_leaves
 
 __all__ = ["KERAS"]
 
@@ -27,6 +28,10 @@ class _Model(models.Model):
                 "ndistribute.compat.tf. Write a tf.keras.Sequential, or a subclass with call."
             )
         return super().__new__(cls, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output as tensors."""
+        return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
     def compile(
         self,

@@ -182,6 +182,19 @@ def test_results_of_metrics_have_numpy() -> None:
     assert metric.result() == 0.0
 
 
+def test_outputs_of_models_and_losses_have_numpy() -> None:
+    model = keras.Sequential([layers.Dense(1, input_shape=(2,))])
+    output = model(np.ones((3, 2)))
+    assert output.numpy().shape == (3, 1)
+    loss = keras.losses.MeanSquaredError()
+    labels = tf.zeros((3, 1))
+    np.testing.assert_allclose(loss(labels, output).numpy(), np.square(output).mean(), rtol=1e-6)
+    with tf.GradientTape() as tape:
+        value = loss(labels, model(np.ones((3, 2))))
+    assert value.numpy() == loss(labels, output).numpy()
+    assert len(tape.gradient(value, model.trainable_variables)) == 2
+
+
 def test_a_model_of_symbolic_tensors_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Write a tf.keras.Sequential"):
         keras.Model(inputs=1, outputs=2)
