@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import models
 from ndistribute.compat.names import ROOT, Names, classes, derived, public
-from ndistribute.compat.tensors import Scalar
+from ndistribute.compat.tensors import Scalar, tensor_if_array
+from ndistribute.tree import map_leaves
 
 __all__ = ["KERAS"]
 
@@ -26,6 +28,10 @@ class _Model(models.Model):
                 "ndistribute.compat.tf. Write a tf.keras.Sequential, or a subclass with call."
             )
         return super().__new__(cls, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output as tensors."""
+        return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
     def compile(
         self,
@@ -144,6 +150,9 @@ _layers = Names(
         "MaxPooling2D": models.layers.MaxPool2D,
         "ReLU": _activation("relu"),
         "Softmax": _activation("softmax"),
+        "SyncBatchNormalization": functools.partial(
+            models.layers.BatchNormalization, synchronized=True
+        ),
     },
 )
 _REDUCTION = {
@@ -209,6 +218,14 @@ KERAS = Names(
                 "l2": models.regularizers.L2,
             },
         ),
-        "utils": Names("keras.utils", {"set_random_seed": nd.set_seed}),
+        "utils": Names(
+            "keras.utils",
+            {
+                "set_random_seed": nd.set_seed,
+                "to_categorical": lambda x, num_classes=None: np.eye(
+                    int(np.max(x)) + 1 if num_classes is None else num_classes, dtype=np.float32
+                )[np.asarray(x, np.int64)],
+            },
+        ),
     },
 )

@@ -15,7 +15,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.autodiff import Tracked
 from ndistribute.context import current_seed
-from ndistribute.device import as_array
+from ndistribute.device import array_namespace, as_array
 from ndistribute.models import activations
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "convert_to_tensor",
     "function",
     "on_tensors",
+    "plain",
     "tensor_if_array",
 ]
 
@@ -73,6 +74,11 @@ def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
     return array.view(Tensor) if type(array) is np.ndarray else array
 
 
+def plain(tensor: Any) -> Any:
+    """Return the array of a tensor."""
+    return np.asarray(tensor) if isinstance(tensor, Tensor) else tensor
+
+
 def tensor_if_array(value: Any) -> Any:
     """Return a tensor for an array or a number of NumPy; other values are returned unchanged."""
     return convert_to_tensor(value) if isinstance(value, np.generic | np.ndarray) else value
@@ -99,7 +105,7 @@ def Variable(  # noqa: N802
 
     def made() -> Any:
         value = initial_value() if callable(initial_value) else initial_value
-        return np.asarray(convert_to_tensor(value, dtype))
+        return plain(convert_to_tensor(value, dtype))
 
     return nd.Variable(made, trainable is not False, name, dtype, synchronization, aggregation)
 
@@ -181,7 +187,7 @@ def _split(value: Any, num_or_size_splits: Any, axis: int = 0) -> Any:
 
 
 def _one_hot(indices: Any, depth: int, dtype: Any = _float32) -> Any:
-    return (indices[..., None] == np.arange(depth)).astype(dtype)
+    return (indices[..., None] == array_namespace(indices).arange(depth)).astype(dtype)
 
 
 def _random(draw: str) -> Callable[..., Any]:

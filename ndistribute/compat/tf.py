@@ -70,8 +70,7 @@ def _plain(value: _Any) -> _Any:
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
-    tensor = _tensors.convert_to_tensor(value)
-    return _np.asarray(tensor) if isinstance(tensor, _tensors.Tensor) else tensor
+    return _tensors.plain(_tensors.convert_to_tensor(value))
 
 
 def _list_devices(device_type: str | None = None) -> list[_types.SimpleNamespace]:
@@ -115,6 +114,11 @@ def _softmax_cross_entropy(labels: _Any, logits: _Any, name: _Any = None) -> _An
     return _operations.softmax_cross_entropy(logits, labels)
 
 
+def _sigmoid_cross_entropy(labels: _Any, logits: _Any, name: _Any = None) -> _Any:
+    """Return the cross-entropy of two classes for each element."""
+    return _np.maximum(logits, 0) - logits * labels + _np.log1p(_np.exp(-_np.abs(logits)))
+
+
 _STRATEGIES = {
     name: _strategy(name)
     for name in (
@@ -151,11 +155,14 @@ _FILES = {
 _NN = {
     **{
         name: _tensors.on_tensors(getattr(_activations, name))
-        for name in "elu gelu leaky_relu relu sigmoid silu softplus tanh".split()
+        for name in "elu gelu relu sigmoid silu softplus tanh".split()
     },
     "compute_average_loss": _models.losses.compute_average_loss,
+    "l2_loss": _tensors.on_tensors(lambda t: _np.sum(_np.square(t)) / 2),
+    "leaky_relu": _tensors.on_tensors(_activations.leaky_relu, alpha="negative_slope"),
     "log_softmax": _tensors.on_tensors(lambda logits, axis=-1: _nd.log_softmax(logits, axis)),
     "scale_regularization_loss": _models.losses.scale_regularization_loss,
+    "sigmoid_cross_entropy_with_logits": _sigmoid_cross_entropy,
     "softmax": _tensors.on_tensors(lambda logits, axis=-1: _nd.softmax(logits, axis)),
     "softmax_cross_entropy_with_logits": _softmax_cross_entropy,
     "sparse_softmax_cross_entropy_with_logits": _softmax_cross_entropy,

@@ -102,6 +102,9 @@ def test_namespaces_are_imported_like_modules() -> None:
         (lambda: tf.nn.relu([-1.0, 2.0]), np.float32([0, 2])),
         (lambda: tf.nn.softmax([[0.0, 0.0]], axis=-1), np.float32([[0.5, 0.5]])),
         (lambda: tf.add_n([tf.constant(1.0), tf.constant(2.0)]), np.float32(3)),
+        (lambda: tf.nn.leaky_relu([-1.0], alpha=0.5), np.float32([-0.5])),
+        (lambda: tf.nn.l2_loss([1.0, 3.0]), np.float32(5)),
+        (lambda: tf.one_hot(tf.constant([0]), depth=1), np.float32([[1]])),
         (lambda: tf.fill([2], 7), np.int32([7, 7])),
         (lambda: tf.split([1, 2, 3], [1, 2])[1], np.int32([2, 3])),
         (lambda: tf.matmul([[1.0, 2.0]], [[3.0], [4.0]]), np.float32([[11]])),
@@ -179,6 +182,19 @@ def test_results_of_metrics_have_numpy() -> None:
     assert metric.result() == 0.0
 
 
+def test_outputs_of_models_and_losses_have_numpy() -> None:
+    model = keras.Sequential([layers.Dense(1, input_shape=(2,))])
+    output = model(np.ones((3, 2)))
+    assert output.numpy().shape == (3, 1)
+    loss = keras.losses.MeanSquaredError()
+    labels = tf.zeros((3, 1))
+    np.testing.assert_allclose(loss(labels, output).numpy(), np.square(output).mean(), rtol=1e-6)
+    with tf.GradientTape() as tape:
+        value = loss(labels, model(np.ones((3, 2))))
+    assert value.numpy() == loss(labels, output).numpy()
+    assert len(tape.gradient(value, model.trainable_variables)) == 2
+
+
 def test_a_model_of_symbolic_tensors_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Write a tf.keras.Sequential"):
         keras.Model(inputs=1, outputs=2)
@@ -204,6 +220,37 @@ def test_the_package_itself_loads_what_it_saved_without_these_names(tmp_path) ->
     model.save(tmp_path / "model")
     assert type(nd.models.load(tmp_path / "model")) is nd.Sequential
     assert type(keras.models.load_model(tmp_path / "model")) is keras.Sequential
+
+
+def test_aliases_make_layers_and_labels() -> None:
+    x = np.float32([[-1.0], [1.0]])
+    assert layers.ReLU()(x).tolist() == [[0.0], [1.0]]
+    assert layers.SyncBatchNormalization(momentum=0.5).synchronized
+    assert {v.name.split("/")[1] for v in _built(layers.BatchNormalization(), x).variables} == {
+        "gamma",
+        "beta",
+        "moving_mean",
+        "moving_variance",
+    }
+    assert keras.utils.to_categorical([1, 0]).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    assert keras.regularizers.l2(0.5)(x) == 1.0
+    assert keras.initializers.HeNormal(seed=1)((2, 3)).shape == (2, 3)
+    loss = tf.nn.sigmoid_cross_entropy_with_logits(labels=x > 0, logits=tf.constant(x))
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-1)), rtol=1e-6)
+    each = keras.losses.BinaryCrossentropy(from_logits=True, reduction=keras.losses.Reduction.NONE)
+    np.testing.assert_allclose(each(x > 0, x), loss[:, 0], rtol=1e-6)
+
+
+def _built(layer, x):
+    layer(x)
+    return layer
+
+
+def test_a_strategy_of_workers_needs_no_tf_config(monkeypatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with tf.distribute.experimental.MultiWorkerMirroredStrategy() as strategy:
+        assert strategy.num_replicas_in_sync == 1
+        assert strategy.cluster_resolver.task_type is None or strategy.is_chief
 
 
 def test_devices_are_listed_as_tensorflow_does() -> None:
