@@ -10,6 +10,7 @@ from ndistribute.models import (
     optimizers,
     regularizers,
 )
+from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from ndistribute.models.export import load
 from ndistribute.models.model import Model, Sequential
@@ -18,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Model",
+    "PreemptionCheckpointHandler",
     "Sequential",
     "activations",
     "callbacks",
