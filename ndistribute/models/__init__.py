@@ -14,6 +14,7 @@ from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from ndistribute.models.export import load
 from ndistribute.models.model import Model, Sequential
+from ndistribute.models.sidecar import SidecarEvaluator
 
 __all__ = [
     "Checkpoint",
@@ -21,6 +22,7 @@ __all__ = [
     "Model",
     "PreemptionCheckpointHandler",
     "Sequential",
+    "SidecarEvaluator",
     "activations",
     "callbacks",
     "initializers",
