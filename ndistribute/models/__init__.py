@@ -10,15 +10,19 @@ from ndistribute.models import (
     optimizers,
     regularizers,
 )
+from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from ndistribute.models.export import load
 from ndistribute.models.model import Model, Sequential
+from ndistribute.models.sidecar import SidecarEvaluator
 
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Model",
+    "PreemptionCheckpointHandler",
     "Sequential",
+    "SidecarEvaluator",
     "activations",
     "callbacks",
     "initializers",

@@ -69,6 +69,12 @@ class Checkpoint:
                     "load_state_dict."
                 )
 
+    def extended(self, **objects: Any) -> Checkpoint:
+        """Return a checkpoint of these objects, and of others that are not among them."""
+        known = set(map(id, self._objects.values()))
+        more = {name: one for name, one in objects.items() if id(one) not in known}
+        return Checkpoint(**(self._objects | more))
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the state, and return the folder with it once it is safely on the disk.
 
@@ -235,6 +241,12 @@ class CheckpointManager:
         self._asynchronous = asynchronous
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    def with_checkpoint(self, checkpoint: Checkpoint) -> CheckpointManager:
+        """Return a manager of the same directory that saves something else."""
+        return CheckpointManager(
+            checkpoint, self.directory, self._keep, asynchronous=self._asynchronous
+        )
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -453,6 +465,12 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     if told is not None:
         raise _ERRORS.get(told[0], DistributeError)(f"on the chief: {told[1]}")
     return found
+
+
+def on_any_worker(strategy: Any, flag: bool) -> bool:
+    """Return True if a flag is set on any worker; all must call this after the same step."""
+    group = strategy.input_topology.workers
+    return flag if group is None else any(all_gather_object(group, bool(flag)))
 
 
 def _generators(strategy: Any) -> Any:

@@ -21,14 +21,13 @@ import numpy as np
 from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
-from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset, as_dataset
 from ndistribute.device import copy_to, to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
-from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint import Checkpoint, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.memory import keep_freed_memory
@@ -432,8 +431,7 @@ class Trainer(Layer):
 
     def on_any_worker(self, flag: bool) -> bool:
         """Return True if a flag is set on any worker; all must call this after the same step."""
-        group = self.strategy.input_topology.workers
-        return flag if group is None else any(all_gather_object(group, bool(flag)))
+        return on_any_worker(self.strategy, flag)
 
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""

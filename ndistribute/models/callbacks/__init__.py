@@ -7,6 +7,7 @@ from ndistribute.models.callbacks.control import (
     ReduceLROnPlateau,
     TerminateOnNaN,
 )
+from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler
 from ndistribute.models.callbacks.saving import BackupAndRestore, CSVLogger, ModelCheckpoint
 from ndistribute.models.callbacks.tensorboard import TensorBoard
 
@@ -19,6 +20,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateScheduler",
     "ModelCheckpoint",
+    "PreemptionCheckpointHandler",
     "ReduceLROnPlateau",
     "TensorBoard",
     "TerminateOnNaN",

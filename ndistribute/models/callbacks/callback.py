@@ -21,8 +21,10 @@ class Callback:
     Attributes:
         model: the model that is fitted.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
+        restores: whether `on_train_begin` restores the state of other callbacks.
     """
 
+    restores: bool = False
     model: Any = None
     params: Mapping[str, Any] = {}
 
@@ -63,8 +65,13 @@ class Callbacks(Callback):
                 raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
             one.model, one.params = model, params
 
-        for name in ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"):
+        for name in ("on_train_end", "on_epoch_begin", "on_epoch_end"):
             setattr(self, name, functools.partial(self._call, name))
+
+    def on_train_begin(self) -> None:
+        """Call them; those that restore a state last, as others forget theirs."""
+        for one in sorted(self.members, key=lambda one: one.restores):
+            one.on_train_begin()
 
     def _call(self, name: str, *args: Any) -> None:
         logs: tuple[Any, ...] = () if name == "on_epoch_end" else ({},)

@@ -84,6 +84,8 @@ class BackupAndRestore(Callback):
         delete_checkpoint: whether to delete the state when the training ends.
     """
 
+    restores = True
+
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],

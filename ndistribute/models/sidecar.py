@@ -1,0 +1,169 @@
+"""`SidecarEvaluator`: a task beside a training that scores its checkpoints as they appear."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ndistribute import tensor_files
+from ndistribute.errors import CheckpointCorruptError
+from ndistribute.models.callbacks.callback import Callback, Callbacks, History
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.training import Position
+from ndistribute.tensor_files import Saved
+
+__all__ = ["SidecarEvaluator"]
+
+_log = logging.getLogger("ndistribute")
+
+
+class SidecarEvaluator:
+    """Evaluates a model with the weights of each new checkpoint in a directory, in their order.
+
+    The checkpoints are those of `CheckpointManager`, `ModelCheckpoint`, `BackupAndRestore` or
+    `save_weights`. Only the weights are read, so the optimizer of the model need not be that of the
+    training. A checkpoint that is damaged, or that the training has deleted, is passed over.
+
+    Args:
+        model: the compiled model, of a strategy with one process.
+        data: the data for `evaluate`: a dataset, or ``(x, y)``.
+        checkpoint_dir: the directory.
+        steps: the number of batches; None means all.
+        max_evaluations: after how many checkpoints to end; None: no limit.
+        callbacks: `on_epoch_end` is called after each evaluation, with the number of steps made
+            and the metrics under names with ``val_``. One that sets `stop_training` ends it.
+        name: the name of the model in the checkpoints.
+        timeout_seconds: how long to wait for the next checkpoint; then it ends.
+        poll_seconds: how long to wait between two looks at the directory.
+
+    Raises:
+        ValueError: a number is negative, or the strategy of the model has several workers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Iterable[Callback] = (),
+        *,
+        name: str = "model",
+        timeout_seconds: float = 600.0,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        if timeout_seconds <= 0 or poll_seconds <= 0:
+            raise ValueError("timeout_seconds and poll_seconds must be above 0.")
+        if max_evaluations is not None and max_evaluations < 1:
+            raise ValueError(f"max_evaluations must be 1 or more, got {max_evaluations}.")
+        if model.strategy.input_topology.workers is not None:
+            raise ValueError(
+                "SidecarEvaluator runs in one process, beside the workers: create the model in the "
+                "scope of a strategy of one process, such as MirroredStrategy."
+            )
+        self._model = model
+        self._data = data if isinstance(data, tuple) else (data,)
+        self._directory = Path(checkpoint_dir)
+        self._steps = steps
+        self._most = max_evaluations
+        self._callbacks = list(callbacks)
+        self._name = name
+        self._timeout, self._poll = timeout_seconds, poll_seconds
+        self._seen: set[Path] = set()
+
+    def start(self) -> History:
+        """Evaluate checkpoints until there are no more, and return the metrics of each.
+
+        Raises:
+            TimeoutError: there was no checkpoint at all.
+            ValueError: a checkpoint does not fit the model.
+        """
+        model, history = self._model, History()
+        called = Callbacks(
+            [*self._callbacks, history], model, {"epochs": self._most, "steps": None}
+        )
+        model.stop_training = False
+        model.position = Position(0, called.members)
+        called.on_train_begin()
+        try:
+            while len(history.epoch) != self._most and not model.stop_training:
+                saved = self._next()
+                if saved is None:
+                    break
+                self._evaluate(saved, called)
+        finally:
+            called.on_train_end()
+        if not history.epoch:
+            raise TimeoutError(
+                f"SidecarEvaluator: there was no intact checkpoint in {self._directory} in "
+                f"{self._timeout:g} s. Pass the directory in which the training saves."
+            )
+        return history
+
+    def _evaluate(self, saved: Saved, called: Callbacks) -> None:
+        model, prefix = self._model, f"{self._name}/"
+        self._build()
+        if not any(key.startswith(prefix) for key in saved.tensors):
+            prefix = ""  # As `save_weights` writes them.
+        weights = {f"{prefix}{key}": one for key, one in model.named_variables().items()}
+        data = {**saved.data, "states": {}, "trained": {}}
+        Checkpoint(**weights).load(str(saved.path), saved.tensors, data)
+        x, y, weight = (*self._data, None, None)[:3]
+        found = model.evaluate(
+            x, y, verbose=0, sample_weight=weight, steps=self._steps, return_dict=True
+        )
+        step = _step_of(saved)
+        model.position.steps_made = step
+        _log.info("step %d, %s: %s", step, saved.path.name, found)
+        called.on_epoch_end(step, {f"val_{key}": value for key, value in found.items()})
+
+    def _build(self) -> None:
+        """Create the variables, by one batch: a checkpoint needs them."""
+        if not self._model.variables:
+            x, y, weight = (*self._data, None, None)[:3]
+            self._model.evaluate(x, y, verbose=0, sample_weight=weight, steps=1)
+
+    def _next(self) -> Saved | None:
+        """Return the oldest checkpoint that was not read, or None if none came in time."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            for path in _checkpoints(self._directory):
+                if path in self._seen:
+                    continue
+                self._seen.add(path)
+                try:
+                    return tensor_files.read(path)
+                except (CheckpointCorruptError, FileNotFoundError) as error:
+                    if path.exists():
+                        _log.warning("%s is damaged and not evaluated: %s", path, error)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            threading.Event().wait(min(self._poll, left))
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """Return the folders of checkpoints of all series, the oldest first."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if re.fullmatch(r".+\.\d{6,}", path.name, re.ASCII):
+            try:
+                found.append((path.stat().st_mtime_ns, path.name, path))
+            except FileNotFoundError:
+                continue  # The training has just deleted it.
+    return [path for _, _, path in sorted(found)]
+
+
+def _step_of(saved: Saved) -> int:
+    """Return the number of steps made: that of the manager, else of the optimizer or the file."""
+    if "step" in saved.data:
+        return int(saved.data["step"])
+    counts = [int(one) for name, one in saved.tensors.items() if name.endswith("/iterations")]
+    return max(counts, default=int(saved.path.name.rpartition(".")[2]))
