@@ -38,7 +38,7 @@ class Curve(callbacks.Callback):
         """Continue from a saved state."""
         self.points = [(int(replicas), loss) for replicas, loss in state["points"]]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
         """Say where the training starts; the backup, an earlier callback, is restored by now."""
         position, strategy = self.model.position, self.model.strategy
         if strategy.is_chief:

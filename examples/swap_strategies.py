@@ -57,7 +57,7 @@ class Watch(nd.callbacks.Callback):
         self.seconds: list[float] = []
         self._began = 0.0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Start the watch."""
         self._began = time.perf_counter()
 

@@ -68,7 +68,7 @@ class Callbacks(Callback):
         for name in ("on_train_end", "on_epoch_begin", "on_epoch_end"):
             setattr(self, name, functools.partial(self._call, name))
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Call them; those that restore a state last, as others forget theirs."""
         for one in sorted(self.members, key=lambda one: one.restores):
             one.on_train_begin()

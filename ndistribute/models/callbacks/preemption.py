@@ -85,7 +85,7 @@ class PreemptionCheckpointHandler(Callback):
         """Restore the earlier handler of the signal."""
         self._stop_listening()
 
-    def on_train_begin(self) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue from the newest checkpoint, and listen to the signal."""
         self._listen()
         model, position = self.model, self.model.position
@@ -101,11 +101,11 @@ class PreemptionCheckpointHandler(Callback):
         """Exit if a worker must."""
         self._exit_from_fit()
 
-    def on_epoch_begin(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exit if a worker must: all callbacks have seen the end of the last epoch."""
         self._exit_from_fit()
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Exit if a worker must, and restore the earlier handler of the signal."""
         try:
             if self.model.position.finished:
