@@ -71,7 +71,7 @@ class Callbacks(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Call them; those that restore a state last, as others forget theirs."""
         for one in sorted(self.members, key=lambda one: one.restores):
-            one.on_train_begin()
+            one.on_train_begin({})
 
     def _call(self, name: str, *args: Any) -> None:
         logs: tuple[Any, ...] = () if name == "on_epoch_end" else ({},)
