@@ -111,6 +111,11 @@ def main() -> None:
     parser.add_argument("--kill_at", type=int, default=0, help="the step to kill itself after")
     parser.add_argument("--picture", default="resume.png", help="empty for nowhere")
     options = parser.parse_args()
+    if options.strategy == "parameter_server" and nd.TFConfigClusterResolver().cluster_spec().jobs:
+        raise SystemExit(
+            "the workers of parameter servers make their steps at different times, so there is no "
+            "step to go on from; servers save their variables themselves, by snapshots."
+        )
     with make_strategy(options.strategy, options.replicas) as strategy:
         train(strategy, options)
 

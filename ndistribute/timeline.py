@@ -15,12 +15,13 @@ import os
 import platform
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-__all__ = ["Recorder", "enabled", "flush", "identify", "recorded", "span"]
+__all__ = ["Recorder", "enabled", "flush", "identify", "recorded", "span", "totals"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +30,7 @@ _log = logging.getLogger("ndistribute")
 _FLUSH_EVENTS = 4096
 _FLUSH_NANOSECONDS = 500_000_000
 _MAX_FILE_BYTES = 256 << 20
+_MOST_NESTED = 1024
 _Event = tuple[str, str, int, int, int]  # name, title, start, end, thread
 
 
@@ -63,6 +65,8 @@ class Recorder:
         self._events: list[_Event] = []
         self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
         self._named = 0  # The number of threads whose names are in the file.
+        self._totals: dict[str, int] = {}  # The nanoseconds in spans, without nested ones.
+        self._ended: dict[int, deque[tuple[int, int]]] = {}  # Of each thread: start, duration.
         self._flushed = time.monotonic_ns()
         self._failed = False
         self._end = 0
@@ -92,6 +96,12 @@ class Recorder:
         with self._lock:
             self._write()
 
+    def totals(self) -> dict[str, float]:
+        """Return the seconds in spans of each name so far, without those in nested spans."""
+        with self._lock:
+            self._write()
+            return {name: total / 1e9 for name, total in self._totals.items()}
+
     def close(self) -> None:
         """Write the buffered events, and close the file."""
         with self._lock:
@@ -105,6 +115,8 @@ class Recorder:
         events = self._events[: len(self._events)]
         del self._events[: len(events)]
         self._flushed = time.monotonic_ns()
+        for name, _, start, end, thread in events:
+            self._totals[name] = self._totals.get(name, 0) + self._own(start, end, thread)
         if not events or self._failed:
             return
         try:
@@ -112,6 +124,15 @@ class Recorder:
         except OSError as error:
             self._failed = True
             _log.warning("tracing to %s stopped, as a write failed: %s", self._directory, error)
+
+    def _own(self, start: int, end: int, thread: int) -> int:
+        """Return the duration of a span without the spans nested in it, which ended before."""
+        ended = self._ended.setdefault(thread, deque(maxlen=_MOST_NESTED))
+        own = end - start
+        while ended and ended[-1][0] >= start:
+            own -= ended.pop()[1]
+        ended.append((start, end - start))
+        return max(0, own)
 
     def _append(self, events: Sequence[_Event]) -> None:
         if self._file is None:
@@ -228,6 +249,14 @@ def identify(name: str, names: Sequence[str]) -> None:
     """Set the name of this process, such as ``"rank 0"`` or ``"ps:1"``, and those of all."""
     if _recorder is not None:
         _recorder.identify(name, names)
+
+
+def totals() -> dict[str, float]:
+    """Return the seconds that this process spent in spans of each name, of all threads together.
+
+    Time in a nested span counts for that one only. Without tracing there is none.
+    """
+    return {} if _recorder is None else _recorder.totals()
 
 
 def flush() -> None:

@@ -33,8 +33,7 @@ OF_ANY = "test accuracy ([0-9.]+)"
 
 
 def arguments(script: str, strategy: str, replicas: int, *more: object) -> list[str]:
-    shared = [script, "--strategy", strategy, "--replicas", str(replicas)]
-    return [*shared, *(("--epochs", "6") if script == DIGITS else ()), *map(str, more)]
+    return [script, "--strategy", strategy, "--replicas", str(replicas), *map(str, more)]
 
 
 def numbers_in(output: str, pattern: str = OF_ANY) -> tuple[float, ...]:
@@ -57,7 +56,8 @@ def output_here(*command: str) -> str:
 
 def result_here(strategy: str, replicas: int) -> tuple[float, ...]:
     """Train the network of plain NumPy in this process; return its loss and accuracy."""
-    return numbers_in(output_here(*arguments(DIGITS, strategy, replicas)), OF_DIGITS)
+    said = output_here(*arguments(DIGITS, strategy, replicas, "--epochs", 6))
+    return numbers_in(said, OF_DIGITS)
 
 
 def accuracy_here(script: str, strategy: str, replicas: int, *more: object) -> float:
@@ -100,11 +100,6 @@ def test_digits_train_alike_under_every_strategy(strategy: str, replicas: int) -
     assert result_here(strategy, replicas) == pytest.approx(plain, abs=NEAR)
 
 
-def test_two_processes_give_the_result_of_one() -> None:
-    (said,) = output_of([*two_processes(mpi=False), *arguments(DIGITS, "multi_worker", 2)])
-    assert numbers_in(said, OF_DIGITS) == pytest.approx(result_here("none", 1), abs=NEAR)
-
-
 def test_one_replica_strategies_refuse_more() -> None:
     with pytest.raises(SystemExit, match="one replica"):
         result_here("none", 2)
@@ -145,7 +140,7 @@ def test_fit_gives_one_result_under_every_strategy(strategy: str, replicas: int)
 
 @pytest.mark.parametrize("mpi", [False, True])
 def test_fit_in_two_processes_gives_the_result_of_one(mpi: bool) -> None:
-    command = arguments(FIT, "multi_worker", 1, "--epochs", 3)
+    command = arguments(FIT, "multi_worker", 1 if mpi else 2, "--epochs", 3)
     (said,) = output_of([*two_processes(mpi), *command])
     plain = accuracy_here(FIT, "none", 1, "--epochs", 3)
     assert numbers_in(said) == pytest.approx((plain,), abs=NEAR)
@@ -154,7 +149,7 @@ def test_fit_in_two_processes_gives_the_result_of_one(mpi: bool) -> None:
 @pytest.mark.parametrize("chief", [[], ["--chief"]])
 def test_fit_trains_on_parameter_servers_with_and_without_a_chief(chief: list[str]) -> None:
     command = [*LAUNCHER, *"--workers 2 --ps 1".split(), *chief]
-    (said,) = output_of([*command, *arguments(FIT, "parameter_server", 1, "--epochs", 5)])
+    (said,) = output_of([*command, *arguments(FIT, "parameter_server", 1, "--epochs", 4)])
     assert numbers_in(said) > (0.9,)
 
 
@@ -173,14 +168,13 @@ def test_sparse_gradients_train_a_classifier_of_text(strategy: str, replicas: in
     assert rows < words / 10
 
 
-@pytest.mark.slow
 def test_a_table_compares_strategies_and_jobs_of_processes() -> None:
-    chosen = ["none", "multi_worker", "parameter_server"]
+    chosen = ["none", "multi_worker"]
     command = [SWAP, "--strategy", *chosen, "--epochs", "2", "--picture="]
     lines = output_here(*command).replace(",", "").splitlines()
     found = {name: tuple(map(float, rest)) for name, *rest in map(str.split, lines[1:])}
     assert list(found) == chosen
-    assert [replicas for replicas, *_ in found.values()] == [1, 2, 2]
+    assert [replicas for replicas, *_ in found.values()] == [1, 2]
     assert found["multi_worker"][1:3] == pytest.approx(found["none"][1:3], abs=NEAR)
 
 

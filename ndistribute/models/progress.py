@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from ndistribute.models.callbacks import Callback, Logs
+from ndistribute.models.callbacks.callback import Callback, Logs
 
 __all__ = ["Progress"]
 

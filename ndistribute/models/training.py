@@ -27,7 +27,7 @@ from ndistribute.data import Dataset, as_dataset
 from ndistribute.device import copy_to, to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
-from ndistribute.models.callbacks import Callback, Callbacks, History
+from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer

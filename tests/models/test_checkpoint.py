@@ -21,7 +21,7 @@ X = RNG.normal(size=(50, 6))
 Y = RNG.integers(0, 3, 50)
 
 
-def classifier(optimizer: Any = None) -> Sequential:
+def classifier(optimizer: Any = None, *, build: bool = True) -> Sequential:
     """Return a compiled model in float64, with dropout, which needs random numbers."""
     model = Sequential(
         [
@@ -32,7 +32,8 @@ def classifier(optimizer: Any = None) -> Sequential:
     )
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer or nd.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    model(X[:1])
+    if build:
+        model(X[:1])
     return model
 
 
@@ -89,16 +90,16 @@ def test_a_restored_optimizer_is_built(tmp_path):
     ]
 
 
-def test_a_layer_without_variables_is_refused_rather_than_left_as_it_is(tmp_path):
-    dense = layers.Dense(3)
-    dense(np.ones((1, 2), np.float32))
-    path = Checkpoint(layer=dense).save(tmp_path / "run")
-    with pytest.raises(ValueError, match="has none yet: call it on an input"):
-        Checkpoint(layer=layers.Dense(3)).restore(path)
-    path = classifier().save_weights(tmp_path / "weights")
-    unbuilt = Sequential([layers.Dense(3)])
+def test_a_model_without_variables_is_built_from_the_checkpoint(tmp_path):
+    source = classifier()
+    path = Checkpoint(model=source).save(tmp_path / "run")
+    unbuilt = classifier(build=False)
+    Checkpoint(model=unbuilt).restore(path)
+    assert all(map(np.array_equal, unbuilt.get_weights(), source.get_weights()))
     with pytest.raises(RuntimeError, match=r"load_weights of model .* has no variables yet"):
-        unbuilt.load_weights(path)
+        Sequential([layers.Dense(3)]).load_weights(path)
+    with pytest.raises(ValueError, match="has none yet: call it on an input"):
+        Checkpoint(model=layers.Dense(3)).restore(path)
 
 
 def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):

@@ -1,0 +1,123 @@
+"""The base class of callbacks, and those that only tell others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+__all__ = ["Callback", "Callbacks", "History", "LambdaCallback", "Logs", "steps_of"]
+
+Logs = Mapping[str, float]
+
+
+class Callback:
+    """The base class of callbacks; a subclass overrides the methods that it needs.
+
+    Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
+    replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
+    Methods for a beginning, and `on_train_end`, get empty logs, as in Keras.
+
+    Attributes:
+        model: the model that is fitted.
+        params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
+    """
+
+    model: Any = None
+    params: Mapping[str, Any] = {}
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Called before the first epoch."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Called after the last epoch; also if an exception ends the training."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called before each epoch, counted from 0."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Called after each epoch and its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before each step, counted from 0 in each epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Called after each step."""
+
+
+class Callbacks(Callback):
+    """Several callbacks, called in turn.
+
+    Args:
+        callbacks: the callbacks.
+        model: the model that is fitted.
+        params: see `Callback`.
+    """
+
+    def __init__(
+        self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]
+    ) -> None:
+        self.members = list(callbacks)
+        for one in self.members:
+            if not isinstance(one, Callback):
+                raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
+            one.model, one.params = model, params
+
+        for name in ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"):
+            setattr(self, name, functools.partial(self._call, name))
+
+    def _call(self, name: str, *args: Any) -> None:
+        logs: tuple[Any, ...] = () if name == "on_epoch_end" else ({},)
+        for one in self.members:
+            getattr(one, name)(*args, *logs)
+
+    def overriding(self, name: str) -> list[Callable[..., None]]:
+        """Return the methods of a name that a callback defines itself."""
+        plain = getattr(Callback, name)
+        methods = [getattr(one, name) for one in self.members]
+        return [method for method in methods if getattr(method, "__func__", None) is not plain]
+
+
+class History(Callback):
+    """The logs of each epoch; `fit` returns it.
+
+    Attributes:
+        epoch: the numbers of the epochs.
+        history: the values of each metric, one an epoch.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: list[int] = []
+        self.history: dict[str, list[float]] = {}
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Append the epoch's metrics."""
+        self.epoch.append(epoch)
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions.
+
+    Args:
+        functions: by keyword, such as ``on_epoch_end=lambda epoch, logs: print(logs)``.
+
+    Raises:
+        TypeError: a keyword is not the name of a method of `Callback`.
+    """
+
+    def __init__(self, **functions: Callable[..., None]) -> None:
+        for name, function in functions.items():
+            if not name.startswith("on_") or not hasattr(Callback, name):
+                raise TypeError(f"LambdaCallback: there is no {name}.")
+            setattr(self, name, function)
+
+
+def steps_of(freq: str | int, argument: str = "save_freq") -> int:
+    """Return the number of steps of a frequency; 0 for an epoch."""
+    if freq == "epoch":
+        return 0
+    if isinstance(freq, str) or freq < 1:
+        raise ValueError(f"{argument} must be 'epoch' or a number of steps, got {freq!r}.")
+    return freq

@@ -1,0 +1,220 @@
+"""Callbacks that control a training by its metrics: its learning rate, and when it ends."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ndistribute.models.callbacks.callback import Callback, Logs
+
+__all__ = [
+    "EarlyStopping",
+    "LearningRateScheduler",
+    "Monitor",
+    "ReduceLROnPlateau",
+    "TerminateOnNaN",
+]
+
+_log = logging.getLogger("ndistribute")
+
+
+class LearningRateScheduler(Callback):
+    """Sets the optimizer's learning rate before each epoch.
+
+    Args:
+        schedule: called with the epoch, from 0, and with the current rate if it takes two
+            arguments; returns the rate.
+    """
+
+    def __init__(self, schedule: Callable[..., float]) -> None:
+        self._schedule = schedule
+        try:
+            inspect.signature(schedule).bind(0, 0.0)
+            self._takes_rate = True
+        except TypeError:
+            self._takes_rate = False
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Set the rate."""
+        optimizer = self.model.optimizer
+        args = (epoch, optimizer.learning_rate) if self._takes_rate else (epoch,)
+        optimizer.learning_rate = float(self._schedule(*args))
+
+
+class Monitor(Callback):
+    """The base class of callbacks that follow a metric from epoch to epoch.
+
+    Args:
+        monitor: the metric's name in the logs of an epoch.
+        mode: ``"min"``, ``"max"``, or ``"auto"`` for max if the name contains "acc", "auc",
+            "precision" or "recall".
+        min_delta: the least change that counts as an improvement.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+
+    def __init__(self, monitor: str, mode: str = "auto", min_delta: float = 0.0) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}.")
+        rising = any(word in monitor for word in ("acc", "auc", "precision", "recall"))
+        self.monitor = monitor
+        self._sign = 1.0 if mode == "max" or (mode == "auto" and rising) else -1.0
+        self._min_delta = abs(min_delta)
+        self.best: float | None = None
+        self.wait = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget the best value."""
+        self.best, self.wait = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and the number of epochs since."""
+        return {"best": self.best, "wait": self.wait}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        self.best, self.wait = state["best"], state["wait"]
+
+    def improved(self, logs: Logs) -> bool:
+        """Return True if the metric is better than ever before; else count the epoch."""
+        value = logs.get(self.monitor)
+        if value is None:
+            names = ", ".join(logs)
+            raise ValueError(
+                f"{type(self).__name__} monitors {self.monitor!r}, but there are only {names}. "
+                "Pass validation_data for names with val_, or another monitor."
+            )
+        if self.best is None or self._sign * (value - self.best) > self._min_delta:
+            self.best, self.wait = value, 0
+            return True
+        self.wait += 1
+        return False
+
+
+class EarlyStopping(Monitor):
+    """Ends the training when a metric no longer improves.
+
+    Args:
+        monitor: the metric's name in the logs of an epoch.
+        min_delta: the least change that counts as an improvement.
+        patience: the number of epochs without an improvement to wait for one.
+        mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
+        baseline: the value to improve on from the start.
+        restore_best_weights: whether the model gets the weights of the best epoch at the end.
+        start_from_epoch: the first epoch that counts.
+
+    Attributes:
+        stopped_epoch: the epoch that ended the training; 0 if none did.
+        best: the best value.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.patience = patience
+        self.stopped_epoch = 0
+        self._baseline = baseline
+        self._restores = restore_best_weights
+        self._start = start_from_epoch
+        self._weights: Any = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget the best epoch."""
+        super().on_train_begin()
+        self.best, self._weights, self.stopped_epoch = self._baseline, None, 0
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Compare the epoch with the best one."""
+        if epoch < self._start:
+            return
+        if self.improved(logs):
+            if self._restores:
+                self._weights = self.model.get_weights()
+        elif self.wait >= self.patience:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Restore the weights of the best epoch."""
+        if self._weights is not None:
+            self.model.set_weights(self._weights)
+
+
+class ReduceLROnPlateau(Monitor):
+    """Lowers the learning rate when a metric no longer improves.
+
+    Args:
+        monitor: the metric's name in the logs of an epoch.
+        factor: what the rate is multiplied by, in ``(0, 1)``.
+        patience: the number of epochs without an improvement to wait for one.
+        mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
+        min_delta: the least change that counts as an improvement.
+        cooldown: the number of epochs after a change that do not count.
+        min_lr: the lowest rate.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        if not 0 < factor < 1:
+            raise ValueError(f"ReduceLROnPlateau: factor must be between 0 and 1, got {factor}.")
+        super().__init__(monitor, mode, min_delta)
+        self.factor, self.patience, self.min_lr = factor, patience, min_lr
+        self._cooldown, self._cooling = cooldown, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, the epochs since, and the rate."""
+        rate = self.model.optimizer.learning_rate
+        return {**super().state_dict(), "cooling": self._cooling, "rate": rate}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        super().load_state_dict(state)
+        self._cooling = state["cooling"]
+        self.model.optimizer.learning_rate = state["rate"]
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Lower the rate if the metric has not improved for long enough."""
+        better = self.improved(logs)
+        if self._cooling:
+            self._cooling -= 1
+            self.wait = 0
+        elif not better and self.wait >= self.patience:
+            optimizer = self.model.optimizer
+            rate = max(self.min_lr, optimizer.learning_rate * self.factor)
+            if rate < optimizer.learning_rate:
+                _log.info("epoch %d: the learning rate becomes %g", epoch + 1, rate)
+                optimizer.learning_rate = rate
+            self._cooling, self.wait = self._cooldown, 0
+
+
+class TerminateOnNaN(Callback):
+    """Ends the training when the loss is no number, on all replicas after the same step.
+
+    The workers agree after each step, which costs a small collective.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """End the training if the mean loss of a replica is not finite."""
+        if self.model.on_any_worker(not math.isfinite(logs["loss"])):
+            _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
+            self.model.stop_training = True

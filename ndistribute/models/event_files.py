@@ -1,0 +1,181 @@
+"""Event files, which TensorBoard displays: scalars, histograms and images by step.
+
+A file is a sequence of records, each framed by its length and checksums, with a message in the wire
+format of Protocol Buffers. Both are written by hand, since they need two kinds of fields and one
+table. A record is in the file when a method returns; a process that is killed leaves whole records.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["EventFile", "crc32c", "masked_crc32c", "png"]
+
+_POLYNOMIAL = 0x82F63B78  # Of Castagnoli, with its bits reversed.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # The wire types of fields.
+_BINS = 30
+_files = itertools.count()
+
+
+class EventFile:
+    """A new event file in a directory; a context manager that closes it.
+
+    Args:
+        directory: the directory; created if it is missing.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with EventFile(directory) as events:
+    ...         events.scalars({"loss": 0.5}, step=1)
+    ...     events.path.name.startswith("events.out.tfevents.")
+    True
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # The number makes names of one second and process differ; TensorBoard reads them in order.
+        own = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        self.path = folder / f"events.out.tfevents.{own}"
+        self._file = self.path.open("xb", buffering=0)
+        self._write(_text(3, b"brain.Event:2"), 0)
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Write numbers by their tags."""
+        self._summary((_tag(tag) + _float(2, value) for tag, value in values.items()), step)
+
+    def histogram(self, tag: str, values: Any, step: int) -> None:
+        """Write the distribution of the finite values of an array; nothing if there are none."""
+        flat = np.asarray(values, np.float64).ravel()
+        flat = flat[np.isfinite(flat)]
+        if not flat.size:
+            return
+        counts, edges = np.histogram(flat, _BINS)
+        numbers = (flat.min(), flat.max(), flat.size, flat.sum(), np.square(flat).sum())
+        message = b"".join(_double(field, one) for field, one in enumerate(numbers, 1))
+        message += _text(6, edges[1:].astype("<f8").tobytes())
+        message += _text(7, counts.astype("<f8").tobytes())
+        self._summary([_tag(tag) + _text(5, message)], step)
+
+    def image(self, tag: str, pixels: Any, step: int) -> None:
+        """Write an image of bytes, ``(height, width, channels)`` with 1, 3 or 4 channels."""
+        message = b"".join(_integer(field, size) for field, size in enumerate(pixels.shape, 1))
+        self._summary([_tag(tag) + _text(4, message + _text(4, png(pixels)))], step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> EventFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _summary(self, values: Iterable[bytes], step: int) -> None:
+        self._write(_text(5, b"".join(_text(1, value) for value in values)), step)
+
+    def _write(self, content: bytes, step: int) -> None:
+        event = _double(1, time.time()) + _integer(2, step) + content
+        length = struct.pack("<Q", len(event))
+        record = length + _checksum(length) + event + _checksum(event)
+        self._file.write(record)
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC of Castagnoli, see RFC 3720, appendix B.4.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Return the checksum of a record's part: data that contain their CRC have a weak CRC."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def png(pixels: Any) -> bytes:
+    """Return a PNG file of an array of bytes, ``(height, width, channels)``.
+
+    Raises:
+        ValueError: there are not 1, 3 or 4 channels, or the values are no bytes.
+    """
+    kinds = {1: 0, 3: 2, 4: 6}  # Grey, colours, colours with transparency.
+    if pixels.ndim != 3 or pixels.dtype != np.uint8 or pixels.shape[2] not in kinds:
+        raise ValueError(
+            f"an image must be uint8 of shape (height, width, 1, 3 or 4), got {pixels.dtype} of "
+            f"shape {pixels.shape}."
+        )
+    height, width, channels = pixels.shape
+    rows = np.zeros((height, 1 + width * channels), np.uint8)  # Each row begins with a filter, 0.
+    rows[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, kinds[channels], 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
+def _row(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (_POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+_TABLE = tuple(map(_row, range(256)))
+
+
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))
+
+
+def _varint(value: int) -> bytes:
+    value &= 2**64 - 1
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def _key(field: int, kind: int) -> bytes:
+    return _varint(field << 3 | kind)
+
+
+def _integer(field: int, value: int) -> bytes:
+    return _key(field, _VARINT) + _varint(int(value))
+
+
+def _double(field: int, value: float) -> bytes:
+    return _key(field, _FIXED64) + struct.pack("<d", value)
+
+
+def _float(field: int, value: float) -> bytes:
+    # NumPy turns what float32 cannot hold into infinity; `struct` raises.
+    with np.errstate(over="ignore"):
+        return _key(field, _FIXED32) + np.array(value, "<f4").tobytes()
+
+
+def _text(field: int, value: bytes) -> bytes:
+    return _key(field, _BYTES) + _varint(len(value)) + value
+
+
+def _tag(tag: str) -> bytes:
+    return _text(1, tag.encode())
