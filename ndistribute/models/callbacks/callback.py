@@ -20,7 +20,7 @@ class Callback:
     Attributes:
         model: the model that is fitted.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
-        restores: whether `on_train_begin` restores the state of other callbacks.
+        restores: whether it saves and restores the states of others, so that it comes after them.
     """
 
     restores: bool = False
@@ -64,13 +64,19 @@ class Callbacks(Callback):
                 raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
             one.model, one.params = model, params
 
-        for name in ("on_train_end", "on_epoch_begin", "on_epoch_end"):
+        for name in ("on_train_end", "on_epoch_begin"):
             setattr(self, name, functools.partial(self._call, name))
+        self._restoring_last = sorted(self.members, key=lambda one: one.restores)
 
     def on_train_begin(self) -> None:
-        """Call them; those that restore a state last, as others forget theirs."""
-        for one in sorted(self.members, key=lambda one: one.restores):
+        """Call them; those that restore the states of others last, as these forget theirs."""
+        for one in self._restoring_last:
             one.on_train_begin()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Call them; those that save the states of others last, when these know the epoch."""
+        for one in self._restoring_last:
+            one.on_epoch_end(epoch, logs)
 
     def _call(self, name: str, *args: Any) -> None:
         for one in self.members:
