@@ -124,7 +124,7 @@ class Checkpoint:
                     for key, slot in _slots(path, one, names).items():
                         tensors[key] = slot.numpy()
                 if _has_state(one):
-                    states[path] = one.state_dict()
+                    states[path] = _without_arrays(one.state_dict(), f"{path}/state", tensors)
             tensors[_GENERATORS] = _generators(self.strategy)
         seed: Any = current_seed()
         random = [str(seed.entropy), seed.n_children_spawned]
@@ -168,7 +168,7 @@ class Checkpoint:
                 one.iterations = int(tensors[f"{path}/iterations"])
             for path, one in parts:
                 if path in data["states"]:
-                    one.load_state_dict(data["states"][path])
+                    one.load_state_dict(_with_arrays(data["states"][path], tensors))
             entropy, children = data["seed"]
             restore_seed(int(entropy), children)
             _set_generators(self.strategy, tensors[_GENERATORS])
@@ -361,6 +361,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 _SERIES = "checkpoint"
 _ALL = 10**9
+_TENSOR = "$tensor"  # In a state, the reference to an array.
 
 
 def _flat(path: str, one: Any) -> Iterator[tuple[str, Any]]:
@@ -386,6 +387,27 @@ def _flat(path: str, one: Any) -> Iterator[tuple[str, Any]]:
 
 def _has_state(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _without_arrays(state: Any, path: str, tensors: dict[str, Any]) -> Any:
+    """Return a state with references instead of its arrays, which are added to the tensors."""
+    if isinstance(state, np.ndarray):
+        tensors[path] = state
+        return {_TENSOR: path}
+    if isinstance(state, dict):
+        return {key: _without_arrays(one, f"{path}/{key}", tensors) for key, one in state.items()}
+    if isinstance(state, list | tuple):
+        return [_without_arrays(one, f"{path}/{k}", tensors) for k, one in enumerate(state)]
+    return state
+
+
+def _with_arrays(state: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return a state with its arrays again."""
+    if isinstance(state, dict):
+        if state.keys() == {_TENSOR}:
+            return tensors[state[_TENSOR]]
+        return {key: _with_arrays(one, tensors) for key, one in state.items()}
+    return [_with_arrays(one, tensors) for one in state] if isinstance(state, list) else state
 
 
 def _names(parts: list[tuple[str, Any]]) -> dict[int, str]:

@@ -39,6 +39,12 @@ def fit(model: Sequential, *used: callbacks.Callback, epochs: int = 6) -> Any:
     return model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=used).history
 
 
+def fit_scheduled(callback: callbacks.Callback) -> None:
+    model = model_of()
+    model.optimizer.learning_rate = lambda step: 0.1
+    fit(model, callback)
+
+
 @pytest.mark.parametrize(
     ("options", "epochs"),
     [
@@ -47,7 +53,9 @@ def fit(model: Sequential, *used: callbacks.Callback, epochs: int = 6) -> Any:
         ({"mode": "max", "patience": 2, "min_delta": 0.5}, 4),
         ({"mode": "max", "start_from_epoch": 3}, 5),
         ({"mode": "min"}, 2),
-        ({"mode": "max", "baseline": 9.0}, 1),
+        ({"mode": "max", "baseline": 9.0}, 3),
+        ({"mode": "max", "baseline": 9.0, "patience": 4}, 5),
+        ({"mode": "max", "baseline": 1.5, "patience": 2}, 6),
     ],
 )
 def test_early_stopping_waits_for_an_improvement(options, epochs):
@@ -64,6 +72,75 @@ def test_early_stopping_can_restore_the_best_weights():
     fit(model, keep, stop)
     assert len(seen) == 4
     assert all(map(np.array_equal, model.get_weights(), seen[1]))
+
+
+def test_early_stopping_forgets_a_first_value_that_is_no_number():
+    stop = callbacks.EarlyStopping("score", mode="max", patience=2)
+    fit(model_of([math.nan, 1.0, 2.0, 3.0, 4.0, 5.0]), stop)
+    assert (stop.best, stop.stopped_epoch) == (5.0, 0)
+
+
+def test_early_stopping_restores_the_best_weights_below_a_baseline():
+    model, seen = model_of([1.0, 2.0, 1.0, 1.0]), []
+    keep = callbacks.LambdaCallback(on_epoch_end=lambda e, logs: seen.append(model.get_weights()))
+    stop = callbacks.EarlyStopping("score", 0, 2, "max", 9.0, restore_best_weights=True)
+    fit(model, keep, stop)
+    assert all(map(np.array_equal, model.get_weights(), seen[1]))
+
+
+@pytest.mark.parametrize(("cooldown", "falls"), [(0, [1, 2, 3, 4]), (1, [1, 2, 3, 4]), (2, [1, 3])])
+def test_the_rate_falls_again_after_the_cooldown_of_keras(cooldown, falls):
+    model, rates = model_of([1.0] * 5), [0.125]
+    keep = callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: rates.append(model.optimizer.learning_rate)
+    )
+    plateau = callbacks.ReduceLROnPlateau("score", 0.5, patience=1, cooldown=cooldown)
+    fit(model, plateau, keep, epochs=5)
+    assert [epoch for epoch in range(5) if rates[epoch + 1] < rates[epoch]] == falls
+
+
+class Interrupt(callbacks.Callback):
+    """Raises after a step of an epoch."""
+
+    def __init__(self, epoch: int, step: int) -> None:
+        self.at = (epoch, step)
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        """Raise."""
+        if (self.model.position.epoch, batch) == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("freq", [1, "epoch"])
+def test_what_callbacks_know_is_continued_wherever_they_stand(first, freq, tmp_path):
+    def run(values: list[float], *more: callbacks.Callback) -> tuple[Any, ...]:
+        model = model_of(values)
+        model(X)
+        model.set_weights([np.ones((2, 1)), np.zeros(1)])
+        stop = callbacks.EarlyStopping("loss", -1e9, 2, "max", restore_best_weights=True)
+        rate = callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        used = [*more, stop, rate] if first else [stop, rate, *more]
+        model.fit(X, Y, 4, 6, 0, callbacks=used)
+        return model.get_weights(), stop.best, stop.stopped_epoch, model.optimizer.learning_rate
+
+    expected = run([0.0] * 99)
+    backup = callbacks.BackupAndRestore(tmp_path, save_freq=freq)
+    with pytest.raises(KeyboardInterrupt):
+        run([0.0] * 99, backup, Interrupt(2, 0))
+    weights, *rest = run([0.0] * 99, backup)
+    assert rest == list(expected[1:])
+    assert all(map(np.array_equal, weights, expected[0]))
+
+
+def test_a_training_that_was_stopped_remains_so(tmp_path):
+    def run(*more: callbacks.Callback) -> Any:
+        stop = callbacks.EarlyStopping("loss", 1e9)
+        backup = callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        return fit(model_of(), backup, stop)
+
+    assert len(run()["loss"]) == 2
+    assert not run()
 
 
 def test_the_rate_follows_a_schedule_and_falls_on_a_plateau():
@@ -120,6 +197,11 @@ def test_all_replicas_stop_when_the_loss_of_one_is_no_number():
         (lambda: callbacks.ReduceLROnPlateau(factor=2), "factor must be between 0 and 1"),
         (lambda: callbacks.ModelCheckpoint("x", save_freq="batch"), "save_freq must be 'epoch'"),
         (lambda: callbacks.LambdaCallback(on_end=print), "there is no on_end"),
+        (lambda: fit_scheduled(callbacks.ReduceLROnPlateau("loss")), "ReduceLROnPlateau sets the"),
+        (
+            lambda: fit_scheduled(callbacks.LearningRateScheduler(lambda epoch, rate: rate)),
+            "LearningRateScheduler sets the learning rate, but that of the optimizer is a schedule",
+        ),
         (lambda: fit(model_of(), callbacks.EarlyStopping()), "monitors 'val_loss', but there are"),
     ],
 )

@@ -21,7 +21,7 @@ class Callback:
     Attributes:
         model: the model that is fitted.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
-        restores: whether `on_train_begin` restores the state of other callbacks.
+        restores: whether it saves and restores the states of others, so that it comes after them.
     """
 
     restores: bool = False
@@ -65,18 +65,23 @@ class Callbacks(Callback):
                 raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
             one.model, one.params = model, params
 
-        for name in ("on_train_end", "on_epoch_begin", "on_epoch_end"):
+        for name in ("on_train_end", "on_epoch_begin"):
             setattr(self, name, functools.partial(self._call, name))
+        self._restoring_last = sorted(self.members, key=lambda one: one.restores)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Call them; those that restore a state last, as others forget theirs."""
-        for one in sorted(self.members, key=lambda one: one.restores):
+        """Call them; those that restore the states of others last, as these forget theirs."""
+        for one in self._restoring_last:
             one.on_train_begin({})
 
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Call them; those that save the states of others last, when these know the epoch."""
+        for one in self._restoring_last:
+            one.on_epoch_end(epoch, logs)
+
     def _call(self, name: str, *args: Any) -> None:
-        logs: tuple[Any, ...] = () if name == "on_epoch_end" else ({},)
         for one in self.members:
-            getattr(one, name)(*args, *logs)
+            getattr(one, name)(*args, {})
 
     def overriding(self, name: str) -> list[Callable[..., None]]:
         """Return the methods of a name that a callback defines itself."""

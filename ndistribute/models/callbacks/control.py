@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ndistribute.device import as_array
 from ndistribute.models.callbacks.callback import Callback, Logs
 
 __all__ = [
@@ -36,12 +37,29 @@ class LearningRateScheduler(Callback):
             self._takes_rate = True
         except TypeError:
             self._takes_rate = False
+        self._set: int | None = None  # The epoch for which the rate is set.
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Check that the optimizer has no schedule."""
+        _check_rate_is_number(self)
+        self._set = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Set the rate."""
-        optimizer = self.model.optimizer
-        args = (epoch, optimizer.learning_rate) if self._takes_rate else (epoch,)
-        optimizer.learning_rate = float(self._schedule(*args))
+        """Set the rate, unless the epoch is one that is continued."""
+        if epoch != self._set:
+            optimizer = self.model.optimizer
+            args = (epoch, optimizer.learning_rate) if self._takes_rate else (epoch,)
+            optimizer.learning_rate = float(self._schedule(*args))
+            self._set = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rate, and the epoch for which it was set."""
+        return {"rate": float(as_array(self.model.optimizer.learning_rate)), "epoch": self._set}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        self._set = state["epoch"]
+        self.model.optimizer.learning_rate = state["rate"]
 
 
 class Monitor(Callback):
@@ -88,11 +106,17 @@ class Monitor(Callback):
                 f"{type(self).__name__} monitors {self.monitor!r}, but there are only {names}. "
                 "Pass validation_data for names with val_, or another monitor."
             )
-        if self.best is None or self._sign * (value - self.best) > self._min_delta:
+        if self.exceeds(value, self.best):
             self.best, self.wait = value, 0
             return True
         self.wait += 1
         return False
+
+    def exceeds(self, value: float, other: float | None) -> bool:
+        """Return True if a value is better than another, of which any is better than none."""
+        if math.isnan(value):
+            return False
+        return other is None or self._sign * (value - other) > self._min_delta
 
 
 class EarlyStopping(Monitor):
@@ -103,7 +127,7 @@ class EarlyStopping(Monitor):
         min_delta: the least change that counts as an improvement.
         patience: the number of epochs without an improvement to wait for one.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
-        baseline: the value to improve on from the start.
+        baseline: the value that an epoch has to exceed, too, to end the wait.
         restore_best_weights: whether the model gets the weights of the best epoch at the end.
         start_from_epoch: the first epoch that counts.
 
@@ -133,16 +157,35 @@ class EarlyStopping(Monitor):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the best epoch."""
         super().on_train_begin()
-        self.best, self._weights, self.stopped_epoch = self._baseline, None, 0
+        self._weights, self.stopped_epoch = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and its weights, the epochs since, and whether it has stopped."""
+        return {
+            **super().state_dict(),
+            "stopped_epoch": self.stopped_epoch,
+            "weights": self._weights,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`, or remain stopped."""
+        super().load_state_dict(state)
+        self.stopped_epoch, self._weights = state["stopped_epoch"], state["weights"]
+        if self.stopped_epoch:
+            self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Compare the epoch with the best one."""
         if epoch < self._start:
             return
-        if self.improved(logs):
-            if self._restores:
-                self._weights = self.model.get_weights()
-        elif self.wait >= self.patience:
+        waited = self.wait
+        better = self.improved(logs)
+        if self._restores and (better or self._weights is None):
+            self._weights = self.model.get_weights()
+        if better:  # Only what is better than the baseline too ends the wait.
+            if self._baseline is not None and not self.exceeds(logs[self.monitor], self._baseline):
+                self.wait = waited + 1
+        elif self.wait >= self.patience and epoch > 0:
             self.stopped_epoch = epoch
             self.model.stop_training = True
 
@@ -161,7 +204,7 @@ class ReduceLROnPlateau(Monitor):
         patience: the number of epochs without an improvement to wait for one.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
         min_delta: the least change that counts as an improvement.
-        cooldown: the number of epochs after a change that do not count.
+        cooldown: the number of epochs after a change until one counts, as in Keras: that one does.
         min_lr: the lowest rate.
     """
 
@@ -181,9 +224,15 @@ class ReduceLROnPlateau(Monitor):
         self.factor, self.patience, self.min_lr = factor, patience, min_lr
         self._cooldown, self._cooling = cooldown, 0
 
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget the best value; check that the optimizer has no schedule."""
+        super().on_train_begin()
+        _check_rate_is_number(self)
+        self._cooling = 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, the epochs since, and the rate."""
-        rate = self.model.optimizer.learning_rate
+        rate = float(as_array(self.model.optimizer.learning_rate))
         return {**super().state_dict(), "cooling": self._cooling, "rate": rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,8 +246,8 @@ class ReduceLROnPlateau(Monitor):
         better = self.improved(logs)
         if self._cooling:
             self._cooling -= 1
-            self.wait = 0
-        elif not better and self.wait >= self.patience:
+            self.wait = int(not better and not self._cooling)
+        if not self._cooling and not better and self.wait >= self.patience:
             optimizer = self.model.optimizer
             rate = max(self.min_lr, optimizer.learning_rate * self.factor)
             if rate < optimizer.learning_rate:
@@ -218,3 +267,13 @@ class TerminateOnNaN(Callback):
         if self.model.on_any_worker(not math.isfinite(logs["loss"])):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True
+
+
+def _check_rate_is_number(callback: Callback) -> None:
+    """Raise a `ValueError` if the optimizer's learning rate is a schedule."""
+    if callable(callback.model.optimizer.learning_rate):
+        raise ValueError(
+            f"{type(callback).__name__} sets the learning rate, but that of the optimizer is a "
+            "schedule, which sets it at each step: create the optimizer with a number, or do "
+            "without the callback."
+        )
