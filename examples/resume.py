@@ -29,6 +29,7 @@ class Curve(callbacks.Callback):
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float]] = []
+        self._has_begun = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is saved with the model."""
@@ -38,10 +39,11 @@ class Curve(callbacks.Callback):
         """Continue from a saved state."""
         self.points = [(int(replicas), loss) for replicas, loss in state["points"]]
 
-    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
-        """Say where the training starts; the backup, an earlier callback, is restored by now."""
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        """Say where the training starts, once the backup is restored."""
         position, strategy = self.model.position, self.model.strategy
-        if strategy.is_chief:
+        if strategy.is_chief and not self._has_begun:
+            self._has_begun = True
             begins = "goes on" if position.steps_made else "starts"
             report(
                 f"{strategy.num_replicas_in_sync} replica(s): the training {begins} after step "
