@@ -479,7 +479,9 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
             found = act()
         except Exception as error:
             failure = error
-    told = None if failure is None else (type(failure).__name__, str(failure))
+    kinds = [kind.__name__ for kind in type(failure).__mro__]
+    known = next((name for name in kinds if name in _ERRORS), "")
+    told = None if failure is None else (known, str(failure))
     outcomes = all_gather_object(group, (strategy.is_chief, found, told))
     if failure is not None:
         raise failure
