@@ -82,26 +82,6 @@ def test_a_penalty_counts_once_whatever_the_replicas(strategy):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
-def test_a_custom_loop_with_a_loss_equals_fit(strategy):
-    expected = classifier(nd.optimizers.SGD(0.1))
-    expected.fit(X, Y, batch_size=16, verbose=0, shuffle=False)
-    with strategy.scope():
-        model = classifier(nd.optimizers.SGD(0.1))
-
-        def step(batch: Any) -> Any:
-            x, y = batch
-            with nd.GradientTape() as tape:
-                loss = model.loss(y, model(x, training=True))
-            gradients = tape.gradient(loss, model.trainable_variables)
-            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-        dataset = nd.Dataset.from_tensor_slices((X, Y)).batch(16)
-        for batch in strategy.distribute_dataset(dataset):
-            strategy.run(step, args=(batch,))
-    for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-12)
-
-
 def test_class_weights_are_weights_of_examples():
     weights = np.array([1.0, 2.0, 3.0])
     model, other = classifier(), classifier()

@@ -1,0 +1,122 @@
+"""A small network that trains on digits, by `fit` and by loops, in whichever process calls it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import ndistribute as nd
+from ndistribute.models import Sequential, layers, losses
+from tests.kinds import DEADLINE, join
+
+BATCH, EPOCHS = 64, 2
+
+
+@functools.cache
+def digits(count: int) -> tuple[Any, Any]:
+    """Return images and labels; the last batch of 250 is short."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return found.images[:count, :, :, None] / 16, found.target[:count]
+
+
+def network() -> Sequential:
+    """Return a compiled network in float64, which has the same weights each time."""
+    nd.set_seed(1)
+    model = Sequential(
+        [
+            layers.Conv2D(4, 3, activation="relu", dtype="float64"),
+            layers.BatchNormalization(momentum=0.9, synchronized=True, dtype="float64"),
+            layers.MaxPool2D(2, dtype="float64"),
+            layers.Flatten(dtype="float64"),
+            layers.Dense(10, dtype="float64"),
+        ]
+    )
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(nd.optimizers.Adam(0.02), loss, metrics=["accuracy"])
+    model(digits(250)[0][:1])
+    return model
+
+
+def train_by_fit(strategy: nd.Strategy, model: Sequential, count: int, epochs: int) -> None:
+    model.fit(*digits(count), BATCH, epochs, 0, shuffle=False)
+
+
+def step_of(model: Sequential) -> Callable[[Any], None]:
+    """Return the step of a replica, as a user writes it."""
+
+    def step(batch: Any) -> None:
+        x, y = batch
+        with nd.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    return step
+
+
+def train_by_loop(strategy: nd.Strategy, model: Sequential, count: int, epochs: int) -> None:
+    step = step_of(model)
+    dataset = nd.Dataset.from_tensor_slices(digits(count)).batch(BATCH)
+    batches = strategy.distribute_dataset(dataset)
+    for _ in range(epochs):
+        for batch in batches:
+            strategy.run(step, args=(batch,))
+
+
+def train_by_schedule(strategy: nd.Strategy, model: Sequential, count: int, epochs: int) -> None:
+    """Train as the loop of a chief does."""
+    step = step_of(model)
+    model.optimizer.build(model.trainable_variables)
+    dataset = nd.Dataset.from_tensor_slices(digits(count)).batch(BATCH).repeat()
+    with nd.ClusterCoordinator(strategy) as coordinator:
+        batches = coordinator.create_per_worker_dataset(
+            lambda: strategy.distribute_dataset(dataset)
+        )
+
+        def scheduled(iterator: Any) -> None:
+            strategy.run(step, args=(next(iterator),))
+
+        iterator = iter(batches)
+        for _ in range(epochs * -(-count // BATCH)):
+            coordinator.schedule(scheduled, args=(iterator,))
+        coordinator.join()
+
+
+WAYS = {"fit": train_by_fit, "loop": train_by_loop}
+
+
+def weights(strategy: nd.Strategy, way: str) -> list[Any]:
+    """Return the weights after a short training."""
+    with strategy.scope():
+        model = network()
+        WAYS[way](strategy, model, 250, EPOCHS)
+        return list(model.get_weights())
+
+
+def on_worker(rank: int, size: int, way: str) -> list[Any]:
+    with join("auto", (1,) * size) as strategy:
+        return weights(strategy, way)
+
+
+SERVERS: list[nd.Server] = []  # Of this process, until it ends.
+
+
+def serve(rank: int, size: int) -> None:
+    config = json.loads(os.environ["TF_CONFIG"])
+    SERVERS.append(nd.Server(config["cluster"], "ps", config["task"]["index"]))
+
+
+def on_own_loop(rank: int, size: int, way: str) -> float:
+    with nd.ParameterServerStrategy(devices=["cpu:0"], timeout_seconds=DEADLINE) as strategy:
+        model = network()
+        WAYS[way](strategy, model, 500, 8)
+        images, labels = digits(500)  # All of them; `predict` would take this worker's share.
+        return float(np.mean(model(images).argmax(axis=-1) == labels))
