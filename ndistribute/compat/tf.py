@@ -63,6 +63,24 @@ class _Dataset(_nd.Dataset):
         """Return a dataset of one element; see `nd.Dataset`."""
         return super().from_tensors(_plain(tensors))
 
+    # TensorFlow's names of the arguments, which scripts pass by keyword.
+
+    def map(  # type: ignore[override]
+        self, map_func: _Any, num_parallel_calls: int | None = None, **_: _Any
+    ) -> _nd.Dataset:
+        """Return a dataset of ``map_func(element)``; see `nd.Dataset`."""
+        return super().map(map_func, num_parallel_calls)
+
+    def batch(  # type: ignore[override]
+        self, batch_size: int, drop_remainder: bool = False, **_: _Any
+    ) -> _nd.Dataset:
+        """Return a dataset of batches; see `nd.Dataset`."""
+        return super().batch(batch_size, drop_remainder)
+
+    def prefetch(self, buffer_size: int, **_: _Any) -> _nd.Dataset:  # type: ignore[override]
+        """Return a dataset of which a thread prepares elements ahead; see `nd.Dataset`."""
+        return super().prefetch(buffer_size)
+
 
 def _plain(value: _Any) -> _Any:
     """Return arrays for lists of numbers, in tuples and dicts."""

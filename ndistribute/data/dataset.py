@@ -120,12 +120,12 @@ class Dataset:
         like = tree.unflatten(datasets, range(len(parts)))
         return cls(transformations.zipped(like, tuple(as_dataset(part)._node for part in parts)))
 
-    def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
-        """Return a dataset of ``map_func(element)``, or of ``map_func(*element)`` for tuples.
+    def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
+        """Return a dataset of ``fn(element)``, or of ``fn(*element)`` for tuples.
 
         Args:
-            map_func: returns a nest of arrays or numbers.
-            num_parallel_calls: the number of threads that call it; `AUTOTUNE` means one per core,
+            fn: returns a nest of arrays or numbers.
+            num_parallel_calls: the number of threads that call `fn`; `AUTOTUNE` means one per core,
                 None no thread. The order of the elements stays the same.
 
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
@@ -133,8 +133,8 @@ class Dataset:
         """
         if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
             num_parallel_calls = integer(num_parallel_calls, "map: num_parallel_calls", 1)
-        call = function(map_func, "map: map_func")
-        return Dataset(transformations.mapped(self._node, call, num_parallel_calls))
+        call = function(fn, "map: fn")
+        return type(self)(transformations.mapped(self._node, call, num_parallel_calls))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Return a dataset of the elements for which ``predicate(element)`` is true.
@@ -143,20 +143,20 @@ class Dataset:
         [1, 3]
         """
         keep = function(predicate, "filter: predicate")
-        return Dataset(transformations.filtered(self._node, keep))
+        return type(self)(transformations.filtered(self._node, keep))
 
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Return a dataset of batches: successive elements stacked along a new first axis.
+    def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
+        """Return a dataset of batches: `n` successive elements stacked along a new first axis.
 
         Args:
-            batch_size: the number of elements per batch.
-            drop_remainder: whether to drop a last batch of fewer elements.
+            n: the number of elements per batch.
+            drop_remainder: whether to drop a last batch of fewer than `n` elements.
 
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
         """
-        size = integer(batch_size, "batch: batch_size", 1)
-        return Dataset(transformations.batched(self._node, size, bool(drop_remainder)))
+        size = integer(n, "batch: n", 1)
+        return type(self)(transformations.batched(self._node, size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
         """Return a dataset of the rows of all batches.
@@ -164,7 +164,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
         [0, 1, 2]
         """
-        return Dataset(transformations.unbatched(self._node))
+        return type(self)(transformations.unbatched(self._node))
 
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
@@ -184,7 +184,7 @@ class Dataset:
         """
         size = integer(buffer_size, "shuffle: buffer_size", 1)
         reshuffles = bool(reshuffle_each_iteration)
-        return Dataset(transformations.shuffled(self._node, size, seed, reshuffles))
+        return type(self)(transformations.shuffled(self._node, size, seed, reshuffles))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of the elements repeated `count` times; forever if it is None or -1.
@@ -193,7 +193,7 @@ class Dataset:
         [0, 1, 0, 1]
         """
         times = -1 if count is None else integer(count, "repeat: count", -1)
-        return Dataset(transformations.repeated(self._node, None if times == -1 else times))
+        return type(self)(transformations.repeated(self._node, None if times == -1 else times))
 
     def take(self, count: int) -> Dataset:
         """Return a dataset of the first `count` elements; of all elements if `count` is -1.
@@ -204,7 +204,7 @@ class Dataset:
         times = integer(count, "take: count", -1)
         if times == -1:
             return self
-        return Dataset(transformations.sliced(self._node, f"take({times})", stop=times))
+        return type(self)(transformations.sliced(self._node, f"take({times})", stop=times))
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset without the first `count` elements; an empty one if `count` is -1.
@@ -215,7 +215,7 @@ class Dataset:
         start = integer(count, "skip: count", -1)
         if start == -1:
             return self.take(0)
-        return Dataset(transformations.sliced(self._node, f"skip({start})", start))
+        return type(self)(transformations.sliced(self._node, f"skip({start})", start))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, starting at element `index`.
@@ -226,7 +226,7 @@ class Dataset:
         shards = integer(num_shards, "shard: num_shards", 1)
         first = integer(index, "shard: index", below=shards)
         name = f"shard({shards}, {first})"
-        return Dataset(transformations.sliced(self._node, name, first, step=shards))
+        return type(self)(transformations.sliced(self._node, name, first, step=shards))
 
     def concatenate(self, dataset: Any) -> Dataset:
         """Return a dataset of these elements, followed by those of another dataset.
@@ -234,7 +234,7 @@ class Dataset:
         >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
         [0, 1, 5, 6]
         """
-        return Dataset(transformations.concatenated(self._node, as_dataset(dataset)._node))
+        return type(self)(transformations.concatenated(self._node, as_dataset(dataset)._node))
 
     def cache(self) -> Dataset:
         """Return a dataset that keeps the elements of its first complete iteration in memory.
@@ -245,22 +245,21 @@ class Dataset:
         >>> len(calls)
         2
         """
-        return Dataset(transformations.cached(self._node))
+        return type(self)(transformations.cached(self._node))
 
-    def prefetch(self, buffer_size: int) -> Dataset:
-        """Return a dataset of which a thread prepares elements ahead: `buffer_size`, or `AUTOTUNE`.
+    def prefetch(self, n: int) -> Dataset:
+        """Return a dataset of which a thread prepares `n` elements ahead; 2 for `AUTOTUNE`.
 
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
         [0, 1, 4]
         """
-        size = integer(buffer_size, "prefetch: buffer_size", -1)
-        return Dataset(transformations.prefetched(self._node, size))
+        return type(self)(transformations.prefetched(self._node, integer(n, "prefetch: n", -1)))
 
     def with_options(self, options: InputOptions) -> Dataset:
         """Return this dataset with defaults for the `options` of `distribute_dataset`."""
         if not isinstance(options, InputOptions):
             raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
-        return Dataset(self._node.then("with_options(...)", self._node.chunks, options=options))
+        return type(self)(self._node.then("with_options(...)", self._node.chunks, options=options))
 
     def cardinality(self) -> int:
         """Return the number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.

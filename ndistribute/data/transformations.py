@@ -61,9 +61,7 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
         try:
             return as_element(call_with(fn, element))
         except StopIteration as error:
-            raise RuntimeError(
-                "map: map_func raised StopIteration, which ends an iteration."
-            ) from error
+            raise RuntimeError("map: fn raised StopIteration, which ends an iteration.") from error
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)

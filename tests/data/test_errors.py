@@ -30,16 +30,16 @@ UNBATCHED = r"unbatched.*call dataset\.batch\(global_batch_size\)"
 NO_BATCH = r"leading length.*call dataset\.batch\(global_batch_size\)"
 
 WRONG = [
-    (lambda: NUMBERS.batch(0), "batch: batch_size must be at least 1, got 0"),
-    (lambda: NUMBERS.batch("8"), "batch: batch_size must be an integer, got '8'"),
+    (lambda: NUMBERS.batch(0), "batch: n must be at least 1, got 0"),
+    (lambda: NUMBERS.batch("8"), "batch: n must be an integer, got '8'"),
     (lambda: NUMBERS.shuffle(0), "shuffle: buffer_size must be at least 1"),
     (lambda: NUMBERS.shuffle(3, seed="a"), "shuffle: seed must be an integer, got 'a'"),
     (lambda: NUMBERS.shard(2, 2), "shard: index must be 0 to 1, got 2"),
     (lambda: NUMBERS.take(-2), "take: count must be at least -1"),
     (lambda: NUMBERS.repeat(1.5), "repeat: count must be an integer, got 1.5"),
-    (lambda: NUMBERS.prefetch(-2), "prefetch: buffer_size must be at least -1"),
+    (lambda: NUMBERS.prefetch(-2), "prefetch: n must be at least -1"),
     (lambda: NUMBERS.map(abs, 0), "num_parallel_calls must be at least 1"),
-    (lambda: NUMBERS.map(3), "map: map_func must be a function, got 3"),
+    (lambda: NUMBERS.map(3), "map: fn must be a function, got 3"),
     (lambda: NUMBERS.with_options(None), "needs an InputOptions"),
     (lambda: NUMBERS.concatenate(3), "got int. Pass an object that can be iterated repeatedly"),
     (lambda: NUMBERS.concatenate(np.zeros(3)), "from_tensor_slices"),

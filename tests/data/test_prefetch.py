@@ -124,7 +124,7 @@ def test_a_map_fails_at_the_element_that_failed(calls):
     for fn, error in ((fails, ZeroDivisionError), (ends, RuntimeError)):
         iterator = iter(Dataset.range(1, 9).map(fn, num_parallel_calls=calls))
         assert len([next(iterator) for _ in range(3)]) == 3
-        with pytest.raises(error, match=r"division|map: map_func raised StopIteration"):
+        with pytest.raises(error, match=r"division|map: fn raised StopIteration"):
             next(iterator)
         assert all_threads_end()
 
