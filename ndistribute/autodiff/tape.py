@@ -427,7 +427,7 @@ def _seed(value: Any, gradient: Any) -> Any:
             f"output_gradients has shape {gradient.shape}, but the target has {value.shape}: they "
             "must be the same."
         )
-    gradient = gradient.astype(value.dtype, copy=False)
+    gradient = gradient.astype(value.dtype)  # Rules may keep it, and the user may change theirs.
     return np.conj(gradient) if value.dtype.kind == "c" else gradient
 
 

@@ -1,5 +1,6 @@
 """Models: layers, losses, metrics and callbacks, and the loops that train them."""
 
+from ndistribute import optimizers
 from ndistribute.models import (
     activations,
     callbacks,
@@ -7,7 +8,6 @@ from ndistribute.models import (
     layers,
     losses,
     metrics,
-    optimizers,
     regularizers,
 )
 from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler

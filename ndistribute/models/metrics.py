@@ -229,7 +229,7 @@ class _Counts(Metric):
         return float(sums[0] / sums[1]) if sums[1] else 0.0
 
     def _of(self, positive: Any, predicted: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no counted examples.")
 
 
 class Precision(_Counts):

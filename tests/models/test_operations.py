@@ -306,3 +306,14 @@ def test_gradients_of_weights_are_written_into_the_memory_of_the_all_reduce(monk
 def test_settings_of_the_user_for_memory_are_left_alone():
     assert keep_freed_memory({}) in (False, True)  # Whether the C library has the setting.
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})
+
+
+def test_a_gradient_that_the_user_changes_in_place_is_used_anew():
+    x, kernel, bias = RNG.normal(size=(2, 3)), RNG.normal(size=(3, 2)), np.zeros(2)
+    with nd.GradientTape(persistent=True) as tape:
+        w = tape.watch(kernel)
+        y = operations.dense(x, w, bias, activations.relu)
+    upstream = np.ones((2, 2))
+    first = tape.gradient(y, w, output_gradients=upstream)
+    upstream *= 2
+    np.testing.assert_array_equal(tape.gradient(y, w, output_gradients=upstream), 2 * first)
