@@ -64,6 +64,7 @@ class Contender:
     environ: Mapping[str, str] = field(default_factory=dict)  # Of its processes, besides.
     units: float = 1.0  # How much work a step is, in the benchmark's unit.
     facts: Mapping[str, Any] = field(default_factory=dict)  # What else the JSON says about it.
+    alone: bool = False  # Whether its processes end with the group, so that their memory is its.
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ class _Run:
             turns = [turn for turn in turns if self._trying(group, turn, self._repeat)]
         turns = [turn for turn in turns if self._trying(group, turn, self._close)]
         self.written["results"] += [self._entry(group, turn) for turn in turns]
+        for one in (turn.one for turn in turns if turn.one.alone):
+            _end(self._teams.pop(_key(one)))
 
     def close(self) -> None:
         """End all processes."""
@@ -278,12 +281,13 @@ class _Run:
     def _repeat(self, turn: _Turn) -> None:
         time.sleep(0 if self._options.quick else _SETTLE_SECONDS)
         pids = self._teams[_key(turn.one)].pids
-        busy, own = busy_seconds(), seconds_of(pids)
+        busy, own, start = busy_seconds(), seconds_of(pids), time.perf_counter()
         seconds = self._seconds(turn, turn.steps)
         busy, own = busy_seconds() - busy, seconds_of(pids) - own
+        whole = time.perf_counter() - start
         turn.seconds.append(seconds / turn.steps / turn.one.units)
-        turn.own_cores.append(own / seconds)
-        turn.others_cores.append(max(0.0, busy - own) / seconds)
+        turn.own_cores.append(own / whole)
+        turn.others_cores.append(max(0.0, busy - own) / whole)
 
     def _seconds(self, turn: _Turn, steps: int) -> float:
         return float(max(self._ask(turn.one, worker.run_case, turn.case, steps)))

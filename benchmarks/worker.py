@@ -27,11 +27,13 @@ class Prepared(NamedTuple):
         step: does the work once; None where this process only serves the others.
         check: a number on which the contenders of a group must agree.
         tell: called when all is measured; what it returns is written beside the figures.
+        seconds: does the work so many times, and returns the seconds; None: `step` is timed.
     """
 
-    step: Callable[[], Any] | None
+    step: Callable[[], Any] | None = None
     check: float | None = None
     tell: Callable[[], Any] | None = None
+    seconds: Callable[[int], float] | None = None
 
 
 _cases: dict[str, tuple[contextlib.ExitStack, Prepared]] = {}
@@ -106,16 +108,18 @@ def open_case(
     stack = contextlib.ExitStack()
     if serves():
         make()
-    _cases[name] = stack, Prepared(None) if serves() else stack.enter_context(make(**params))
+    _cases[name] = stack, Prepared() if serves() else stack.enter_context(make(**params))
     return _cases[name][1].check
 
 
 def run_case(rank: int, size: int, name: str, steps: int) -> float | None:
     """Do the work so many times, and return the seconds."""
-    step = _cases[name][1].step
+    step, seconds = _cases[name][1].step, _cases[name][1].seconds
+    gc.collect()
+    if seconds is not None:
+        return seconds(steps)
     if step is None:
         return None
-    gc.collect()
     start = time.perf_counter()
     for _ in range(steps):
         step()

@@ -101,7 +101,7 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> Any:
     made = gan.draw(DRAWN)
     if strategy.is_chief:
         report(
-            f"distance of generated images to the nearest digit: {distance(made, images):.3f}, "
+            f"distance to the nearest digit: {distance(made, images):.3f}, "
             f"before training {before:.3f}, of unseen digits {distance(others, images):.3f}"
         )
     return made
@@ -112,7 +112,7 @@ def write_picture(images: Any, path: Path) -> None:
     try:
         from matplotlib import image
     except ImportError:
-        report("matplotlib is not installed: no picture.")
+        report("no picture: pip install matplotlib")
         return
     side = int(len(images) ** 0.5)
     cells = np.pad(images.reshape(side, side, 8, 8), [(0, 0), (0, 0), (1, 1), (1, 1)])
@@ -124,7 +124,7 @@ def write_picture(images: Any, path: Path) -> None:
 def main() -> None:
     """Parse the command line, train, and write the picture."""
     parser = make_parser(__doc__, epochs=60)
-    parser.add_argument("--picture", default="gan.png", help="where to write; empty for nowhere")
+    parser.add_argument("--picture", default="gan.png", help="a file, or '' for none")
     options = parser.parse_args()
     if options.strategy == "parameter_server" and serves():
         return

@@ -90,7 +90,7 @@ def write_plot(points: list[tuple[int, float]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        report("matplotlib is not installed: no plot.")
+        report("no plot: pip install matplotlib")
         return
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--backup", default="backup", help="the folder of the backup")
     parser.add_argument("--save_freq", type=int, default=5, help="steps between backups")
     parser.add_argument("--kill_at", type=int, default=0, help="the step to kill itself after")
-    parser.add_argument("--picture", default="resume.png", help="empty for nowhere")
+    parser.add_argument("--picture", default="resume.png", help="a file, or '' for none")
     options = parser.parse_args()
     if options.strategy == "parameter_server" and nd.TFConfigClusterResolver().cluster_spec().jobs:
         raise SystemExit(

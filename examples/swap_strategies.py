@@ -112,7 +112,7 @@ def write_plot(results: Mapping[str, Result], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        report("matplotlib is not installed: no plot.")
+        report("no plot: pip install matplotlib")
         return
     figure = Figure(figsize=(10, 4), layout="constrained")
     curves, bars = figure.subplots(1, 2)
@@ -139,7 +139,7 @@ def write_plot(results: Mapping[str, Result], path: Path) -> None:
 def main() -> None:
     """Train under each strategy, and show the results."""
     parser = make_parser(__doc__, epochs=6, replicas=2, several=True)
-    parser.add_argument("--picture", default="strategies.png", help="empty for nowhere")
+    parser.add_argument("--picture", default="strategies.png", help="a file, or '' for none")
     parser.add_argument("--result", help="in a process of a job: where the chief writes")
     options = parser.parse_args()
     if options.result:

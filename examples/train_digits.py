@@ -119,13 +119,17 @@ def make_parser(
         several: whether it takes several strategies, by default all.
     """
     parser = argparse.ArgumentParser(description=text.splitlines()[0] if text else None)
+    known: dict[str, Any] = {"choices": STRATEGIES, "metavar": "NAME"}
+    names = ", ".join(STRATEGIES)
     if several:
-        parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=STRATEGIES)
+        about = f"by default all of {names}"
+        parser.add_argument("--strategy", nargs="+", default=STRATEGIES, help=about, **known)
     else:
-        parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
-    parser.add_argument("--replicas", type=int, default=replicas)
-    parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--seed", type=int, default=0)
+        about = f"one of {names}; by default mirrored"
+        parser.add_argument("--strategy", default="mirrored", help=about, **known)
+    parser.add_argument("--replicas", type=int, default=replicas, help="by default %(default)s")
+    parser.add_argument("--epochs", type=int, default=epochs, help="by default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the data and the weights")
     return parser
 
 

@@ -4,7 +4,7 @@ import functools
 import sys
 import types
 
-from ndistribute import cluster, errors, models, optimizers
+from ndistribute import cluster, errors, estimator, graph, models, optimizers
 from ndistribute.autodiff import (
     GradientTape,
     custom_gradient,
@@ -49,7 +49,7 @@ from ndistribute.data import (
     InputContext,
     InputOptions,
 )
-from ndistribute.device import Device, list_devices
+from ndistribute.devices import Device, list_devices
 from ndistribute.errors import (
     AuthenticationError,
     CheckpointCorruptError,
@@ -58,6 +58,7 @@ from ndistribute.errors import (
     DistributeError,
     WorkerLostError,
 )
+from ndistribute.graph import device
 from ndistribute.models import (
     Checkpoint,
     CheckpointManager,
@@ -141,9 +142,12 @@ __all__ = [
     "callbacks",
     "cluster",
     "custom_gradient",
+    "device",
     "errors",
+    "estimator",
     "get_replica_context",
     "get_strategy",
+    "graph",
     "has_strategy",
     "in_cross_replica_context",
     "layers",

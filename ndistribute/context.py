@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.device import Device
+from ndistribute.devices import Device
 from ndistribute.stream import random_generator
 from ndistribute.values import PerReplica
 

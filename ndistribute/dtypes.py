@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array
+from ndistribute.devices import Array
 from ndistribute.errors import MissingDependencyError
 
 __all__ = ["can_cast", "computing_dtype", "dtype_named", "kind_of", "native", "standard"]

@@ -7,12 +7,21 @@ the built-in class that fits, so code that knows nothing of this package handles
 from __future__ import annotations
 
 __all__ = [
+    "AbortedError",
     "AuthenticationError",
+    "CancelledError",
     "CheckpointCorruptError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DeadlineExceededError",
     "DistributeError",
+    "FailedPreconditionError",
+    "InvalidArgumentError",
     "MissingDependencyError",
+    "NotFoundError",
+    "OperationError",
+    "OutOfRangeError",
+    "UnavailableError",
     "WorkerLostError",
 ]
 
@@ -70,3 +79,50 @@ class AuthenticationError(DistributeError, PermissionError):
 
 class MissingDependencyError(DistributeError, ImportError):
     """An optional package that is not installed; the message names the command to install it."""
+
+
+class OperationError(DistributeError):
+    """The failure of an operation of a graph program, and with it of the whole step.
+
+    Args:
+        message: what failed, what was expected and what to do.
+        op: the name of the operation; None if it is no single one.
+        task: the task in which it failed, such as ``"/job:ps/task:0"``; None if there is one only.
+    """
+
+    def __init__(self, message: str, *, op: str | None = None, task: str | None = None) -> None:
+        super().__init__(message, op=op)
+        self.message = message
+        self.task = task
+
+
+class InvalidArgumentError(OperationError, ValueError):
+    """An operation that got a value it cannot use, or a graph that cannot run."""
+
+
+class FailedPreconditionError(OperationError):
+    """A variable without a value."""
+
+
+class NotFoundError(OperationError, LookupError):
+    """A tensor, file or variable that is not there."""
+
+
+class OutOfRangeError(OperationError, IndexError):
+    """The end of the input."""
+
+
+class CancelledError(OperationError):
+    """An operation that ended because the step failed elsewhere or the session was closed."""
+
+
+class AbortedError(OperationError):
+    """A step that a task gave up, because it was restarted; a new session can go on."""
+
+
+class UnavailableError(OperationError, WorkerLostError):
+    """A task that cannot be reached; a new session can go on once it is back."""
+
+
+class DeadlineExceededError(OperationError, TimeoutError):
+    """A step that took longer than its timeout."""

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from ndistribute.device import Array
+from ndistribute.devices import Array
 
 __all__ = ["COUNTS_TELL", "ArrayOwner"]
 

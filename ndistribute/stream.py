@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, Device, copy_to, cupy_module, device_of
+from ndistribute.devices import Array, Device, copy_to, cupy_module, device_of
 
 __all__ = ["Stream", "random_generator", "settle", "working_on", "write_to"]
 

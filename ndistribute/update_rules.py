@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.device import Array, is_gpu_array
+from ndistribute.devices import Array, is_gpu_array
 from ndistribute.dtypes import can_cast, computing_dtype, kind_of
 
 __all__ = [

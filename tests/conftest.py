@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sees_gpu() -> bool:
-    from ndistribute.device import list_devices
+    from ndistribute.devices import list_devices
 
     return bool(list_devices("gpu"))
 

@@ -536,9 +536,9 @@ class Tasks:
 def run_task() -> None:
     """Be a task, as the environment says.
 
-    TASK_SCRIPT is a script to run, or TASK_RUNS a function of `tests/faults/loops.py`; other tasks
-    serve, and end after TASK_CUT_SECONDS without their chief. TASK_LIMITS are set before, and
-    TASK_USER is whose process it becomes.
+    TASK_SCRIPT is a script to run, with TASK_ARGUMENTS, or TASK_RUNS a function of
+    `tests/faults/loops.py`; other tasks serve, and end after TASK_CUT_SECONDS without their chief.
+    TASK_LIMITS are set before, and TASK_USER is whose process it becomes.
     """
     for name, value in json.loads(os.environ.get("TASK_LIMITS", "{}")).items():
         resource.setrlimit(getattr(resource, name), (value, value))
@@ -548,7 +548,8 @@ def run_task() -> None:
         path = os.environ["TASK_SCRIPT"]
         main = vars(sys.modules["__main__"])
         main["__file__"], main["__spec__"] = path, None
-        sys.argv = [path]
+        sys.argv = [path, *os.environ.get("TASK_ARGUMENTS", "").split()]
+        sys.path.insert(0, str(Path(path).parent))
         exec(compile(Path(path).read_text(), path, "exec"), main)
     elif "TASK_RUNS" in os.environ:
         getattr(importlib.import_module("tests.faults.loops"), os.environ["TASK_RUNS"])()

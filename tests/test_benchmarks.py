@@ -8,8 +8,8 @@ from argparse import Namespace
 
 import pytest
 
-from benchmarks import all_reduce, report
-from benchmarks.harness import MPICH, OURS, TF, Benchmark, Contender, Group, measure
+from benchmarks import all_reduce, models, report
+from benchmarks.harness import MPICH, OURS, TF, TORCH, Benchmark, Contender, Group, measure
 from benchmarks.run_all import NAMES
 from tests.processes import ROOT
 
@@ -131,3 +131,17 @@ def test_all_reduces_are_compared_by_the_geometric_mean_of_the_large_sizes():
     said = all_reduce.conclude([{**one, "group": "2 processes"} for one in entries]).splitlines()
     cells = [cell.strip() for cell in said[-1].split("|")[1:-1]]
     assert cells == ["reduce_update", "MPICH: Allreduce", "4", "2", "1.5"]
+
+
+def test_models_are_compared_with_the_better_peer_and_their_memory_is_that_of_all_processes():
+    entries = [
+        {"side": side, "name": name, "group": "MLP: two replicas", "told": told, **figure}
+        for side, name, told, figure in (
+            (OURS, "MirroredStrategy", [{"grown_mb": 3.0}], {"figure": {"median": 4000.0}}),
+            (TF, "Keras", [{"grown_mb": 50.0}], {"figure": {"median": 9000.0}}),
+            (TORCH, "DDP", [{"grown_mb": 20.0}] * 2, {"figure": {"median": 6000.0}}),
+        )
+    ]
+    said = models.conclude(entries).splitlines()
+    cells = [cell.strip() for cell in said[-1].split("|")[1:-1]]
+    assert cells == ["MLP, MirroredStrategy", "4", "9", "6", "1.50", "3", "50", "40"]

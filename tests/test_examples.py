@@ -18,11 +18,13 @@ import pytest
 from tests.processes import find_mpiexec, free_addresses
 
 ROOT = Path(__file__).parents[1]
-DIGITS, FIT, GAN, TEXT, SWAP, RESUME = (
+DIGITS, FIT, GAN, TEXT, SWAP, RESUME, PARALLEL = (
     f"examples/{name}.py"
-    for name in "train_digits fit_digits gan text_classification swap_strategies resume".split()
+    for name in "train_digits fit_digits gan text_classification swap_strategies resume "
+    "model_parallel".split()
 )
 SERVERS = ["examples/parameter_server.py", "--epochs", "12"]
+GRAPHS = ["examples/graph_trainer.py", "--steps", "200"]
 LAUNCHER = [sys.executable, "-m", "ndistribute", "run"]
 ENVIRON = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 SECONDS = 110.0
@@ -58,6 +60,26 @@ def result_here(strategy: str, replicas: int) -> tuple[float, ...]:
     """Train the network of plain NumPy in this process; return its loss and accuracy."""
     said = output_here(*arguments(DIGITS, strategy, replicas, "--epochs", 6))
     return numbers_in(said, OF_DIGITS)
+
+
+def test_a_network_divided_over_tasks_has_the_gradients_of_one_task():
+    said = output_here("examples/graph_model_parallel.py", "--batch", "32", "--steps", "1")
+    losses = re.findall("loss ([0-9.]+)", said)
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
+    away = [float(found) for found in re.findall("differ by (.*)", said)]
+    assert len(away) == 3
+    assert max(away) < 1e-12
+
+
+def test_divided_layers_learn_what_whole_ones_learn():
+    said = output_here(*arguments(PARALLEL, "mirrored", 2, "--epochs", 1))
+    pattern = "test accuracy ([0-9.]+), ([0-9.]+) MB"
+    (whole, all_bytes), (divided, shard_bytes) = (
+        map(float, found.groups()) for found in re.finditer(pattern, said)
+    )
+    assert abs(whole - divided) < NEAR
+    assert shard_bytes < 0.6 * all_bytes
 
 
 def accuracy_here(script: str, strategy: str, replicas: int, *more: object) -> float:
@@ -106,12 +128,13 @@ def test_one_replica_strategies_refuse_more() -> None:
 
 
 @pytest.mark.slow
-def test_four_command_lines_train_on_two_servers_and_two_workers() -> None:
+@pytest.mark.parametrize("script", [SERVERS, GRAPHS], ids=["strategy", "graph"])
+def test_four_command_lines_train_on_two_servers_and_two_workers(script: list[str]) -> None:
     cluster = free_addresses({"ps": 2, "worker": 2})
     hosts = [f"--{job}_hosts={','.join(addresses)}" for job, addresses in cluster.items()]
     said = output_of(
         *(
-            [sys.executable, *SERVERS, *hosts, f"--job_name={job}", f"--task_index={index}"]
+            [sys.executable, *script, *hosts, f"--job_name={job}", f"--task_index={index}"]
             for job in ("ps", "worker")
             for index in range(2)
         )

@@ -25,10 +25,11 @@ LAYERS = (
         "blas",
         "dtypes",
         "errors",
+        "event_files",
         "ownership",
         "values",
         "tree",
-        "device",
+        "devices",
         "stream",
         "tensor_files",
         "timeline",
@@ -39,9 +40,12 @@ LAYERS = (
     {"cluster", "context"},
     {"transport"},
     {"collective", "parameter_server", "launcher"},
-    {"coordinator", "variables", "data", "autodiff"},
+    {"variables", "data", "autodiff"},
+    {"graph"},
+    {"coordinator"},
     {"strategies", "optimizers"},
     {"models"},
+    {"estimator"},
     {"cli", "compat"},
     {"__main__"},
 )
@@ -53,7 +57,7 @@ ABOVE = {"compat"}
 REQUIRED = {"msgspec", "numpy", "safetensors", "threadpoolctl"}
 # An optional package, and the files that may import it; an empty set: any one file.
 OPTIONAL: dict[str, set[str]] = {
-    "cupy": {"device.py"},
+    "cupy": {"devices.py"},
     "cloudpickle": set(),
     "distributed": set(),
     "matplotlib": set(),

@@ -16,7 +16,7 @@ from ndistribute import tree
 from ndistribute.autodiff.tracked import operand
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.context import CommunicatorLike
-from ndistribute.device import Array
+from ndistribute.devices import Array
 
 Arrays = list[Array]
 Backward = Callable[[Arrays], Arrays]

@@ -20,7 +20,7 @@ from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.device import Array, as_array
+from ndistribute.devices import Array, as_array
 
 Axis = int | tuple[int, ...] | None
 

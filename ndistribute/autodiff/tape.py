@@ -24,7 +24,7 @@ from ndistribute.autodiff.diagnostics import refuse_read
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
 from ndistribute.context import Frame, current_frame, frame_stack
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
 

@@ -24,7 +24,7 @@ from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, bound, deco
 from ndistribute.autodiff.rules.elementwise import cast, special_rules
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
-from ndistribute.device import as_array, is_gpu_array, to_host
+from ndistribute.devices import as_array, is_gpu_array, to_host
 
 # The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
@@ -133,7 +133,7 @@ class Tracked:
         return np.array(to_host(self.value))
 
     def raw_array(self) -> Any:
-        """Return the raw array, for `ndistribute.device.as_array`."""
+        """Return the raw array, for `ndistribute.devices.as_array`."""
         return as_array(self.value)
 
     def astype(self, dtype: Any, **kwargs: Any) -> Any:

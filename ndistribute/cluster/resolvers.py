@@ -106,7 +106,7 @@ class ClusterResolver:
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
         """Return the number of GPUs of this machine, as ``{"GPU": n}``, whatever the task."""
-        from ndistribute.device import list_devices
+        from ndistribute.devices import list_devices
 
         return {"GPU": len(list_devices("gpu"))}
 

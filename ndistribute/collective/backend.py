@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.device import Array, Device
+from ndistribute.devices import Array, Device
 from ndistribute.errors import CollectiveMismatchError, DistributeError
 from ndistribute.timeline import span
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import address_of, is_loopback, split_address
+from ndistribute.transport.connection import tcp_socket
 from ndistribute.transport.failure_detector import not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
@@ -245,8 +246,7 @@ class DataConnections:
 
     def _connect(self, rank: int) -> socket.socket:
         deadline = time.monotonic() + _ATTEMPT_SECONDS
-        address = split_address(self._addresses[rank])
-        sock = socket.create_connection(address, timeout=_ATTEMPT_SECONDS)
+        sock = tcp_socket(self._addresses[rank], deadline)
         details = self.info.details(started=self._started, generation=self._generation)
         name, audience = f"worker {self.info.rank}", f"worker {rank}"
         hello = Hello(name=name, purpose="data", audience=audience, details=details)

@@ -31,7 +31,7 @@ from ndistribute.collective.backend import (
 from ndistribute.collective.control import StepTracker
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp, result_dtype
-from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
+from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
 from ndistribute.ownership import ArrayOwner
@@ -130,7 +130,7 @@ class Communicator:
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
-    >>> from ndistribute.device import Device
+    >>> from ndistribute.devices import Device
     >>> alone = make_group([Device("cpu:0")]).communicators[0]
     >>> alone.all_reduce("mean", {"loss": np.array([1, 2])})
     {'loss': array([1., 2.])}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
-from ndistribute.device import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
 from ndistribute.dtypes import native
 
 
@@ -66,11 +66,12 @@ class IndexedSlices:
         """
         if is_gpu_array(self.values):
             return IndexedSlices(*_sum_runs(self.values, self.indices), self.dense_shape)
-        rows, inverse = np.unique(self.indices, return_inverse=True)
-        if len(rows) == len(self.indices):
-            return IndexedSlices(self.values[np.argsort(self.indices)], rows, self.dense_shape)
-        totals = np.zeros((len(rows), *self.dense_shape[1:]), self.values.dtype)
-        np.add.at(totals, inverse, self.values)
+        order = np.argsort(self.indices, kind="stable")
+        rows, values = self.indices[order], self.values[order]
+        starts = np.flatnonzero(_begins(rows))
+        if len(starts) == len(rows):
+            return IndexedSlices(values, rows, self.dense_shape)
+        totals, rows = np.add.reduceat(values, starts, axis=0), rows[starts]
         return IndexedSlices(totals, rows, self.dense_shape)
 
     def reduced(self, op: ReduceOp, size: int, gather: Callable[[Any], Any]) -> IndexedSlices:
@@ -111,12 +112,9 @@ class IndexedSlices:
 
     def to_dense(self) -> Array:
         """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""
-        dense = array_namespace(self.values).zeros(self.dense_shape, self.values.dtype)
-        if is_gpu_array(dense):
-            rows = self.summed()
-            dense[rows.indices] = rows.values
-        else:
-            np.add.at(dense, self.indices, self.values)
+        rows = self.summed()
+        dense = array_namespace(rows.values).zeros(self.dense_shape, rows.dtype)
+        dense[rows.indices] = rows.values
         return dense
 
     def on(self, device: Device) -> IndexedSlices:
@@ -143,9 +141,7 @@ def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:
     rows, sums = indices[order], values[order]
     if not len(rows):
         return sums, rows
-    begins = xp.ones(len(rows), bool)
-    begins[1:] = rows[1:] != rows[:-1]
-    starts = xp.flatnonzero(begins)
+    starts = xp.flatnonzero(_begins(rows))
     ends = xp.concatenate([starts[1:], xp.full(1, len(rows), starts.dtype)])
     longest, step = int((ends - starts).max()), 1
     while step < longest:
@@ -154,3 +150,10 @@ def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:
         head += xp.where(same, sums[step:], 0)
         step *= 2
     return sums[starts], rows[starts]
+
+
+def _begins(rows: Array) -> Array:
+    """Return for each of some sorted numbers whether it is the first of equal ones."""
+    begins = array_namespace(rows).ones(len(rows), bool)
+    begins[1:] = rows[1:] != rows[:-1]
+    return begins

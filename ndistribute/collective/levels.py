@@ -16,7 +16,7 @@ from ndistribute.collective.backend import Arrays, Backend, Call, LeafKey, Prepa
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.collective.threads import ThreadBackend, owned_blocks
 from ndistribute.collective.workers import ProcessBackend, Workers
-from ndistribute.device import Array, copy_to, to_host
+from ndistribute.devices import Array, copy_to, to_host
 from ndistribute.stream import write_to
 from ndistribute.timeline import span
 

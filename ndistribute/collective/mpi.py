@@ -23,14 +23,16 @@ import numpy as np
 
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.tcp import Handle, Transport
-from ndistribute.device import Array
+from ndistribute.devices import Array
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, MissingDependencyError
+from ndistribute.transport.waiting import WaitReport
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
 # A message that was never received stays in MPI. After this many failures its tag is used again;
 # the header of the old message then names another generation and is refused.
 _GENERATIONS = 4096
 _START_SECONDS = 300.0
+_ABSENT = "other ranks of MPI, which have not made the same strategy yet"  # It tells not which.
 _LEAVE_SECONDS = 5.0  # after a failure
 _PATIENT_SECONDS = 24 * 3600.0  # Others may still work, and end the job if one of them fails.
 _FINALIZE_SECONDS = 30.0  # when all processes have reached it
@@ -200,9 +202,9 @@ def _mpi() -> Any:
     return MPI
 
 
-def _finish(request: Any, seconds: float = _START_SECONDS) -> None:
-    """Poll an operation until it is done, or raise after a deadline."""
-    deadline = time.monotonic() + seconds
+def _finish(request: Any, seconds: float = _START_SECONDS, absent: str = _ABSENT) -> None:
+    """Poll an operation until it is done, or raise after a deadline; log who is `absent`."""
+    deadline, report = time.monotonic() + seconds, WaitReport("this process")
     pause = _SHORTEST_SLEEP
     while not request.Test():
         if time.monotonic() > deadline:
@@ -211,6 +213,7 @@ def _finish(request: Any, seconds: float = _START_SECONDS) -> None:
                 "script?",
                 op="start",
             )
+        report.tell(absent)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SLEEP)
 
@@ -227,7 +230,7 @@ def _leave(library: Any) -> None:
         comm = _world().comm
         failed = failed or any(peers.cause is not None for peers in _world().groups)
     try:
-        _finish(comm.Ibarrier(), _LEAVE_SECONDS if failed else _PATIENT_SECONDS)
+        _finish(comm.Ibarrier(), _LEAVE_SECONDS if failed else _PATIENT_SECONDS, "")
     except CollectiveTimeoutError:
         return
     for stream in (sys.stdout, sys.stderr):

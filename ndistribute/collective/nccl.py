@@ -29,7 +29,7 @@ from ndistribute.collective.control import BEFORE_ALL, ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.threads import Rendezvous
 from ndistribute.collective.workers import Workers
-from ndistribute.device import Array, array_namespace, nccl_module
+from ndistribute.devices import Array, array_namespace, nccl_module
 from ndistribute.errors import CollectiveTimeoutError, MissingDependencyError, WorkerLostError
 from ndistribute.stream import Stream, settle
 from ndistribute.timeline import span

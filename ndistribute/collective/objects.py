@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import as_array, to_host
+from ndistribute.devices import as_array, to_host
 from ndistribute.dtypes import dtype_named
 from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace
+from ndistribute.devices import Array, array_namespace
 from ndistribute.dtypes import computing_dtype
 
 _UFUNCS = {"SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PROD": "multiply"}

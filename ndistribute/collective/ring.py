@@ -32,7 +32,7 @@ from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
 from ndistribute.collective.schedule import Action, Message, Move, pack, plan_gather, plan_reduce
 from ndistribute.collective.tcp import Handle, Transport
-from ndistribute.device import Array, Device
+from ndistribute.devices import Array, Device
 from ndistribute.timeline import span
 
 # The most unfinished messages in each direction: one that is combined, one that arrives, and two

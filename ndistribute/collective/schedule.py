@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.collective.backend import LeafKey, blocks
-from ndistribute.device import Array
+from ndistribute.devices import Array
 from ndistribute.transport.shared_memory import ALIGNMENT
 
 

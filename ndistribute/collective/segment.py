@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndistribute.collective.backend import HEADER_BYTES, Call, compare_headers, encode_header
-from ndistribute.device import Array
+from ndistribute.devices import Array
 from ndistribute.errors import DistributeError
 from ndistribute.ownership import COUNTS_TELL, ArrayOwner
 from ndistribute.timeline import span

@@ -31,7 +31,7 @@ from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.collective.threads import Rendezvous, ThreadBackend
 from ndistribute.collective.workers import ProcessBackend, ReplicaGroup, Workers
-from ndistribute.device import Device, nccl_available
+from ndistribute.devices import Device, nccl_available
 from ndistribute.stream import Stream
 
 _log = logging.getLogger("ndistribute")

@@ -30,7 +30,7 @@ from ndistribute.collective.backend import (
 )
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
-from ndistribute.device import Array, Device
+from ndistribute.devices import Array, Device
 from ndistribute.timeline import span
 from ndistribute.transport.shared_memory import padded
 

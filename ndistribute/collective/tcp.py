@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ndistribute.collective.control import ControlPlane, WaitMonitor
-from ndistribute.device import Array
+from ndistribute.devices import Array
 from ndistribute.errors import WorkerLostError
 from ndistribute.transport.connection import NonBlockingTls
 

@@ -26,7 +26,7 @@ from ndistribute.collective.backend import (
     owned_ranges,
 )
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.device import Array, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.devices import Array, array_namespace, copy_to, device_of, is_gpu_array
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 from ndistribute.stream import Stream, settle, write_to
 from ndistribute.timeline import recorded

@@ -20,7 +20,7 @@ from ndistribute.collective.communicator import CommunicationOptions, Communicat
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.threads import Rendezvous
-from ndistribute.device import Array, Device, device_identity
+from ndistribute.devices import Array, Device, device_identity
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.stream import Stream
 

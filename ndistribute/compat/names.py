@@ -1,85 +1,84 @@
-"""Namespaces that are importable like modules, and name what is similar to a missing name."""
+"""Namespaces of names that are looked up in a table when they are used.
+
+They are importable like modules, and name what is similar to a missing name. What a name leads to
+is imported at its first use, so it costs nothing until then.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
 import sys
 import types
-from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
-
-__all__ = ["ROOT", "Names", "classes", "derived", "missing", "public"]
 
 ROOT = "ndistribute.compat.tf"
 
 
 class Names(types.ModuleType):
-    """A namespace below `tf`.
+    """The namespace `tf`, or one below it, such as ``Names("keras.layers")``."""
 
-    Args:
-        path: its path, such as ``"keras.layers"``.
-        names: what it holds, by name.
-    """
-
-    def __init__(self, path: str, names: dict[str, Any]) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__(f"{ROOT}.{path}", f"Names of ``tf.{path}``.")
-        vars(self).update(names)
-        self.__all__ = sorted(names)
+        self.__all__: list[str] = []
         sys.modules[self.__name__] = self  # For `from ndistribute.compat.tf.keras import layers`.
+        parent, _, own = self.__name__.rpartition(".")
+        vars(sys.modules[parent])[own] = self
+        sys.modules[parent].__all__.append(own)
+
+    def _fill(self, words: str) -> None:
+        """Read where the names are found.
+
+        Args:
+            words: ``module:`` is where the names after it are found; a leading dot stands for this
+                package, and ``text`` for the word itself. ``name`` leads to the attribute of that
+                name, ``name=other`` to another one, and ``*`` stands for all public names.
+                ``module/adapter:`` makes of them, by a function in `ADAPTERS`, what `tf` has.
+        """
+        source = adapter = ""
+        self._leads: dict[str, tuple[str, str, str]] = {}
+        for word in words.split():
+            if word.endswith(":"):
+                source, _, adapter = word[:-1].partition("/")
+                continue
+            name, _, own = word.partition("=")
+            names = import_module(source, "ndistribute").__all__ if name == "*" else [name]
+            self._leads |= {each: (source, own or each, adapter) for each in names}
+        self.__all__ += self._leads
 
     def __getattr__(self, name: str) -> Any:
-        raise missing(f"tf{self.__name__.removeprefix(ROOT)}", name, self.__all__)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._leads:
+            raise AttributeError(self._missing(name))
+        source, own, adapter = self._leads[name]
+        found = own if source == "text" else getattr(import_module(source, "ndistribute"), own)
+        if adapter:
+            adapters = import_module("ndistribute.compat.adapters")
+            given, found = found, adapters.ADAPTERS[adapter](found)
+            if found is not given and isinstance(
+                found, types.FunctionType | type
+            ):  # Pickles refer to it by this name.
+                found.__module__, found.__qualname__ = self.__name__, name
+        return vars(self).setdefault(name, found)
 
     def __dir__(self) -> list[str]:
-        return self.__all__
+        return sorted(self.__all__)
 
     def __reduce__(self) -> Any:  # Functions that are sent to workers refer to namespaces.
-        return importlib.import_module, (self.__name__,)
+        return import_module, (self.__name__,)
 
-
-def missing(where: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the error for a name that a namespace lacks."""
-    if name.startswith("__"):
-        return AttributeError(name)
-    lower = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(name.lower(), lower, cutoff=0.5)
-    similar = ", ".join(lower[one] for one in close)
-    hint = f"Similar names: {similar}." if similar else f"dir({where}) lists the names."
-    elsewhere = [
-        f"tf{module.removeprefix(ROOT)}.{name}"
-        for module, held in list(sys.modules.items())
-        if module.startswith(ROOT) and name in getattr(held, "__all__", ())
-    ]
-    if elsewhere:
-        hint = f"Use {min(elsewhere, key=len)}."
-    return AttributeError(f"{where}.{name} does not exist in {ROOT}. {hint}")
-
-
-def derived(path: str, kind: Any, *ignored: str, **more: Any) -> Any:
-    """Return a subclass with more attributes, whose constructor ignores some keywords.
-
-    Args:
-        path: the namespace where it is found.
-        kind: the class.
-        ignored: the keywords.
-        more: the attributes.
-    """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        own = {name: one for name, one in kwargs.items() if name not in ignored}
-        kind.__init__(self, *args, **own)
-
-    body = {"__init__": __init__, "__doc__": kind.__doc__, "__module__": f"{ROOT}.{path}"}
-    return type(kind.__name__, (kind,), {**body, **more})
-
-
-def public(module: Any) -> dict[str, Any]:
-    """Return the public names of a module."""
-    return {name: getattr(module, name) for name in module.__all__}
-
-
-def classes(module: Any) -> dict[str, Any]:
-    """Return the public classes of a module."""
-    return {name: one for name, one in public(module).items() if inspect.isclass(one)}
+    def _missing(self, name: str) -> str:
+        where = f"tf{self.__name__.removeprefix(ROOT)}"
+        lower = {one.lower(): one for one in self.__all__}
+        close = difflib.get_close_matches(name.lower(), lower, cutoff=0.5)
+        similar = ", ".join(lower[one] for one in close)
+        hint = f"Similar names: {similar}." if similar else f"dir({where}) lists the names."
+        elsewhere = [
+            f"tf{path.removeprefix(ROOT)}.{name}"
+            for path, module in list(sys.modules.items())
+            if path.startswith(ROOT) and name in getattr(module, "__all__", ())
+        ]
+        if elsewhere:
+            hint = f"Use {min(elsewhere, key=len)}."
+        return f"{where}.{name} does not exist in {ROOT}. {hint}"

@@ -1,263 +1,163 @@
 """Names of TensorFlow 2: ``import ndistribute.compat.tf as tf`` runs many of its scripts unchanged.
 
-Arrays are NumPy's and CuPy's, and everything runs at once: `function` returns its function. The
-names only lead to this package and to NumPy. One that is missing says which are similar.
+Arrays are NumPy's and CuPy's, and everything runs at once: `function` returns its function. In the
+table, a namespace is in brackets; `Names` tells how the words after it are read.
 """
 
-from __future__ import annotations
+import sys as _sys
 
-import contextlib as _contextlib
-import os as _os
-import shutil as _shutil
-import types as _types
-from typing import Any as _Any
-
-import numpy as _np
-
-import ndistribute as _nd
-from ndistribute import models as _models
-from ndistribute.compat import tensors as _tensors
-from ndistribute.compat.keras import KERAS as _KERAS
 from ndistribute.compat.names import Names as _Names
-from ndistribute.compat.names import derived as _derived
-from ndistribute.compat.names import missing as _missing
-from ndistribute.compat.names import public as _public
-from ndistribute.models import activations as _activations
-from ndistribute.models import operations as _operations
-from ndistribute.tree import map_leaves as _map_leaves
+from ndistribute.version import __version__ as _version
 
+_TABLE = """
+[app] .compat.tf: flags  .compat.graphs/graph: run
+[config] .compat.adapters: list_logical_devices=list_devices list_physical_devices=list_devices
+        run_functions_eagerly=nothing set_soft_device_placement=nothing
+[config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
+    .compat.adapters: enable_op_determinism=nothing set_memory_growth=nothing
+[contrib]
+[contrib.framework] .graph/graph: get_or_create_global_step
+[data] .compat.adapters: Dataset Options  .data.transformations: AUTOTUNE
+[data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
+[debugging] .compat.adapters: set_log_device_placement=nothing
+[distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
+        HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp
+        ReductionToOneDevice ReplicaContext Strategy get_replica_context get_strategy has_strategy
+        in_cross_replica_context
+    ndistribute/server: Server
+    ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
+        OneDeviceStrategy ParameterServerStrategy
+[distribute.cluster_resolver] .cluster: ClusterResolver
+    ndistribute/resolver: SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
+[distribute.coordinator] ndistribute: ClusterCoordinator
+[distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
+        MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy coordinator
+    ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
+        CommunicationOptions
+    .compat.adapters: PreemptionCheckpointHandler
+[distribute.experimental.partitioners] .variables.partitioners: *
+[dtypes] .compat.adapters: cast
+    numpy/dtype: bool=bool_ complex64 complex128 double=float64 float16 float32 float64 half=float16
+        int8 int16 int32 int64 uint8 uint16 uint32 uint64
+[errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
+    .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
+        InvalidArgumentError NotFoundError OpError=OperationError
+[estimator] .estimator/graph: DNNClassifier DNNRegressor Estimator EstimatorSpec EvalSpec
+        LinearClassifier LinearRegressor ModeKeys RunConfig TrainSpec train_and_evaluate
+[feature_column] .estimator.feature_column/graph: bucketized_column
+        categorical_column_with_hash_bucket categorical_column_with_identity
+        categorical_column_with_vocabulary_list embedding_column indicator_column input_layer
+        linear_model numeric_column
+[flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
+        DEFINE_integer DEFINE_string FLAGS
+[io]
+[io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
+    .compat.adapters: makedirs rmtree
+[gfile] .compat.tf.io.gfile: *
+[keras] .compat.adapters: Input Model Sequential
+[keras.activations] .models.activations: * swish=silu
+[keras.callbacks] .models.callbacks: Callback History LambdaCallback
+    .models.callbacks/callback: BackupAndRestore CSVLogger EarlyStopping LearningRateScheduler
+        ModelCheckpoint PreemptionCheckpointHandler ReduceLROnPlateau TensorBoard TerminateOnNaN
+[keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
+[keras.estimator] .estimator/graph: model_to_estimator
+[keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
+        glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
+[keras.layers] .models.layers: * AveragePooling2D=AveragePool2D Convolution2D=Conv2D
+        GlobalAveragePooling2D=GlobalAveragePool2D Lambda=Activation MaxPooling2D=MaxPool2D
+    text/activation: ELU=elu ReLU=relu Softmax=softmax
+    .compat.adapters: Input InputLayer=Input SyncBatchNormalization
+[keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
+[keras.losses.Reduction]
+    text: AUTO=sum_over_batch_size NONE=none SUM=sum SUM_OVER_BATCH_SIZE=sum_over_batch_size
+[keras.metrics] .models.metrics: Metric get
+    .models.metrics/metric: BinaryAccuracy CategoricalAccuracy Mean MeanAbsoluteError MeanMetric
+        MeanSquaredError Precision Recall RootMeanSquaredError SparseCategoricalAccuracy
+        SparseTopKCategoricalAccuracy Sum
+[keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
+    .models.layers: set_global_policy=set_dtype_policy
+[keras.models] .compat.adapters: Model Sequential load_model save_model
+[keras.optimizers] .optimizers: LossScale Optimizer  .compat.adapters: get=get_optimizer
+    .optimizers/optimizer: Adagrad Adam AdamW GradientAccumulation RMSprop SGD
+[keras.optimizers.legacy] .compat.tf.keras.optimizers: *
+[keras.optimizers.schedules] .optimizers.schedules: *
+[keras.regularizers] .models.regularizers: * l1=L1 l2=L2
+[keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
+    .compat.adapters: to_categorical
+[linalg] numpy: einsum  numpy/binary: matmul tensordot  numpy.linalg/unary: det inv norm
+    numpy.linalg/binary: solve  .compat.adapters: eye
+[logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING debug error info warn=warning warning
+    .compat.graphs: set_verbosity
+[math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
+        logical_not negative round sign sin sinh sqrt square tan
+    numpy/binary: add divide equal greater greater_equal less less_equal logical_and logical_or
+        matmul maximum minimum multiply not_equal pow=power subtract
+    numpy/reduction: reduce_all=all reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min
+        reduce_prod=prod reduce_std=std reduce_sum=sum reduce_variance=var
+    numpy/index: argmax argmin  ndistribute/unary: reduce_logsumexp=logsumexp
+    .models.activations/unary: softplus  .models.nn/unary: sigmoid  .compat.adapters: add_n
+[metrics] .graph.metrics/graph: accuracy mean mean_absolute_error mean_squared_error precision
+        recall root_mean_squared_error
+[nest] .tree: flatten map_structure=map_leaves
+[nn] .models.activations/unary: elu gelu silu softplus swish=silu
+    .models.nn/unary: relu sigmoid  numpy/unary: tanh  numpy/binary: bias_add=add
+    .compat.graphs: avg_pool conv2d max_pool xw_plus_b
+    .models.losses: compute_average_loss scale_regularization_loss
+    .models.nn/last_axis: log_softmax softmax
+    .compat.adapters: embedding_lookup=gather l2_loss leaky_relu
+        sigmoid_cross_entropy_with_logits=sigmoid_loss
+        softmax_cross_entropy_with_logits=softmax_loss
+        sparse_softmax_cross_entropy_with_logits=softmax_loss
+[random] ndistribute: set_seed  text/random: normal uniform
+[saved_model] .compat.adapters: load=load_model save=save_model
+[summary] .graph.summary/graph: FileWriter histogram image merge merge_all scalar
+[train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
+    .compat.adapters: Checkpoint start_queue_runners=nothing
+    .compat.graphs: latest_checkpoint
+    .compat.graphs/graph: get_global_step global_step
+    .graph.summary/graph: SummaryWriter=FileWriter
+    .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator FinalOpsHook
+        GlobalStepWaiterHook GradientDescentOptimizer LoggingTensorHook MomentumOptimizer
+        MonitoredTrainingSession NanLossDuringTrainingError NanTensorHook Optimizer
+        RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook
+        SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
+        SyncReplicasOptimizer exponential_decay get_checkpoint_state get_or_create_global_step
+        piecewise_constant polynomial_decay replica_device_setter
+[] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye norm tensordot
+    ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization
+        custom_gradient stop_gradient
+    .compat.adapters: Tensor TensorSpec Variable clip_by_value constant convert_to_tensor
+        executing_eagerly fill function gather identity one_hot range=numbers
+        split tile transpose
+    numpy/unary: expand_dims ones_like reshape squeeze zeros_like  numpy/ternary: where
+    numpy/joining: concat=concatenate stack  numpy/filled: ones zeros
+    numpy/counted: rank=ndim shape size  numpy: newaxis  builtins: TensorShape=tuple print
+    contextlib: init_scope=nullcontext
+    .compat.graphs: cond device disable_eager_execution=use_graphs
+        disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
+        while_loop
+    .compat.graphs/graph: InteractiveSession Session add_to_collection control_dependencies
+        get_collection no_op set_random_seed
+    .graph: AUTO_REUSE Graph Operation
+    .graph/graph: ConfigProto all_variables=global_variables
+        get_default_graph get_variable get_variable_scope global_variables
+        global_variables_initializer gradients
+        initialize_all_variables=global_variables_initializer local_variables placeholder
+        py_func=py_function random_normal random_uniform reset_default_graph
+        trainable_variables truncated_normal variable_scope variables_initializer
+    .graph.summary/graph: histogram_summary=histogram image_summary=image
+        merge_all_summaries=merge_all merge_summary=merge scalar_summary=scalar
+    .compat.graphs/graph: initialize_local_variables=local_variables_initializer
+        local_variables_initializer
+    numpy/binary: mul=multiply sub=subtract  numpy/unary: neg=negative  numpy/joining: pack=stack
+[compat]
+[compat.v1] .compat.tf/graph: *
+"""
 
-def __getattr__(name: str) -> _Any:
-    raise _missing("tf", name, __all__)
-
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-class _Options(_nd.InputOptions):
-    """Options of a dataset, which can be set."""
-
-    @property
-    def experimental_distribute(self) -> _Any:
-        """What sets the policy of `InputOptions`."""
-        options = self
-
-        class Distribute:
-            def __setattr__(self, name: str, value: _Any) -> None:
-                object.__setattr__(options, name, _nd.InputOptions(**{name: value}).__dict__[name])
-
-        return Distribute()
-
-
-class _Dataset(_nd.Dataset):
-    """A dataset, whose lists are tensors."""
-
-    @classmethod
-    def from_tensor_slices(cls, tensors: _Any, name: _Any = None) -> _nd.Dataset:
-        """Return a dataset of the rows of tensors; see `nd.Dataset`."""
-        return super().from_tensor_slices(_plain(tensors))
-
-    @classmethod
-    def from_tensors(cls, tensors: _Any, name: _Any = None) -> _nd.Dataset:
-        """Return a dataset of one element; see `nd.Dataset`."""
-        return super().from_tensors(_plain(tensors))
-
-    # TensorFlow's names of the arguments, which scripts pass by keyword.
-
-    def map(  # type: ignore[override]
-        self, map_func: _Any, num_parallel_calls: int | None = None, **_: _Any
-    ) -> _nd.Dataset:
-        """Return a dataset of ``map_func(element)``; see `nd.Dataset`."""
-        return super().map(map_func, num_parallel_calls)
-
-    def batch(  # type: ignore[override]
-        self, batch_size: int, drop_remainder: bool = False, **_: _Any
-    ) -> _nd.Dataset:
-        """Return a dataset of batches; see `nd.Dataset`."""
-        return super().batch(batch_size, drop_remainder)
-
-    def prefetch(self, buffer_size: int, **_: _Any) -> _nd.Dataset:  # type: ignore[override]
-        """Return a dataset of which a thread prepares elements ahead; see `nd.Dataset`."""
-        return super().prefetch(buffer_size)
-
-
-def _plain(value: _Any) -> _Any:
-    """Return arrays for lists of numbers, in tuples and dicts."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    return _tensors.plain(_tensors.convert_to_tensor(value))
-
-
-def _list_devices(device_type: str | None = None) -> list[_types.SimpleNamespace]:
-    """Return the devices, with `name` and `device_type`."""
-    found = _nd.list_devices(None if device_type is None else device_type.lower())
-    kinds = [(one.kind.upper(), one.index) for one in found]
-    return [
-        _types.SimpleNamespace(name=f"/physical_device:{kind}:{index}", device_type=kind)
-        for kind, index in kinds
-    ]
-
-
-def _strategy(name: str) -> _Any:
-    """Return a strategy whose `reduce` returns tensors."""
-    kind: _Any = getattr(_nd, name)
-
-    def reduce(self: _Any, reduce_op: _Any, value: _Any, axis: _Any = None) -> _Any:
-        return _map_leaves(_tensors.tensor_if_array, kind.reduce(self, reduce_op, value, axis))
-
-    return _derived("distribute", kind, reduce=reduce)
-
-
-class _Checkpoint(_nd.Checkpoint):
-    """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
-
-    def __init__(self, root: _Any = None, **objects: _Any) -> None:
-        super().__init__(**({} if root is None else {"root": root}), **objects)
-
-    def restore(self, path: _Any, options: _Any = None) -> _Any:
-        """Set the state to what was saved; see `nd.Checkpoint`."""
-        if path is not None:
-            super().restore(path)
-        methods = "assert_consumed assert_existing_objects_matched expect_partial".split()
-        return _types.SimpleNamespace(**dict.fromkeys(methods, lambda: None))
-
-    read = restore
-
-
-def _softmax_cross_entropy(labels: _Any, logits: _Any, name: _Any = None) -> _Any:
-    """Return the cross-entropy of each example."""
-    return _operations.softmax_cross_entropy(logits, labels)
-
-
-def _sigmoid_cross_entropy(labels: _Any, logits: _Any, name: _Any = None) -> _Any:
-    """Return the cross-entropy of two classes for each element."""
-    return _np.maximum(logits, 0) - logits * labels + _np.log1p(_np.exp(-_np.abs(logits)))
-
-
-_STRATEGIES = {
-    name: _strategy(name)
-    for name in (
-        "CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy "
-        "ParameterServerStrategy"
-    ).split()
-}
-_RESOLVERS = {
-    name: _derived("distribute.cluster_resolver", getattr(_nd, name), rpc_layer="grpc")
-    for name in "SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver".split()
-}
-_COORDINATOR = _Names("distribute.coordinator", {"ClusterCoordinator": _nd.ClusterCoordinator})
-_EXPERIMENTAL = {
-    **_STRATEGIES,
-    "CommunicationImplementation": _nd.CommunicationImplementation,
-    "CommunicationOptions": _nd.CommunicationOptions,
-    "coordinator": _COORDINATOR,
-    "partitioners": _Names("distribute.experimental.partitioners", _public(_nd.partitioners)),
-}
-_DISTRIBUTE = (
-    "DistributedDataset DistributedValues HierarchicalCopyAllReduce InputContext InputOptions "
-    "NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext Strategy get_replica_context "
-    "get_strategy has_strategy in_cross_replica_context"
-)
-_DEVICES = {"list_logical_devices": _list_devices, "list_physical_devices": _list_devices}
-_FILES = {
-    "exists": _os.path.exists,
-    "isdir": _os.path.isdir,
-    "listdir": _os.listdir,
-    "makedirs": lambda path: _os.makedirs(path, exist_ok=True),
-    # Only the chief writes, so other workers may remove what does not exist.
-    "rmtree": lambda path: _shutil.rmtree(path, ignore_errors=True),
-}
-_NN = {
-    **{
-        name: _tensors.on_tensors(getattr(_activations, name))
-        for name in "elu gelu relu sigmoid silu softplus tanh".split()
-    },
-    "compute_average_loss": _models.losses.compute_average_loss,
-    "l2_loss": _tensors.on_tensors(lambda t: _np.sum(_np.square(t)) / 2),
-    "leaky_relu": _tensors.on_tensors(_activations.leaky_relu, alpha="negative_slope"),
-    "log_softmax": _tensors.on_tensors(lambda logits, axis=-1: _nd.log_softmax(logits, axis)),
-    "scale_regularization_loss": _models.losses.scale_regularization_loss,
-    "sigmoid_cross_entropy_with_logits": _sigmoid_cross_entropy,
-    "softmax": _tensors.on_tensors(lambda logits, axis=-1: _nd.softmax(logits, axis)),
-    "softmax_cross_entropy_with_logits": _softmax_cross_entropy,
-    "sparse_softmax_cross_entropy_with_logits": _softmax_cross_entropy,
-}
-_OWN = (
-    "GradientTape IndexedSlices VariableAggregation VariableSynchronization custom_gradient "
-    "stop_gradient"
-)
-_TENSORS = "Tensor TensorSpec Variable constant convert_to_tensor function"
-# What `tf` has of `tf.math`.
-_MATH = (
-    "abs add add_n argmax argmin cos cosh divide equal exp floor greater greater_equal less "
-    "less_equal logical_and logical_not logical_or matmul maximum minimum multiply negative "
-    "not_equal pow reduce_all reduce_any reduce_logsumexp reduce_max reduce_mean reduce_min "
-    "reduce_prod reduce_sum round sigmoid sign sin sinh sqrt square subtract tan tanh"
-)
-_NAMES: dict[str, _Any] = {
-    **_tensors.DTYPES,
-    **_tensors.ARRAYS,
-    **{name: _tensors.MATH[name] for name in _MATH.split()},
-    **{name: getattr(_tensors, name) for name in _TENSORS.split()},
-    **{name: getattr(_nd, name) for name in _OWN.split()},
-    **dict.fromkeys(("device", "init_scope", "name_scope"), _contextlib.nullcontext),
-    "config": _Names(
-        "config",
-        {
-            **_DEVICES,
-            "experimental": _Names(
-                "config.experimental",
-                {**_DEVICES, "set_memory_growth": lambda device, enable: None},
-            ),
-            "set_soft_device_placement": lambda enabled: None,
-        },
-    ),
-    "data": _Names(
-        "data",
-        {
-            "AUTOTUNE": -1,
-            "Dataset": _Dataset,
-            "Options": _Options,
-            "experimental": _Names(
-                "data.experimental", {"AUTOTUNE": -1, "AutoShardPolicy": _nd.AutoShardPolicy}
-            ),
-        },
-    ),
-    "distribute": _Names(
-        "distribute",
-        {
-            **_STRATEGIES,
-            **{name: getattr(_nd, name) for name in _DISTRIBUTE.split()},
-            "Server": _derived("distribute", _nd.Server, "protocol", "config"),
-            "cluster_resolver": _Names("distribute.cluster_resolver", _RESOLVERS),
-            "coordinator": _COORDINATOR,
-            "experimental": _Names("distribute.experimental", _EXPERIMENTAL),
-        },
-    ),
-    "dtypes": _Names("dtypes", _tensors.DTYPES),
-    "errors": _Names(
-        "errors", {"OutOfRangeError": StopIteration, "UnavailableError": _nd.WorkerLostError}
-    ),
-    "executing_eagerly": lambda: True,
-    "io": _Names("io", {"gfile": _Names("io.gfile", _FILES)}),
-    "keras": _KERAS,
-    "math": _Names("math", _tensors.MATH),
-    "newaxis": None,
-    "nn": _Names("nn", _NN),
-    "random": _Names("random", _tensors.RANDOM),
-    "train": _Names(
-        "train",
-        {
-            "Checkpoint": _Checkpoint,
-            "CheckpointManager": _nd.CheckpointManager,
-            "ClusterSpec": _nd.ClusterSpec,
-            "latest_checkpoint": _models.latest_checkpoint,
-        },
-    ),
-}
-__version__ = _nd.__version__
-__all__ = sorted(_NAMES)  # noqa: PLE0605
-globals().update(_NAMES)
+__version__ = _version
+__all__: list[str] = []
+_tf = _sys.modules[__name__]
+_tf.__class__ = _Names
+for _section in _TABLE.split("[")[1:]:
+    _path, _words = _section.split("]")
+    (_Names(_path) if _path else _tf)._fill(_words)

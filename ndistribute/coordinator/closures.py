@@ -84,12 +84,13 @@ class RemoteValue:
     4
     """
 
-    __slots__ = ("_arrived", "_value", "error", "name", "owner", "payload")
+    __slots__ = ("_arrived", "_done_calls", "_value", "error", "name", "owner", "payload")
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner  # The queue of its coordinator.
         self.name = name  # The function's name, for messages.
         self._arrived: threading.Event | None = None  # Created by the first wait.
+        self._done_calls: tuple[Callable[[RemoteValue], None], ...] = ()
         self._value: list[Any] = []  # Empty until the first `fetch`.
         self.payload: Pickled | None = None  # The pickled result.
         self.error: Exception | None = None  # The error instead of a result.
@@ -128,6 +129,14 @@ class RemoteValue:
 
     get = fetch
 
+    def add_done_callback(self, call: Callable[[RemoteValue], None]) -> None:
+        """Call a function with this value once it is done; it must return at once."""
+        with self.owner.lock:
+            if not self.done():
+                self._done_calls += (call,)
+                return
+        call(self)
+
     def set_outcome(self, outcome: Pickled | Exception) -> None:
         """Set the result or the error; the caller holds the lock of the owner."""
         if isinstance(outcome, Exception):
@@ -136,6 +145,9 @@ class RemoteValue:
             self.payload = outcome
         if self._arrived is not None:
             self._arrived.set()
+        calls, self._done_calls = self._done_calls, ()
+        for call in calls:
+            call(self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         closure = _closure_for("A RemoteValue")

@@ -22,6 +22,7 @@ from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_o
 from ndistribute.cluster.spec import ClusterSpec, only_task, task_names
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
+from ndistribute.graph.service import PURPOSE, GraphService
 from ndistribute.parameter_server.server import StoreService
 from ndistribute.timeline import identify
 from ndistribute.transport.address import split_address
@@ -220,8 +221,10 @@ class Server:
         self._durability = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
         if self._durability not in ("snapshot", "log"):
             raise ValueError(f'durability is "snapshot" or "log", got {self._durability!r}.')
+        # Other tasks serve graphs, whose clients may come again until `stop`.
+        ends = self._job == "ps" or "chief" in self.cluster_spec.jobs
         policy = ExitPolicy(
-            self.cluster_spec,
+            self.cluster_spec if ends else ClusterSpec({}),
             started=time.monotonic(),
             start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", _START_SECONDS),
             return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", _RETURN_SECONDS),
@@ -231,6 +234,7 @@ class Server:
         self._process = os.getpid()
         self._rpc: RpcServer | None = None
         self._service: StoreService | WorkerService | None = None
+        self._graphs: GraphService | None = None
         if start:
             self.start()
 
@@ -254,13 +258,14 @@ class Server:
             # All addresses count: if all tasks are local, the secret is local too.
             credentials = credentials_of(self.cluster_spec.addresses(), self._environ)
             services = self._services()
+            self._graphs = GraphService(*self._tasks(), credentials)
             identify(self.name, task_names(self.cluster_spec))
             try:
                 self._rpc = RpcServer(
                     self._address,
                     credentials,
                     self.name,
-                    services,
+                    {**services, PURPOSE: self._graphs},
                     environ=self._environ,
                     connected=self._membership.connected,
                     disconnected=self._membership.disconnected,
@@ -274,9 +279,9 @@ class Server:
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the work has ended, and stop the server.
 
-        The work ends when `stop` is called, when the chief has left or, without a chief, when every
-        worker has come and gone. SIGTERM also stops the server, and raises `SystemExit`, if this is
-        the main thread and the program does not handle SIGTERM.
+        The work ends when `stop` is called, when the chief has left or, for a task of ``ps``
+        without a chief, when every worker has come and gone. SIGTERM also stops the server, and
+        raises `SystemExit`, if this is the main thread and the program does not handle SIGTERM.
 
         Args:
             timeout: seconds to wait; None: no limit.
@@ -324,6 +329,8 @@ class Server:
             rpc, self._rpc = self._rpc, None
             try:
                 if rpc is not None:
+                    if self._graphs is not None:
+                        self._graphs.close()
                     rpc.close(timeout)
                     self._close_service()
             finally:
@@ -352,6 +359,16 @@ class Server:
         )
         self._membership.policy.resumed = store.resumed
         return {"ps": store}
+
+    def _tasks(self) -> tuple[str, dict[str, str]]:
+        """Return this task and the addresses of all tasks, under the names of devices."""
+        spec = self.cluster_spec
+        addresses = {
+            f"/job:{job}/task:{index}": spec.task_address(job, index)
+            for job in spec.jobs
+            for index in spec.task_indices(job)
+        }
+        return f"/job:{self._job}/task:{self._index}", addresses
 
     def _close_service(self) -> None:
         service, self._service = self._service, None  # Release the store's memory.

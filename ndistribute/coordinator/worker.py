@@ -164,6 +164,7 @@ class WorkerService:
                 job()
             except Exception:  # The next job may belong to another coordinator.
                 _log.exception("%s failed beside the function that it ran", self._name)
+            del job  # Release the arguments while no closure comes.
 
     def _run(self, peer: Any, session: _Session, order: Run, functions: dict[str, Loader]) -> None:
         """Run a closure, unless its coordinator has left, and send the outcome."""
@@ -180,6 +181,7 @@ class WorkerService:
                 value = self._dump_error(error)
             finally:
                 _Session.current = None
+                session.inputs, session.running = (), {}
         peer.send(Outcome(order.number, value, time.perf_counter() - begun, trace, reports))
 
     @recorded(lambda *_: ("compute", ""))

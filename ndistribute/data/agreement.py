@@ -20,7 +20,7 @@ from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, upstream
 from ndistribute.data.steps import COMPLETE_IT, Position, Progress, Step
-from ndistribute.device import Device, copy_to
+from ndistribute.devices import Device, copy_to
 from ndistribute.errors import DistributeError
 from ndistribute.values import PerReplica
 
@@ -179,7 +179,7 @@ def joint(
             value = tree.map_leaves(
                 lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), template
             )
-        yield Step(value if step is None else step.value, reached)
+        yield Step(value, reached) if step is None else step._replace(reached=reached)
 
 
 def _tell(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,9 @@ data takes part with empty batches until all workers have finished.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +23,7 @@ from ndistribute.data.pipeline import Epoch, Node, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, Progress, Step, steps_of
-from ndistribute.device import Device
+from ndistribute.devices import Device
 from ndistribute.timeline import recorded
 
 
@@ -105,8 +107,8 @@ class DistributedDataset:
         self._sharding = sharding
         given = options.prefetch
         self._depth = _default_depth(node, topology.devices) if given is None else given
-        if any(has_state(step.loader) for step in upstream(node)):
-            self._depth = 0  # Its state must match the consumer's step.
+        if given is None and any(has_state(step.loader) for step in upstream(node)):
+            self._depth = 0  # Reading ahead would take a state from it after every batch.
 
     def cardinality(self) -> int:
         """Return the number of steps, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
@@ -147,8 +149,9 @@ class DistributedIterator(Iterator[Any]):
         self._epoch, self._progress = begin(node, topology, sharding)
         self._own = self._progress
         self._loader = loader_of(node)
+        self._loader_state: Any = None  # After the consumer's step, if the loader is ahead of it.
         self._over = False
-        self._used_up = False  # Over, because the input has ended.
+        self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
         self._source: Iterator[Step] | None = None
 
@@ -167,13 +170,13 @@ class DistributedIterator(Iterator[Any]):
                 self._source = self._open()
             step = next(self._source, None)
             if step is None:
-                self._used_up = True
                 raise StopIteration
         except BaseException:
             self.close()
             raise
         for shard, position in step.reached.items():
             self._progress.positions[shard] = position
+        self._loader_state = step.loader_state
         return step.value
 
     def get_next(self) -> Any:
@@ -203,8 +206,10 @@ class DistributedIterator(Iterator[Any]):
                     "state_dict: some parts of the loader's current batch are not consumed yet. "
                     f"Take the state after all {self._topology.num_replicas} parts of a batch."
                 )
-            own = {"state": self._loader.state_dict(), "over": self._used_up}
-            state["loader"] = {"worker": self._topology.worker_index, **own}
+            over, worker = self._used_up.is_set(), self._topology.worker_index
+            ahead = self._loader_state is not None and not over
+            own = self._loader_state if ahead else self._loader.state_dict()
+            state["loader"] = {"worker": worker, "state": own, "over": over}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,13 +233,15 @@ class DistributedIterator(Iterator[Any]):
         self._progress = progress
         seeds = progress.seeds[self._first_shard]
         self._epoch = Epoch.resume(self._node, seeds)
-        self._source = None
+        self._source = self._loader_state = None
         self._over = False
+        self._used_up.clear()
         if own is not None:
             self._loader.load_state_dict(own["state"])
             batches = progress.positions[self._first_shard].batches
             self._epoch = replace(self._epoch, loaded=batches)
-            self._over = self._used_up = own["over"]
+            if own["over"]:  # Others may go on, and this worker takes part.
+                self._used_up.set()
 
     def close(self) -> None:
         """End the iteration, and stop its threads."""
@@ -253,9 +260,13 @@ class DistributedIterator(Iterator[Any]):
         for shard in progress.shards_of(topology):
             part = (shard, len(progress.positions)) if sharding is Sharding.FILE else (0, 1)
             epochs[shard] = (replace(self._epoch, shard=part), progress.positions[shard])
-        source = steps_of(self._node, topology, sharding, epochs)
+        source = steps_of(self._node, topology, sharding, {} if self._used_up.is_set() else epochs)
+        if self._depth and self._loader is not None:
+            source = _with_states(source, self._loader)
         if self._depth:
             source = Ahead(source, self._depth, self._epoch.threads)
+        if self._loader is not None:
+            source = _noting_the_end(source, self._used_up)
         if sharding is Sharding.DATA:
             # The workers compare the input that user code produces.
             waits = any(node.runs_user_code or node.loader is not None for node in nodes)
@@ -325,6 +336,18 @@ def loader_of(node: Node) -> Any:
     while node.options is not None:
         (node,) = node.inputs
     return node.loader if has_state(node.loader) else None
+
+
+def _with_states(steps: Iterator[Step], loader: Any) -> Iterator[Step]:
+    """Yield steps with the loader's state after each, which the loader may change later."""
+    for step in steps:
+        yield step._replace(loader_state=copy.deepcopy(loader.state_dict()))
+
+
+def _noting_the_end(steps: Iterator[Step], end: threading.Event) -> Iterator[Step]:
+    """Yield steps, and set an event after the last one."""
+    yield from steps
+    end.set()
 
 
 def _check_resumable(node: Node, loader: Any, what: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ndistribute import tree
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
 
 Element = Any
 Leaf = Any

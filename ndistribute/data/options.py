@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ndistribute.collective.objects import ProcessGroup
-from ndistribute.device import Device
+from ndistribute.devices import Device
 
 
 class AutoShardPolicy(enum.Enum):
@@ -46,8 +46,8 @@ class InputOptions:
         auto_shard_policy: an `AutoShardPolicy`, or its name in any case.
         prefetch: the number of steps that a background thread prepares ahead. That thread then
             calls the dataset's functions. 0 prepares each step on request. None means 2 if the
-            dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0. A
-            loader with a state of its own is never read ahead.
+            dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0; also 0
+            for a loader with a state of its own, which is copied after each batch read ahead.
 
     Raises:
         ValueError: the policy is unknown, or `prefetch` is negative.

@@ -19,7 +19,7 @@ from ndistribute import tree
 from ndistribute.data.elements import Element, leading_length
 from ndistribute.data.options import Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, upstream
-from ndistribute.device import Device, copy_to, to_host
+from ndistribute.devices import Device, copy_to, to_host
 from ndistribute.values import PerReplica
 
 BATCH_IT = (
@@ -49,6 +49,7 @@ class Step(NamedTuple):
     reached: Mapping[int, Position]
     rows: int = 0  # The rows of the global batch with DATA.
     first: dict[str, Any] | None = None  # What workers compare of the first global batch.
+    loader_state: Any = None  # After this step, of a loader that is read ahead.
 
 
 @dataclass

@@ -49,6 +49,8 @@ AUTOTUNE = -1
 # The depth of prefetch(AUTOTUNE): one element in use, one ready.
 _AUTOTUNED_DEPTH = 2
 
+_ENDLESS = "repeat()"
+
 # The random indices drawn at once: enough to spread NumPy's call overhead, but few enough that the
 # first batch of an epoch waits less than a millisecond.
 _DRAWN = 8192
@@ -182,6 +184,7 @@ def _every(chunks: Iterator[Chunk], stop: int | None, step: int) -> Iterator[Chu
 def repeated(child: Node, times: int | None) -> Node:
     """Return a node of the elements repeated `times` times; forever if it is None."""
     known = child.spec.cardinality
+    exact = _exact_length(child)
     differ = bool(seeds_of(child))
 
     def repetitions(epoch: Epoch, first: int, start: int) -> Iterator[Chunk]:
@@ -195,11 +198,11 @@ def repeated(child: Node, times: int | None) -> Node:
             start = 0
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        if known > 0:
-            return repetitions(epoch, *divmod(start, known))
+        if exact > 0:
+            return repetitions(epoch, *divmod(start, exact))
         return drop(repetitions(epoch, 0, 0), start)
 
-    name = "repeat()" if times is None else f"repeat({times})"
+    name = _ENDLESS if times is None else f"repeat({times})"
     if 0 in (known, times):
         return sliced(child, name, stop=0)
     total = known if known < 0 or times is None else known * times
@@ -243,7 +246,7 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
 
 def concatenated(first: Node, second: Node) -> Node:
     """Return a node of the elements of one dataset, followed by those of another."""
-    known = first.spec.cardinality
+    known = _exact_length(first)
 
     def both(epoch: Epoch, start: int) -> Iterator[Chunk]:
         if not 0 <= known <= start:
@@ -254,7 +257,7 @@ def concatenated(first: Node, second: Node) -> Node:
         known_start = known != UNKNOWN_CARDINALITY
         return both(epoch, start) if known_start else drop(both(epoch, 0), start)
 
-    lengths = (known, second.spec.cardinality)
+    lengths = (first.spec.cardinality, second.spec.cardinality)
     total = UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else sum(lengths)
     alike = repr(first.spec.like) == repr(second.spec.like)
     spec = ElementSpec(
@@ -389,6 +392,14 @@ def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tupl
 def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
     while True:
         yield from rng.integers(buffer_size, size=1024).tolist()
+
+
+def _exact_length(node: Node) -> int:
+    """Return the cardinality, or that it is unknown if an endless repetition may be of nothing."""
+    for step in upstream(node):
+        if step.name == _ENDLESS and step.inputs[0].spec.cardinality == UNKNOWN_CARDINALITY:
+            return UNKNOWN_CARDINALITY
+    return node.spec.cardinality
 
 
 def _common(parts: tuple[Node, ...]) -> bool | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ndistribute.blas import THREAD_VARIABLES, cores
-from ndistribute.device import list_devices
+from ndistribute.devices import list_devices
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.commands import find_mpiexec
 

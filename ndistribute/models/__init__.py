@@ -8,6 +8,7 @@ from ndistribute.models import (
     layers,
     losses,
     metrics,
+    nn,
     regularizers,
 )
 from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler
@@ -31,6 +32,7 @@ __all__ = [
     "load",
     "losses",
     "metrics",
+    "nn",
     "optimizers",
     "regularizers",
 ]

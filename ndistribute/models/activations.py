@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ndistribute import autodiff
 from ndistribute.autodiff import custom_gradient
-from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.devices import Array, as_array
+from ndistribute.models.names import found
 
 __all__ = [
     "elu",
@@ -32,6 +33,15 @@ __all__ = [
 ]
 
 Activation = Callable[[Any], Any]
+# NumPy's loop for a row of zeros takes half the time of that for the number 0, if rows are long.
+_LONG = 128
+
+
+class InPlace(NamedTuple):
+    """An activation that replaces an array, and its derivative from the result's gradient."""
+
+    apply: Callable[[Array], Any]
+    before: Callable[[Array, Array], Array]  # Takes the gradient and the result.
 
 
 def relu(x: Any) -> Any:
@@ -40,12 +50,12 @@ def relu(x: Any) -> Any:
     >>> relu(np.array([-1.0, 2.0]))
     array([0., 2.])
     """
-    return _in_place(x, name="relu")
+    return _in_place(x, rule=IN_PLACE[relu])
 
 
 def tanh(x: Any) -> Any:
     """Return the hyperbolic tangent."""
-    return _in_place(x, name="tanh")
+    return _in_place(x, rule=IN_PLACE[tanh])
 
 
 def sigmoid(x: Any) -> Any:
@@ -54,7 +64,7 @@ def sigmoid(x: Any) -> Any:
     >>> sigmoid(np.array([-1000.0, 0.0]))
     array([0. , 0.5])
     """
-    return _in_place(x, name="sigmoid")
+    return _in_place(x, rule=IN_PLACE[sigmoid])
 
 
 def linear(x: Any) -> Any:
@@ -82,6 +92,7 @@ def silu(x: Any) -> Any:
     return x * sigmoid(x)
 
 
+@custom_gradient
 def gelu(x: Any) -> Any:
     """Return ``x`` times about the normal distribution function, in the form with `tanh`.
 
@@ -90,7 +101,15 @@ def gelu(x: Any) -> Any:
     >>> gelu(np.array([0.0, 1.0])).round(4)
     array([0.    , 0.8412])
     """
-    return _gelu(x)
+    x, scale = as_array(x), math.sqrt(2 / math.pi)
+    bend = np.tanh(scale * (x + 0.044715 * x * x * x))
+    half = 0.5 * (1 + bend)
+
+    def vjp(g: Array) -> Array:
+        slope = scale * (1 + 3 * 0.044715 * x * x)
+        return g * (half + 0.5 * x * (1 - bend * bend) * slope)
+
+    return x * half, [vjp]
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.2) -> Any:
@@ -103,92 +122,55 @@ def elu(x: Any, alpha: float = 1.0) -> Any:
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
 
+@custom_gradient
+def _in_place(x: Any, *, rule: InPlace) -> Any:
+    y = as_array(x)
+    y = y.astype(np.float64) if y.dtype.kind in "iub" else y.copy()
+    rule.apply(y)
+    return y, [lambda g: rule.before(g, y)]
+
+
 def _relu_to(y: Array) -> None:
-    zero: Any = 0
-    if type(y) is np.ndarray and y.ndim > 1 and y.shape[-1] >= _LONG:
-        zero = np.zeros(y.shape[-1], y.dtype)
-    array_namespace(y).maximum(y, zero, out=y)
+    is_long = type(y) is np.ndarray and y.ndim > 1 and y.shape[-1] >= _LONG
+    zero: Any = np.zeros(y.shape[-1], y.dtype) if is_long else 0
+    np.maximum(y, zero, out=y)
 
 
-# NumPy's loop for a row of zeros takes half the time of that for the number 0, if rows are long.
-_LONG = 128
-
-
-def _tanh_to(y: Array) -> None:
-    array_namespace(y).tanh(y, out=y)
-
-
-def _sigmoid_to(y: Array) -> None:
-    y *= 0.5
-    array_namespace(y).tanh(y, out=y)
-    y += 1
-    y *= 0.5
-
-
-def _relu_gradient(g: Array, y: Array) -> Array:
-    return g * (y > 0)
-
-
-def _tanh_gradient(g: Array, y: Array) -> Array:
-    change = y * y
-    array_namespace(y).subtract(1, change, out=change)
+def _relu_before(g: Array, y: Array) -> Array:
+    change = (y > 0).astype(g.dtype)  # NumPy multiplies by booleans in a slower loop.
     change *= g
     return change
 
 
-def _sigmoid_gradient(g: Array, y: Array) -> Array:
+def _tanh_before(g: Array, y: Array) -> Array:
+    change = y * y
+    np.subtract(1, change, out=change)
+    change *= g
+    return change
+
+
+def _sigmoid_to(y: Array) -> None:
+    y *= 0.5
+    np.tanh(y, out=y)
+    y += 1
+    y *= 0.5
+
+
+def _sigmoid_before(g: Array, y: Array) -> Array:
     change = 1 - y
     change *= y
     change *= g
     return change
 
 
-IN_PLACE: dict[str, tuple[Callable[[Array], None], Callable[[Array, Array], Array]]] = {
-    "relu": (_relu_to, _relu_gradient),
-    "sigmoid": (_sigmoid_to, _sigmoid_gradient),
-    "tanh": (_tanh_to, _tanh_gradient),
+IN_PLACE: dict[Activation, InPlace] = {
+    relu: InPlace(_relu_to, _relu_before),
+    sigmoid: InPlace(_sigmoid_to, _sigmoid_before),
+    tanh: InPlace(lambda y: np.tanh(y, out=y), _tanh_before),
 }
-"""By name: a function that replaces an array by its activation, and one from the gradient and the
-value of the result to the gradient of the argument."""
 
-
-@custom_gradient
-def _in_place(x: Any, *, name: str) -> Any:
-    apply, gradient = IN_PLACE[name]
-    y = as_array(x)
-    y = y.astype(np.float64) if y.dtype.kind in "iub" else y.copy()
-    apply(y)
-    return y, [lambda g: gradient(g, y)]
-
-
-@custom_gradient
-def _gelu(x: Any) -> Any:
-    x = as_array(x)
-    scale = math.sqrt(2 / math.pi)
-    bend = np.tanh(scale * (x + 0.044715 * x * x * x))
-    half = 0.5 * (1 + bend)
-
-    def vjp(g: Array) -> Array:
-        slope = scale * (1 + 3 * 0.044715 * x * x)
-        return g * (half + 0.5 * x * (1 - bend * bend) * slope)
-
-    return x * half, [vjp]
-
-
-NAMED: dict[str, Activation] = {
-    "elu": elu,
-    "gelu": gelu,
-    "leaky_relu": leaky_relu,
-    "linear": linear,
-    "log_softmax": log_softmax,
-    "relu": relu,
-    "sigmoid": sigmoid,
-    "silu": silu,
-    "softmax": softmax,
-    "softplus": softplus,
-    "swish": silu,
-    "tanh": tanh,
-}
+_ALL = (elu, gelu, leaky_relu, linear, log_softmax, relu, sigmoid, silu, softmax, softplus, tanh)
+NAMED: dict[str, Activation] = {one.__name__: one for one in _ALL} | {"swish": silu}
 
 
 def get(activation: str | Activation | None) -> Activation:
@@ -202,8 +184,5 @@ def get(activation: str | Activation | None) -> Activation:
     """
     if callable(activation):
         return activation
-    try:
-        return NAMED[activation or "linear"]
-    except (KeyError, TypeError):
-        names = ", ".join(NAMED)
-        raise ValueError(f"unknown activation {activation!r}: use one of {names}.") from None
+    known: Activation = found(NAMED, activation or "linear", "activation")
+    return known

@@ -7,10 +7,13 @@ workers or servers. All workers take part: the chief writes and reads the files.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ import numpy as np
 from ndistribute import tensor_files
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import current_seed, get_replica_context, get_strategy, restore_seed
-from ndistribute.device import to_host
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models.layers.layer import Layer
@@ -29,10 +31,6 @@ from ndistribute.tensor_files import Saved
 from ndistribute.variables import Variable
 
 __all__ = ["Checkpoint", "CheckpointManager", "latest_checkpoint"]
-
-_GENERATORS = "random/generators"
-_WORDS = 6  # What the state of a PCG64 generator consists of, in uint64.
-_MASK = 2**64 - 1
 
 
 class Checkpoint:
@@ -69,17 +67,12 @@ class Checkpoint:
                     "load_state_dict."
                 )
 
-    def extended(self, **objects: Any) -> Checkpoint:
-        """Return a checkpoint of these objects, and of others that are not among them."""
-        known = set(map(id, self._objects.values()))
-        more = {name: one for name, one in objects.items() if id(one) not in known}
-        return Checkpoint(**(self._objects | more))
-
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the state, and return the folder with it once it is safely on the disk.
 
-        Every worker must call this outside of replicas; the chief writes. Earlier checkpoints of
-        the same path are kept.
+        Every worker must call this outside of replicas; the chief writes. Workers of parameter
+        servers with loops of their own each write a checkpoint, in turn. Earlier checkpoints of the
+        same path are kept.
 
         Args:
             path: the folder's path, to which a number is appended.
@@ -90,7 +83,7 @@ class Checkpoint:
                 variable that is not part of the checkpoint, or JSON cannot represent a state.
         """
         path = Path(path)
-        return self._write(path.parent, path.name, _ALL, self.state())
+        return Path(by_chief(self.strategy, self.writer(path.parent, path.name, _ALL)))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Set the state to what was saved; models and optimizers not built yet are built.
@@ -125,15 +118,19 @@ class Checkpoint:
                         tensors[key] = slot.numpy()
                 if _has_state(one):
                     states[path] = _without_arrays(one.state_dict(), f"{path}/state", tensors)
-            tensors[_GENERATORS] = _generators(self.strategy)
+            generators = _generators(self.strategy)
         seed: Any = current_seed()
-        random = [str(seed.entropy), seed.n_children_spawned]
+        random = {
+            "entropy": str(seed.entropy),
+            "children": seed.n_children_spawned,
+            "generators": generators,
+        }
         inputs = {
             name: [one.input_spec.shape[1:], one.input_spec.dtype.name]
             for name, one in self._objects.items()
             if hasattr(one, "build_for") and isinstance(one.input_spec, np.ndarray)
         }
-        return tensors, {"states": states, "trained": trained, "seed": random, "inputs": inputs}
+        return tensors, {"states": states, "trained": trained, "random": random, "inputs": inputs}
 
     def load(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Set the state to one that was read from a folder, `source`."""
@@ -148,7 +145,7 @@ class Checkpoint:
         by_name = {path: variable for path, variable in parts if isinstance(variable, Variable)}
         built: list[tuple[str, Optimizer]] = []
         for path, one in parts:
-            trained = data["trained"].get(path, []) if isinstance(one, Optimizer) else []
+            trained = data.get("trained", {}).get(path, []) if isinstance(one, Optimizer) else []
             missing = [name for name in trained if name not in by_name]
             if missing:
                 raise ValueError(
@@ -167,11 +164,12 @@ class Checkpoint:
             for path, one in built:
                 one.iterations = int(tensors[f"{path}/iterations"])
             for path, one in parts:
-                if path in data["states"]:
+                if path in data.get("states", {}):
                     one.load_state_dict(_with_arrays(data["states"][path], tensors))
-            entropy, children = data["seed"]
-            restore_seed(int(entropy), children)
-            _set_generators(self.strategy, tensors[_GENERATORS])
+            if "random" in data:  # A graph's checkpoint has variables alone.
+                random = data["random"]
+                restore_seed(int(random["entropy"]), random["children"])
+                _set_generators(self.strategy, random["generators"])
 
     @property
     def strategy(self) -> Any:
@@ -191,11 +189,24 @@ class Checkpoint:
                     "before, so that it is built. Nothing has changed."
                 )
 
-    def _write(self, directory: Path, name: str, keep: int, state: tuple[Any, Any]) -> Path:
-        def write() -> str:
-            return str(tensor_files.write(directory, name, *state, keep))
+    def writer(
+        self, directory: Path, name: str, keep: int, more: dict[str, Any] | None = None
+    ) -> Callable[[], str]:
+        """Return a function that writes the state of this moment, and returns its folder.
 
-        return Path(by_chief(self.strategy, write))
+        Args:
+            directory: the directory of the series.
+            name: the name of the series.
+            keep: the number of checkpoints of the series to keep.
+            more: plain values to save too.
+        """
+        tensors, data = self.state()
+
+        def write() -> str:
+            with in_turn(self.strategy, directory, name):
+                return str(tensor_files.write(directory, name, tensors, data | (more or {}), keep))
+
+        return write
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         for name, one in self._objects.items():
@@ -242,10 +253,14 @@ class CheckpointManager:
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def with_checkpoint(self, checkpoint: Checkpoint) -> CheckpointManager:
-        """Return a manager of the same directory that saves something else."""
+    def extended(self, **objects: Any) -> CheckpointManager:
+        """Return a manager of the same directory that saves other objects too, each once."""
+        known = self.checkpoint._objects
+        ids = set(map(id, known.values()))
+        more = {name: one for name, one in objects.items() if id(one) not in ids}
+        keep, background = self._keep, self._asynchronous
         return CheckpointManager(
-            checkpoint, self.directory, self._keep, asynchronous=self._asynchronous
+            Checkpoint(**known, **more), self.directory, keep, asynchronous=background
         )
 
     @property
@@ -271,19 +286,20 @@ class CheckpointManager:
             OSError: this state, or the one that a thread wrote, could not be written.
         """
         self.wait()
-        tensors, data = self.checkpoint.state()
-        data["step"] = self.step = (self.step or 0) + 1 if step is None else int(step)
+        self.step = (self.step or 0) + 1 if step is None else int(step)
+        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, {"step": self.step})
         if not self._asynchronous:
-            return self.checkpoint._write(self.directory, _SERIES, self._keep, (tensors, data))
+            return Path(by_chief(self.checkpoint.strategy, write))
 
-        def write() -> None:
+        def keep_failure() -> None:
             try:
-                tensor_files.write(self.directory, _SERIES, tensors, data, self._keep)
+                write()
             except BaseException as error:
                 self._failure = error
 
-        if self.checkpoint.strategy.is_chief:
-            self._writing = threading.Thread(target=write, name="checkpoint")
+        strategy = self.checkpoint.strategy
+        if strategy.is_chief or strategy.input_topology.workers is None:
+            self._writing = threading.Thread(target=keep_failure, name="checkpoint")
             self._writing.start()
         return None
 
@@ -329,7 +345,8 @@ class CheckpointManager:
         self.wait()
 
         def read() -> Any:
-            saved = tensor_files.newest(self.directory, _SERIES)
+            with in_turn(self.checkpoint.strategy, self.directory, _SERIES):
+                saved = tensor_files.newest(self.directory, _SERIES)
             return None if saved is None else _contents(saved)
 
         found = by_chief(self.checkpoint.strategy, read)
@@ -361,6 +378,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 _SERIES = "checkpoint"
 _ALL = 10**9
+_TURN_SECONDS = 600.0  # How long to wait for other workers that write.
 _TENSOR = "$tensor"  # In a state, the reference to an array.
 
 
@@ -465,6 +483,15 @@ def _contents(saved: Saved) -> tuple[str, dict[str, Any], Any]:
     return str(saved.path), saved.tensors, saved.data
 
 
+def in_turn(strategy: Any, directory: Path, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a lock for a series, which workers with loops of their own may write at any time."""
+    me = strategy.cluster_resolver
+    several = me is not None and me.task_type == "worker" and me.num_workers > 1
+    if several and strategy.input_topology.workers is None:
+        return tensor_files.claim(directory, name, _TURN_SECONDS)
+    return contextlib.nullcontext()
+
+
 def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     """Return what a function returns on the chief, plain values and arrays, on every worker.
 
@@ -497,39 +524,32 @@ def on_any_worker(strategy: Any, flag: bool) -> bool:
     return flag if group is None else any(all_gather_object(group, bool(flag)))
 
 
-def _generators(strategy: Any) -> Any:
-    """Return the states of the generators of all replicas on CPUs, a row of uint64 for each."""
+def _generators(strategy: Any) -> list[str]:
+    """Return the states of the generators of all replicas as JSON; empty for GPUs."""
 
-    def state() -> Any:
-        replica = get_replica_context()
-        row = np.zeros((1, _WORDS), np.uint64)
-        generator = None if replica is None else replica.rng
-        if isinstance(generator, np.random.Generator):
-            known: Any = generator.bit_generator.state
-            words = [known["state"]["state"], known["state"]["inc"]]
-            row[0, :4] = [part for word in words for part in (word >> 64, word & _MASK)]
-            row[0, 4:] = known["has_uint32"], known["uinteger"]
-        return row
+    def state() -> str:
+        generator = _generator()
+        return "" if generator is None else json.dumps(generator.bit_generator.state)
 
-    return to_host(strategy.gather(strategy.run(state), axis=0))
+    own = list(strategy.local_results(strategy.run(state)))
+    group = strategy.input_topology.workers
+    return own if group is None else list(itertools.chain(*all_gather_object(group, own)))
 
 
-def _set_generators(strategy: Any, rows: Any) -> None:
+def _set_generators(strategy: Any, states: Sequence[str]) -> None:
     """Set the generators of the replicas for which there are states."""
 
     def set_state() -> None:
-        replica = get_replica_context()
-        if replica is None or replica.replica_id_in_sync_group >= len(rows):
-            return
-        high, low, high_inc, low_inc, has, rest = map(int, rows[replica.replica_id_in_sync_group])
-        generator = replica.rng
-        if high_inc | low_inc and isinstance(generator, np.random.Generator):
-            words = {"state": high << 64 | low, "inc": high_inc << 64 | low_inc}
-            generator.bit_generator.state = {
-                "bit_generator": "PCG64",
-                "state": words,
-                "has_uint32": has,
-                "uinteger": rest,
-            }
+        replica, generator = get_replica_context(), _generator()
+        number = 0 if replica is None else replica.replica_id_in_sync_group
+        if generator is not None and number < len(states) and states[number]:
+            generator.bit_generator.state = json.loads(states[number])
 
     strategy.run(set_state)
+
+
+def _generator() -> np.random.Generator | None:
+    """Return the generator of this replica, if it is one of NumPy."""
+    replica = get_replica_context()
+    generator = None if replica is None else replica.rng
+    return generator if isinstance(generator, np.random.Generator) else None

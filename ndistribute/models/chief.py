@@ -1,17 +1,25 @@
 """Training by a chief, which schedules the steps of an epoch on the workers of a cluster.
 
 The workers do not wait for each other. Each takes its share of the batches, again and again, so an
-epoch has as many steps as the dataset has batches, but a fast worker makes more of them.
+epoch has as many steps as the dataset has batches, but a fast worker makes more of them. Callbacks
+see the steps in the order in which they end.
 """
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.models.callbacks.callback import Callbacks
 from ndistribute.optimizers import GradientAccumulation
 
 __all__ = ["Chief", "schedules_steps"]
+
+# Enough that a worker always has its next steps; few, as they are made when the training is told
+# to stop.
+_STEPS_AHEAD = 32  # For each worker.
 
 
 def schedules_steps(strategy: Any) -> bool:
@@ -69,14 +77,38 @@ class Chief:
             model.run_step(next(batches))
 
         self._step = step
+        workers = strategy.cluster_resolver.cluster_spec().num_tasks("worker")
+        self._most_ahead = _STEPS_AHEAD * workers
 
-    def run_epoch(self, called: Any) -> None:
-        """Make the steps of an epoch, and wait for them; the callbacks see no single step."""
-        rate = self._model.optimizer.learning_rate
-        args = (self._batches, None if callable(rate) else rate)
-        for _ in range(self._steps):
-            self._coordinator.schedule(self._step, args)
-        self._coordinator.join()
+    def run_epoch(self, called: Callbacks) -> None:
+        """Make the remaining steps of an epoch; the n-th to end is step n of the callbacks."""
+        model, position, ended = self._model, self._model.position, queue.SimpleQueue[Any]()
+        begin = called.overriding("on_train_batch_begin")
+        end = called.overriding("on_train_batch_end")
+        savers = called.overriding("saves_after")
+        position.ahead = 0
+        while True:
+            while not model.stop_training and self._may_schedule(savers):
+                for call in begin:
+                    call(position.step + position.ahead, {})
+                rate = model.optimizer.learning_rate
+                args = (self._batches, None if callable(rate) else rate)
+                self._coordinator.schedule(self._step, args).add_done_callback(ended.put)
+                position.ahead += 1
+            if not position.ahead:
+                return
+            if ended.get().error is not None:
+                self._coordinator.join()  # Raises the first error.
+            position.ahead -= 1
+            model.finish_step(end)
+
+    def _may_schedule(self, savers: Sequence[Callable[[int], bool]]) -> bool:
+        """Return True unless enough steps are scheduled, or a callback saves before the next."""
+        position = self._model.position
+        if position.step + position.ahead >= self._steps or position.ahead >= self._most_ahead:
+            return False
+        scheduled = position.steps_made + position.ahead
+        return not position.ahead or not any(saves(scheduled) for saves in savers)
 
     def close(self) -> None:
         """End the connections to the workers."""

@@ -18,7 +18,7 @@ from ndistribute import tensor_files
 from ndistribute.context import get_strategy
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
-from ndistribute.models.checkpoint import by_chief, read_newest
+from ndistribute.models.checkpoint import by_chief, in_turn, read_newest
 from ndistribute.models.layers.layer import Layer
 
 __all__ = ["export", "load"]
@@ -38,13 +38,15 @@ def export(model: Any, path: str | os.PathLike[str]) -> Path:
         tensors = {name: one.numpy() for name, one in model.named_variables().items()}
     writer = _Writer()
     data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
-    write = tensor_files.write
-    return Path(
-        by_chief(
-            model.strategy,
-            lambda: str(write(path.parent, path.name, tensors, {"architecture": data}, keep=1)),
-        )
-    )
+
+    def write() -> str:
+        with in_turn(model.strategy, path.parent, path.name):
+            folder = tensor_files.write(
+                path.parent, path.name, tensors, {"architecture": data}, keep=1
+            )
+            return str(folder)
+
+    return Path(by_chief(model.strategy, write))
 
 
 def load(
@@ -145,32 +147,33 @@ class _Reader:
 
     def made(self, described: Any) -> Any:
         """Return the value of a description."""
-        if isinstance(described, list):
-            return [self.made(one) for one in described]
-        if not isinstance(described, dict):
-            return described
-        if "tuple" in described:
-            return tuple(self.made(one) for one in described["tuple"])
-        if "dict" in described:
-            return {key: self.made(one) for key, one in described["dict"].items()}
-        if "empty" in described:
-            return np.zeros(described["empty"], dtype_named(described["dtype"]))
-        if "dtype" in described:
-            return dtype_named(described["dtype"])
-        if "shared" in described:
-            return self._layers[described["shared"]]
-        if "function" in described:
-            return self._known(activations.NAMED, described["function"])
-        if "object" in described:
-            fields = {key: self.made(one) for key, one in described["fields"].items()}
-            return self._known(_OBJECTS, described["object"])(**fields)
-        place = len(self._layers)
-        self._layers.append(None)
-        config = {key: self.made(one) for key, one in described["config"].items()}
-        layer = self._known(Layer.known, described["layer"])(**config)
-        layer.name = described["name"]
-        self._layers[place] = layer
-        return layer
+        match described:
+            case list():
+                return [self.made(one) for one in described]
+            case {"tuple": items}:
+                return tuple(self.made(items))
+            case {"dict": items}:
+                return self._all(items)
+            case {"empty": shape, "dtype": dtype}:
+                return np.zeros(shape, dtype_named(dtype))
+            case {"dtype": name}:
+                return dtype_named(name)
+            case {"shared": number}:
+                return self._layers[number]
+            case {"function": name}:
+                return self._known(activations.NAMED, name)
+            case {"object": name, "fields": fields}:
+                return self._known(_OBJECTS, name)(**self._all(fields))
+            case {"layer": kind, "name": name, "config": config}:
+                place = len(self._layers)
+                self._layers.append(None)  # Layers are numbered as the writer met them.
+                layer = self._layers[place] = self._known(Layer.known, kind)(**self._all(config))
+                layer.name = name
+                return layer
+        return described
+
+    def _all(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.made(one) for name, one in described.items()}
 
     def _known(self, table: Mapping[str, Any], name: str) -> Any:
         found = self._custom.get(name, table.get(name))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute.context import current_seed
+from ndistribute.models.names import found, snake_case
 
 __all__ = [
     "Constant",
@@ -39,6 +40,9 @@ class Initializer:
 
     def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
         """Return a new array of a shape and a dtype."""
+        return self._values(tuple(shape)).astype(dtype)
+
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__.")
 
 
@@ -52,9 +56,8 @@ class Constant(Initializer):
 
     value: float = 0.0
 
-    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """Return a new array of the value."""
-        return np.full(shape, self.value, dtype)
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return np.full(shape, self.value)
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,8 @@ class RandomNormal(_Random):
     mean: float = 0.0
     stddev: float = 0.05
 
-    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """Return a new array of independent normal values."""
-        return self._generator().normal(self.mean, self.stddev, shape).astype(dtype)
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return self._generator().normal(self.mean, self.stddev, shape)
 
 
 @dataclass(frozen=True)
@@ -101,45 +103,27 @@ class RandomUniform(_Random):
     minval: float = -0.05
     maxval: float = 0.05
 
-    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """Return a new array of independent uniform values."""
-        return self._generator().uniform(self.minval, self.maxval, shape).astype(dtype)
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return self._generator().uniform(self.minval, self.maxval, shape)
 
 
-@dataclass(frozen=True)
-class _Uniform(_Random):
-    """The base class of uniform initializers with a variance by the shape."""
+class _Scaled(_Random):
+    """The base class of initializers whose variance is 1 over the mean of some fans."""
 
-    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """Return a new array of independent uniform values."""
-        bound = math.sqrt(3.0 * self._variance(*fans(shape)))
-        return self._generator().uniform(-bound, bound, shape).astype(dtype)
+    _is_normal: ClassVar[bool] = False
 
-    def _variance(self, inputs: float, outputs: float) -> float:
-        raise NotImplementedError(f"{type(self).__name__} defines no variance.")
-
-
-@dataclass(frozen=True)
-class _Normal(_Uniform):
-    """The base class of normal initializers with a variance by the shape."""
-
-    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """Return a new array of independent normal values."""
-        deviation = math.sqrt(self._variance(*fans(shape)))
-        return self._generator().normal(0.0, deviation, shape).astype(dtype)
-
-
-class _Glorot(_Uniform):
     def _variance(self, inputs: float, outputs: float) -> float:
         return 2.0 / max(1.0, inputs + outputs)
 
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        deviation = math.sqrt(self._variance(*fans(shape)))
+        if self._is_normal:
+            return self._generator().normal(0.0, deviation, shape)
+        bound = math.sqrt(3.0) * deviation
+        return self._generator().uniform(-bound, bound, shape)
 
-class _He(_Uniform):
-    def _variance(self, inputs: float, outputs: float) -> float:
-        return 2.0 / max(1.0, inputs)
 
-
-class GlorotUniform(_Glorot):
+class GlorotUniform(_Scaled):
     """A uniform initializer with the variance ``2 / (inputs + outputs)``.
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
@@ -150,27 +134,35 @@ class GlorotUniform(_Glorot):
     """
 
 
-class GlorotNormal(_Glorot, _Normal):
+class GlorotNormal(_Scaled):
     """A normal initializer with the variance ``2 / (inputs + outputs)``."""
 
+    _is_normal = True
 
-class HeUniform(_He):
+
+class HeUniform(_Scaled):
     """A uniform initializer with the variance ``2 / inputs``, for layers with a ReLU.
 
     Source: He et al., "Delving Deep into Rectifiers", 2015.
     """
 
+    def _variance(self, inputs: float, outputs: float) -> float:
+        return super()._variance(inputs, 0.0)
 
-class HeNormal(_He, _Normal):
+
+class HeNormal(HeUniform):
     """A normal initializer with the variance ``2 / inputs``, for layers with a ReLU."""
+
+    _is_normal = True
 
 
 @dataclass(frozen=True)
 class Orthogonal(_Random):
     """An initializer of matrices with orthonormal rows or columns, whichever are fewer.
 
-    Axes but the last count as rows. Source: Saxe et al., "Exact solutions to the nonlinear dynamics
-    of learning in deep linear neural networks", 2014.
+    Axes but the last count as rows; a shape of fewer than two axes raises a `ValueError`. Source:
+    Saxe et al., "Exact solutions to the nonlinear dynamics of learning in deep linear neural
+    networks", 2014.
 
     >>> q = Orthogonal(seed=1)((3, 2))
     >>> bool(np.allclose(q.T @ q, np.eye(2), atol=1e-6))
@@ -179,19 +171,14 @@ class Orthogonal(_Random):
 
     gain: float = 1.0
 
-    def __call__(self, shape: Shape, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-        """Return a new array whose matrix is orthogonal, times the gain.
-
-        Raises:
-            ValueError: the shape has fewer than two axes.
-        """
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         if len(shape) < 2:
-            raise ValueError(f"Orthogonal needs a shape of two axes or more, got {tuple(shape)}.")
+            raise ValueError(f"Orthogonal needs a shape of two axes or more, got {shape}.")
         rows, columns = math.prod(shape[:-1]), shape[-1]
         normal = self._generator().normal(size=(max(rows, columns), min(rows, columns)))
         q, r = np.linalg.qr(normal)
         q *= np.where(np.diag(r) < 0, -1.0, 1.0)  # Else the distribution would not be uniform.
-        return (self.gain * (q if rows >= columns else q.T)).reshape(shape).astype(dtype)
+        return (self.gain * (q if rows >= columns else q.T)).reshape(shape)
 
 
 def fans(shape: Shape) -> tuple[float, float]:
@@ -207,16 +194,11 @@ def fans(shape: Shape) -> tuple[float, float]:
 
 
 NAMED: dict[str, type[Initializer]] = {
-    "constant": Constant,
-    "glorot_normal": GlorotNormal,
-    "glorot_uniform": GlorotUniform,
-    "he_normal": HeNormal,
-    "he_uniform": HeUniform,
-    "ones": Ones,
-    "orthogonal": Orthogonal,
-    "random_normal": RandomNormal,
-    "random_uniform": RandomUniform,
-    "zeros": Zeros,
+    snake_case(kind.__name__): kind
+    for kind in (
+        *(Constant, Zeros, Ones, RandomNormal, RandomUniform, Orthogonal),
+        *(GlorotNormal, GlorotUniform, HeNormal, HeUniform),
+    )
 }
 
 
@@ -231,8 +213,5 @@ def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:
     """
     if callable(initializer):
         return initializer
-    try:
-        return NAMED[initializer]()
-    except (KeyError, TypeError):
-        names = ", ".join(NAMED)
-        raise ValueError(f"unknown initializer {initializer!r}: use one of {names}.") from None
+    made: Initializer = found(NAMED, initializer, "initializer")()
+    return made

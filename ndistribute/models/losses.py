@@ -7,15 +7,15 @@ the batch is divided.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ndistribute.context import get_replica_context
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
 from ndistribute.models import operations
+from ndistribute.models.names import found, snake_case
 
 __all__ = [
     "BinaryCrossentropy",
@@ -56,7 +56,7 @@ class Loss:
         if self.reduction not in _REDUCTIONS:
             known = ", ".join(_REDUCTIONS)
             raise ValueError(f"reduction must be one of {known}, got {reduction!r}.")
-        self.name = name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        self.name = name or snake_case(type(self).__name__)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the loss of each example, an array of shape ``(batch, ...)``."""
@@ -243,61 +243,67 @@ def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool 
     return -_log_of(picked)
 
 
-class MeanSquaredError(Loss):
+class FunctionLoss(Loss):
+    """A loss of a function of labels and predictions.
+
+    A function that returns one number is taken to have averaged over its examples.
+
+    Args:
+        function: returns the loss of each example.
+        options: `reduction` and `name`, see `Loss`; others are passed to the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        own = {name: options.pop(name) for name in ("reduction", "name") if name in options}
+        super().__init__(**({"name": getattr(function, "__name__", "loss")} | own))
+        self._function, self._parameters = function, options
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the function's value for each example."""
+        losses = self._function(y_true, y_pred, **self._parameters)
+        return losses if losses.ndim else losses * np.ones(y_pred.shape[0], losses.dtype)
+
+
+class MeanSquaredError(FunctionLoss):
     """The mean of squared differences."""
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return `mean_squared_error`."""
-        return mean_squared_error(y_true, y_pred)
+    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
+        super().__init__(mean_squared_error, reduction=reduction, **options)
 
 
-class MeanAbsoluteError(Loss):
+class MeanAbsoluteError(FunctionLoss):
     """The mean of absolute differences."""
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return `mean_absolute_error`."""
-        return mean_absolute_error(y_true, y_pred)
+    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
+        super().__init__(mean_absolute_error, reduction=reduction, **options)
 
 
-class Huber(Loss):
+class Huber(FunctionLoss):
     """Huber's loss, with the difference `delta` at which it becomes linear."""
 
     def __init__(self, delta: float = 1.0, **options: Any) -> None:
-        super().__init__(**options)
-        self.delta = delta
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return `huber`."""
-        return huber(y_true, y_pred, self.delta)
+        super().__init__(huber, delta=delta, **options)
 
 
-class BinaryCrossentropy(Loss):
+class BinaryCrossentropy(FunctionLoss):
     """The cross-entropy of two classes; see `binary_crossentropy`."""
 
     def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(binary_crossentropy, from_logits=from_logits, **options)
         self.from_logits = from_logits
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return `binary_crossentropy`."""
-        return binary_crossentropy(y_true, y_pred, self.from_logits)
 
-
-class CategoricalCrossentropy(Loss):
+class CategoricalCrossentropy(FunctionLoss):
     """The cross-entropy of labels as probabilities; see `categorical_crossentropy`."""
 
     def __init__(
         self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
     ) -> None:
-        super().__init__(**options)
-        self.from_logits, self.label_smoothing = from_logits, label_smoothing
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return `categorical_crossentropy`."""
-        return categorical_crossentropy(y_true, y_pred, self.from_logits, self.label_smoothing)
+        own = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+        super().__init__(categorical_crossentropy, **own, **options)
 
 
-class SparseCategoricalCrossentropy(Loss):
+class SparseCategoricalCrossentropy(FunctionLoss):
     """The cross-entropy of labels as integers; see `sparse_categorical_crossentropy`.
 
     >>> loss = SparseCategoricalCrossentropy(from_logits=True)
@@ -306,40 +312,15 @@ class SparseCategoricalCrossentropy(Loss):
     """
 
     def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self.from_logits = from_logits
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return `sparse_categorical_crossentropy`."""
-        return sparse_categorical_crossentropy(y_true, y_pred, self.from_logits)
+        super().__init__(sparse_categorical_crossentropy, from_logits=from_logits, **options)
 
 
-class FunctionLoss(Loss):
-    """A loss of a user's function of labels and predictions.
-
-    A function that returns one number is taken to have averaged over its examples.
-    """
-
-    def __init__(self, function: Callable[[Any, Any], Any], **options: Any) -> None:
-        super().__init__(name=getattr(function, "__name__", "loss"), **options)
-        self._function = function
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return the function's value for each example."""
-        losses = self._function(y_true, y_pred)
-        return losses if losses.ndim else losses * np.ones(y_pred.shape[0], losses.dtype)
-
-
-NAMED: dict[str, type[Loss]] = {
-    "binary_crossentropy": BinaryCrossentropy,
-    "categorical_crossentropy": CategoricalCrossentropy,
-    "huber": Huber,
-    "mae": MeanAbsoluteError,
-    "mean_absolute_error": MeanAbsoluteError,
-    "mean_squared_error": MeanSquaredError,
-    "mse": MeanSquaredError,
-    "sparse_categorical_crossentropy": SparseCategoricalCrossentropy,
-}
+_ALL = (
+    *(BinaryCrossentropy, CategoricalCrossentropy, Huber, MeanAbsoluteError, MeanSquaredError),
+    SparseCategoricalCrossentropy,
+)
+NAMED: dict[str, Callable[[], Loss]] = {snake_case(one.__name__): one for one in _ALL}
+NAMED |= {"mae": MeanAbsoluteError, "mse": MeanSquaredError}
 
 # What predicted probabilities are kept from 0 and 1 by, for 2 bytes and for more.
 _EPSILON = (1e-3, 1e-7)
@@ -355,10 +336,8 @@ def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
         return loss
     if callable(loss):
         return FunctionLoss(loss)
-    try:
-        return NAMED[str(loss).lower()]()
-    except KeyError:
-        raise ValueError(f"unknown loss {loss!r}: use one of {', '.join(NAMED)}.") from None
+    made: Loss = found(NAMED, str(loss).lower(), "loss")()
+    return made
 
 
 def _like(y_true: Any, y_pred: Any) -> Any:

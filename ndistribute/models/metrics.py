@@ -6,15 +6,15 @@ its own, and reading outside replicas adds them up. So an uneven last batch is c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute.autodiff import untrack
-from ndistribute.device import as_array, to_host
+from ndistribute.devices import as_array, to_host
 from ndistribute.models import losses
+from ndistribute.models.names import found, snake_case
 from ndistribute.variables import Variable
 
 __all__ = [
@@ -44,7 +44,7 @@ class Metric:
     """
 
     def __init__(self, name: str | None = None, *, size: int = 2) -> None:
-        self.name = name or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        self.name = name or snake_case(type(self).__name__)
         self.state = Variable(
             np.zeros(size),
             trainable=False,
@@ -129,32 +129,35 @@ class MeanMetric(Mean):
     Args:
         function: returns one value for each example.
         name: the name in logs; None: the function's name.
+        parameters: passed to the function.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any], name: str | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], name: str | None = None, **parameters: Any
+    ) -> None:
         super().__init__(name or function.__name__)
-        self._function = function
+        self._function, self._parameters = function, parameters
 
     def update_state(  # type: ignore[override]
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> None:
         """Add the examples of a batch."""
         labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
-        super().update_state(self._function(labels, predicted), sample_weight)
+        super().update_state(self._function(labels, predicted, **self._parameters), sample_weight)
 
 
 class MeanSquaredError(MeanMetric):
     """The mean of squared differences."""
 
-    def __init__(self, name: str | None = "mean_squared_error") -> None:
+    def __init__(self, name: str | None = None) -> None:
         super().__init__(losses.mean_squared_error, name)
 
 
 class RootMeanSquaredError(MeanSquaredError):
     """The root of the mean of squared differences."""
 
-    def __init__(self, name: str | None = "root_mean_squared_error") -> None:
-        super().__init__(name)
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name or "root_mean_squared_error")
 
     def value_of(self, sums: Any) -> float:
         """Return the root of the mean."""
@@ -164,7 +167,7 @@ class RootMeanSquaredError(MeanSquaredError):
 class MeanAbsoluteError(MeanMetric):
     """The mean of absolute differences."""
 
-    def __init__(self, name: str | None = "mean_absolute_error") -> None:
+    def __init__(self, name: str | None = None) -> None:
         super().__init__(losses.mean_absolute_error, name)
 
 
@@ -177,88 +180,67 @@ class SparseCategoricalAccuracy(MeanMetric):
     0.5
     """
 
-    def __init__(self, name: str | None = "sparse_categorical_accuracy") -> None:
-        super().__init__(_sparse_matches, name)
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(sparse_categorical_accuracy, name)
 
 
 class SparseTopKCategoricalAccuracy(MeanMetric):
     """The share of examples whose label, an integer, is among the `k` most probable classes."""
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        def matches(y_true: Any, y_pred: Any) -> Any:
-            best = np.argpartition(-y_pred, min(k, y_pred.shape[-1]) - 1, axis=-1)[..., :k]
-            return (best == _squeezed(y_true, y_pred)[..., None]).any(axis=-1)
-
-        super().__init__(matches, name or f"sparse_top_{k}_categorical_accuracy")
+        super().__init__(_is_among, name or f"sparse_top_{k}_categorical_accuracy", k=k)
 
 
 class CategoricalAccuracy(MeanMetric):
     """The share of examples whose most probable class is that of the one-hot label."""
 
-    def __init__(self, name: str | None = "categorical_accuracy") -> None:
-        super().__init__(_one_hot_matches, name)
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(categorical_accuracy, name)
 
 
 class BinaryAccuracy(MeanMetric):
     """The share of predictions on the label's side of a threshold."""
 
-    def __init__(self, threshold: float = 0.5, name: str | None = "binary_accuracy") -> None:
-        def matches(y_true: Any, y_pred: Any) -> Any:
-            return ((y_pred > threshold) == (y_true > 0.5)).mean(axis=-1)
-
-        super().__init__(matches, name)
+    def __init__(self, threshold: float = 0.5, name: str | None = None) -> None:
+        super().__init__(binary_accuracy, name, threshold=threshold)
 
 
-class _Counts(Metric):
-    """The base class of ratios of counts of predictions above a threshold."""
+class _Ratio(Mean):
+    """The base class of the share of positive examples predicted positive, among some."""
 
     def __init__(self, threshold: float = 0.5, name: str | None = None) -> None:
-        super().__init__(name, size=2)
+        super().__init__(name)
         self.threshold = threshold
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
         """Add the examples of a batch."""
         y_true, y_pred = untrack(losses.aligned(y_true, y_pred))
-        positive, predicted = y_true > 0.5, y_pred > self.threshold
-        hits, _ = weighted_sum(positive & predicted, sample_weight)
-        all_, _ = weighted_sum(self._of(positive, predicted), sample_weight)
-        self.state.assign_add(np.array([hits, all_]))
+        both = y_true > 0.5, y_pred > self.threshold
+        counted = both[0] & both[1], both[self._among]
+        sums = [weighted_sum(one, sample_weight)[0] for one in counted]
+        self.state.assign_add(np.array(sums))
 
-    def value_of(self, sums: Any) -> float:
-        """Return the ratio; 0 without examples."""
-        return float(sums[0] / sums[1]) if sums[1] else 0.0
-
-    def _of(self, positive: Any, predicted: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} defines no counted examples.")
+    _among: ClassVar[int]
 
 
-class Precision(_Counts):
+class Precision(_Ratio):
     """The share of the examples predicted positive that are positive."""
 
-    def _of(self, positive: Any, predicted: Any) -> Any:
-        return predicted
+    _among = 1
 
 
-class Recall(_Counts):
+class Recall(_Ratio):
     """The share of the positive examples that are predicted positive."""
 
-    def _of(self, positive: Any, predicted: Any) -> Any:
-        return positive
+    _among = 0
 
 
-NAMED: dict[str, type[Metric]] = {
-    "binary_accuracy": BinaryAccuracy,
-    "categorical_accuracy": CategoricalAccuracy,
-    "mae": MeanAbsoluteError,
-    "mean_absolute_error": MeanAbsoluteError,
-    "mean_squared_error": MeanSquaredError,
-    "mse": MeanSquaredError,
-    "precision": Precision,
-    "recall": Recall,
-    "root_mean_squared_error": RootMeanSquaredError,
-    "sparse_categorical_accuracy": SparseCategoricalAccuracy,
-}
-
+_ALL = (
+    *(BinaryAccuracy, CategoricalAccuracy, SparseCategoricalAccuracy, Precision, Recall),
+    *(MeanAbsoluteError, MeanSquaredError, RootMeanSquaredError),
+)
+NAMED: dict[str, type[Metric]] = {snake_case(one.__name__): one for one in _ALL}
+NAMED |= {"mae": MeanAbsoluteError, "mse": MeanSquaredError}
 _ACCURACIES: dict[type[losses.Loss], type[Metric]] = {
     losses.BinaryCrossentropy: BinaryAccuracy,
     losses.CategoricalCrossentropy: CategoricalAccuracy,
@@ -291,11 +273,8 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
         )
     if callable(metric):
         return MeanMetric(metric)
-    try:
-        return NAMED[metric](name=metric)
-    except KeyError:
-        names = ", ".join(["accuracy", *NAMED])
-        raise ValueError(f"unknown metric {metric!r}: use one of {names}.") from None
+    made: Metric = found({"accuracy": None, **NAMED}, metric, "metric")(name=metric)
+    return made
 
 
 def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[float, float]:
@@ -309,13 +288,25 @@ def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[float, float]:
     return float((values * weight).sum(dtype=np.float64)), float(weight.sum(dtype=np.float64))
 
 
-def _squeezed(y_true: Any, y_pred: Any) -> Any:
-    return y_true[..., 0] if y_true.ndim == y_pred.ndim else y_true
-
-
-def _sparse_matches(y_true: Any, y_pred: Any) -> Any:
+def sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
+    """Return for each example whether its most probable class is the label, an integer."""
     return y_pred.argmax(axis=-1) == _squeezed(y_true, y_pred)
 
 
-def _one_hot_matches(y_true: Any, y_pred: Any) -> Any:
+def categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
+    """Return for each example whether its most probable class is that of the one-hot label."""
     return y_pred.argmax(axis=-1) == y_true.argmax(axis=-1)
+
+
+def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
+    """Return for each example the share of predictions on the label's side of a threshold."""
+    return ((y_pred > threshold) == (y_true > 0.5)).mean(axis=-1)
+
+
+def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:
+    best = np.argpartition(-y_pred, min(k, y_pred.shape[-1]) - 1, axis=-1)[..., :k]
+    return (best == _squeezed(y_true, y_pred)[..., None]).any(axis=-1)
+
+
+def _squeezed(y_true: Any, y_pred: Any) -> Any:
+    return y_true[..., 0] if y_true.ndim == y_pred.ndim else y_true

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from ndistribute.models.training import Trainer
 from ndistribute.variables import Variable
 
 __all__ = ["Model", "Sequential"]
+
+_WIDTH, _LEAST = 80, 20  # Of a summary, and of its column of shapes.
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 class Model(Trainer):
@@ -72,16 +76,18 @@ class Model(Trainer):
         own = [one for _, one in self._own() if isinstance(one, Variable)]
         if own:
             rows.append(_row(self, own))
+        room = max(_LEAST, _WIDTH - 4 - sum(max(len(row[k]) for row in rows) for k in (0, 2)))
+        rows = [line for row in rows for line in _wrapped(*row, room)]
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
         lines = [
-            f"{name:<{widths[0]}}  {shapes:<{widths[1]}}  {count:>{widths[2]}}"
+            f"{name:<{widths[0]}}  {shapes:<{widths[1]}}  {count:>{widths[2]}}".rstrip()
             for name, shapes, count in rows
         ]
         rule = "-" * len(lines[0])
         trained = sum(variable.size for variable in self.trainable_variables)
         total = f"Parameters: {self.count_params():,}, to train: {trained:,}"
         if not all(map(_is_built, self._parts())):
-            total += ". The other variables are created when the model is first called."
+            total += "\nThe other variables are created when the model is first called."
         return "\n".join([f"Model {self.name!r}", lines[0], rule, *lines[1:], rule, total])
 
     def _parts(self) -> list[Layer]:
@@ -97,8 +103,16 @@ def _row(layer: Layer, variables: Sequence[Variable] | None = None) -> tuple[str
         return name, "not built", "?"
     shown = layer.variables if variables is None else variables
     counts = Counter(str(variable.shape) for variable in shown)
-    shapes = ", ".join(f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
+    each = (f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
+    shapes = ", ".join(one.replace(" ", _UNBROKEN) for one in each)
     return name, shapes or "-", f"{sum(variable.size for variable in shown):,}"
+
+
+def _wrapped(name: str, shapes: str, count: str, room: int) -> list[tuple[str, str, str]]:
+    """Return a row of a summary as lines, which end between shapes."""
+    first, *others = textwrap.wrap(shapes, room, break_long_words=False)
+    lines = [(name, first, count), *(("", one, "") for one in others)]
+    return [(left, middle.replace(_UNBROKEN, " "), right) for left, middle, right in lines]
 
 
 def _is_built(layer: Layer) -> bool:

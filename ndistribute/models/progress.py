@@ -24,6 +24,8 @@ class Progress(Callback):
     """
 
     def __init__(self, verbose: int | str) -> None:
+        if verbose not in ("auto", 0, 1, 2):
+            raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
         self.verbose = 1 if verbose == "auto" else int(verbose)
         self._bar: Any = None
         self._began = 0.0
@@ -46,7 +48,6 @@ class Progress(Callback):
         took = f"{time.monotonic() - self._began:.1f} s"
         if self._bar is not None:
             bar = self._bar
-            bar.n = bar.n or bar.total or 0  # A chief does not see the steps of its workers.
             bar.bar_format = _format(took, bar.total, logs)
             columns, bar.ncols = bar.ncols, None  # Nothing is cut off at the end.
             line, bar.leave = _wrapped(str(bar), columns), False

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff import custom_gradient
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
+from ndistribute.models.names import found
 
 __all__ = ["L1", "L2", "Regularizer", "get"]
 
@@ -71,9 +72,7 @@ def _squares(variable: Any, *, factor: float) -> Any:
 NAMED: dict[str, type[Regularizer]] = {"l1": L1, "l2": L2}
 
 
-def get(
-    regularizer: str | Callable[[Any], Any] | None,
-) -> Callable[[Any], Any] | None:
+def get(regularizer: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
     """Return a regularizer for its name; callables and None are returned unchanged.
 
     Raises:
@@ -84,8 +83,5 @@ def get(
     """
     if regularizer is None or callable(regularizer):
         return regularizer
-    try:
-        return NAMED[str(regularizer).lower()]()
-    except KeyError:
-        names = ", ".join(NAMED)
-        raise ValueError(f"unknown regularizer {regularizer!r}: use one of {names}.") from None
+    made: Regularizer = found(NAMED, str(regularizer).lower(), "regularizer")()
+    return made

@@ -13,6 +13,7 @@ from typing import Any
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
+from ndistribute.models.batches import check_counts, unpacked
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint
 from ndistribute.models.training import Position
@@ -61,15 +62,14 @@ class SidecarEvaluator:
     ) -> None:
         if timeout_seconds <= 0 or poll_seconds <= 0:
             raise ValueError("timeout_seconds and poll_seconds must be above 0.")
-        if max_evaluations is not None and max_evaluations < 1:
-            raise ValueError(f"max_evaluations must be 1 or more, got {max_evaluations}.")
+        check_counts(1, steps=steps, max_evaluations=max_evaluations)
         if model.strategy.input_topology.workers is not None:
             raise ValueError(
                 "SidecarEvaluator runs in one process, beside the workers: create the model in the "
                 "scope of a strategy of one process, such as MirroredStrategy."
             )
         self._model = model
-        self._data = data if isinstance(data, tuple) else (data,)
+        self._data = unpacked(data)
         self._directory = Path(checkpoint_dir)
         self._steps = steps
         self._most = max_evaluations
@@ -109,26 +109,25 @@ class SidecarEvaluator:
 
     def _evaluate(self, saved: Saved, called: Callbacks) -> None:
         model, prefix = self._model, f"{self._name}/"
-        self._build()
+        if not model.variables:
+            self._scores(1)  # Creates them: a checkpoint needs them.
         if not any(key.startswith(prefix) for key in saved.tensors):
             prefix = ""  # As `save_weights` writes them.
         weights = {f"{prefix}{key}": one for key, one in model.named_variables().items()}
         data = {**saved.data, "states": {}, "trained": {}}
         Checkpoint(**weights).load(str(saved.path), saved.tensors, data)
-        x, y, weight = (*self._data, None, None)[:3]
-        found = model.evaluate(
-            x, y, verbose=0, sample_weight=weight, steps=self._steps, return_dict=True
-        )
+        found = self._scores(self._steps)
         step = _step_of(saved)
         model.position.steps_made = step
         _log.info("step %d, %s: %s", step, saved.path.name, found)
         called.on_epoch_end(step, {f"val_{key}": value for key, value in found.items()})
 
-    def _build(self) -> None:
-        """Create the variables, by one batch: a checkpoint needs them."""
-        if not self._model.variables:
-            x, y, weight = (*self._data, None, None)[:3]
-            self._model.evaluate(x, y, verbose=0, sample_weight=weight, steps=1)
+    def _scores(self, steps: int | None) -> dict[str, float]:
+        x, y, weight = self._data
+        found: dict[str, float] = self._model.evaluate(
+            x, y, verbose=0, sample_weight=weight, steps=steps, return_dict=True
+        )
+        return found
 
     def _next(self) -> Saved | None:
         """Return the oldest checkpoint that was not read, or None if none came in time."""

@@ -8,6 +8,7 @@ collectives of the step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -22,10 +23,18 @@ from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import get_replica_context, get_strategy
-from ndistribute.data import Dataset, as_dataset
-from ndistribute.device import copy_to, to_host
+from ndistribute.data import Dataset
+from ndistribute.devices import copy_to, to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
+from ndistribute.models.batches import (
+    batches_of,
+    check_counts,
+    rows_of,
+    split,
+    unpacked,
+    validation_parts,
+)
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
@@ -36,36 +45,28 @@ from ndistribute.variables import Variable
 
 __all__ = ["Trainer"]
 
-_BATCH = 32
-RunEpoch = Callable[[Callbacks], None]
-_EMPTY: Mapping[str, float] = {}
+_NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
+_ONE_OUTPUT = (
+    "{}: fit and evaluate compare one output of a model with one array of labels. For several, "
+    "write a step of your own with a GradientTape and a loss for each output; predict returns any "
+    "nest."
+)
 
 
+@dataclasses.dataclass(eq=False)
 class Position:
-    """Where a training is; a part of the state from which it can be continued.
+    """Where a training is; a part of the state from which it can be continued."""
 
-    Args:
-        epoch: the epoch, from 0.
-        callbacks: the callbacks of the training.
-
-    Attributes:
-        step: the number of steps made in the epoch.
-        steps_made: the number of steps made in all epochs.
-        iterator: the iterator over the distributed dataset.
-        finished: whether the training ended as planned.
-        trained: the variables to train.
-        penalized: the layers whose regularizers add to the loss.
-    """
-
-    def __init__(self, epoch: int, callbacks: Sequence[Callback]) -> None:
-        self.epoch = epoch
-        self.callbacks = callbacks
-        self.step = self.steps_made = 0
-        self.iterator: Any = None
-        self.finished = False
-        self.trained: list[Variable] = []
-        self.penalized: list[Layer] = []
-        self._restored: Any = None
+    epoch: int  # From 0.
+    callbacks: Sequence[Callback] = ()
+    step: int = 0  # The steps made in the epoch.
+    steps_made: int = 0  # The steps made in all epochs.
+    ahead: int = 0  # The steps beyond these that workers of a chief are making.
+    iterator: Any = None  # Over the distributed dataset.
+    finished: bool = False  # Whether the training ended as planned.
+    trained: Sequence[Variable] = ()
+    penalized: Sequence[Layer] = ()  # The layers whose regularizers add to the loss.
+    _restored: Any = None  # The position of the iterator to begin at.
 
     def begin_epoch(self, dataset: Any, steps: int | None) -> None:
         """Set the iterator for an epoch, to the restored position if there is one.
@@ -80,6 +81,8 @@ class Position:
             self.iterator.load_state_dict(restored)  # Later iterations continue after it.
         if self.iterator is None or (steps is None and not self.step):
             self.iterator = iter(dataset)
+            for _ in range(self.step):  # A chief, which saved no position in its input, made them.
+                next(self.iterator, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values."""
@@ -96,7 +99,9 @@ class Position:
         self.steps_made, self._restored = state["steps_made"], state["input"]
 
     def check_used(self, steps: int | None) -> None:
-        """Raise a `ValueError` if the dataset ended before the steps of an epoch."""
+        """Raise a `ValueError` if the dataset ended before the steps of an epoch, or at once."""
+        if not self.step and steps is None:
+            raise ValueError(_NO_BATCHES.format("fit"))
         if steps is not None:
             raise ValueError(
                 f"epoch {self.epoch + 1}: the dataset ended after {self.step} of steps_per_epoch="
@@ -117,7 +122,7 @@ class Trainer(Layer):
         self._loss_mean: Any = None
         # Each metric, and whether it counts sample weights.
         self._metrics: list[tuple[_metrics.Metric, bool]] = []
-        self.position = Position(0, ())
+        self.position = Position(0)
 
     def compile(
         self,
@@ -137,9 +142,19 @@ class Trainer(Layer):
             weighted_metrics: the same; these use the sample weights.
 
         Raises:
-            ValueError: a name is unknown.
+            TypeError: a class is passed, or metrics are no list.
+            ValueError: a name is unknown, or there are several losses.
             RuntimeError: called in the scope of another strategy than that of the model.
         """
+        if isinstance(loss, list | tuple | Mapping):
+            raise ValueError(_ONE_OUTPUT.format(f"compile: loss is a {type(loss).__name__}"))
+        for given in (metrics, weighted_metrics):
+            if given is not None and not isinstance(given, list | tuple):
+                raise TypeError(f"compile: metrics must be a list, got {given!r}.")
+        for one in (optimizer, loss, *(metrics or ()), *(weighted_metrics or ())):
+            if isinstance(one, type):
+                name = one.__name__
+                raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
         with self.strategy.scope():
             self.optimizer = _optimizers.get(optimizer)
             halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
@@ -167,7 +182,7 @@ class Trainer(Layer):
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: int | str = "auto",
-        callbacks: Iterable[Callback] | None = None,
+        callbacks: Iterable[Callback] | Callback | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -207,9 +222,14 @@ class Trainer(Layer):
             ValueError: the arguments do not fit each other.
         """
         self._check_compiled("fit")
+        check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
+        check_counts(1, steps_per_epoch=steps_per_epoch, validation_freq=validation_freq)
         if validation_split:
-            (x, y, sample_weight), validation_data = _split(x, y, sample_weight, validation_split)
-        data = _batches(x, y, sample_weight, batch_size, shuffle, class_weight)
+            if validation_data is not None:
+                raise ValueError("pass validation_data or validation_split, not both.")
+            (x, y, sample_weight), validation_data = split(x, y, sample_weight, validation_split)
+        validation = None if validation_data is None else validation_parts(validation_data)
+        data = batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
         with self.strategy.scope():
             self._build_from(data)
             distributed = self.strategy.distribute_dataset(data)
@@ -217,27 +237,25 @@ class Trainer(Layer):
             history = History()
             progress = Progress(verbose if self.strategy.is_chief else 0)
             params = {"epochs": epochs, "steps": steps if steps >= 0 else None, "verbose": verbose}
-            called = Callbacks([progress, *(callbacks or ()), history], self, params)
+            given = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
+            called = Callbacks([progress, *given, history], self, params)
             self.stop_training = False
-            self.position = position = Position(initial_epoch, called.members)
-            position.trained = self.trainable_variables
-            position.penalized = [layer for layer in self.walk() if layer.penalties()]
+            self.position = position = self._begun(initial_epoch, called.members)
 
             def validate(epoch: int) -> dict[str, float]:
-                if validation_data is None or (epoch + 1) % validation_freq:
+                if validation is None or (epoch + 1) % validation_freq:
                     return {}
-                size = validation_batch_size or batch_size
-                found = self._validate(validation_data, size, validation_steps)
+                own = None if validation[1] is None else batch_size  # A dataset has its batches.
+                size = validation_batch_size or own
+                found = self._validate(validation, size, validation_steps)
                 return {f"val_{name}": value for name, value in found.items()}
 
             with contextlib.ExitStack() as on_exit:
-                run_epoch: RunEpoch = functools.partial(
-                    self._fit_epoch, distributed, steps_per_epoch
-                )
+                run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
                 if schedules_steps(self.strategy):
                     chief = Chief(self, data, steps_per_epoch)
                     on_exit.callback(chief.close)
-                    run_epoch = chief.run_epoch
+                    run_epoch = functools.partial(chief.run_epoch)
                 on_exit.callback(called.on_train_end)
                 called.on_train_begin()
                 while position.epoch < epochs and not self.stop_training:
@@ -288,15 +306,15 @@ class Trainer(Layer):
         """
         strategy = self.strategy
         with strategy.scope():
-            data = _batches(x, None, None, batch_size, False, None)
+            data = batches_of(x, batch_size=batch_size)
             self._build_from(data)
             parts = []
             for batch in itertools.islice(strategy.distribute_dataset(data), steps):
-                inputs, _, _ = _unpacked(batch)
+                inputs, _, _ = unpacked(batch)
                 found = strategy.run(self._predict_step, args=(inputs,))
                 parts.append(tree.map_leaves(to_host, strategy.gather(found, axis=0)))
         if not parts:
-            raise ValueError("predict got no batches.")
+            raise ValueError(_NO_BATCHES.format("predict"))
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
     def _predict_step(self, x: Any) -> Any:
@@ -309,11 +327,10 @@ class Trainer(Layer):
             data: this replica's part of the batch.
             rows: the number of examples on all replicas; None: not known in this process.
         """
-        x, y, weight = _unpacked(data)
         with GradientTape() as tape:
-            predicted = _widened(self(x, training=True))
+            y, predicted, weight = self._compared(data, training=True)
             each = self.loss.weighted(y, predicted, weight)
-            count = _losses.global_count(_rows_of(x)) if rows is None else rows
+            count = _losses.global_count(rows_of(data)) if rows is None else rows
             loss = np.sum(each) / max(1.0, count * math.prod(each.shape[1:]))
             penalties = [each for layer in self.position.penalized for each in layer.penalties()]
             if penalties:  # Each replica computes them, and the gradients are added up.
@@ -327,9 +344,24 @@ class Trainer(Layer):
 
     def _test_step(self, data: Any) -> None:
         """Add this replica's part of a batch to the metrics."""
-        x, y, weight = _unpacked(data)
-        predicted = _widened(self(x, training=False))
+        y, predicted, weight = self._compared(data, training=False)
         self._count(self.loss.weighted(y, predicted, weight), self.losses, y, predicted, weight)
+
+    def _compared(self, data: Any, *, training: bool) -> tuple[Any, Any, Any]:
+        """Return the labels, predictions and weights of this replica's part of a batch."""
+        x, y, weight = unpacked(data)
+        predicted = self(x, training=training)
+        if y is None:
+            raise ValueError(
+                f"model {self.name!r} got no labels: pass y, or a dataset of batches (x, y)."
+            )
+        for what, one in (("returned", predicted), ("got labels as", y)):
+            if not hasattr(one, "dtype"):
+                problem = f"model {self.name!r} {what} a {type(one).__name__}"
+                raise ValueError(_ONE_OUTPUT.format(problem))
+        # Losses of 16-bit predictions are computed in float32.
+        wide = predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
+        return y, wide, weight
 
     def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:
         each, predicted = untrack((each, predicted))
@@ -339,9 +371,20 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
+    def _begun(self, epoch: int, callbacks: Sequence[Callback]) -> Position:
+        """Return the position at the beginning of a training."""
+        trained = self.trainable_variables
+        if not trained:
+            raise ValueError(
+                f"fit of model {self.name!r}: it has no variables to train. Add layers, or set "
+                "layer.trainable = True."
+            )
+        penalized = [layer for layer in self.walk() if layer.penalties()]
+        return Position(epoch, callbacks, trained=trained, penalized=penalized)
+
     def _fit_and_validate(
         self,
-        run_epoch: RunEpoch,
+        run_epoch: Callable[[Callbacks], None],
         validate: Callable[[int], dict[str, float]],
         called: Callbacks,
     ) -> None:
@@ -368,15 +411,19 @@ class Trainer(Layer):
             if batch is None:
                 position.check_used(steps)
                 return
-            number = position.step
             for call in begin:
-                call(number, {})
+                call(position.step, {})
             self.run_step(batch)
-            position.step, position.steps_made = number + 1, position.steps_made + 1
-            if end:
-                logs = {metric.name: metric.local_result() for metric in self.metrics}
-                for call in end:
-                    call(number, logs)
+            self.finish_step(end)
+
+    def finish_step(self, end: Sequence[Callable[..., None]]) -> None:
+        """Count a step that was made, and call the methods of callbacks for its end."""
+        position, number = self.position, self.position.step
+        position.step, position.steps_made = number + 1, position.steps_made + 1
+        if end:
+            logs = {metric.name: metric.local_result() for metric in self.metrics}
+            for call in end:
+                call(number, logs)
 
     def run_step(self, batch: Any) -> None:
         """Make a step on all replicas with a distributed batch; see `fit`."""
@@ -384,20 +431,24 @@ class Trainer(Layer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
-        position = Position(self.position.epoch, ())
-        position.trained = self.position.trained
-        position.penalized = self.position.penalized
+        position = dataclasses.replace(self.position, callbacks=(), iterator=None)
         return {**vars(self), "position": position}
 
-    def _validate(self, data: Any, batch_size: int | None, steps: int | None) -> dict[str, float]:
-        """Return the metrics over validation data."""
-        x, y, weight = _unpacked(data)
-        batches = _batches(x, y, weight, batch_size, False, None)
+    def _validate(
+        self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None
+    ) -> dict[str, float]:
+        """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
+        check_counts(1, steps=steps)
+        batches = batches_of(*data, batch_size)
         self._build_from(batches)
         for metric in self.metrics:
             metric.reset_state()
+        made = 0
         for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
             self.strategy.run(self._test_step, args=(batch,))
+            made += 1
+        if not made:
+            raise ValueError(_NO_BATCHES.format("evaluate"))
         return self._results()
 
     def _results(self) -> dict[str, float]:
@@ -409,14 +460,16 @@ class Trainer(Layer):
         if strategy.num_replicas_in_sync > len(strategy.devices):
             return None
         first = tree.flatten(batch)[0]
-        return sum(map(_rows_of, strategy.local_results(first)))
+        return sum(map(rows_of, strategy.local_results(first)))
 
     def _build_from(self, data: Dataset) -> None:
         """Create the variables of all layers, by a call on one example of zeros."""
         if self.built and all(layer.built for layer in self.walk()):
             return
-        x, _, _ = _unpacked(next(iter(data)))
-        self.build_for(x)
+        first = next(iter(data), None)
+        if first is None:
+            raise ValueError(_NO_BATCHES.format(f"model {self.name!r}"))
+        self.build_for(unpacked(first)[0])
 
     def build_for(self, batch: Any) -> None:
         """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
@@ -455,87 +508,3 @@ class Trainer(Layer):
             raise RuntimeError(
                 f"{what} of model {self.name!r}: call compile(optimizer, loss) with a loss first."
             )
-
-
-def _batches(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    batch_size: int | None,
-    shuffle: bool,
-    class_weight: Mapping[int, float] | None,
-) -> Dataset:
-    """Return a dataset of batches, from arrays or from a dataset."""
-    arrays = all(hasattr(leaf, "shape") for leaf in tree.flatten(x)) and not _iterates_batches(x)
-    if not arrays:
-        if y is not None or sample_weight is not None or batch_size is not None:
-            what = "x is a dataset"
-            if not isinstance(x, Dataset):
-                what = f"x is a {type(x).__name__}, not arrays, so it is taken for a dataset"
-            raise ValueError(
-                f"{what}: its batches contain y and sample_weight, and determine the batch size. "
-                "Do not pass y, sample_weight or batch_size; or make x an array."
-            )
-        data = as_dataset(x)
-    else:
-        given = tuple(one for one in (x, y, sample_weight) if one is not None)
-        data = Dataset.from_tensor_slices(given)
-        rows = len(data)
-        if shuffle and rows > 1:
-            data = data.shuffle(rows)
-        data = data.batch(_BATCH if batch_size is None else batch_size)
-    if class_weight is None:
-        return data
-    return data.map(lambda *batch: _with_class_weight(batch, class_weight))
-
-
-def _iterates_batches(x: Any) -> bool:
-    return isinstance(x, Dataset)
-
-
-def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
-    x, y, weight = _unpacked(batch)
-    labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
-    own = np.ones(labels.shape, np.float32)
-    for label, one in weights.items():
-        own[labels == label] = one
-    return x, y, own if weight is None else own * weight
-
-
-def _split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
-    """Return the arrays in two parts: for training, and the last ones for validation."""
-    if not 0 < share < 1:
-        raise ValueError(f"validation_split must be between 0 and 1, got {share}.")
-    rows = len(tree.flatten(x)[0])
-    at = int(rows * (1 - share))
-    if not 0 < at < rows:
-        raise ValueError(f"validation_split={share} of {rows} examples leaves one part empty.")
-
-    def cut(part: slice) -> Any:
-        def take(array: Any) -> Any:
-            return None if array is None else array[part]
-
-        return tree.map_leaves(take, (x, y, weight))
-
-    return cut(slice(at)), cut(slice(at, None))
-
-
-def _unpacked(data: Any) -> tuple[Any, Any, Any]:
-    """Return the input, labels and weights of a batch, None for what it lacks."""
-    if not isinstance(data, tuple):
-        return data, None, None
-    if not 1 <= len(data) <= 3:
-        raise ValueError(
-            f"a batch has {len(data)} parts: it must be x, (x, y) or (x, y, sample_weight)."
-        )
-    x, y, weight = (*data, None, None)[:3]
-    return x, y, weight
-
-
-def _widened(predicted: Any) -> Any:
-    """Return predictions of 16 bits in float32, in which losses are computed."""
-    return predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
-
-
-def _rows_of(value: Any) -> int:
-    return int(np.shape(tree.flatten(value)[0])[0])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from ndistribute.device import Array, array_namespace
+from ndistribute.devices import Array, array_namespace
 from ndistribute.optimizers.optimizer import LearningRate, Optimizer, Options
 from ndistribute.update_rules import Rule
 
@@ -179,12 +179,11 @@ class AdamRule(Rule):
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
         mean, square = slots
         xp = array_namespace(gradient)
-        scratch = gradient - mean
-        scratch *= 1 - self.beta_1
-        mean += scratch
+        mean *= self.beta_1
+        mean += gradient * (1 - self.beta_1)
         gradient *= gradient
-        gradient -= square
         gradient *= 1 - self.beta_2
+        square *= self.beta_2
         square += gradient
         xp.sqrt(square, out=gradient)
         gradient += self.epsilon

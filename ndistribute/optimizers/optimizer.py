@@ -22,7 +22,7 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame, told_apart
-from ndistribute.device import Array, array_namespace, as_array, copy_to, device_of
+from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
@@ -37,6 +37,7 @@ from ndistribute.update_rules import (
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy, map_values
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
+from ndistribute.variables.sharded import ShardedVariable
 from ndistribute.variables.variable import Variable
 
 __all__ = ["LearningRate", "Optimizer", "Options"]
@@ -198,6 +199,8 @@ class Optimizer:
         """
         gradients, variables = _checked(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
+        if replica is None or self._bound:
+            _check_whole(variables)
         on_servers = isinstance(variables[0], ServedVariable)
         if not on_servers:
             gradients = [self._summable(gradient) for gradient in gradients]
@@ -323,8 +326,9 @@ class Optimizer:
         """Sum gradients with the other replicas, and update the part that this replica owns."""
         communicator = replica.communicator
         homes = [variable.home_of[replica.local_replica_id] for variable in variables]
-        dense = [i for i, g in enumerate(gradients) if not isinstance(g, IndexedSlices)]
+        own = [i for i, v in enumerate(variables) if isinstance(v, ShardedVariable)]
         sparse = [i for i, g in enumerate(gradients) if isinstance(g, IndexedSlices)]
+        dense = [i for i in range(len(gradients)) if i not in {*own, *sparse}]
         joined = [gradients[i] for i in sparse]
         if joined and not summed:
             joined = communicator.all_reduce("sum", joined)
@@ -347,8 +351,10 @@ class Optimizer:
             update,
             everywhere=not summed,
         )
-        if not sparse:
+        if not sparse and not own:
             return
+        for index in own:
+            self._update_copy(copies[index][homes[index]], gradients[index], rate)
         for index, rows in zip(sparse, joined, strict=True):
             self._update_copy(copies[index][homes[index]], rows, rate, communicator.owned_part)
         communicator.merge("apply_gradients", None, lambda _: None, writes=True)
@@ -481,6 +487,16 @@ def _check_home(variables: Sequence[Any]) -> None:
             f"{', '.join(repr(v.name) for v in here)} are not: create all variables in the scope "
             "of one strategy."
         )
+
+
+def _check_whole(variables: Sequence[Any]) -> None:
+    """Raise a `ValueError` if a variable is divided among replicas, which have its gradients."""
+    for variable in variables:
+        if isinstance(variable, ShardedVariable) and len(variable.home_of) > 1:
+            raise ValueError(
+                f"variable {variable.name!r} is sharded over replicas: apply its gradients inside "
+                "run, with an optimizer that does not clip."
+            )
 
 
 def _has_servers(strategy: Any) -> bool:

@@ -49,7 +49,6 @@ class ExponentialDecay(LearningRateSchedule):
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate."""
         power = step / self.decay_steps
         exponent = math.floor(power) if self.staircase else power
         return float(self.initial_learning_rate * self.decay_rate**exponent)
@@ -76,7 +75,6 @@ class CosineDecay(LearningRateSchedule):
     alpha: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate."""
         done = min(1.0, step / self.decay_steps)
         share = 0.5 * (1 + math.cos(math.pi * done))
         return self.initial_learning_rate * ((1 - self.alpha) * share + self.alpha)
@@ -111,7 +109,6 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             raise ValueError(f"PiecewiseConstantDecay: {self.boundaries} must rise.")
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate."""
         return float(self.values[bisect.bisect_left(self.boundaries, step)])
 
 
@@ -132,7 +129,6 @@ class WarmUp(LearningRateSchedule):
     warmup_steps: int
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate."""
         after = max(0, step - self.warmup_steps)
         rate = self.schedule(after) if callable(self.schedule) else self.schedule
         return rate * min(1.0, step / self.warmup_steps) if self.warmup_steps else rate

@@ -13,13 +13,23 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import get_replica_context
-from ndistribute.device import array_namespace, as_array
+from ndistribute.devices import array_namespace, as_array
 from ndistribute.optimizers.optimizer import Optimizer
+from ndistribute.variables.policy import map_values
 from ndistribute.variables.variable import Variable
 
 __all__ = ["GradientAccumulation", "LossScale"]
 
 Pairs = Iterable[tuple[Any, Variable]]
+
+
+def _of_inner(name: str, doc: str) -> Any:
+    """Return a property that reads and sets an attribute of the inner optimizer."""
+    return property(
+        lambda self: getattr(self.inner, name),
+        lambda self, value: setattr(self.inner, name, value),
+        doc=doc,
+    )
 
 
 class _Wrapper(Optimizer):
@@ -32,28 +42,9 @@ class _Wrapper(Optimizer):
         self.name = inner.name
         self.rule = inner.rule
 
-    @property
-    def iterations(self) -> int:
-        """The number of steps that the inner optimizer made."""
-        return self.inner.iterations
-
-    @iterations.setter
-    def iterations(self, steps: int) -> None:
-        self.inner.iterations = steps
-
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate of the inner optimizer."""
-        return self.inner.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, rate: Any) -> None:
-        self.inner.learning_rate = rate
-
-    @property
-    def slots(self) -> dict[Variable, dict[str, Variable]]:
-        """The slots of each trained variable, by name, once the optimizer is built."""
-        return self.inner.slots
+    iterations = _of_inner("iterations", "The number of steps that the inner optimizer made.")
+    learning_rate = _of_inner("learning_rate", "The learning rate of the inner optimizer.")
+    slots = _of_inner("slots", "The slots of each trained variable, by name, once it is built.")
 
     @property
     def variables(self) -> list[Variable]:
@@ -62,11 +53,9 @@ class _Wrapper(Optimizer):
         return [*self.inner.variables[:1], *slots]
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the optimizer's own variables; otherwise the first step does."""
         self.inner.build(variables)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return the loss to differentiate; the inner optimizer may scale it."""
         return self.inner.scale_loss(loss)
 
 
@@ -133,13 +122,8 @@ class GradientAccumulation(_Wrapper):
     def apply_gradients(
         self, grads_and_vars: Pairs, skip_gradients_aggregation: bool = False
     ) -> None:
-        """Add gradients to the sums; at every n-th call, make a step.
-
-        Args:
-            grads_and_vars: as for `Optimizer.apply_gradients`.
-            skip_gradients_aggregation: as for `Optimizer.apply_gradients`.
-        """
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        """Add gradients to the sums; at every n-th call, make a step; see `Optimizer`."""
+        pairs = list(grads_and_vars)
         replica = get_replica_context()
         variables = [variable for _, variable in pairs]
         if any(variable not in self._sums for variable in variables):
@@ -147,7 +131,7 @@ class GradientAccumulation(_Wrapper):
                 self.build(variables)
             else:
                 replica.merge_call(lambda _: self.build(variables))
-        me = replica.local_replica_id if replica is not None else 0
+        me = _local_id()
         calls = self._calls[me] = self._calls.get(me, self._before) + 1
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
@@ -222,14 +206,11 @@ class LossScale(_Wrapper):
     def apply_gradients(
         self, grads_and_vars: Pairs, skip_gradients_aggregation: bool = False
     ) -> None:
-        """Make a step with gradients of the scaled loss, unless they overflow.
-
-        Args:
-            grads_and_vars: as for `Optimizer.apply_gradients`.
-            skip_gradients_aggregation: as for `Optimizer.apply_gradients`.
-        """
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
-        gradients = [_widened(gradient) for gradient, _ in pairs if gradient is not None]
+        """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
+        pairs = list(grads_and_vars)
+        gradients = [
+            map_values(_widened, gradient) for gradient, _ in pairs if gradient is not None
+        ]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
             gradients = replica.all_reduce("sum", gradients)  # So all replicas decide alike.
@@ -239,7 +220,7 @@ class LossScale(_Wrapper):
             self._states[me] = max(1.0, scale / 2), 0
             return
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        unscaled = [_divided(gradient, scale) for gradient in gradients]
+        unscaled = [map_values(lambda array: array / scale, one) for one in gradients]
         self.inner.apply_gradients(
             zip(unscaled, variables, strict=True), skip_gradients_aggregation=True
         )
@@ -252,18 +233,10 @@ def _local_id() -> int:
     return 0 if replica is None else replica.local_replica_id
 
 
-def _widened(gradient: Any) -> Any:
-    """Return a gradient in float32 if it is of 16 bits."""
-    if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(_widened(gradient.values), gradient.indices, gradient.dense_shape)
-    array = as_array(gradient)
+def _widened(array: Any) -> Any:
+    """Return an array in float32 if it is of 16 bits."""
+    array = as_array(array)
     return array.astype(np.float32) if array.dtype.itemsize == 2 else array
-
-
-def _divided(gradient: Any, scale: float) -> Any:
-    if isinstance(gradient, IndexedSlices):
-        return IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
-    return gradient / scale
 
 
 def _is_finite(gradient: Any) -> bool:

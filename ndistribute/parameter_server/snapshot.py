@@ -28,6 +28,7 @@ from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
+from ndistribute.transport.connection import BODY_LIMIT_BYTES, CONTROL_LIMIT_BYTES
 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
 _EPOCH_BITS = 30
@@ -269,6 +270,8 @@ def _requests(path: Path) -> Iterator[Logged]:
             body = start + _HEAD.size
             head = data[start:body] if body <= size else bytes(_HEAD.size)
             checksum, length, rest = _HEAD.unpack(head)
+            if length > 2 * CONTROL_LIMIT_BYTES or rest > BODY_LIMIT_BYTES:
+                raise MalformedError("it is damaged, or another version of ndistribute wrote it.")
             end = body + length + rest
             if not length or end > size or zlib.crc32(data[body:end]) != checksum:
                 _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)

@@ -25,7 +25,7 @@ from ndistribute.collective.select import make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
 from ndistribute.data import Topology, distribute, distribute_from_function
-from ndistribute.device import Array, Device, copy_to, device_of, to_host
+from ndistribute.devices import Array, Device, copy_to, device_of, to_host
 from ndistribute.strategies.reductions import (
     components_of_workers,
     gather_value,
@@ -36,6 +36,7 @@ from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable, SyncOnReadVariable
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
+from ndistribute.variables.sharded import ShardedVariable
 from ndistribute.variables.variable import Variable
 
 __all__ = ["Strategy"]
@@ -113,6 +114,8 @@ class Strategy:
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Return a new variable of the kind that a policy asks for, with an initial value."""
+        if policy.shard_axis is not None:
+            return ShardedVariable.make(self, array, policy)
         return self.variable_kinds[policy.synchronization].make(self, array, policy)
 
     def _on_close(self) -> None:

@@ -10,7 +10,7 @@ from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.select import CrossDeviceOps, join_workers, make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
-from ndistribute.device import Device, resolve_devices
+from ndistribute.devices import Device, resolve_devices
 from ndistribute.strategies.base import Strategy
 from ndistribute.variables.mirrored import CentralVariable
 from ndistribute.variables.policy import VariableSynchronization

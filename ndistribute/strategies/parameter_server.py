@@ -25,7 +25,7 @@ from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.worker import keep
 from ndistribute.data import Dataset, InputContext, as_dataset
-from ndistribute.device import Array, Device, resolve_devices
+from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
 from ndistribute.parameter_server.server import LocalServer
@@ -271,6 +271,11 @@ class ParameterServerStrategy(Strategy):
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Return a new variable: on the servers, unless it is ON_READ and there is no chief."""
+        if policy.shard_axis is not None:
+            raise ValueError(
+                f"variable {policy.name!r} is to be sharded over replicas, but this strategy keeps "
+                "variables on servers: give it a variable_partitioner, or use another strategy."
+            )
         if policy.synchronization is not VariableSynchronization.ON_READ:
             shards = number_of_shards(self._partitioner, array.shape, array.dtype)
             return ServedVariable.make(self, array, policy, shards)

@@ -26,7 +26,7 @@ from ndistribute.collective.reduce_op import (
     result_dtype,
 )
 from ndistribute.collective.workers import Workers
-from ndistribute.device import Array, Device, array_namespace, as_array, copy_to
+from ndistribute.devices import Array, Device, array_namespace, as_array, copy_to
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.policy import VariableSynchronization

@@ -25,12 +25,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ndistribute.errors import AuthenticationError, DistributeError
-from ndistribute.transport.address import is_of_this_user, split_address, unix_name
+from ndistribute.transport.address import is_loopback, is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
@@ -96,14 +97,51 @@ def connect(
         # The launcher listens for processes that are still starting.
         instead = by_unix if wanted and sock is None else None
         if sock is None:
-            seconds = max(0.001, deadline - time.monotonic())
-            sock = socket.create_connection(split_address(address), timeout=seconds)
+            sock = tcp_socket(address, deadline)
         sock, accepted = authenticate(sock, credentials, hello, deadline=deadline, instead=instead)
         return Connection(sock, accepted, kinds, macs=macs)
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise
         raise ConnectionLostError(why_unreached(address, error)) from error
+
+
+def tcp_socket(address: str, deadline: float) -> socket.socket:
+    """Return a connected socket; also a name server has to answer by the deadline."""
+    failure: OSError = socket.gaierror(socket.EAI_AGAIN, "the name server does not answer")
+    for family, kind, protocol, _, place in _looked_up(address, deadline):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(place)
+            return sock
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
+            failure = error
+    raise failure
+
+
+def _looked_up(address: str, deadline: float) -> list[Any]:
+    """Return the places of an address, or none after the deadline."""
+    place = split_address(address)
+    if is_loopback(place[0]):
+        return socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    found: Future[list[Any]] = Future()
+
+    def look() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(*place, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.set_exception(error)
+
+    # `getaddrinfo` has no timeout of its own, and cannot be interrupted.
+    threading.Thread(target=look, name="ndistribute look", daemon=True).start()
+    try:
+        return found.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        return []
 
 
 def _unix_socket(address: str, deadline: float) -> socket.socket | None:

@@ -304,7 +304,8 @@ def _mismatch(server: Hello, client: Hello, check: Check) -> str:
             "cluster, and an index of its own."
         )
     reason = check(client)  # First, because its reason is more specific than that of the job.
-    if not reason and client.job != server.job:
+    # A client without a job names the server by its address alone, as graph sessions do.
+    if not reason and client.job and client.job != server.job:
         reason = (
             f"it belongs to job {client.job}, {server.name or 'this process'} to job {server.job}. "
             "Another job's process has the address: end that job, or choose other ports. Where "

@@ -256,6 +256,11 @@ class Peer:
         self.name = connection.peer.name
         self._connection = connection
 
+    @property
+    def is_open(self) -> bool:
+        """Return True until the connection is known to have ended."""
+        return self._connection.is_open
+
     def send(self, record: Record, call: int = 0) -> None:
         """Send a record, from any thread."""
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.device import Array, Device, copy_to, is_gpu_array
+from ndistribute.devices import Array, Device, copy_to, is_gpu_array
 from ndistribute.dtypes import kind_of
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on

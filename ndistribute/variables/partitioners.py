@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, Device, to_host
+from ndistribute.devices import Array, Device, to_host
 
 __all__ = [
     "FixedShardsPartitioner",

@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.device import Array, as_array, device_of, to_host
+from ndistribute.devices import Array, as_array, device_of, to_host
 from ndistribute.dtypes import can_cast, kind_of, standard
 from ndistribute.stream import working_on
 
@@ -70,6 +70,7 @@ class VariablePolicy:
     trainable: bool = False
     synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE
     aggregation: VariableAggregation = VariableAggregation.NONE
+    shard_axis: int | None = None  # The axis along which each replica stores one shard.
 
     @classmethod
     def parse(
@@ -99,7 +100,8 @@ class VariablePolicy:
             )
 
     def __str__(self) -> str:
-        return f"{self.synchronization.name}, {self.aggregation.name}"
+        cut = "" if self.shard_axis is None else f", sharded along axis {self.shard_axis}"
+        return f"{self.synchronization.name}, {self.aggregation.name}{cut}"
 
 
 def _parse(kind: type[E], value: Any, what: str) -> E:

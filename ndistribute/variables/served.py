@@ -24,7 +24,7 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.device import Array, copy_to, to_host
+from ndistribute.devices import Array, copy_to, to_host
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Change, Item, Update

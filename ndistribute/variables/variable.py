@@ -19,7 +19,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from ndistribute import context, tree
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.device import (
+from ndistribute.devices import (
     Array,
     array_namespace,
     as_array,
@@ -69,7 +69,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         raise NotImplementedError(f"{type(self).__name__} defines no component.")
 
     def raw_array(self) -> Array:
-        """Return the array, untracked, for `ndistribute.device.as_array`."""
+        """Return the array, untracked, for `ndistribute.devices.as_array`."""
         return self.component()
 
     def tracked_value(self) -> Any:
@@ -207,7 +207,7 @@ class Variable(ArrayLike):
         aggregation: VariableAggregation | str = "none",
     ) -> Variable:
         policy = VariablePolicy.parse(name, trainable, synchronization, aggregation)
-        made: Variable = _created(initial_value, dtype, policy)
+        made: Variable = create_variable(initial_value, dtype, policy)
         return made
 
     @classmethod
@@ -488,7 +488,7 @@ class Variable(ArrayLike):
         return f"<{type(self).__name__} {self.name!r} {self._dtype.name}{self._shape} {shown}>"
 
 
-def _created(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
+def create_variable(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
     """Return a new variable; inside `run`, all replicas call this and get the same variable."""
     if isinstance(initial_value, DistributedValues):
         raise ValueError(

@@ -11,7 +11,7 @@ import pytest
 from ndistribute.autodiff import GradientTape, Tracked, untrack
 from ndistribute.collective.select import make_group
 from ndistribute.context import current_frame
-from ndistribute.device import Device
+from ndistribute.devices import Device
 from tests.autodiff.standin import StandInVariable
 
 VALUES = {

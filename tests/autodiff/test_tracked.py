@@ -15,7 +15,7 @@ import scipy.special
 
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape, Tracked, stop_gradient, untrack
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
 from ndistribute.values import PerReplica
 from tests.autodiff.standin import StandInVariable, check_gradients
 

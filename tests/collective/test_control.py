@@ -42,7 +42,7 @@ from ndistribute.collective.star import (
     restore_error,
 )
 from ndistribute.collective.workers import Workers
-from ndistribute.device import Device
+from ndistribute.devices import Device
 from ndistribute.errors import (
     AuthenticationError,
     CollectiveTimeoutError,

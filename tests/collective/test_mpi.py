@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import pytest
 from ndistribute.collective import mpi
 from ndistribute.collective.mpi import exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.errors import DistributeError
+from ndistribute.errors import CollectiveTimeoutError, DistributeError
+from ndistribute.transport import waiting
 from tests.collective import backend_calls
 from tests.collective.backend_calls import joined_peers
 from tests.processes import ROOT, Ranks, find_mpiexec
@@ -60,6 +62,16 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three):
     outcomes = three.results(exchanged)
     blobs = [b"", b"rank 1", b"rank 2rank 2"]
     assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
+
+
+def test_ranks_that_have_not_come_are_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.01)
+    mpi._finish(types.SimpleNamespace(Test=lambda: caplog.messages), seconds=20.0)
+    assert "waited 0 s for other ranks of MPI, which have not made" in caplog.messages[0]
+    caplog.clear()
+    with pytest.raises(CollectiveTimeoutError):  # At the end of the program, others may work on.
+        mpi._finish(types.SimpleNamespace(Test=lambda: False), 0.05, "")
+    assert not caplog.messages
 
 
 def sums_after_lost_messages(rank, size):

@@ -1,3 +1,16 @@
 """The guides are programs; `test_guides.py` runs them."""
 
+from collections.abc import Iterator
+
+import pytest
+
+from ndistribute.compat import graphs
+
 collect_ignore = ["guides"]
+
+
+@pytest.fixture(autouse=True)
+def arrays_again() -> Iterator[None]:
+    """Undo what names of TensorFlow 1 do to those of two meanings in this process."""
+    yield
+    graphs.use_arrays()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pickle
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,11 +52,26 @@ def test_a_missing_name_says_so_and_names_the_nearest(path: str, name: str, hint
 
 
 def test_every_name_that_a_namespace_lists_exists() -> None:
-    for module in (tf, keras, layers, tf.distribute, tf.nn, tf.math, tf.data, tf.train):
+    modules = [one for path, one in sys.modules.items() if path.startswith(tf.__name__)]
+    assert len(modules) > 30
+    for module in modules:
         for name in dir(module):
             getattr(module, name)
     assert "np" not in dir(tf)
     assert not hasattr(tf, "np")
+
+
+def test_names_of_the_page_for_users_of_tensorflow_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs/from-tensorflow.md").read_text()
+    paths = set(re.findall(r"\btf\.(\w+(?:\.\w+)*)", page)) - {"reduce_sums"}
+    assert len(paths) > 35
+    for path in paths:
+        functools.reduce(getattr, path.split("."), tf)
+
+
+def test_adapted_names_are_pickled_by_their_path() -> None:
+    for name in (tf.math.add, tf.reduce_sum, tf.distribute.MirroredStrategy, keras.optimizers.Adam):
+        assert pickle.loads(pickle.dumps(name)) is name
 
 
 def test_namespaces_are_imported_like_modules() -> None:
@@ -135,9 +155,14 @@ def test_datasets_of_lists_are_tensors() -> None:
     assert (named["x"].dtype, named["y"].dtype) == (np.float32, np.int32)
     kept = next(iter(tf.data.Dataset.from_tensor_slices(np.zeros(3)).prefetch(buffer_size=1)))
     assert kept.dtype == np.float64
+    assert isinstance(kept.numpy(), np.ndarray)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    options.threading.private_threadpool_size = 1
     assert options.auto_shard_policy is nd.AutoShardPolicy.OFF
+    with tf.distribute.MirroredStrategy(["CPU:0"]) as strategy:
+        dataset = tf.data.Dataset.range(4).batch(2).with_options(options)
+        assert len(list(strategy.experimental_distribute_dataset(dataset))) == 2
 
 
 def test_a_variable_is_synchronized_and_aggregated() -> None:
@@ -187,6 +212,7 @@ def test_outputs_of_models_and_losses_have_numpy() -> None:
     output = model(np.ones((3, 2)))
     assert output.numpy().shape == (3, 1)
     loss = keras.losses.MeanSquaredError()
+    assert loss(np.ones((3, 1)), np.zeros((3, 1))).numpy() == 1.0
     labels = tf.zeros((3, 1))
     np.testing.assert_allclose(loss(labels, output).numpy(), np.square(output).mean(), rtol=1e-6)
     with tf.GradientTape() as tape:
@@ -208,6 +234,21 @@ def test_a_model_of_symbolic_tensors_is_refused() -> None:
             return self.dense(inputs)
 
     assert Mine(3)(np.ones((1, 2), np.float32)).shape == (1, 3)
+
+
+def test_a_layer_of_the_user_builds_its_weights() -> None:
+    class Linear(layers.Layer):
+        def build(self, input_shape):
+            self.w = self.add_weight(shape=(input_shape[-1], 3), initializer="random_normal")
+            self.b = self.add_weight(name="b", shape=(3,), initializer="zeros", trainable=True)
+
+        def call(self, inputs):
+            return tf.nn.relu(tf.matmul(inputs, self.w) + self.b)
+
+    model = keras.models.Sequential([Linear(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), verbose=0)
+    assert [weight.shape for weight in model.weights] == [(2, 3), (3,), (3, 1), (1,)]
 
 
 def test_summary_is_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +298,17 @@ def test_devices_are_listed_as_tensorflow_does() -> None:
     (cpu,) = tf.config.list_physical_devices("CPU")
     assert (cpu.name, cpu.device_type) == ("/physical_device:CPU:0", "CPU")
     assert tf.config.experimental.list_physical_devices("CPU")
+
+
+def test_a_handler_of_preemptions_takes_a_resolver(tmp_path: Path) -> None:
+    count = tf.Variable(0)
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(count=count), tmp_path, max_to_keep=1)
+    with tf.distribute.experimental.PreemptionCheckpointHandler(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+        checkpoint_or_checkpoint_manager=manager,
+    ) as handler:
+        handler.run(count.assign_add, 1)
+    assert count.numpy() == 1
 
 
 def test_what_does_nothing_is_accepted() -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -444,6 +445,22 @@ def test_a_result_that_is_too_long_is_an_error(caller, monkeypatch):
         connection.send(order(1, np.ones, 1000))
         with pytest.raises(ValueError, match=r"returned \d+ bytes: at most 1000 travel"):
             raise value(connection)
+
+
+def test_an_idle_worker_holds_no_arguments_and_no_inputs():
+    outcomes = []
+    peer = Mock(send=outcomes.append)
+    with contextlib.closing(WorkerService("worker:0")) as service:
+        service.connected(peer)
+        run, big = order(1, len, np.ones(10_000)), dump(np.ones(10_000))
+        run = Run(run.client_id, 1, 1, run.functions, run.arguments, (big,))
+        held = [weakref.ref(run.arguments.buffers[0]), weakref.ref(big.buffers[0])]
+        service.handle(peer, 0, run)
+        del run, big
+        wait_until(
+            lambda: outcomes and not any(array() is not None for array in held), seconds=20.0
+        )
+    assert load(outcomes[0].value) == 10_000
 
 
 def test_a_function_that_was_not_sent_is_no_outcome(caller):

@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ndistribute import tree
@@ -89,6 +89,8 @@ pipelines = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 7)
 
 @pytest.mark.parametrize("source", [from_arrays, from_a_generator])
 @given(length=st.integers(0, 9), steps=pipelines, size=st.integers(1, 4), drop=st.booleans())
+@example(length=0, steps=[("endless", 1), ("append", 1)], size=1, drop=False)
+@example(length=0, steps=[("endless", 1), ("append", 1), ("repeat", 2)], size=1, drop=False)
 def test_a_pipeline_does_what_it_does_to_a_list(source, length, steps, size, drop):
     dataset, expected = source(length), [(i, 10 * i) for i in range(length)]
     for name, number in steps:

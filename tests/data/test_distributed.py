@@ -17,7 +17,7 @@ from ndistribute.data import (
     InputOptions,
 )
 from ndistribute.data.steps import replica_slices
-from ndistribute.device import Device, is_gpu_array, to_host
+from ndistribute.devices import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
 from tests.data.workers import (
     all_threads_end,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.data import Dataset, InputOptions, as_dataset
 from tests.data.workers import (
+    DEADLINE_SECONDS,
     all_raise,
     cpus,
     distribute,
@@ -72,11 +74,87 @@ def test_a_loader_resumes_by_its_own_state(by_function, prefetch, taken, epochs)
     assert pieces_of(after) == pieces_of(before)
 
 
-def test_the_state_of_a_loader_is_taken_between_its_batches():
+def test_a_loader_is_read_ahead_only_on_request():
+    third = threading.Event()
+
+    class Watched(Stateful):
+        def __iter__(self):
+            for batch in super().__iter__():
+                if self.given == 3:
+                    third.set()
+                yield batch
+
+    for prefetch in (None, 0, 1):
+        loader = Watched()
+        iterator = iter(distribute(loader, cpus(2), InputOptions(prefetch=prefetch)))
+        next(iterator)
+        assert third.wait(DEADLINE_SECONDS) if prefetch else loader.given == 1
+        assert iterator.state_dict()["loader"]["state"] == {"epoch": 0, "given": 1}
+        iterator.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_that_is_read_ahead_without_sharding_resumes_on_each_worker(prefetch):
+    options = InputOptions("off", prefetch)
+
+    def steps(workers, state=None):
+        iterator = iter(distribute(Stateful(), cpus(1), options, workers=workers))
+        if state is not None:
+            iterator.load_state_dict(state)
+            return pieces_of(iterator)
+        for _ in range(4):
+            next(iterator)
+        return iterator.state_dict(), pieces_of(iterator)
+
+    interrupted = raised(on_workers(2, steps))
+    resumed = raised(on_workers(2, lambda own: steps(own, interrupted[own.rank][0])))
+    assert resumed == [rest for _, rest in interrupted]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_that_ended_before_those_of_other_workers_stays_at_its_end(prefetch):
+    class Sized(Stateful):
+        """Has fewer batches than its parent."""
+
+        def __init__(self, size):
+            super().__init__()
+            self.size = size
+
+        def __iter__(self):
+            for number in range(self.given, self.size):
+                self.given += 1
+                yield np.arange(4) + 4 * number
+            self.epoch, self.given = self.epoch + 1, 0
+
+    def make(workers):
+        size = 2 if workers.rank else 6
+        options = InputOptions(prefetch=prefetch)
+        return distribute_from_function(lambda _: Sized(size), cpus(1), options, workers=workers)
+
+    def interrupt(workers):
+        dataset = make(workers)
+        iterator = iter(dataset)
+        for _ in range(4):
+            next(iterator)
+        return iterator.state_dict(), pieces_of(iterator), pieces_of(dataset)
+
+    def resume(workers):
+        dataset = make(workers)
+        iterator = iter(dataset)
+        iterator.load_state_dict(interrupted[workers.rank][0])
+        return pieces_of(iterator), pieces_of(dataset)
+
+    interrupted = raised(on_workers(2, interrupt))
+    assert interrupted[1][1] == [[[]], [[]]]
+    assert raised(on_workers(2, resume)) == [tuple(rest) for _, *rest in interrupted]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_state_of_a_loader_is_taken_between_its_batches(prefetch):
     """Without sharding a worker's replica takes a third of each batch at a step."""
 
     def iterator():
-        return iter(distribute(Stateful(), cpus(1), InputOptions("off"), 3, 1))
+        return iter(distribute(Stateful(), cpus(1), InputOptions("off", prefetch), 3, 1))
 
     interrupted, resumed = iterator(), iterator()
     next(interrupted)

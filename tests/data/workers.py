@@ -11,7 +11,7 @@ import pytest
 
 from ndistribute import data
 from ndistribute.collective.select import make_group
-from ndistribute.device import Device
+from ndistribute.devices import Device
 
 DEADLINE_SECONDS = 20
 

@@ -8,8 +8,11 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.transport import waiting
+from ndistribute.transport.connection import ConnectionLostError, connect
+from ndistribute.transport.handshake import Hello
 from tests.faults.jobs import Scripts
 from tests.processes import AT_ONCE, tf_config
+from tests.transport.ends import CREDENTIALS, NOTES
 
 FIRST = 0.1
 IDENTITY = {"NDISTRIBUTE_JOB_ID": "waiting", "NDISTRIBUTE_START_SECONDS": "1"}
@@ -110,6 +113,8 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch):
     start = time.monotonic()
     try:
         told = waiting.why_absent(["one.invalid:1", "two.invalid:1"])
+        with pytest.raises(ConnectionLostError, match="the name server does not answer"):
+            connect("one.invalid:1", CREDENTIALS, Hello(), NOTES, deadline=start + 0.5)
     finally:
         over.set()
     assert all("does not answer" in why for why in told)

@@ -13,13 +13,13 @@ import sys
 import pytest
 
 import ndistribute as nd
-from ndistribute import device
+from ndistribute import devices
 from tests.gpu.imitation.module import modules
 from tests.gpu.imitation.world import set_world
 from tests.gpu.placing import REAL, need
 from tests.kinds import closing
 
-CACHES = (device.cupy_module, device._gpu_count, device._is_gpu_type, device.nccl_module)
+CACHES = (devices.cupy_module, devices._gpu_count, devices._is_gpu_type, devices.nccl_module)
 
 TWICE, TWO = ["gpu:0"] * 2, ["gpu:0", "gpu:1"]
 
@@ -50,7 +50,7 @@ def kind(request):
 def cupy(kind, monkeypatch):
     """CuPy: imitated, with two GPUs; or as it is installed."""
     if kind == "real":
-        yield device.cupy_module()
+        yield devices.cupy_module()
         return
     world, found = modules(2)
     for name, module in found.items():

@@ -17,9 +17,9 @@ import zlib
 import numpy as np
 
 import ndistribute as nd
-from ndistribute import device
+from ndistribute import devices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.device import as_array, copy_to, to_host
+from ndistribute.devices import as_array, copy_to, to_host
 from tests.gpu.imitation.module import modules
 from tests.gpu.imitation.nccl import FakeError
 from tests.gpu.imitation.world import set_world
@@ -37,7 +37,12 @@ def library():
     world, found = modules(4, int(GROUND))
     sys.modules.update(found)
     set_world(world)
-    for cached in (device.cupy_module, device._gpu_count, device._is_gpu_type, device.nccl_module):
+    for cached in (
+        devices.cupy_module,
+        devices._gpu_count,
+        devices._is_gpu_type,
+        devices.nccl_module,
+    ):
         cached.cache_clear()
     return found["cupy.cuda.nccl"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.device import copy_to, is_gpu_array, to_host
+from ndistribute.devices import copy_to, is_gpu_array, to_host
 
 __all__ = ["REAL", "components", "here", "hosts", "need", "on", "place_of", "rank", "replica"]
 

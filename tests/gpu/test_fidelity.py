@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ndistribute import device
+from ndistribute import devices
 from ndistribute.collective import nccl
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.gpu.imitation.real import check_call, signature_in
@@ -21,9 +21,9 @@ def installed():
 @pytest.fixture(scope="module")
 def library(installed):
     """CuPy's NCCL as it is installed; connecting fails where there is no GPU."""
-    if not device.nccl_available():
+    if not devices.nccl_available():
         pytest.skip("NCCL is not installed")
-    return device.nccl_module()
+    return devices.nccl_module()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_nccl_has_the_constants_of_all_reductions(library):
 
 def test_nccl_takes_the_unique_id_that_it_gives(library, unique_id):
     assert len(unique_id) == 128
-    if device.list_devices("gpu"):
+    if devices.list_devices("gpu"):
         return
     with pytest.raises(library.NcclError):  # It has been understood, and now a GPU is missing.
         nccl._make_communicator(1, unique_id, 0)
@@ -71,5 +71,5 @@ def test_nccl_takes_the_unique_id_that_it_gives(library, unique_id):
 def test_a_stream_is_asked_as_cuda_wants_it(installed):
     runtime = installed.cuda.runtime
     status = runtime.streamQuery(0)
-    assert status == 0 if device.list_devices("gpu") else status not in (0, 600)
+    assert status == 0 if devices.list_devices("gpu") else status not in (0, 600)
     assert isinstance(runtime.CUDARuntimeError(700), RuntimeError)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.device import Device, copy_to, is_gpu_array, to_host
+from ndistribute.devices import Device, copy_to, is_gpu_array, to_host
 
 X = np.random.default_rng(0).uniform(0.2, 0.9, (3, 4))
 Y = np.random.default_rng(1).uniform(0.2, 0.9, (3, 4))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.device import Device, copy_to, is_gpu_array, to_host
+from ndistribute.devices import Device, copy_to, is_gpu_array, to_host
 from ndistribute.models import layers
 from tests.models.test_operations import calls
 

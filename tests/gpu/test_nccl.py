@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute import device
+from ndistribute import devices
 from ndistribute.collective import nccl
 from ndistribute.collective.backend import Call
 from ndistribute.collective.nccl import Wire, reduction_wire
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.threads import Rendezvous
-from ndistribute.device import Device, copy_to, list_devices, to_host
+from ndistribute.devices import Device, copy_to, list_devices, to_host
 from ndistribute.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -180,7 +180,7 @@ def test_the_unique_id_is_of_the_kind_that_cupy_takes(fake, monkeypatch, version
 def test_nccl_is_told_to_connect_everything_before_its_first_call(fake, monkeypatch):
     """It reads the variable once, at the first communicator of the process."""
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
-    device.nccl_module.cache_clear()
+    devices.nccl_module.cache_clear()
     Replicas().backends[0].close()
     assert fake.environ["NCCL_RUNTIME_CONNECT"] == "0"
 
@@ -258,9 +258,9 @@ def test_gpus_that_are_connected_too_late_are_ended_again(cupy, fake):
 def test_without_cupy_the_error_names_the_extra(monkeypatch):
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    for cached in (device.cupy_module, device.nccl_module):
+    for cached in (devices.cupy_module, devices.nccl_module):
         cached.cache_clear()
-    assert not device.nccl_available()
+    assert not devices.nccl_available()
     with pytest.raises(MissingDependencyError, match=r"ndistribute\[cuda12\]"):
         nccl.make_nccl_backends(Rendezvous(1), [Stream(Device("cpu:0"))])
 

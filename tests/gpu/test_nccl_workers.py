@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ndistribute.collective.select import nccl_obstacle
-from ndistribute.device import list_devices
+from ndistribute.devices import list_devices
 from tests.gpu import nccl_job
 from tests.gpu.placing import REAL
 from tests.processes import AT_ONCE, Ranks, find_mpiexec

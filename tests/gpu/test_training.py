@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.device import to_host
+from ndistribute.devices import to_host
 from tests.gpu.placing import components, here, hosts, on, replica
 
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES = 11, 8, 5, 11, 4, 3

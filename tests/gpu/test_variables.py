@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.device import Device
+from ndistribute.devices import Device
 from ndistribute.stream import working_on
 from tests.gpu.placing import components, here, hosts, need, on, place_of, rank, replica
 

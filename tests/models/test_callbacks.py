@@ -181,21 +181,13 @@ def test_the_log_is_a_table_of_the_epochs(tmp_path):
     assert [row["epoch"] for row in rows] == ["0", "1", "0"]
 
 
-def test_all_replicas_stop_when_the_loss_of_one_is_no_number():
-    with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
-        model = model_of()
-        y = np.array([[0.0]] * 5 + [[math.nan]] * 3)
-        history = model.fit(X, y, 2, 3, 0, shuffle=False, callbacks=[callbacks.TerminateOnNaN()])
-        assert history.epoch == [0]
-        assert model.optimizer.iterations == 3
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: callbacks.EarlyStopping("loss", mode="up"), "mode must be 'auto', 'min' or 'max'"),
         (lambda: callbacks.ReduceLROnPlateau(factor=2), "factor must be between 0 and 1"),
         (lambda: callbacks.ModelCheckpoint("x", save_freq="batch"), "save_freq must be 'epoch'"),
+        (lambda: callbacks.ModelCheckpoint("x", "loss", True, save_freq=2), "save_best_only comp"),
         (lambda: callbacks.LambdaCallback(on_end=print), "there is no on_end"),
         (lambda: fit_scheduled(callbacks.ReduceLROnPlateau("loss")), "ReduceLROnPlateau sets the"),
         (

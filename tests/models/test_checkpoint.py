@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Sequential, callbacks, layers, losses
+from ndistribute.models import Sequential, layers, losses
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from tests.contract_rows import STRATEGIES
 from tests.kinds import strategy
@@ -202,45 +202,6 @@ def test_mistakes_are_explained(call, says, tmp_path):
         call(path)
 
 
-class Interrupt(callbacks.Callback):
-    """Raises after a number of steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        """Count, and raise."""
-        self.steps -= 1
-        if not self.steps:
-            raise KeyboardInterrupt
-
-
 def replicas(count: int) -> nd.Strategy:
     """Return a strategy of some replicas."""
     return nd.MirroredStrategy([f"cpu:{k}" for k in range(count)])
-
-
-@pytest.mark.parametrize("steps", [1, 3, 4, 5, 7])
-def test_an_interrupted_training_continues_on_other_replicas(steps, tmp_path):
-    def plain() -> Sequential:
-        model = Sequential([layers.Dense(3, dtype="float64")])
-        loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(nd.optimizers.Adam(0.01), loss)
-        model(X[:1])
-        return model
-
-    nd.set_seed(1)
-    expected = plain()
-    curve = trained(expected, 3)["loss"]
-    nd.set_seed(1)
-    backup = [callbacks.BackupAndRestore(tmp_path, save_freq=1)]
-    with replicas(2), pytest.raises(KeyboardInterrupt):
-        plain().fit(X, Y, 16, 3, 0, callbacks=[*backup, Interrupt(steps)])
-    nd.set_seed(3)
-    with replicas(3):
-        model = plain()
-        loss = model.fit(X, Y, 16, 3, 0, callbacks=backup).history["loss"]
-        np.testing.assert_allclose(loss, curve[-len(loss) :], atol=1e-12)
-        for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-12)
-    assert not list(tmp_path.iterdir())

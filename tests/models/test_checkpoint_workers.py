@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute import tensor_files
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from tests.digits_training import serve
+from tests.kinds import DEADLINE
 from tests.processes import Ranks
 
 
@@ -41,6 +45,32 @@ def test_an_asynchronous_save_of_two_workers_needs_the_chiefs_disk_alone(tmp_pat
     assert first[2]
     assert second[2]  # Both learn that it could not be written.
     assert not (tmp_path / "saved" / "1-sees-nothing").exists()
+
+
+def save_at_any_time(rank: int, size: int, directory: str) -> list[str]:
+    """Save and restore without waiting for the other worker."""
+    with nd.ParameterServerStrategy(devices=["cpu:0"], timeout_seconds=DEADLINE):
+        variables = [nd.Variable(np.full(50, 7.0), name=f"v{k}") for k in range(5)]
+        checkpoint = Checkpoint(v=variables)
+        manager = CheckpointManager(checkpoint, directory, 1, asynchronous=rank == 2)
+        for _ in range(20):
+            manager.save()
+            assert manager.restore_or_initialize() is not None
+        return [checkpoint.save(f"{directory}/same").name for _ in range(10)]
+
+
+def test_workers_that_do_not_wait_for_each_other_save_in_turn(tmp_path):
+    module = importlib.import_module("tests.models.test_checkpoint_workers")
+    with Ranks(3, jobs=["ps", "worker", "worker"]) as ranks:
+        ranks.run(serve, ranks=[0])[0].result()
+        outcomes = ranks.run(module.save_at_any_time, str(tmp_path), ranks=[1, 2])
+        names = sorted(name for outcome in outcomes for name in outcome.result())
+    assert names == [f"same.{number:06d}" for number in range(1, 21)]
+    for folder in tmp_path.glob("*.0*"):
+        assert (tensor_files.read(folder).tensors["v/0"] == 7).all()
+    left = sorted({path.suffix for path in tmp_path.iterdir() if not path.suffix[1:].isdigit()})
+    assert left == [".lock"]
+    assert [path.name for path in tmp_path.glob("checkpoint.0*")] == ["checkpoint.000040"]
 
 
 def test_a_value_per_replica_without_an_aggregation_is_refused_by_name(tmp_path):

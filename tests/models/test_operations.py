@@ -133,10 +133,13 @@ def test_the_gradients_of_batch_normalization(width):
     arrays = normal(4, 2, width), normal(width) + 2, normal(width)
     if width < 10:
         check_gradients(
-            lambda x, gamma, beta: operations.batch_normalization(x, gamma, beta, 1e-3)[0], *arrays
+            lambda x, gamma, beta: operations.batch_normalization(x, gamma, beta, epsilon=1e-3)[0],
+            *arrays,
         )
-        check_gradients(lambda x: operations.batch_normalization(x, None, None, 1e-3)[0], arrays[0])
-    y, mean, variance = operations.batch_normalization(*arrays, 1e-3)
+        check_gradients(
+            lambda x: operations.batch_normalization(x, None, None, epsilon=1e-3)[0], arrays[0]
+        )
+    y, mean, variance = operations.batch_normalization(*arrays, epsilon=1e-3)
     rows = arrays[0].reshape(-1, width)
     np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-14)
     np.testing.assert_allclose(variance, rows.var(axis=0), rtol=1e-12)
@@ -146,20 +149,27 @@ def test_the_gradients_of_batch_normalization(width):
 
 def test_a_large_mean_does_not_cancel_the_variance():
     x = (1000 + normal(500, 2)).astype(np.float32)
-    y, _, variance = operations.batch_normalization(x, None, None, 0.0)
+    y, _, variance = operations.batch_normalization(x, None, None, epsilon=0.0)
     np.testing.assert_allclose(variance, x.astype(float).var(axis=0), rtol=1e-4)
     np.testing.assert_allclose(y.std(axis=0), 1, rtol=1e-4)
-    summed = operations.batch_normalization(x, None, None, 0.0, lambda vector: 2 * vector)[2]
+    summed = operations.batch_normalization(
+        x, None, None, epsilon=0.0, total=lambda vector: 2 * vector
+    )[2]
     np.testing.assert_allclose(summed, variance, rtol=1e-4)
 
 
 def test_the_gradients_of_layer_normalization_and_of_constant_statistics():
     arrays = normal(3, 2, 4), normal(4) + 2, normal(4)
-    check_gradients(lambda *given: operations.layer_normalization(*given, 1e-3), *arrays)
-    check_gradients(lambda x: operations.layer_normalization(x, None, None, 1e-3), arrays[0])
+    check_gradients(lambda *given: operations.layer_normalization(*given, epsilon=1e-3), *arrays)
+    check_gradients(
+        lambda x: operations.layer_normalization(x, None, None, epsilon=1e-3), arrays[0]
+    )
     mean, variance = normal(4), np.square(normal(4)) + 1
-    check_gradients(lambda *given: operations.normalized_by(*given, mean, variance, 1e-3), *arrays)
-    y = operations.layer_normalization(arrays[0], None, None, 0.0)
+    check_gradients(
+        lambda *given: operations.normalized_by(*given, mean=mean, variance=variance, epsilon=1e-3),
+        *arrays,
+    )
+    y = operations.layer_normalization(arrays[0], None, None, epsilon=0.0)
     np.testing.assert_allclose(y.mean(axis=-1), 0, atol=1e-14)
     np.testing.assert_allclose(y.std(axis=-1), 1, rtol=1e-12)
 
@@ -172,7 +182,7 @@ MASK = np.array([[True, False, True, True], [False, True, True, False]])
 def test_the_gradients_of_attention(mask, is_causal):
     kept = np.random.default_rng(1).uniform(size=(2, 3, 2, 4))
     check_gradients(
-        lambda q, k, v: operations.attention(q, k, v, mask, is_causal=is_causal, kept=kept),
+        lambda q, k, v: operations.attention(q, k, v, mask=mask, is_causal=is_causal, kept=kept),
         normal(2, 2, 3, 2),
         normal(2, 4, 3, 2),
         normal(2, 4, 3, 5),
@@ -189,7 +199,7 @@ def test_attention_is_a_softmax_over_keys():
 def test_a_query_without_keys_has_zeros_and_no_gradient():
     q, k, v = normal(1, 2, 1, 3), normal(1, 4, 1, 3), normal(1, 4, 1, 3)
     mask = np.array([[False] * 4, [True] * 4])
-    y, gradients = gradients_of(lambda *given: operations.attention(*given, mask), q, k, v)
+    y, gradients = gradients_of(lambda *given: operations.attention(*given, mask=mask), q, k, v)
     assert (y[0, 0] == 0).all()
     assert (y[0, 1] != 0).all()
     assert np.isfinite(np.concatenate([g.ravel() for g in gradients])).all()
@@ -236,12 +246,14 @@ def calls():
     yield lambda *a: operations.dense(*a, activations.relu), (x, normal(4, 2), normal(2))
     yield lambda a: operations.max_pool2d(a, (2, 2)), (x,)
     yield lambda a: operations.average_pool2d(a, (2, 2)), (x,)
-    yield lambda *a: operations.batch_normalization(*a, 1e-3)[0], (x, vector, vector)
+    yield lambda *a: operations.batch_normalization(*a, epsilon=1e-3)[0], (x, vector, vector)
     yield (
-        lambda *a: operations.normalized_by(*a, raw(a[1]), raw(a[2]) ** 2, 1e-3),
+        lambda *a: operations.normalized_by(
+            *a, mean=raw(a[1]), variance=raw(a[2]) ** 2, epsilon=1e-3
+        ),
         (x, vector, vector),
     )
-    yield lambda *a: operations.layer_normalization(*a, 1e-3), (x, vector, vector)
+    yield lambda *a: operations.layer_normalization(*a, epsilon=1e-3), (x, vector, vector)
     yield operations.attention, (heads, heads, heads)
     yield lambda a: operations.softmax_cross_entropy(a, raw(a)[..., 0].astype(int) * 0), (x,)
     yield regularizers.L2(), (x,)

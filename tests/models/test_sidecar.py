@@ -87,7 +87,7 @@ def test_mistakes_are_explained(tmp_path):
     evaluator = SidecarEvaluator(build(), (X, Y), tmp_path / "none", timeout_seconds=0.01)
     with pytest.raises(TimeoutError, match="no intact checkpoint in"):
         evaluator.start()
-    with pytest.raises(ValueError, match="max_evaluations must be 1 or more"):
+    with pytest.raises(ValueError, match="max_evaluations must be an integer, 1 or more"):
         SidecarEvaluator(build(), (X, Y), tmp_path, max_evaluations=0)
     with pytest.raises(ValueError, match="must be above 0"):
         SidecarEvaluator(build(), (X, Y), tmp_path, poll_seconds=0)

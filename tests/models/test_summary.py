@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+import ndistribute as nd
 from ndistribute.models import Model, Sequential, layers
 
 
@@ -42,3 +43,28 @@ def test_layers_that_are_not_built_say_so():
     text = Sequential([layers.Dense(4), layers.Flatten()]).summary()
     assert len(re.findall(r"not built +\?", text)) == 2
     assert text.endswith("created when the model is first called.")
+
+
+def test_many_shapes_are_wrapped_so_that_a_table_fits_a_terminal():
+    widths = [64, 16, 128, 8, 32, 4]
+    inner = Sequential([layers.Dense(width) for width in widths], name="inner")
+    model = Sequential([layers.Input((256,)), inner])
+    _, header, rule, *rows, last_rule, _ = model.summary().splitlines()
+    assert len(header) == len(rule) == len(last_rule) <= 80
+    assert [len(row) for row in rows if "inner" in row] == [len(rule)]
+    shapes = " ".join(row.split("(Sequential)")[-1].strip() for row in rows if "Input" not in row)
+    for variable in inner.variables:
+        assert str(variable.shape) in shapes
+
+
+def test_names_of_layers_start_anew_in_each_strategy_and_paths_depend_on_the_model_alone():
+    def names():
+        with nd.OneDeviceStrategy("cpu:0").scope():
+            model = Sequential([layers.Dense(2, input_shape=(2,)), layers.Dense(2)])
+        return model.summary(), list(model.named_variables())
+
+    first = names()
+    Sequential([layers.Dense(2, input_shape=(2,))])
+    assert names() == first
+    assert "dense_1 (Dense)" in first[0]
+    assert first[1] == [f"layers/{k}/{name}" for k in range(2) for name in ("kernel", "bias")]

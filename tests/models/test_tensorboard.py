@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.event_files import EventFile, crc32c, masked_crc32c, png
 from ndistribute.models import Sequential, callbacks, layers
-from ndistribute.models.event_files import EventFile, crc32c, masked_crc32c, png
 
 X = np.ones((8, 2))
 Y = np.zeros((8, 1))
@@ -191,8 +191,8 @@ def test_the_step_breakdown_of_the_timeline_is_shown(tmp_path):
     environ = {**os.environ, "NDISTRIBUTE_TRACE": str(tmp_path / "traces")}
     subprocess.run([sys.executable, "-c", TRACED, tmp_path / "logs"], env=environ, check=True)
     found = scalars(tmp_path / "logs" / "train")
-    assert {"steps/compute", "steps/wait"} <= set(found)
-    assert all(0 < value < 1e4 for _, value in found["steps/compute"])
+    assert {"step_ms/compute", "step_ms/wait"} <= set(found)
+    assert all(0 < value < 1e4 for _, value in found["step_ms/compute"])
 
 
 @pytest.mark.parametrize(

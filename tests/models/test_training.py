@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Sequential, callbacks, layers, losses, metrics
+from ndistribute.models import Model, Sequential, callbacks, layers, losses, metrics
 from tests.kinds import strategy
 
 __all__ = ["strategy"]
@@ -37,7 +37,16 @@ def one_replica(**options: Any) -> tuple[Any, Any]:
     return history, model.get_weights()
 
 
-@pytest.mark.parametrize("options", [{}, {"sample_weight": np.arange(50.0)}], ids=["", "weighted"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "sample weights": {"sample_weight": np.arange(50.0)},
+    "class weights": {"class_weight": {0: 2.0, 2: 0.5}},
+    "initial epoch": {"initial_epoch": 1},
+    "validation steps": {"validation_steps": 2, "validation_batch_size": 3, "validation_freq": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_fit_gives_the_result_of_one_replica(strategy, options):
     expected, weights = one_replica(validation_data=(X[:7], Y[:7]), **options)
     with strategy.scope():
@@ -50,6 +59,45 @@ def test_fit_gives_the_result_of_one_replica(strategy, options):
         np.testing.assert_allclose(history[name], values, atol=1e-12)
     for ours, theirs in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+def with_steps(model: Sequential) -> list[Any]:
+    """Return the losses and weights after epochs that begin in the middle of a dataset."""
+    dataset = nd.Dataset.from_tensor_slices((X, Y)).shuffle(50, seed=1).repeat().batch(16)
+    history = model.fit(dataset, steps_per_epoch=3, epochs=3, verbose=0).history
+    return [history["loss"], *model.get_weights()]
+
+
+def that_stop(model: Sequential) -> list[Any]:
+    """Return the losses and weights of a training that grows worse, and is stopped."""
+    rates = callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 5.0)
+    stop = callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    history = model.fit(X, Y, 16, 9, 0, [rates, stop], validation_data=(X, Y)).history
+    assert stop.stopped_epoch == len(history["loss"]) - 1 < 8
+    return [history["val_loss"], *model.get_weights()]
+
+
+@pytest.mark.parametrize("train", [with_steps, that_stop])
+def test_what_depends_on_the_epochs_gives_the_result_of_one_replica(strategy, train):
+    expected = train(classifier())
+    with strategy.scope():
+        model = classifier()
+    for ours, theirs in zip(train(model), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-10)
+
+
+def test_all_workers_end_when_one_replica_meets_a_loss_that_is_no_number(strategy):
+    size = strategy.num_replicas_in_sync
+    labels = np.zeros((5 * size, 1))
+    labels[3 * size - 1] = np.nan  # In the third batch, of the last replica alone.
+    with strategy.scope():
+        model = Sequential([layers.Dense(1, dtype="float64")])
+        model.compile("sgd", "mse")
+    used = [callbacks.TerminateOnNaN()]
+    x = np.ones((5 * size, 2))
+    history = model.fit(x, labels, size, 3, 0, used, shuffle=False)
+    assert history.epoch == [0]
+    assert model.optimizer.iterations == model.position.steps_made == 3
 
 
 def test_predict_keeps_the_order_and_evaluate_counts_a_short_last_batch(strategy):
@@ -116,6 +164,46 @@ def test_validation_split_keeps_the_last_examples():
     assert history["val_loss"] == [pytest.approx(model.evaluate(X[40:], Y[40:], verbose=0))]
 
 
+def test_arrays_are_validated_on_a_dataset_with_batches_of_its_own():
+    model = classifier(nd.optimizers.SGD(0.0))
+    dataset = nd.Dataset.from_tensor_slices((X, Y)).batch(7)
+    found = model.fit(X, Y, batch_size=16, validation_data=dataset, verbose=0).history["val_loss"]
+    assert found == [pytest.approx(model.evaluate(X, Y, verbose=0))]
+
+
+class TwoOutputs(Model):
+    """A model of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Dense(3)
+        self.compile("sgd", "mse")
+
+    def call(self, x: Any) -> Any:
+        """Return the outputs."""
+        return self.inner(x), self.inner(x)
+
+
+def test_a_model_without_variables_to_train_says_so():
+    model = classifier()
+    model.trainable = False
+    for layer in model.layers:
+        layer.trainable = False
+    with pytest.raises(ValueError, match="has no variables to train"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_one_callback_and_one_hot_class_weights_are_accepted():
+    model, other = classifier(), classifier()
+    model.fit(X, Y, class_weight={0: 2.0}, shuffle=False, verbose=0)
+    other.compile(other.optimizer, losses.CategoricalCrossentropy(from_logits=True))
+    history = callbacks.History()
+    other.fit(X, np.eye(3)[Y], class_weight={0: 2.0}, shuffle=False, verbose=0, callbacks=history)
+    assert history.epoch == [0]
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -123,6 +211,26 @@ def test_validation_split_keeps_the_last_examples():
         (lambda m: m.fit(X, Y, validation_split=1.5), "validation_split must be between"),
         (lambda m: m.fit(X, Y + 3, verbose=0), r"labels must be in \[0, 3\), got 3 to 5"),
         (lambda m: m.fit(X, Y, steps_per_epoch=9, verbose=0), "ended after 2 of"),
+        (lambda m: m.fit(X[:0], Y[:0], verbose=0), "fit got no batches"),
+        (lambda m: m.evaluate(X[:0], Y[:0], verbose=0), "evaluate got no batches"),
+        (lambda m: Sequential([layers.Dense(1)]).predict(X[:0]), "got no batches"),
+        (lambda m: m.fit(X, verbose=0), "got no labels: pass y"),
+        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels as a tuple: fit and evaluate compare"),
+        (lambda m: m.fit(X, Y, batch_size=0), "batch_size must be an integer, 1 or more, got 0"),
+        (lambda m: m.fit(X, Y, epochs=-1), "epochs must be an integer, 0 or more"),
+        (lambda m: m.fit(X, Y, steps_per_epoch=0), "steps_per_epoch must be an integer, 1 or"),
+        (lambda m: m.fit(X, Y, validation_freq=0), "validation_freq must be an integer, 1 or"),
+        (lambda m: m.fit(X, Y, validation_data=X), "must be .x, y., .* got a ndarray"),
+        (lambda m: m.fit(X, Y, validation_data=[X, Y]), "validation_data must be .* list of 2"),
+        (lambda m: m.fit(X, Y, validation_data=(X,)), "validation_data must be .* tuple of 1"),
+        (lambda m: m.fit(X, Y, validation_data=(X, Y), validation_split=0.1), "not both"),
+        (lambda m: m.fit(nd.Dataset.range(3), validation_split=0.1), "needs arrays, got x as a D"),
+        (lambda m: m.fit(X, Y, class_weight=[1, 2]), "class_weight must be a dict of weights"),
+        (lambda m: m.fit(X, Y, verbose="loud"), "verbose must be 'auto', 0, 1 or 2"),
+        (lambda m: TwoOutputs().fit(X, Y, verbose=0), "returned a tuple: fit and evaluate compare"),
+        (lambda m: m.compile("sgd", ["mse", "mse"]), "loss is a list: fit and evaluate compare"),
+        (lambda m: m.compile("sgd", "mse", "mae"), "metrics must be a list, got 'mae'"),
+        (lambda m: m.compile(nd.optimizers.SGD), r"the class SGD: pass an object, SGD\("),
         (lambda m: m.compile("sgd", "nothing"), "unknown loss 'nothing': use one of"),
         (lambda m: m.compile("nothing"), "unknown optimizer 'nothing': use one of"),
         (lambda m: m.compile("sgd", "mse", ["accuracy"]), "'accuracy' is undefined for the loss"),

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -224,6 +225,19 @@ def test_a_record_that_is_torn_or_changed_is_cut_off_and_those_before_it_count(l
         assert not client.change(add("w", ONES), sequence=2).repeated
     with serving(left, "log") as (_, client):
         assert client.value("w").tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("buffers", [0, 1])
+def test_a_log_of_another_version_is_told_and_kept(left, buffers):
+    """It was taken for a record that is not whole, and cut off to nothing."""
+    left.mkdir()
+    log = left / "ps-0.000001.log"
+    parts = [8 + index for index in range(buffers)]
+    head = struct.pack(f"<III{buffers}Q", 1 << 31, 40, buffers, *parts)
+    log.write_bytes(data := head + b"\x94\xa6Create" + bytes(40 + sum(parts)))
+    with pytest.raises(CheckpointCorruptError, match="another version of ndistribute wrote it"):
+        StoreService(left, "ps:0", durability="log")
+    assert log.read_bytes() == data
 
 
 def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_path, left):

@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute.autodiff.rules.linalg import INVERSE_NORMS
 from ndistribute.autodiff.rules.unbroadcast import as_axes
-from ndistribute.device import array_namespace
+from ndistribute.devices import array_namespace
 
 Value = Any  # a tracked or plain array, or a number
 

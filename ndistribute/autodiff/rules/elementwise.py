@@ -18,7 +18,7 @@ import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing, refuse_polyval
 from ndistribute.autodiff.rules.unbroadcast import Vjp, identity, unbroadcast, unbroadcasting
-from ndistribute.device import Array
+from ndistribute.devices import Array
 
 Makers = tuple[Callable[..., Vjp], ...]
 # Computes the derivative by one argument from the result and all arguments; None without a rule.

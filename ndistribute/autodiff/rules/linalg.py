@@ -19,7 +19,7 @@ import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast, zeros
-from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.devices import Array, array_namespace, as_array
 
 Results = Sequence[Array]
 Gradients = Sequence[Array | None]

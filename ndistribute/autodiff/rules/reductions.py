@@ -22,7 +22,7 @@ from ndistribute.autodiff.rules.unbroadcast import (
     wide,
     zeros,
 )
-from ndistribute.device import Array, array_namespace, to_host
+from ndistribute.devices import Array, array_namespace, to_host
 
 
 def _sum(

@@ -18,7 +18,7 @@ import numpy as np
 
 from ndistribute.autodiff.rules.unbroadcast import Vjp, add_at, as_axes, unbroadcast, wide, zeros
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.device import Array, array_namespace, is_gpu_array
+from ndistribute.devices import Array, array_namespace, is_gpu_array
 
 Path = tuple[Any, ...]
 Args = Sequence[Any]

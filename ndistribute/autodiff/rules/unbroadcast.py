@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace
+from ndistribute.devices import Array, array_namespace
 
 Shape = tuple[int, ...]
 Vjp = Callable[[Array], Array]  # from the gradient of a result to that of an argument

@@ -46,6 +46,13 @@ class Callback:
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Called after each step."""
 
+    def saves_after(self, steps_made: int) -> bool:
+        """Return True if `on_train_batch_end` saves the state after a number of steps.
+
+        A chief that schedules the steps lets no worker begin the next step before.
+        """
+        return False
+
 
 class Callbacks(Callback):
     """Several callbacks, called in turn.
@@ -83,7 +90,7 @@ class Callbacks(Callback):
         for one in self.members:
             getattr(one, name)(*args, {})
 
-    def overriding(self, name: str) -> list[Callable[..., None]]:
+    def overriding(self, name: str) -> list[Callable[..., Any]]:
         """Return the methods of a name that a callback defines itself."""
         plain = getattr(Callback, name)
         methods = [getattr(one, name) for one in self.members]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
 from ndistribute.models.callbacks.callback import Callback, Logs
 
 __all__ = [
@@ -22,13 +22,46 @@ __all__ = [
 _log = logging.getLogger("ndistribute")
 
 
-class LearningRateScheduler(Callback):
+class _Continued(Callback):
+    """The base class of callbacks with a state, the attributes that are named in `kept`."""
+
+    kept: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a training that is continued needs to know."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+
+    @property
+    def rate(self) -> float:
+        """The optimizer's learning rate, which must be a number."""
+        rate = self.model.optimizer.learning_rate
+        if callable(rate):
+            raise ValueError(
+                f"{type(self).__name__} sets the learning rate, but that of the optimizer is a "
+                "schedule, which sets it at each step: create the optimizer with a number, or do "
+                "without the callback."
+            )
+        return float(as_array(rate))
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        self.model.optimizer.learning_rate = rate
+
+
+class LearningRateScheduler(_Continued):
     """Sets the optimizer's learning rate before each epoch.
 
     Args:
         schedule: called with the epoch, from 0, and with the current rate if it takes two
             arguments; returns the rate.
     """
+
+    kept = ("rate", "_set")
 
     def __init__(self, schedule: Callable[..., float]) -> None:
         self._schedule = schedule
@@ -41,28 +74,17 @@ class LearningRateScheduler(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Check that the optimizer has no schedule."""
-        _check_rate_is_number(self)
+        _ = self.rate  # Raises if it is a schedule.
         self._set = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate, unless the epoch is one that is continued."""
         if epoch != self._set:
-            optimizer = self.model.optimizer
-            args = (epoch, optimizer.learning_rate) if self._takes_rate else (epoch,)
-            optimizer.learning_rate = float(self._schedule(*args))
-            self._set = epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rate, and the epoch for which it was set."""
-        return {"rate": float(as_array(self.model.optimizer.learning_rate)), "epoch": self._set}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
-        self._set = state["epoch"]
-        self.model.optimizer.learning_rate = state["rate"]
+            args = (epoch, self.rate) if self._takes_rate else (epoch,)
+            self.rate, self._set = float(self._schedule(*args)), epoch
 
 
-class Monitor(Callback):
+class Monitor(_Continued):
     """The base class of callbacks that follow a metric from epoch to epoch.
 
     Args:
@@ -75,12 +97,16 @@ class Monitor(Callback):
         ValueError: the mode is unknown.
     """
 
+    kept: tuple[str, ...] = ("best", "wait")
+
     def __init__(self, monitor: str, mode: str = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
             raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}.")
-        rising = any(word in monitor for word in ("acc", "auc", "precision", "recall"))
+        if mode == "auto":
+            rising = any(word in monitor for word in ("acc", "auc", "precision", "recall"))
+            mode = "max" if rising else "min"
         self.monitor = monitor
-        self._sign = 1.0 if mode == "max" or (mode == "auto" and rising) else -1.0
+        self._sign = 1.0 if mode == "max" else -1.0
         self._min_delta = abs(min_delta)
         self.best: float | None = None
         self.wait = 0
@@ -88,14 +114,6 @@ class Monitor(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the best value."""
         self.best, self.wait = None, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and the number of epochs since."""
-        return {"best": self.best, "wait": self.wait}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
-        self.best, self.wait = state["best"], state["wait"]
 
     def improved(self, logs: Logs) -> bool:
         """Return True if the metric is better than ever before; else count the epoch."""
@@ -136,6 +154,8 @@ class EarlyStopping(Monitor):
         best: the best value.
     """
 
+    kept = (*Monitor.kept, "stopped_epoch", "_weights")
+
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -159,18 +179,9 @@ class EarlyStopping(Monitor):
         super().on_train_begin()
         self._weights, self.stopped_epoch = None, 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value and its weights, the epochs since, and whether it has stopped."""
-        return {
-            **super().state_dict(),
-            "stopped_epoch": self.stopped_epoch,
-            "weights": self._weights,
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `state_dict`, or remain stopped."""
         super().load_state_dict(state)
-        self.stopped_epoch, self._weights = state["stopped_epoch"], state["weights"]
         if self.stopped_epoch:
             self.model.stop_training = True
 
@@ -208,6 +219,8 @@ class ReduceLROnPlateau(Monitor):
         min_lr: the lowest rate.
     """
 
+    kept = (*Monitor.kept, "_cooling", "rate")
+
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -227,19 +240,8 @@ class ReduceLROnPlateau(Monitor):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the best value; check that the optimizer has no schedule."""
         super().on_train_begin()
-        _check_rate_is_number(self)
+        _ = self.rate  # Raises if it is a schedule.
         self._cooling = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the epochs since, and the rate."""
-        rate = float(as_array(self.model.optimizer.learning_rate))
-        return {**super().state_dict(), "cooling": self._cooling, "rate": rate}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
-        super().load_state_dict(state)
-        self._cooling = state["cooling"]
-        self.model.optimizer.learning_rate = state["rate"]
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Lower the rate if the metric has not improved for long enough."""
@@ -248,11 +250,10 @@ class ReduceLROnPlateau(Monitor):
             self._cooling -= 1
             self.wait = int(not better and not self._cooling)
         if not self._cooling and not better and self.wait >= self.patience:
-            optimizer = self.model.optimizer
-            rate = max(self.min_lr, optimizer.learning_rate * self.factor)
-            if rate < optimizer.learning_rate:
+            rate = max(self.min_lr, self.rate * self.factor)
+            if rate < self.rate:
                 _log.info("epoch %d: the learning rate becomes %g", epoch + 1, rate)
-                optimizer.learning_rate = rate
+                self.rate = rate
             self._cooling, self.wait = self._cooldown, 0
 
 
@@ -267,13 +268,3 @@ class TerminateOnNaN(Callback):
         if self.model.on_any_worker(not math.isfinite(logs["loss"])):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True
-
-
-def _check_rate_is_number(callback: Callback) -> None:
-    """Raise a `ValueError` if the optimizer's learning rate is a schedule."""
-    if callable(callback.model.optimizer.learning_rate):
-        raise ValueError(
-            f"{type(callback).__name__} sets the learning rate, but that of the optimizer is a "
-            "schedule, which sets it at each step: create the optimizer with a number, or do "
-            "without the callback."
-        )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ndistribute.models.callbacks.callback import Callback, Logs
+from ndistribute.models.callbacks.saving import continued
 from ndistribute.models.checkpoint import CheckpointManager, on_any_worker
 
 __all__ = ["PreemptionCheckpointHandler"]
@@ -31,8 +32,7 @@ class PreemptionCheckpointHandler(Callback):
             for _ in range(handler.steps_made, 1000):
                 handler.run(train_step, iterator)
 
-    Every worker must use it, in its main thread. Under a chief that schedules the steps, it acts
-    between epochs.
+    Every worker must use it, in its main thread; under a chief that schedules the steps, the chief.
 
     Args:
         manager: where to save.
@@ -88,18 +88,16 @@ class PreemptionCheckpointHandler(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue from the newest checkpoint, and listen to the signal."""
         self._listen()
-        model, position = self.model, self.model.position
-        stateful = [one for one in position.callbacks if hasattr(one, "state_dict")]
-        extended = self.manager.checkpoint.extended(
-            _model=model, _position=position, _callbacks=stateful
-        )
-        self._fitting = self.manager.with_checkpoint(extended)
-        if self._fitting.restore_or_initialize() is not None:
-            _log.info("continuing at epoch %d, step %d", position.epoch + 1, position.step)
+        self._fitting = continued(self.manager, self.model)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Exit if a worker must."""
-        self._exit_from_fit()
+        if not self.model.position.ahead:
+            self._exit_from_fit()
+
+    def saves_after(self, steps_made: int) -> bool:
+        """Return True if this process must exit: a chief then waits for its workers."""
+        return self._signalled
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exit if a worker must: all callbacks have seen the end of the last epoch."""

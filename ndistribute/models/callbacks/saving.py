@@ -6,12 +6,13 @@ import csv
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 
-__all__ = ["BackupAndRestore", "CSVLogger", "ModelCheckpoint"]
+__all__ = ["BackupAndRestore", "CSVLogger", "ModelCheckpoint", "continued"]
 
 _log = logging.getLogger("ndistribute")
 
@@ -41,11 +42,15 @@ class ModelCheckpoint(Monitor):
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(monitor, mode)
+        if save_best_only and save_freq != "epoch":
+            raise ValueError(
+                "ModelCheckpoint: save_best_only compares the metrics of epochs, so it needs "
+                f"save_freq='epoch', got {save_freq!r}."
+            )
         self.filepath = os.fspath(filepath)
         self._best_only = save_best_only
         self._weights_only = save_weights_only
         self._every = steps_of(save_freq)
-        self._steps = 0
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -54,9 +59,12 @@ class ModelCheckpoint(Monitor):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Save after each `save_freq` steps."""
-        self._steps += 1
-        if self._every and self._steps % self._every == 0:
+        if self.saves_after(self.model.position.steps_made):
             self._save(logs)
+
+    def saves_after(self, steps_made: int) -> bool:
+        """Return True after each `save_freq` steps."""
+        return bool(self._every) and steps_made % self._every == 0
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save the epoch."""
@@ -99,17 +107,17 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue from the saved state, if there is one."""
-        position = self.model.position
-        stateful = [one for one in position.callbacks if hasattr(one, "state_dict")]
-        checkpoint = Checkpoint(model=self.model, position=position, callbacks=stateful)
-        self._manager = CheckpointManager(checkpoint, self.directory, max_to_keep=2)
-        if self._manager.restore_or_initialize() is not None:
-            _log.info("continuing at epoch %d, step %d", position.epoch + 1, position.step)
+        manager = CheckpointManager(Checkpoint(model=self.model), self.directory, max_to_keep=2)
+        self._manager = continued(manager, self.model)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Save after each `save_freq` steps."""
-        if self._every and self.model.position.steps_made % self._every == 0:
+        if self.saves_after(self.model.position.steps_made):
             self._save()
+
+    def saves_after(self, steps_made: int) -> bool:
+        """Return True after each `save_freq` steps."""
+        return bool(self._every) and steps_made % self._every == 0
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save after the epoch."""
@@ -124,6 +132,16 @@ class BackupAndRestore(Callback):
     def _save(self) -> None:
         if self._manager is not None:
             self._manager.save(self.model.position.steps_made)
+
+
+def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
+    """Return a manager that saves the training of a model too; continue from its newest state."""
+    position = model.position
+    stateful = [one for one in position.callbacks if hasattr(one, "state_dict")]
+    manager = manager.extended(_model=model, _position=position, _callbacks=stateful)
+    if manager.restore_or_initialize() is not None:
+        _log.info("continuing at epoch %d, step %d", position.epoch + 1, position.step)
+    return manager
 
 
 class CSVLogger(Callback):

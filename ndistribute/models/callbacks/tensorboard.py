@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ndistribute import timeline
-from ndistribute.device import as_array
+from ndistribute.devices import as_array
+from ndistribute.event_files import EventFile
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
-from ndistribute.models.event_files import EventFile
 
 __all__ = ["TensorBoard"]
 
@@ -25,7 +25,7 @@ class TensorBoard(Callback):
 
     The folders and names are those of Keras: `train` and `validation`, with ``epoch_loss`` and so
     on, ``epoch_learning_rate``, and ``batch_loss`` by step. If tracing is enabled (see
-    `ndistribute.timeline`), ``steps/compute`` and so on are the milliseconds that the threads of
+    `ndistribute.timeline`), ``step_ms/compute`` and so on are the milliseconds that the threads of
     the chief's process spent in a step, on average over an epoch.
 
     Args:
@@ -95,7 +95,7 @@ class TensorBoard(Callback):
         if not steps:
             return {}
         found = {
-            f"steps/{name}": (seconds - self._spans.get(name, 0.0)) * 1000 / steps
+            f"step_ms/{name}": (seconds - self._spans.get(name, 0.0)) * 1000 / steps
             for name, seconds in timeline.totals().items()
         }
         if self._speed:

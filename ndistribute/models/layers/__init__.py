@@ -18,11 +18,13 @@ from ndistribute.models.layers.core import (
 )
 from ndistribute.models.layers.layer import Layer, set_dtype_policy
 from ndistribute.models.layers.normalization import BatchNormalization, LayerNormalization
+from ndistribute.models.layers.parallel import ColumnParallelDense, RowParallelDense
 
 __all__ = [
     "Activation",
     "AveragePool2D",
     "BatchNormalization",
+    "ColumnParallelDense",
     "Conv2D",
     "Dense",
     "Dropout",
@@ -35,5 +37,6 @@ __all__ = [
     "MaxPool2D",
     "MultiHeadAttention",
     "Reshape",
+    "RowParallelDense",
     "set_dtype_policy",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ from ndistribute.models.layers.core import Dense, dropout_factors, positive, rat
 from ndistribute.models.layers.layer import Layer
 
 __all__ = ["MultiHeadAttention"]
+
+_OF_LAYERS = {"name", "trainable", "dtype", "input_shape"}
 
 
 class MultiHeadAttention(Layer):
@@ -27,10 +28,7 @@ class MultiHeadAttention(Layer):
         dropout: the share of probabilities to drop in training.
         use_bias: whether the projections have biases.
         output_shape: the length of the output's last axis; None means that of the query.
-        kernel_initializer: the initializer of the projections, each a matrix for all heads.
-        bias_initializer: the initializer of the biases.
-        kernel_regularizer: a regularizer of the projections, its name, or None.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: as for `Dense`, for the projections, each of one matrix for all heads.
 
     >>> layer = MultiHeadAttention(num_heads=2, key_dim=4)
     >>> query, value = np.zeros((3, 5, 8), np.float32), np.zeros((3, 7, 6), np.float32)
@@ -46,26 +44,19 @@ class MultiHeadAttention(Layer):
         dropout: float = 0.0,
         use_bias: bool = True,
         output_shape: int | None = None,
-        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
-        bias_initializer: str | Callable[..., Any] = "zeros",
-        kernel_regularizer: str | Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        own = {name: options[name] for name in options.keys() & _OF_LAYERS}
+        super().__init__(**own)
         self.num_heads = positive(num_heads, "MultiHeadAttention: num_heads")
         self.key_dim = positive(key_dim, "MultiHeadAttention: key_dim")
         width = self.key_dim if value_dim is None else value_dim
         self.value_dim = positive(width, "MultiHeadAttention: value_dim")
         self.dropout = rate_of(dropout, "MultiHeadAttention: dropout")
         self._output_shape = output_shape
-        self._dense: dict[str, Any] = {
-            "use_bias": use_bias,
-            "kernel_initializer": kernel_initializer,
-            "bias_initializer": bias_initializer,
-            "kernel_regularizer": kernel_regularizer,
-            "trainable": self.trainable,
-            "dtype": options.get("dtype") or Layer.policy,
-        }
+        self._dense = {name: options[name] for name in options.keys() - _OF_LAYERS}
+        self._dense |= {"use_bias": use_bias, "trainable": self.trainable}
+        self._dense["dtype"] = options.get("dtype") or Layer.policy
         self.query = self._projection("query", self.num_heads * self.key_dim)
         self.key = self._projection("key", self.num_heads * self.key_dim)
         self.value = self._projection("value", self.num_heads * self.value_dim)
@@ -110,7 +101,7 @@ class MultiHeadAttention(Layer):
         found = operations.attention(
             *heads,
             values,
-            self._mask(attention_mask, shape),
+            mask=self._mask(attention_mask, shape),
             is_causal=use_causal_mask,
             kept=dropout_factors(values, shape, self.dropout) if training else None,
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.models import activations, operations, regularizers
-from ndistribute.models.layers.core import as_floats, positive
+from ndistribute.models import operations
+from ndistribute.models.layers.core import KernelLayer, positive
 from ndistribute.models.layers.layer import Layer
 
 __all__ = ["AveragePool2D", "Conv2D", "GlobalAveragePool2D", "MaxPool2D"]
@@ -16,7 +16,7 @@ __all__ = ["AveragePool2D", "Conv2D", "GlobalAveragePool2D", "MaxPool2D"]
 Pair = int | Sequence[int]
 
 
-class Conv2D(Layer):
+class Conv2D(KernelLayer):
     """A layer that convolves images of shape ``(height, width, channels)``.
 
     Args:
@@ -29,12 +29,8 @@ class Conv2D(Layer):
         groups: the number of groups of channels; each has ``filters / groups`` filters of its own.
         activation: a name, such as ``"relu"``, a function, or None.
         use_bias: whether to add a bias.
-        kernel_initializer: the initializer of the kernel, of shape
+        options: as for `Dense`; the kernel has the shape
             ``(*kernel_size, channels / groups, filters)``.
-        bias_initializer: the initializer of the bias, of shape ``(filters,)``.
-        kernel_regularizer: a regularizer of the kernel, its name, or None.
-        bias_regularizer: a regularizer of the bias, its name, or None.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
 
     Raises:
         ValueError: an argument is invalid, or `filters` is not a multiple of `groups`.
@@ -54,13 +50,9 @@ class Conv2D(Layer):
         groups: int = 1,
         activation: str | Callable[[Any], Any] | None = None,
         use_bias: bool = True,
-        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
-        bias_initializer: str | Callable[..., Any] = "zeros",
-        kernel_regularizer: str | Callable[[Any], Any] | None = None,
-        bias_regularizer: str | Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(activation, use_bias, **options)
         self.filters = positive(filters, "Conv2D: filters")
         self.kernel_size = _pair(kernel_size, "Conv2D: kernel_size")
         self.strides = _pair(strides, "Conv2D: strides")
@@ -72,13 +64,6 @@ class Conv2D(Layer):
                 f"Conv2D: filters={filters} is not a multiple of groups={groups}: each group needs "
                 "the same number of filters."
             )
-        self.activation = activations.get(activation)
-        self.kernel_regularizer = regularizers.get(kernel_regularizer)
-        self.bias_regularizer = regularizers.get(bias_regularizer)
-        self._use_bias = use_bias
-        self._initializers = kernel_initializer, bias_initializer
-        self.kernel: Any = None
-        self.bias: Any = None
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
@@ -89,22 +74,13 @@ class Conv2D(Layer):
                 f"{self.name}: the input has shape {tuple(input_shape)}; its {channels} channels "
                 f"are not a multiple of groups={self.groups}."
             )
-        shape = (*self.kernel_size, channels // self.groups, self.filters)
-        self.kernel = self.add_weight("kernel", shape, self._initializers[0])
-        if self._use_bias:
-            self.bias = self.add_weight("bias", (self.filters,), self._initializers[1])
+        self.add_kernel(*self.kernel_size, channels // self.groups, self.filters)
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, filters)``."""
         _check_images(self, inputs.shape)
-        channels = self.kernel.shape[2] * self.groups
-        if inputs.shape[3] != channels:
-            raise ValueError(
-                f"{self.name}: the input has shape {inputs.shape}, but the layer was built for "
-                f"{channels} channels on the last axis."
-            )
         return operations.conv2d(
-            as_floats(inputs, self.kernel),
+            self.checked(inputs, self.kernel.shape[2] * self.groups, "channels"),
             self.kernel,
             self.bias,
             self.activation,
@@ -115,15 +91,20 @@ class Conv2D(Layer):
         )
 
 
-class _Pool2D(Layer):
-    """The base class of pooling over windows.
+class MaxPool2D(Layer):
+    """A layer that takes the largest element of each window of an image.
 
     Args:
         pool_size: the height and width of a window; an integer for both.
         strides: the distance from one window to the next; None means `pool_size`.
         padding: ``"valid"`` or ``"same"``, as in `Conv2D`.
         options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> MaxPool2D()(np.arange(16.0).reshape(1, 4, 4, 1)).ravel()
+    array([ 5.,  7., 13., 15.], dtype=float32)
     """
+
+    _pool: ClassVar[Callable[..., Any]] = staticmethod(operations.max_pool2d)
 
     def __init__(
         self,
@@ -142,41 +123,21 @@ class _Pool2D(Layer):
         """Check that the inputs are images."""
         _check_images(self, input_shape)
 
-
-class MaxPool2D(_Pool2D):
-    """A layer that takes the largest element of each window of an image.
-
-    Args:
-        pool_size: the height and width of a window; an integer for both.
-        strides: the distance from one window to the next; None means `pool_size`.
-        padding: ``"valid"`` or ``"same"``, as in `Conv2D`.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> MaxPool2D()(np.arange(16.0).reshape(1, 4, 4, 1)).ravel()
-    array([ 5.,  7., 13., 15.], dtype=float32)
-    """
-
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels)``."""
-        return operations.max_pool2d(inputs, self.pool_size, self.strides, self.padding)
+        return self._pool(inputs, self.pool_size, self.strides, self.padding)
 
 
-class AveragePool2D(_Pool2D):
+class AveragePool2D(MaxPool2D):
     """A layer that takes the mean of each window of an image, without the padding.
 
-    Args:
-        pool_size: the height and width of a window; an integer for both.
-        strides: the distance from one window to the next; None means `pool_size`.
-        padding: ``"valid"`` or ``"same"``, as in `Conv2D`.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+    Its arguments are those of `MaxPool2D`.
 
     >>> AveragePool2D()(np.arange(16.0).reshape(1, 4, 4, 1)).ravel()
     array([ 2.5,  4.5, 10.5, 12.5], dtype=float32)
     """
 
-    def call(self, inputs: Any) -> Any:
-        """Return the output, of shape ``(images, height, width, channels)``."""
-        return operations.average_pool2d(inputs, self.pool_size, self.strides, self.padding)
+    _pool = staticmethod(operations.average_pool2d)
 
 
 class GlobalAveragePool2D(Layer):

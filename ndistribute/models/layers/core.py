@@ -16,18 +16,55 @@ from ndistribute.models.operations import dense
 __all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Input", "Reshape"]
 
 
-class Dense(Layer):
+class KernelLayer(Layer):
+    """The base class of layers with a kernel, a bias and an activation; see `Dense`."""
+
+    def __init__(
+        self,
+        activation: str | Callable[[Any], Any] | None,
+        use_bias: bool,
+        *,
+        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
+        bias_initializer: str | Callable[..., Any] = "zeros",
+        kernel_regularizer: str | Callable[[Any], Any] | None = None,
+        bias_regularizer: str | Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.activation = activations.get(activation)
+        self.kernel_regularizer = regularizers.get(kernel_regularizer)
+        self.bias_regularizer = regularizers.get(bias_regularizer)
+        self._use_bias = use_bias
+        self._initializers = kernel_initializer, bias_initializer
+        self.kernel: Any = None
+        self.bias: Any = None
+
+    def add_kernel(self, *shape: int) -> None:
+        """Create the kernel of a shape, and the bias."""
+        self.kernel = self.add_weight("kernel", shape, self._initializers[0])
+        if self._use_bias:
+            self.bias = self.add_weight("bias", shape[-1:], self._initializers[1])
+
+    def checked(self, inputs: Any, length: int, what: str) -> Any:
+        """Return the input as floats; raise a ValueError if its last axis has another length."""
+        if inputs.shape[-1] != length:
+            raise ValueError(
+                f"{self.name}: the input has shape {inputs.shape}, but the layer was built for "
+                f"{length} {what} on the last axis."
+            )
+        return as_floats(inputs, self.kernel)
+
+
+class Dense(KernelLayer):
     """A layer that computes ``activation(inputs @ kernel + bias)``.
 
     Args:
         units: the length of the output's last axis.
         activation: a name, such as ``"relu"``, a function, or None.
         use_bias: whether to add a bias.
-        kernel_initializer: the initializer of the kernel, of shape ``(inputs, units)``.
-        bias_initializer: the initializer of the bias, of shape ``(units,)``.
-        kernel_regularizer: a regularizer of the kernel, its name, or None.
-        bias_regularizer: a regularizer of the bias, its name, or None.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: `kernel_initializer` and `bias_initializer`, by default ``"glorot_uniform"`` and
+            ``"zeros"``; `kernel_regularizer` and `bias_regularizer`, by default None; and `name`,
+            `trainable` and `dtype`, see `Layer`.
 
     >>> layer = Dense(3, activation="relu")
     >>> layer(np.zeros((2, 4), np.float32)).shape, layer.kernel.shape
@@ -39,21 +76,10 @@ class Dense(Layer):
         units: int,
         activation: str | Callable[[Any], Any] | None = None,
         use_bias: bool = True,
-        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
-        bias_initializer: str | Callable[..., Any] = "zeros",
-        kernel_regularizer: str | Callable[[Any], Any] | None = None,
-        bias_regularizer: str | Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(activation, use_bias, **options)
         self.units = positive(units, "Dense: units")
-        self.activation = activations.get(activation)
-        self.kernel_regularizer = regularizers.get(kernel_regularizer)
-        self.bias_regularizer = regularizers.get(bias_regularizer)
-        self._use_bias = use_bias
-        self._initializers = kernel_initializer, bias_initializer
-        self.kernel: Any = None
-        self.bias: Any = None
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
@@ -62,19 +88,12 @@ class Dense(Layer):
                 f"{self.name}: the input has shape {tuple(input_shape)}, but a dense layer needs a "
                 "batch axis and a feature axis. Write x[:, np.newaxis] for one feature."
             )
-        of_kernel, of_bias = self._initializers
-        self.kernel = self.add_weight("kernel", (input_shape[-1], self.units), of_kernel)
-        if self._use_bias:
-            self.bias = self.add_weight("bias", (self.units,), of_bias)
+        self.add_kernel(input_shape[-1], self.units)
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(*inputs.shape[:-1], units)``."""
-        if inputs.shape[-1] != self.kernel.shape[0]:
-            raise ValueError(
-                f"{self.name}: the input has shape {inputs.shape}, but the layer was built for "
-                f"{self.kernel.shape[0]} features on the last axis."
-            )
-        return dense(as_floats(inputs, self.kernel), self.kernel, self.bias, self.activation)
+        x = self.checked(inputs, self.kernel.shape[0], "features")
+        return dense(x, self.kernel, self.bias, self.activation)
 
 
 class Input(Layer):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import re
 import threading
 import weakref
 from collections import defaultdict
@@ -24,6 +23,7 @@ from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.models import initializers
+from ndistribute.models.names import snake_case
 from ndistribute.variables import Variable
 
 __all__ = ["Layer", "set_dtype_policy"]
@@ -130,7 +130,7 @@ class Layer:
 
     def add_weight(
         self,
-        name: str,
+        name: str = "weight",
         shape: Sequence[int] = (),
         initializer: str | Callable[..., Any] = "glorot_uniform",
         *,
@@ -364,7 +364,7 @@ def _numbered(kind: str) -> str:
 
     So the names are the same in all processes that run the same program.
     """
-    label = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind).lower()
+    label = snake_case(kind)
     numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
     number = next(numbers[label])
     return f"{label}_{number}" if number else label

@@ -13,20 +13,15 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff import custom_gradient
-from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.operations.epilogue import wide
 
 __all__ = ["attention"]
 
 
+@custom_gradient
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
-    *,
-    is_causal: bool = False,
-    kept: Any = None,
+    query: Any, key: Any, value: Any, *, mask: Any = None, is_causal: bool = False, kept: Any = None
 ) -> Any:
     """Return for each query the mean of the values, weighted by ``softmax(query . key / sqrt(d))``.
 
@@ -37,20 +32,11 @@ def attention(
         mask: booleans that broadcast to ``(batch, heads, queries, keys)``, True where a query
             attends to a key; None for everywhere. A query without keys has zeros.
         is_causal: whether a query attends to no later key.
-        kept: factors of the probabilities, of shape ``(batch, heads, queries, keys)``, for dropout;
-            None for ones.
-
-    Returns:
-        An array of shape ``(batch, queries, heads, width)``.
+        kept: factors of the probabilities for dropout, or None.
 
     >>> attention(np.zeros((1, 1, 1, 2)), np.zeros((1, 2, 1, 2)), np.eye(2).reshape(1, 2, 1, 2))
     array([[[[0.5, 0.5]]]])
     """
-    return _attention(query, key, value, mask=mask, is_causal=is_causal, kept=kept)
-
-
-@custom_gradient
-def _attention(query: Any, key: Any, value: Any, *, mask: Any, is_causal: bool, kept: Any) -> Any:
     dtype = query.dtype
     q, k, v = (wide(as_array(one)).swapaxes(1, 2) for one in (query, key, value))
     xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))

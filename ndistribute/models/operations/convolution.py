@@ -9,19 +9,21 @@ Processing", 2006.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff import custom_gradient
-from ndistribute.device import Array, array_namespace, as_array
-from ndistribute.models.operations.epilogue import Epilogue, fusible, kernel_rule, operands
+from ndistribute.devices import Array, array_namespace, as_array
+from ndistribute.models.activations import InPlace
+from ndistribute.models.operations.epilogue import Epilogue, KernelRule, in_place, operands
 from ndistribute.models.operations.windows import Pair, Windows
 
 __all__ = ["conv2d"]
 
 # The size of the columns of a block: the cache of a core, or a small part of the memory of a GPU.
-_HOST_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
+_HOST_BYTES, _GPU_BYTES = 1 << 20, 1 << 28
 
 
 def conv2d(
@@ -37,31 +39,25 @@ def conv2d(
 ) -> Any:
     """Return the activation of a convolution (without flipping the kernel) plus a bias.
 
-    Args:
-        x: images of shape ``(images, height, width, channels)``.
-        kernel: an array of shape ``(height, width, channels / groups, filters)``.
-        bias: an array of shape ``(filters,)``, or None.
-        activation: a function of an array; those of `IN_PLACE` need no second one.
-        strides: the distance from one window to the next, in each direction.
-        padding: ``"valid"`` or ``"same"``, see `Windows.over`.
-        dilation: the distance between the elements of a window, in each direction.
-        groups: the number of groups of channels; each has its own filters.
+    The images have the shape ``(images, height, width, channels)``, the kernel ``(height, width,
+    channels / groups, filters)``. The padding is explained at `Windows.over`.
     """
-    name = fusible(activation)
+    rule, after = in_place(activation)
     windows = Windows.over(x.shape[1:3], kernel.shape[:2], strides, padding, dilation)
-    y = _conv2d(x, kernel, bias, windows=windows, groups=groups, name=name or "linear")
-    return y if name else activation(y)
+    return after(_conv2d(x, kernel, bias, windows=windows, groups=groups, rule=rule))
 
 
 @custom_gradient
-def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, name: str) -> Any:
+def _conv2d(
+    x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, rule: InPlace | None
+) -> Any:
     dtype, images, weights = operands(as_array(x), as_array(kernel))
     xp = array_namespace(images)
     columns = _Columns(images, windows, groups)
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
     y = xp.empty(shape, images.dtype)
-    after = Epilogue(y.reshape(-1, filters), bias, name)
+    after = Epilogue(y.reshape(-1, filters), bias, rule)
     columns.times(weights, y, after.finish)
 
     def of_x(g: Array) -> Array:
@@ -69,33 +65,27 @@ def _conv2d(x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, na
         if windows.strides != (1, 1):
             return columns.spread(g, weights)
         change = xp.empty(images.shape, g.dtype)
-        _Columns(g, windows.reversed(), groups).times(_reversed(weights, groups), change)
+        _Columns(g, windows.reversed, groups).times(_reversed(weights, groups), change)
         return change
 
     def of_kernel(g: Array, out: Array | None) -> Array:
-        return columns.product(after.before(g).reshape(y.shape), weights, out)
+        return columns.product(lambda rows: after.part(g, rows), weights, out)
 
     return y.astype(dtype, copy=False), [
         of_x,
-        kernel_rule(of_kernel, kernel, weights),
+        KernelRule(of_kernel, kernel, weights),
         after.of_bias,
     ]
 
 
 class _Columns:
-    """The columns of images: for each window a row with its elements, by groups of channels.
-
-    Args:
-        images: an array of shape ``(images, height, width, channels)``.
-        windows: the windows over an image.
-        groups: the number of groups of channels.
-    """
+    """The columns of images: for each window a row with its elements, by groups of channels."""
 
     def __init__(self, images: Array, windows: Windows, groups: int) -> None:
         self._images, self._windows, self._groups = images, windows, groups
         channels = images.shape[3] // groups
         self._shape = (*windows.count, *windows.size, channels)  # For an image and a group.
-        size = int(np.prod(self._shape)) * groups * images.dtype.itemsize
+        size = prod(self._shape) * groups * images.dtype.itemsize
         budget = _HOST_BYTES if isinstance(images, np.ndarray) else _GPU_BYTES
         self._block = min(max(1, budget // max(1, size)), max(1, len(images)))
         # Without padding and copies, the images are the columns.
@@ -104,48 +94,42 @@ class _Columns:
         ) and groups == 1
 
     def blocks(self) -> Iterator[tuple[slice, Array]]:
-        """Yield slices of the images and their columns, of shape ``(groups, windows, elements)``.
-
-        The columns are valid until the next ones.
-        """
+        """Yield slices of the images and their columns, which are valid until the next ones."""
         if self._plain:
             for block in self._slices():
                 yield block, self._images[block].reshape(1, -1, self._images.shape[3])
             return
         xp, windows = array_namespace(self._images), self._windows
-        images, channels = self._images, self._shape[-1]
-        memory = xp.empty((self._groups, self._block, *self._shape), images.dtype)
-        above, left = windows.before
-        height, width = windows.image
-        padded = None
+        memory = xp.empty((self._groups, self._block, *self._shape), self._images.dtype)
+        elements = prod(self._shape[2:])
+        source, inside = self._images, None
         if windows.padded != windows.image:
-            padded = xp.zeros((self._block, *windows.padded, images.shape[3]), images.dtype)
+            (above, left), (height, width) = windows.before, windows.image
+            source = xp.zeros((self._block, *windows.padded, source.shape[3]), source.dtype)
+            inside = source[:, above : above + height, left : left + width]
+        image, row, column, channel = source.strides
+        (sy, sx), (dy, dx) = windows.strides, windows.dilation
+        found = xp.lib.stride_tricks.as_strided(
+            source,
+            (self._groups, len(source), *self._shape),
+            (
+                *(self._shape[-1] * channel, image, row * sy, column * sx),
+                *(row * dy, column * dx, channel),
+            ),
+        )
         for block in self._slices():
-            source, count = images[block], len(images[block])
-            if padded is not None:
-                padded[:count, above : above + height, left : left + width] = source
-                source = padded[:count]
-            image, row, column, channel = source.strides
-            (sy, sx), (dy, dx) = windows.strides, windows.dilation
-            filled = memory[:, :count]
-            filled[...] = xp.lib.stride_tricks.as_strided(
-                source,
-                filled.shape,
-                (channels * channel, image, row * sy, column * sx, row * dy, column * dx, channel),
-            )
-            elements = int(np.prod(self._shape[2:]))
+            filled = memory[:, : len(self._images[block])]
+            if inside is None:
+                filled[...] = found[:, block]
+            else:
+                inside[: filled.shape[1]] = self._images[block]
+                filled[...] = found[:, : filled.shape[1]]
             yield block, filled.reshape(self._groups, -1, elements)
 
     def times(
         self, kernel: Array, out: Array, finish: Callable[[Array], None] | None = None
     ) -> None:
-        """Write the product with a kernel to an array of one row and column for each window.
-
-        Args:
-            kernel: the kernel.
-            out: the array for the result.
-            finish: called with the result of each block, a matrix, while it is in the cache.
-        """
+        """Write the product with a kernel, and finish each block while it is in the cache."""
         filters = kernel.shape[-1]
         matrix = _grouped(kernel.reshape(-1, filters), self._groups)
         for block, matrices in self.blocks():
@@ -154,19 +138,20 @@ class _Columns:
             if finish is not None:
                 finish(rows)
 
-    def product(self, g: Array, kernel: Array, out: Array | None) -> Array:
-        """Return the gradient of the kernel from that of the product."""
-        xp, filters = array_namespace(g), kernel.shape[-1]
-        total = xp.empty(kernel.shape, g.dtype) if out is None else out
-        if not len(g):
+    def product(self, rows: Callable[[slice], Array], kernel: Array, out: Array | None) -> Array:
+        """Return the gradient of the kernel from rows of that of the product."""
+        xp, filters, windows = array_namespace(kernel), kernel.shape[-1], self._windows.count
+        total = xp.empty(kernel.shape, kernel.dtype) if out is None else out
+        if not len(self._images):
             total[...] = 0
         target, part = _grouped(total.reshape(-1, filters), self._groups), None
         for block, matrices in self.blocks():
-            rows = _grouped(g[block].reshape(-1, filters), self._groups)
+            some = rows(slice(block.start * prod(windows), block.stop * prod(windows)))
+            factors = matrices.transpose(0, 2, 1), _grouped(some, self._groups)
             if block.start == 0:
-                xp.matmul(matrices.transpose(0, 2, 1), rows, out=target)
+                xp.matmul(*factors, out=target)
             else:
-                part = xp.matmul(matrices.transpose(0, 2, 1), rows, out=part)
+                part = xp.matmul(*factors, out=part)
                 target += part
         return total
 
@@ -176,7 +161,7 @@ class _Columns:
         change = xp.zeros(self._images.shape, g.dtype)
         matrices = _grouped(kernel.reshape(-1, *kernel.shape[2:]), groups).swapaxes(-1, -2)
         memory = xp.empty((self._block, *self._windows.count, channels), g.dtype)
-        offsets = list(self._windows.offsets())
+        offsets = self._windows.offsets
         for block in self._slices():
             rows = _grouped(g[block].reshape(-1, g.shape[-1]), groups)
             part, target = memory[: len(g[block])], change[block]

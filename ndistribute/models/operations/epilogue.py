@@ -12,19 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
-from ndistribute.models.activations import IN_PLACE, NAMED
+from ndistribute.models.activations import IN_PLACE, InPlace, linear
 
-__all__ = [
-    "Epilogue",
-    "column_sums",
-    "fusible",
-    "joined_rows",
-    "kernel_rule",
-    "operands",
-    "wide",
-]
+__all__ = ["Epilogue", "KernelRule", "column_sums", "in_place", "joined_rows", "operands", "wide"]
 
 Memory = Callable[[Any, tuple[int, ...]], Array | None]
 
@@ -84,16 +76,12 @@ def _largest_factor(number: int, limit: int) -> int:
     return max(k for k in range(1, limit + 1) if number % k == 0) if number else 1
 
 
-def fusible(activation: Callable[[Any], Any]) -> str:
-    """Return the name of an activation that `Epilogue` applies, or an empty string.
-
-    >>> from ndistribute.models.activations import relu
-    >>> fusible(relu), fusible(lambda x: x)
-    ('relu', '')
-    """
-    name = getattr(activation, "__name__", "")
-    known = NAMED.get(name) is activation  # A user's function may have the same name.
-    return name if known and (name in IN_PLACE or name == "linear") else ""
+def in_place(activation: Callable[[Any], Any]) -> tuple[InPlace | None, Callable[[Any], Any]]:
+    """Return how an `Epilogue` applies an activation, and the function to call on its result."""
+    for one, rule in IN_PLACE.items():  # A user's function may have no hash.
+        if one is activation:
+            return rule, linear
+    return None, activation
 
 
 class Epilogue:
@@ -102,68 +90,73 @@ class Epilogue:
     Args:
         rows: the product, a contiguous matrix, which becomes the result.
         bias: a vector that is added to each row, or None.
-        name: the name of an activation that has an entry in `IN_PLACE`, or ``"linear"``.
+        rule: the activation, or None.
     """
 
-    def __init__(self, rows: Array, bias: Array | None, name: str) -> None:
-        self._rows, self._bias = rows, bias
-        found: Any = IN_PLACE.get(name, (None, None))
-        self._apply, self._slope = found
+    def __init__(self, rows: Array, bias: Array | None, rule: InPlace | None) -> None:
+        self._rows, self._bias, self._rule = rows, bias, rule
         self._known: tuple[Any, Any] = (None, None)
+        self._sums: tuple[Any, Any] = (None, None)
 
     def finish(self, rows: Array) -> None:
         """Add the bias to some rows of the product, and apply the activation."""
-        if self._bias is None:
-            (joined,) = joined_rows(rows)
-        else:
-            joined, added = joined_rows(rows, self._bias)
-            joined += added
-        if self._apply is not None:
-            self._apply(joined)
+        joined, *added = joined_rows(rows, *(() if self._bias is None else (self._bias,)))
+        for vector in added:
+            joined += vector
+        if self._rule is not None:
+            self._rule.apply(joined)
 
     def before(self, g: Array) -> Array:
         """Return the gradient of the product, a contiguous matrix, from that of the result."""
         given, found = self._known
         if given is not g:
             rows = array_namespace(g).ascontiguousarray(wide(g).reshape(self._rows.shape))
-            found = self._slope(rows, self._rows) if self._slope else rows
+            found = rows if self._rule is None else self._rule.before(rows, self._rows)
             self._known = g, found
+        return found
+
+    def part(self, g: Array, rows: slice) -> Array:
+        """Return some rows of `before`, from the first to the last in turn, without the others.
+
+        So what reads them finds them in the cache; the gradient of the bias is summed on the way.
+        """
+        given, found = self._known
+        if given is g or not g.flags.c_contiguous:
+            return self.before(g)[rows]
+        found = wide(g.reshape(self._rows.shape)[rows])
+        if self._rule is not None:
+            found = self._rule.before(found, self._rows[rows])
+        sums = column_sums(found)
+        self._sums = g, sums + self._sums[1] if rows.start else sums
         return found
 
     def of_bias(self, g: Array) -> Array:
         """Return the gradient of the bias."""
-        return column_sums(self.before(g))
+        given, sums = self._sums
+        return sums if given is g else column_sums(self.before(g))
 
 
 Product = Callable[[Array, Array | None], Array]
 
 
-def kernel_rule(product: Product, kernel: Array, used: Array) -> Callable[[Array], Array]:
-    """Return the rule of a kernel, which writes the gradient to the memory of an all-reduce.
+class KernelRule:
+    """The rule of a kernel, which writes the gradient to the memory of an all-reduce.
 
-    Args:
-        product: takes the result's gradient, and an array for the kernel's or None; returns it.
-        kernel: the kernel.
-        used: the kernel in the dtype of the gradient.
+    The product takes the gradient of the result, and an array for that of the kernel or None; it
+    has the dtype of `used`, the kernel as it was multiplied.
     """
-    return (
-        _KernelRule(product, used)
-        if as_array(kernel).dtype == used.dtype
-        else (lambda g: product(g, None))
-    )
 
+    __slots__ = ("_dtype", "_product", "_shape", "_used")
 
-class _KernelRule:
-    __slots__ = ("_dtype", "_product", "_shape")
-
-    def __init__(self, product: Product, kernel: Array) -> None:
-        self._product = product
-        self._dtype, self._shape = kernel.dtype, kernel.shape
+    def __init__(self, product: Product, kernel: Array, used: Array) -> None:
+        self._product, self._shape = product, used.shape
+        self._dtype, self._used = as_array(kernel).dtype, used.dtype
 
     def __call__(self, g: Array) -> Array:
-        return self._product(g, None)
+        return self._product(g, None).astype(self._dtype, copy=False)
 
     def into(self, g: Array, memory: Memory) -> Array:
         """Return the gradient, in an array from `memory` unless that returns None."""
-        out = memory(self._dtype, self._shape) if type(g) is np.ndarray else None
-        return self._product(g, out)
+        if type(g) is not np.ndarray or self._dtype != self._used:
+            return self(g)
+        return self._product(g, memory(self._dtype, self._shape))

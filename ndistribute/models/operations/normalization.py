@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff import custom_gradient
-from ndistribute.device import Array, array_namespace, as_array
+from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.operations.epilogue import column_sums, joined_rows, wide
 
 __all__ = ["batch_normalization", "layer_normalization", "normalized_by"]
@@ -22,58 +22,19 @@ Total = Callable[[Array], Array]
 
 
 def batch_normalization(
-    x: Any, gamma: Any, beta: Any, epsilon: float, total: Total | None = None
+    x: Any, gamma: Any, beta: Any, *, epsilon: float, total: Total | None = None
 ) -> tuple[Any, Any, Any]:
     """Return an array normalised over all axes but the last, and its mean and variance.
 
-    Args:
-        x: an array of shape ``(..., channels)``.
-        gamma: the factor of each channel, or None.
-        beta: the summand of each channel, or None.
-        epsilon: added to the variance.
-        total: a function that adds up a vector over all replicas, so that all use the statistics of
-            all examples; None for those of `x` alone.
+    With `total`, which adds up a vector over all replicas, they are those of all examples. A factor
+    `gamma` or a summand `beta` of None is left out.
 
-    Returns:
-        The result, and the mean and the variance of each channel.
-
-    >>> y, mean, variance = batch_normalization(np.array([[1.0], [3.0]]), None, None, 0.0)
+    >>> y, mean, variance = batch_normalization(np.array([[1.0], [3.0]]), None, None, epsilon=0.0)
     >>> y.ravel(), mean, variance
     (array([-1.,  1.]), array([2.]), array([1.]))
     """
     y, mean, variance = _batch_normalized(x, gamma, beta, epsilon=epsilon, total=total)
     return y, as_array(mean), as_array(variance)
-
-
-def normalized_by(x: Any, gamma: Any, beta: Any, mean: Any, variance: Any, epsilon: float) -> Any:
-    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, with constant statistics.
-
-    Args:
-        x: an array of shape ``(..., channels)``.
-        gamma: the factor of each channel, or None.
-        beta: the summand of each channel, or None.
-        mean: the mean of each channel.
-        variance: the variance of each channel.
-        epsilon: added to the variance.
-    """
-    dtype = wide(as_array(x)).dtype
-    mean, variance = (as_array(one).astype(dtype, copy=False) for one in (mean, variance))
-    return _normalized_by(x, gamma, beta, mean=mean, factor=1 / np.sqrt(variance + epsilon))
-
-
-def layer_normalization(x: Any, gamma: Any, beta: Any, epsilon: float) -> Any:
-    """Return an array normalised over its last axis.
-
-    Args:
-        x: an array of shape ``(..., features)``.
-        gamma: the factor of each feature, or None.
-        beta: the summand of each feature, or None.
-        epsilon: added to the variance.
-
-    >>> layer_normalization(np.array([[1.0, 3.0]]), None, None, 0.0)
-    array([[-1.,  1.]])
-    """
-    return _layer_normalized(x, gamma, beta, epsilon=epsilon)
 
 
 @custom_gradient
@@ -82,7 +43,7 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
     rows = _rows(x)
     xp = array_namespace(rows)
     own = column_sums(rows) / max(1, len(rows))
-    normalized = _shifted_scaled(rows, -own, None)
+    normalized = _affine(rows, None, -own)
     mean, variance, count = _moments(own, normalized, total)
     factor = 1 / xp.sqrt(variance + epsilon)
     (values, factors, shifts) = joined_rows(normalized, factor, (own - mean) * factor)
@@ -111,25 +72,31 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
 
 
 @custom_gradient
-def _normalized_by(x: Any, gamma: Any, beta: Any, *, mean: Array, factor: Array) -> Any:
+def normalized_by(
+    x: Any, gamma: Any, beta: Any, *, mean: Any, variance: Any, epsilon: float
+) -> Any:
+    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, with constant statistics."""
     x = as_array(x)
     rows = _rows(x)
+    mean, variance = (as_array(one).astype(rows.dtype, copy=False) for one in (mean, variance))
+    factor = 1 / np.sqrt(variance + epsilon)
     scale = factor if gamma is None else factor * gamma
     shift = -mean * scale if beta is None else beta - mean * scale
-    y = _shifted_scaled(rows, shift, scale).astype(x.dtype, copy=False).reshape(x.shape)
-
-    def of_x(g: Array) -> Array:
-        upstream, scales = joined_rows(_rows(g), scale)
-        return (upstream * scales).reshape(x.shape)
-
-    def of_gamma(g: Array) -> Array:
-        return column_sums(_rows(g) * _shifted_scaled(rows, -mean * factor, factor))
-
-    return y, [of_x, of_gamma, lambda g: column_sums(_rows(g))]
+    y = _affine(rows, scale, shift).astype(x.dtype, copy=False).reshape(x.shape)
+    return y, [
+        lambda g: _affine(_rows(g), scale, None).reshape(x.shape),
+        lambda g: column_sums(_rows(g) * _affine(rows, factor, -mean * factor)),
+        lambda g: column_sums(_rows(g)),
+    ]
 
 
 @custom_gradient
-def _layer_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
+def layer_normalization(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
+    """Return an array normalised over its last axis, times `gamma`, plus `beta`.
+
+    >>> layer_normalization(np.array([[1.0, 3.0]]), None, None, epsilon=0.0)
+    array([[-1.,  1.]])
+    """
     x = as_array(x)
     xp, rows = array_namespace(x), _rows(x)
     width = max(1, rows.shape[1])
@@ -141,31 +108,22 @@ def _layer_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     y = _affine(normalized, gamma, beta).astype(x.dtype, copy=False).reshape(x.shape)
 
     def of_x(g: Array) -> Array:
-        g = _rows(g)
-        change = g.copy()
-        if gamma is not None:
-            target, scales = joined_rows(change, wide(gamma))
-            target *= scales
+        change = _rows(g).copy() if gamma is None else _affine(_rows(g), gamma, None)
         along = xp.einsum("ij,ij->i", change, normalized) / width
         change -= (change @ share)[:, None]
         change -= normalized * along[:, None]
         change *= factor
         return change.reshape(x.shape)
 
-    def of_gamma(g: Array) -> Array:
-        return column_sums(_rows(g) * normalized)
-
-    return y, [of_x, of_gamma, lambda g: column_sums(_rows(g))]
+    return y, [
+        of_x,
+        lambda g: column_sums(_rows(g) * normalized),
+        lambda g: column_sums(_rows(g)),
+    ]
 
 
 def _moments(mean: Array, centred: Array, total: Total | None) -> tuple[Array, Array, float]:
-    """Return the mean and the variance of each column, and the number of rows of all replicas.
-
-    Args:
-        mean: the mean of each column of this replica.
-        centred: the rows of this replica without their mean.
-        total: adds up a vector over all replicas, or None.
-    """
+    """Return mean and variance of each column, and the number of rows, of all replicas."""
     count, squares = float(len(centred)), column_sums(centred * centred)
     if total is None:
         return mean, squares / max(1.0, count), count
@@ -187,22 +145,12 @@ def _rows(x: Array) -> Array:
     return array_namespace(x).ascontiguousarray(x.reshape(-1, x.shape[-1]))
 
 
-def _shifted_scaled(rows: Array, shift: Array, scale: Array | None) -> Array:
-    """Return ``rows * scale + shift``, with one number for each column; a scale of None is 1."""
-    if scale is None:
-        matrix, shifts = joined_rows(rows, shift)
-        return (matrix + shifts).reshape(rows.shape)
-    matrix, scales, shifts = joined_rows(rows, scale, shift)
-    result = matrix * scales
-    result += shifts
+def _affine(rows: Array, scale: Array | None, shift: Array | None) -> Array:
+    """Return ``rows * scale + shift``, in a new array unless both are None, for 1 and 0."""
+    vectors = [wide(one) for one in (scale, shift) if one is not None]
+    result, *vectors = joined_rows(rows, *vectors)
+    if scale is not None:
+        result = result * vectors[0]
+    if shift is not None:
+        result = np.add(result, vectors[-1], out=None if scale is None else result)
     return result.reshape(rows.shape)
-
-
-def _affine(rows: Array, gamma: Array | None, beta: Array | None) -> Array:
-    """Return ``rows * gamma + beta``, in a new array unless both are None."""
-    if gamma is None:
-        return rows if beta is None else _shifted_scaled(rows, wide(beta), None)
-    if beta is None:
-        matrix, scales = joined_rows(rows, wide(gamma))
-        return (matrix * scales).reshape(rows.shape)
-    return _shifted_scaled(rows, wide(beta), wide(gamma))

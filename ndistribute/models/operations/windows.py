@@ -6,7 +6,7 @@ the few offsets inside a window, each a slice of all images.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 
 __all__ = ["Offset", "Windows"]
@@ -16,32 +16,17 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Offset:
-    """The elements at one offset inside all windows that are not in the padding.
+    """The elements at one offset inside all windows that are not in the padding."""
 
-    Attributes:
-        at: the row and the column inside the window.
-        inner: the index of the elements in the images, of shape ``(images, height, width, ...)``.
-        outer: the index of their windows, in an array of one row and column for each window.
-        is_whole: whether all windows have an element there.
-    """
-
-    at: Pair
-    inner: tuple[slice, slice, slice]
-    outer: tuple[slice, slice, slice]
-    is_whole: bool
+    at: Pair  # The row and the column inside the window.
+    inner: tuple[slice, slice, slice]  # Their index in the images, channels left out.
+    outer: tuple[slice, slice, slice]  # That of their windows, in an array with one of each.
+    is_whole: bool  # Whether all windows have an element there.
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows over images of one size.
-
-    Attributes:
-        image: the height and width of an image.
-        size: the height and width of a window.
-        strides: the distance from one window to the next, in each direction.
-        dilation: the distance between the elements of a window, in each direction.
-        before: the padding above and to the left of an image.
-        count: the number of windows in each direction.
+    """The windows over images of one size; heights, or what is vertical, come first.
 
     >>> Windows.over((5, 5), (3, 3), (2, 2), "same").count
     (3, 3)
@@ -49,40 +34,29 @@ class Windows:
 
     image: Pair
     size: Pair
-    strides: Pair
-    dilation: Pair
-    before: Pair
-    count: Pair
+    strides: Pair  # The distance from one window to the next.
+    dilation: Pair  # The distance between the elements of a window.
+    before: Pair  # The padding above and to the left of an image.
+    count: Pair  # The number of windows.
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def over(
         cls, image: Pair, size: Pair, strides: Pair, padding: str, dilation: Pair = (1, 1)
     ) -> Windows:
-        """Return the windows over images.
+        """Return the windows inside an image, for the padding ``"valid"``.
 
-        Args:
-            image: the height and width of an image.
-            size: the height and width of a window.
-            strides: the distance from one window to the next.
-            padding: ``"valid"`` for the windows inside the image; ``"same"`` for one window for
-                each stride of the image, with the padding divided evenly, and the odd row or column
-                at the end, as in TensorFlow.
-            dilation: the distance between the elements of a window.
-
-        Raises:
-            ValueError: the padding is unknown, or an image is smaller than a window.
+        For ``"same"`` there is one for each stride of the image, with the padding divided evenly,
+        and the odd row or column at the end, as in TensorFlow.
         """
         if padding not in ("valid", "same"):
             raise ValueError(f"padding must be 'valid' or 'same', got {padding!r}.")
         before, count = [], []
         for length, window, stride, gap in zip(image, size, strides, dilation, strict=True):
             extent = (window - 1) * gap + 1
-            if padding == "same":
-                number = -(-length // stride)
-                before.append(max(0, (number - 1) * stride + extent - length) // 2)
-            else:
-                number = (length - extent) // stride + 1
-                before.append(0)
+            same = padding == "same"
+            number = -(-length // stride) if same else (length - extent) // stride + 1
+            before.append(max(0, (number - 1) * stride + extent - length) // 2 if same else 0)
             if number < 1:
                 raise ValueError(
                     f"a window of {size[0]} x {size[1]} with dilation {dilation} does not fit into "
@@ -92,52 +66,52 @@ class Windows:
             count.append(number)
         return cls(image, size, strides, dilation, (before[0], before[1]), (count[0], count[1]))
 
-    @property
+    @functools.cached_property
+    def extents(self) -> Pair:
+        """The height and width of the part of an image that a window covers."""
+        (rows, columns), (dy, dx) = self.size, self.dilation
+        return (rows - 1) * dy + 1, (columns - 1) * dx + 1
+
+    @functools.cached_property
     def padded(self) -> Pair:
         """The height and width that windows cover, padding included."""
         y, x = (
-            max(length + before, (count - 1) * stride + (window - 1) * gap + 1)
-            for length, before, count, stride, window, gap in zip(
-                self.image,
-                self.before,
-                self.count,
-                self.strides,
-                self.size,
-                self.dilation,
-                strict=True,
-            )
+            max(self.image[k] + self.before[k], (self.count[k] - 1) * self.strides[k] + extent)
+            for k, extent in enumerate(self.extents)
         )
         return y, x
 
-    @property
+    @functools.cached_property
     def overlap(self) -> bool:
         """Whether an element may belong to several windows."""
-        extents = [(n - 1) * gap + 1 for n, gap in zip(self.size, self.dilation, strict=True)]
-        return any(n > stride for n, stride in zip(extents, self.strides, strict=True))
+        return self.extents[0] > self.strides[0] or self.extents[1] > self.strides[1]
 
+    @functools.cached_property
+    def tile(self) -> bool:
+        """Whether each element belongs to exactly one window."""
+        covered = tuple(n * stride for n, stride in zip(self.count, self.strides, strict=True))
+        return self.extents == self.size == self.strides and covered == self.image
+
+    @functools.cached_property
     def reversed(self) -> Windows:
-        """Return the windows over the result, for strides of 1, that cover each image element.
-
-        The gradient of a convolution is a convolution over them, with a reversed kernel.
-        """
-        before = [
-            (n - 1) * gap - start
-            for n, gap, start in zip(self.size, self.dilation, self.before, strict=True)
-        ]
-        y, x = before
+        """The windows over the result, for strides of 1, which the gradient of an image sums."""
+        y, x = (extent - 1 - n for extent, n in zip(self.extents, self.before, strict=True))
         return Windows(self.count, self.size, (1, 1), self.dilation, (y, x), self.image)
 
-    def offsets(self) -> Iterator[Offset]:
-        """Yield the offsets inside a window, row by row; those only in the padding are left out."""
+    @functools.cached_property
+    def offsets(self) -> tuple[Offset, ...]:
+        """The offsets inside a window, row by row, without those that are only in the padding."""
+        found = []
         for row in range(self.size[0]):
             inner_y, outer_y = self._slices(0, row)
             for column in range(self.size[1]):
                 inner_x, outer_x = self._slices(1, column)
-                found = outer_y.stop - outer_y.start, outer_x.stop - outer_x.start
-                if min(found) > 0:
+                length = outer_y.stop - outer_y.start, outer_x.stop - outer_x.start
+                if min(length) > 0:
                     every = slice(None)
                     inner, outer = (every, inner_y, inner_x), (every, outer_y, outer_x)
-                    yield Offset((row, column), inner, outer, found == self.count)
+                    found.append(Offset((row, column), inner, outer, length == self.count))
+        return tuple(found)
 
     def _slices(self, axis: int, offset: int) -> tuple[slice, slice]:
         """Return the slices of an axis of the images, and of the windows, for an offset."""

@@ -3,7 +3,7 @@
 import pytest
 
 import ndistribute as nd
-from ndistribute import device as devices
+from ndistribute import devices
 
 SPELLINGS = {
     "cpu:0": ("cpu", 0),

@@ -13,13 +13,12 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["EventFile", "crc32c", "masked_crc32c", "png"]
+__all__ = ["EventFile", "crc32c", "histogram", "image", "masked_crc32c", "png", "scalar"]
 
 _POLYNOMIAL = 0x82F63B78  # Of Castagnoli, with its bits reversed.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # The wire types of fields.
@@ -52,25 +51,21 @@ class EventFile:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Write numbers by their tags."""
-        self._summary((_tag(tag) + _float(2, value) for tag, value in values.items()), step)
+        self.add(b"".join(scalar(tag, value) for tag, value in values.items()), step)
 
     def histogram(self, tag: str, values: Any, step: int) -> None:
         """Write the distribution of the finite values of an array; nothing if there are none."""
-        flat = np.asarray(values, np.float64).ravel()
-        flat = flat[np.isfinite(flat)]
-        if not flat.size:
-            return
-        counts, edges = np.histogram(flat, _BINS)
-        numbers = (flat.min(), flat.max(), flat.size, flat.sum(), np.square(flat).sum())
-        message = b"".join(_double(field, one) for field, one in enumerate(numbers, 1))
-        message += _text(6, edges[1:].astype("<f8").tobytes())
-        message += _text(7, counts.astype("<f8").tobytes())
-        self._summary([_tag(tag) + _text(5, message)], step)
+        summary = histogram(tag, values)
+        if summary:
+            self.add(summary, step)
 
     def image(self, tag: str, pixels: Any, step: int) -> None:
         """Write an image of bytes, ``(height, width, channels)`` with 1, 3 or 4 channels."""
-        message = b"".join(_integer(field, size) for field, size in enumerate(pixels.shape, 1))
-        self._summary([_tag(tag) + _text(4, message + _text(4, png(pixels)))], step)
+        self.add(image(tag, pixels), step)
+
+    def add(self, summary: bytes, step: int) -> None:
+        """Write what `scalar`, `histogram` and `image` return, joined."""
+        self._write(_text(5, summary), step)
 
     def close(self) -> None:
         """Close the file."""
@@ -82,14 +77,36 @@ class EventFile:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _summary(self, values: Iterable[bytes], step: int) -> None:
-        self._write(_text(5, b"".join(_text(1, value) for value in values)), step)
-
     def _write(self, content: bytes, step: int) -> None:
         event = _double(1, time.time()) + _integer(2, step) + content
         length = struct.pack("<Q", len(event))
         record = length + _checksum(length) + event + _checksum(event)
         self._file.write(record)
+
+
+def scalar(tag: str, value: float) -> bytes:
+    """Return a number under a tag, as event files contain it."""
+    return _text(1, _tag(tag) + _float(2, value))
+
+
+def histogram(tag: str, values: Any) -> bytes:
+    """Return the distribution of the finite values of an array; empty if there are none."""
+    flat = np.asarray(values, np.float64).ravel()
+    flat = flat[np.isfinite(flat)]
+    if not flat.size:
+        return b""
+    counts, edges = np.histogram(flat, _BINS)
+    numbers = (flat.min(), flat.max(), flat.size, flat.sum(), np.square(flat).sum())
+    message = b"".join(_double(field, one) for field, one in enumerate(numbers, 1))
+    message += _text(6, edges[1:].astype("<f8").tobytes())
+    message += _text(7, counts.astype("<f8").tobytes())
+    return _text(1, _tag(tag) + _text(5, message))
+
+
+def image(tag: str, pixels: Any) -> bytes:
+    """Return an image of bytes, ``(height, width, channels)`` with 1, 3 or 4 channels."""
+    message = b"".join(_integer(field, size) for field, size in enumerate(pixels.shape, 1))
+    return _text(1, _tag(tag) + _text(4, message + _text(4, png(pixels))))
 
 
 def crc32c(data: bytes) -> int:

@@ -1,0 +1,304 @@
+"""What TensorFlow 1 has beside `ndistribute.graph`: flags, `app.run`, and names of two meanings.
+
+A few names mean an array in TensorFlow 2 and an operation of a graph in TensorFlow 1, such as
+`Variable`. They make operations inside ``with tf.Graph().as_default()``, and in the whole program
+once it has used a name that only TensorFlow 1 has, such as `Session` or `train.Server`; or from the
+start, after ``tf.disable_eager_execution()``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ndistribute import graph, models
+from ndistribute.graph.graph import in_default_of_a_block
+from ndistribute.graph.hooks import global_step_of_graph
+from ndistribute.models import nn
+
+_program = {"has graphs": False}
+
+
+def use_graphs(*_: Any, **__: Any) -> None:
+    """Let names of two meanings make operations of graphs from now on."""
+    _program["has graphs"] = True
+
+
+def use_arrays() -> None:
+    """Let names of two meanings make arrays again."""
+    _program["has graphs"] = False
+
+
+def uses_graphs() -> bool:
+    """Return True if names of two meanings make operations now."""
+    return _program["has graphs"] or in_default_of_a_block()
+
+
+def only_in_graphs(found: Any) -> Any:
+    """Return what a name of TensorFlow 1 leads to; its use tells that the program has graphs."""
+    use_graphs()
+    return found
+
+
+def either(in_graphs: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls one of two, depending on whether operations are made now."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (in_graphs if uses_graphs() else otherwise)(*args, **kwargs)
+
+    return call
+
+
+class Session(graph.Session):
+    """A session that also returns arrays, which constants made before the first graph are.
+
+    Text is bytes, as TensorFlow's is.
+    """
+
+    def run(self, fetches: Any, feed_dict: Any = None, *_: Any, **__: Any) -> Any:
+        """Return the values of fetches; see `ndistribute.graph.Session`."""
+        with self.graph.as_default():
+            known = _map(lambda one: graph.as_tensor(one) if _is_array(one) else one, fetches)
+        return _map(_as_bytes, super().run(known, feed_dict))
+
+
+class InteractiveSession(Session):
+    """A session that is the default one until it is closed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__enter__()
+
+
+def device(name: Any) -> Any:
+    """Return a context manager that places operations of graphs; arrays stay where they are."""
+    in_cluster = callable(name) or "/job:" in str(name)
+    if in_cluster:
+        use_graphs()
+    return graph.device(name) if uses_graphs() else contextlib.nullcontext()
+
+
+def name_scope(name: str | None, default_name: str | None = None, values: Any = None) -> Any:
+    """Return a context manager that puts a name before those of operations."""
+    if not uses_graphs():
+        return contextlib.nullcontext(name)
+    return graph.get_default_graph().name_scope(name or default_name)
+
+
+def control_dependencies(inputs: Any) -> Any:
+    """Return a context manager whose operations run after others."""
+    return graph.get_default_graph().control_dependencies(inputs)
+
+
+def no_op(name: str = "no_op") -> Any:
+    """Return an operation that does nothing."""
+    return graph.group(name=name)
+
+
+def add_to_collection(name: str, value: Any) -> None:
+    """Append a value to a list of the default graph."""
+    graph.get_default_graph().add_to_collection(name, value)
+
+
+def get_collection(key: str, scope: str | None = None) -> list[Any]:
+    """Return a list of the default graph."""
+    return graph.get_default_graph().get_collection(key, scope)
+
+
+def set_random_seed(seed: int) -> None:
+    """Set the seed of the random operations of the default graph."""
+    graph.get_default_graph().seed = seed
+
+
+def global_step(sess: Any, global_step_tensor: Any) -> int:
+    """Return the number of steps made."""
+    return int(sess.run(global_step_tensor))
+
+
+def get_global_step(graph_: Any = None) -> Any:
+    """Return the variable that counts the steps; None if there is none."""
+    with contextlib.suppress(RuntimeError):
+        return global_step_of_graph()
+    return None
+
+
+def local_variables_initializer() -> Any:
+    """Return the operation that gives the local variables their initial values."""
+    return graph.variables_initializer(graph.local_variables(), "local_init")
+
+
+def conv2d(
+    input: Any,  # noqa: A002
+    filter: Any = None,  # noqa: A002
+    strides: Any = 1,
+    padding: str = "SAME",
+    name: Any = None,
+    filters: Any = None,
+) -> Any:
+    """Return the convolution of images, ``(batch, height, width, channels)``."""
+    kernel = filters if filter is None else filter
+    return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
+
+
+def max_pool(
+    value: Any,
+    ksize: Any,
+    strides: Any,
+    padding: str,
+    name: Any = None,
+) -> Any:
+    """Return the greatest element of each window."""
+    return nn.max_pool2d(value, windows(ksize), windows(strides), padding.lower())
+
+
+def avg_pool(
+    value: Any,
+    ksize: Any,
+    strides: Any,
+    padding: str,
+    name: Any = None,
+) -> Any:
+    """Return the mean of each window."""
+    return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
+
+
+def _while(condition: Any, body: Any, loop_vars: Any, *_: Any, **__: Any) -> Any:
+    values = list(loop_vars)
+    while condition(*values):
+        found = body(*values)
+        values = list(found) if isinstance(found, list | tuple) else [found]
+    return values
+
+
+cond = either(
+    graph.cond, lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)()
+)
+while_loop = either(graph.while_loop, _while)
+group = either(graph.group, lambda *_, name=None: None)
+latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
+
+
+def xw_plus_b(x: Any, weights: Any, biases: Any, name: Any = None) -> Any:
+    """Return ``x @ weights + biases``."""
+    return x @ weights + biases
+
+
+def windows(values: Any) -> tuple[int, int]:
+    """Return the height and width of strides or windows, given as one to four numbers."""
+    numbers = [values, values] if isinstance(values, int) else list(values)
+    height, width = numbers[1:3] if len(numbers) == 4 else (numbers * 2)[:2]
+    return int(height), int(width)
+
+
+class _Flags:
+    """The values of the command line's flags, parsed at their first use."""
+
+    def __init__(self) -> None:
+        vars(self)["_parser"] = argparse.ArgumentParser(allow_abbrev=False)
+        vars(self)["_values"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._values is None:
+            self(sys.argv)
+        try:
+            return getattr(self._values, name)
+        except AttributeError:
+            known = ", ".join(sorted(vars(self._values)))
+            raise AttributeError(f"there is no flag {name!r}; defined are {known}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        getattr(self, name)  # It must be defined.
+        setattr(self._values, name, value)
+
+    def __call__(self, argv: list[str]) -> list[str]:
+        """Parse a command line; return what is left."""
+        values, rest = self._parser.parse_known_args(argv[1:])
+        vars(self)["_values"] = values
+        return [argv[0], *rest]
+
+    def define(self, name: str, default: Any, help: Any, **how: Any) -> None:  # noqa: A002
+        """Add a flag."""
+        text = (help or "").replace("%", "%%")
+        self._parser.add_argument(f"--{name}", default=default, help=text, **how)
+        vars(self)["_values"] = None
+
+
+FLAGS = _Flags()
+
+
+def _defines(kind: Callable[[str], Any]) -> Callable[..., None]:
+    def define(flag_name: str, default_value: Any, docstring: Any = None, **_: Any) -> None:
+        FLAGS.define(flag_name, default_value, docstring, type=kind)
+
+    return define
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("1", "0", "t", "f", "true", "false", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() in ("1", "t", "true", "yes")
+
+
+DEFINE_string = _defines(str)
+DEFINE_integer = _defines(int)
+DEFINE_float = _defines(float)
+
+
+def DEFINE_boolean(  # noqa: N802
+    flag_name: str, default_value: Any, docstring: Any = None, **_: Any
+) -> None:
+    """Define a flag that is true or false; alone, it means true."""
+    FLAGS.define(flag_name, default_value, docstring, type=_truth, nargs="?", const=True)
+
+
+def DEFINE_enum(  # noqa: N802
+    name: str,
+    default: Any,
+    enum_values: list[str],
+    help: Any = None,  # noqa: A002
+    **_: Any,
+) -> None:
+    """Define a flag with a choice of values."""
+    FLAGS.define(name, default, help, choices=enum_values)
+
+
+def run(main: Callable[..., Any] | None = None, argv: list[str] | None = None) -> NoReturn:
+    """Parse the flags, call the program's ``main(argv)``, and exit with its result."""
+    rest = FLAGS(sys.argv if argv is None else argv)
+    sys.exit((main or sys.modules["__main__"].main)(rest))
+
+
+def set_verbosity(level: int) -> None:
+    """Set from which level on messages are shown."""
+    logging.basicConfig(format="%(levelname)s:%(message)s")
+    logging.getLogger("ndistribute").setLevel(level)
+
+
+def _map(function: Callable[[Any], Any], nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return {key: _map(function, one) for key, one in nest.items()}
+    if isinstance(nest, list | tuple) and not hasattr(nest, "_fields"):
+        return type(nest)(_map(function, one) for one in nest)
+    return function(nest)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic)
+
+
+def _as_bytes(value: Any) -> Any:
+    """Return text as bytes, and other values unchanged."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
+        encoded = np.char.encode(value, "utf-8")
+        return encoded.item() if not encoded.ndim else encoded.astype(object)
+    if isinstance(value, np.ndarray) and value.dtype == object and not value.ndim:
+        return value.item()
+    return value

@@ -1,0 +1,222 @@
+"""Estimators that are ready made: linear models and dense networks on feature columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.estimator.estimator import Estimator
+from ndistribute.estimator.feature_column import dtype_of, input_layer, linear_model, sorted_columns
+from ndistribute.estimator.heads import BinaryHead, Head, MultiClassHead, RegressionHead
+from ndistribute.estimator.run_config import RunConfig
+from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
+from ndistribute.graph.graph import get_default_graph
+from ndistribute.graph.operations import random_uniform
+from ndistribute.graph.optimizers import AdagradOptimizer
+from ndistribute.graph.variables import Variable
+
+__all__ = ["DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor"]
+
+_RATE = 0.05
+
+
+class LinearRegressor(Estimator):
+    """Linear regression by the mean squared error.
+
+    Predictions: ``predictions``. Metrics: ``average_loss``, ``label/mean``, ``prediction/mean``.
+
+    Args:
+        feature_columns: the columns; a categorical one has a weight for each id.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        label_dimension: the number of labels of an example.
+        weight_column: the key of the feature with the weights of the examples; None: ones.
+        optimizer: an optimizer, or a function that returns one; None: `AdagradOptimizer`.
+        config: a `RunConfig`.
+
+    >>> import ndistribute as nd
+    >>> x = np.arange(8, dtype=np.float32)
+    >>> column = nd.estimator.feature_column.numeric_column("x")
+    >>> model = LinearRegressor([column], optimizer=AdagradOptimizer(1.0))
+    >>> trained = model.train(lambda: ({"x": x}, 3 * x - 1), steps=400)
+    >>> [one["predictions"].round(1) for one in model.predict(lambda: {"x": x[:2]})]
+    [array([-1.], dtype=float32), array([2.], dtype=float32)]
+    """
+
+    def __init__(
+        self,
+        feature_columns: Iterable[Any],
+        model_dir: str | None = None,
+        label_dimension: int = 1,
+        weight_column: str | None = None,
+        optimizer: Any = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        head = RegressionHead(label_dimension, weight_column)
+        super().__init__(_linear(head, feature_columns, optimizer), model_dir, config)
+
+
+class LinearClassifier(Estimator):
+    """Logistic regression, in two classes or by softmax in more.
+
+    Predictions: ``logits``, ``probabilities``, ``class_ids``, ``classes``. Metrics: ``accuracy``,
+    ``average_loss``; for two classes also ``precision`` and ``recall``.
+
+    Args:
+        n_classes: the number of classes.
+        label_vocabulary: the labels by class; None: labels are the integers below `n_classes`.
+
+    The others are those of `LinearRegressor`.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Iterable[Any],
+        model_dir: str | None = None,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[Any] | None = None,
+        optimizer: Any = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        head = _classes(n_classes, weight_column, label_vocabulary)
+        super().__init__(_linear(head, feature_columns, optimizer), model_dir, config)
+
+
+class DNNRegressor(Estimator):
+    """Regression by a dense network; predictions and metrics as of `LinearRegressor`.
+
+    Args:
+        hidden_units: the widths of the hidden layers.
+        feature_columns: the columns; categorical ones in an indicator or embedding column.
+        activation_fn: the function of the hidden layers; None: the rectifier.
+        dropout: the share of hidden values to drop in training; None: none.
+
+    The others are those of `LinearRegressor`.
+    """
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Iterable[Any],
+        model_dir: str | None = None,
+        label_dimension: int = 1,
+        weight_column: str | None = None,
+        optimizer: Any = None,
+        activation_fn: Callable[[Any], Any] | None = None,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        head = RegressionHead(label_dimension, weight_column)
+        network = _Network(hidden_units, feature_columns, activation_fn, dropout)
+        super().__init__(_model_fn(head, network, optimizer, _RATE), model_dir, config)
+
+
+class DNNClassifier(Estimator):
+    """Classification by a dense network; predictions and metrics as of `LinearClassifier`.
+
+    The arguments are those of `DNNRegressor` and `LinearClassifier`.
+    """
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Iterable[Any],
+        model_dir: str | None = None,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[Any] | None = None,
+        optimizer: Any = None,
+        activation_fn: Callable[[Any], Any] | None = None,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        head = _classes(n_classes, weight_column, label_vocabulary)
+        network = _Network(hidden_units, feature_columns, activation_fn, dropout)
+        super().__init__(_model_fn(head, network, optimizer, _RATE), model_dir, config)
+
+
+class _Network:
+    """The graph of a dense network."""
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        columns: Iterable[Any],
+        activation: Callable[[Any], Any] | None,
+        dropout: float | None,
+    ) -> None:
+        if dropout is not None and not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}.")
+        self._hidden, self._columns = tuple(hidden_units), sorted_columns(columns)
+        self._activation = activation or (lambda x: np.maximum(x, 0))
+        self._dropout = dropout
+        self._dtype = dtype_of(self._columns)
+
+    def __call__(self, features: Any, units: int, mode: str) -> Any:
+        graph = get_default_graph()
+        with graph.name_scope("dnn"):
+            with graph.name_scope("input_from_feature_columns"):
+                values = input_layer(features, self._columns)
+            width = sum(column.width for column in self._columns)
+            for k, size in enumerate(self._hidden):
+                with graph.name_scope(f"hiddenlayer_{k}"):
+                    values = self._activation(self._dense(values, width, size))
+                    if mode == ModeKeys.TRAIN and self._dropout:
+                        values = self._dropped(values)
+                width = size
+            with graph.name_scope("logits"):
+                return self._dense(values, width, units)
+
+    def _dense(self, values: Any, width: int, units: int) -> Any:
+        limit = (6 / (width + units)) ** 0.5  # Glorot and Bengio 2010.
+        initial = random_uniform((width, units), -limit, limit, self._dtype)
+        kernel = Variable(initial, name="kernel")
+        return values @ kernel + Variable(np.zeros(units, self._dtype), name="bias")
+
+    def _dropped(self, values: Any) -> Any:
+        rate = self._dropout or 0.0
+        kept = random_uniform(np.shape(values), dtype=self._dtype) >= rate
+        return np.where(kept, values / (1 - rate), 0)
+
+
+def _linear(head: Head, columns: Iterable[Any], optimizer: Any) -> Callable[..., EstimatorSpec]:
+    known = sorted_columns(columns)
+
+    def logits(features: Any, units: int, mode: str) -> Any:
+        with get_default_graph().name_scope("linear"):
+            return linear_model(features, known, units)
+
+    return _model_fn(head, logits, optimizer, min(0.2, len(known) ** -0.5))
+
+
+def _model_fn(
+    head: Head, logits: Callable[[Any, int, str], Any], optimizer: Any, rate: float
+) -> Callable[..., EstimatorSpec]:
+    """Return the model function of a head and a function that makes logits."""
+
+    def make_optimizer() -> Any:
+        if optimizer is None:
+            return AdagradOptimizer(rate)
+        return optimizer() if callable(optimizer) else optimizer
+
+    def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        found = logits(features, head.units, mode)
+        return head.spec(features, labels, mode, found, make_optimizer)
+
+    return model_fn
+
+
+def _classes(
+    count: int, weight_column: str | None, vocabulary: Sequence[Any] | None
+) -> MultiClassHead:
+    words = tuple(vocabulary or ())
+    if count < 2 or len(words) not in (0, count):
+        raise ValueError(
+            f"n_classes must be 2 or more, and the length of label_vocabulary; got {count} and "
+            f"{len(words)} words."
+        )
+    if count == 2:
+        return BinaryHead(1, weight_column, words)
+    return MultiClassHead(count, weight_column, words)

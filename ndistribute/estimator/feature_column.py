@@ -1,0 +1,450 @@
+"""Feature columns: how the raw features of a batch become the input of a model.
+
+A column names its features and is plain data; its tensors and variables are made when it is used in
+a graph. Features are tensors of shape ``(batch,)`` or ``(batch, n)``. A categorical column turns
+them into ids below `buckets`; -1 stands for a missing value, which counts for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ndistribute.devices import to_host
+from ndistribute.graph.functions import register
+from ndistribute.graph.graph import Tensor, apply_named, as_tensor, get_default_graph
+from ndistribute.graph.operations import truncated_normal
+from ndistribute.graph.variables import Variable
+
+__all__ = [
+    "CategoricalColumn",
+    "DenseColumn",
+    "bucketized_column",
+    "categorical_column_with_hash_bucket",
+    "categorical_column_with_identity",
+    "categorical_column_with_vocabulary_list",
+    "embedding_column",
+    "indicator_column",
+    "input_layer",
+    "linear_model",
+    "numeric_column",
+]
+
+Features = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DenseColumn:
+    """A column with a fixed number of values for each example.
+
+    Attributes:
+        name: the name, by which columns are sorted and variables named.
+        width: the number of values of an example.
+        dtype: the dtype of the values.
+        values: returns a tensor of shape ``(batch, width)`` for features, and makes the variables
+            that it needs; the second argument is whether optimizers change these.
+    """
+
+    name: str
+    width: int
+    dtype: np.dtype[Any]
+    values: Callable[[Features, bool], Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class CategoricalColumn:
+    """A column with any number of ids for each example.
+
+    Attributes:
+        name: the name, by which columns are sorted and variables named.
+        buckets: the number of ids.
+        ids: returns an integer tensor of shape ``(batch, n)`` for features.
+    """
+
+    name: str
+    buckets: int
+    ids: Callable[[Features], Any] = field(repr=False)
+
+
+class _BucketizedColumn(DenseColumn, CategoricalColumn):
+    """A column that is used as ids, or as an indicator of them."""
+
+    def __init__(self, column: CategoricalColumn) -> None:
+        DenseColumn.__init__(self, **vars(indicator_column(column)) | {"name": column.name})
+        CategoricalColumn.__init__(self, **vars(column))
+
+
+def numeric_column(
+    key: str,
+    shape: int | Sequence[int] = (1,),
+    dtype: Any = np.float32,
+    normalizer_fn: Callable[[Any], Any] | None = None,
+) -> DenseColumn:
+    """Return a column of numbers.
+
+    Args:
+        key: the name of the feature.
+        shape: the shape of the feature of one example.
+        dtype: the dtype of the column.
+        normalizer_fn: a function of the tensor of shape ``(batch, width)``.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"numeric_column({key!r}): shape must be 1 or more, got {shape}.")
+    width = math.prod(sizes)
+
+    def values(features: Features, trainable: bool) -> Any:
+        rows = np.reshape(_feature(features, key).astype(dtype), (-1, width))
+        return rows if normalizer_fn is None else normalizer_fn(rows)
+
+    return DenseColumn(key, width, np.dtype(dtype), values)
+
+
+def bucketized_column(source_column: DenseColumn, boundaries: Sequence[float]) -> DenseColumn:
+    """Return a column of the intervals in which numbers lie.
+
+    Args:
+        source_column: a numeric column.
+        boundaries: ascending numbers; n of them make n + 1 intervals, which include their lower
+            ends.
+    """
+    if not isinstance(source_column, DenseColumn):
+        raise ValueError(f"bucketized_column needs a numeric_column, got {source_column!r}.")
+    ascending = all(a < b for a, b in itertools.pairwise(boundaries))
+    if not len(boundaries) or not ascending:
+        raise ValueError(f"bucketized_column: boundaries must ascend, got {boundaries!r}.")
+    bounds, width = np.array(boundaries, source_column.dtype), source_column.width
+    size = len(bounds) + 1
+
+    def ids(features: Features) -> Any:
+        places: Any = np.searchsorted(bounds, source_column.values(features, False), side="right")
+        return places + np.arange(width) * size
+
+    return _BucketizedColumn(
+        CategoricalColumn(f"{source_column.name}_bucketized", width * size, ids)
+    )
+
+
+def categorical_column_with_identity(
+    key: str, num_buckets: int, default_value: int | None = None
+) -> CategoricalColumn:
+    """Return a column of integers below `num_buckets`.
+
+    Args:
+        key: the name of the feature.
+        num_buckets: the number of ids.
+        default_value: the id for integers out of range; None: they are an error in a run.
+    """
+    _at_least_one(num_buckets, f"categorical_column_with_identity({key!r}): num_buckets")
+    if default_value is not None and not 0 <= default_value < num_buckets:
+        raise ValueError(
+            f"categorical_column_with_identity({key!r}): default_value must be below num_buckets="
+            f"{num_buckets}, got {default_value}."
+        )
+    return _looked_up(key, num_buckets, "checked", num_buckets, default_value)
+
+
+def categorical_column_with_vocabulary_list(
+    key: str,
+    vocabulary_list: Sequence[Any],
+    dtype: Any = None,
+    default_value: int = -1,
+    num_oov_buckets: int = 0,
+) -> CategoricalColumn:
+    """Return a column of words or integers, whose ids are their places in a list.
+
+    Args:
+        key: the name of the feature.
+        vocabulary_list: the words; each once.
+        dtype: ignored; accepted for compatibility with TensorFlow.
+        default_value: the id of other words; -1: they count as missing.
+        num_oov_buckets: the number of additional ids, among which other words are divided by hash.
+    """
+    words = tuple(vocabulary_list)
+    if not words or len(set(words)) < len(words):
+        raise ValueError(
+            f"categorical_column_with_vocabulary_list({key!r}): the vocabulary must have words, "
+            f"and each once; got {words[:5]!r}."
+        )
+    if num_oov_buckets and default_value != -1:
+        raise ValueError(
+            f"categorical_column_with_vocabulary_list({key!r}): pass default_value or "
+            "num_oov_buckets, not both."
+        )
+    buckets = len(words) + num_oov_buckets
+    return _looked_up(key, buckets, "lookup", np.array(words), default_value, num_oov_buckets)
+
+
+def categorical_column_with_hash_bucket(
+    key: str, hash_bucket_size: int, dtype: Any = None
+) -> CategoricalColumn:
+    """Return a column of words or integers, whose ids are hashes of their text.
+
+    The hash is BLAKE2b, the same in all processes; TensorFlow's ids are others.
+
+    Args:
+        key: the name of the feature.
+        hash_bucket_size: the number of ids.
+        dtype: ignored; accepted for compatibility with TensorFlow.
+    """
+    _at_least_one(
+        hash_bucket_size, f"categorical_column_with_hash_bucket({key!r}): hash_bucket_size"
+    )
+    return _looked_up(key, hash_bucket_size, "hashed", hash_bucket_size)
+
+
+def indicator_column(categorical_column: CategoricalColumn) -> DenseColumn:
+    """Return a column with the number of occurrences of each id."""
+    source = _categorical(categorical_column, "indicator_column")
+
+    def values(features: Features, trainable: bool) -> Any:
+        return _function("counts", source.ids(features), source.buckets)
+
+    name, dtype = f"{source.name}_indicator", np.dtype(np.float32)
+    return DenseColumn(name, source.buckets, dtype, values)
+
+
+def embedding_column(
+    categorical_column: CategoricalColumn,
+    dimension: int,
+    combiner: str = "mean",
+    initializer: Callable[..., Any] | None = None,
+    trainable: bool = True,
+    dtype: Any = np.float32,
+) -> DenseColumn:
+    """Return a column with a learned vector for each id.
+
+    Args:
+        categorical_column: the column of ids.
+        dimension: the length of the vectors.
+        combiner: what becomes of several ids of an example: ``"mean"``, ``"sum"`` or ``"sqrtn"``,
+            the sum divided by the root of their number. Without ids the result is zeros.
+        initializer: called with a shape and a dtype; None: truncated normal of standard deviation
+            ``1 / sqrt(dimension)``.
+        trainable: whether optimizers change the vectors.
+        dtype: the dtype of the vectors.
+    """
+    _at_least_one(dimension, "embedding_column: dimension")
+    if combiner not in ("mean", "sum", "sqrtn"):
+        raise ValueError(f"combiner must be 'mean', 'sum' or 'sqrtn', got {combiner!r}.")
+    source = _categorical(categorical_column, "embedding_column")
+    shape = (source.buckets, dimension)
+
+    def values(features: Features, trains: bool) -> Any:
+        initial: Any = (
+            truncated_normal(shape, stddev=dimension**-0.5, dtype=dtype)
+            if initializer is None
+            else initializer(shape, np.dtype(dtype))
+        )
+        table = Variable(initial, trains and trainable, "embedding_weights", dtype)
+        return _combined(table, source.ids(features), combiner)
+
+    return DenseColumn(f"{source.name}_embedding", dimension, np.dtype(dtype), values)
+
+
+def input_layer(
+    features: Features, feature_columns: DenseColumn | Iterable[DenseColumn], trainable: bool = True
+) -> Any:
+    """Return a tensor of shape ``(batch, width)``: the columns beside each other, sorted by name.
+
+    Args:
+        features: a tensor for each key.
+        feature_columns: the columns; categorical ones in `indicator_column` or `embedding_column`.
+        trainable: whether optimizers change the embeddings.
+
+    Raises:
+        KeyError: the features have no such key.
+        ValueError: a column is categorical, or two columns have the same name.
+
+    >>> from ndistribute.graph.session import Session
+    >>> columns = [bucketized_column(numeric_column("age"), [18, 65]), numeric_column("size")]
+    >>> features = {"age": np.array([30.0, 65.0]), "size": np.array([1.5, 2.0])}
+    >>> Session().run(input_layer(features, columns))
+    array([[0. , 1. , 0. , 1.5],
+           [0. , 0. , 1. , 2. ]], dtype=float32)
+    """
+    graph, parts = get_default_graph(), []
+    with graph.name_scope("input_layer"):
+        for column in sorted_columns(feature_columns):
+            if not isinstance(column, DenseColumn):
+                raise ValueError(
+                    f"input_layer got the categorical column {column.name!r}: wrap it in "
+                    "indicator_column or embedding_column."
+                )
+            with graph.name_scope(column.name):
+                parts.append(column.values(features, trainable))
+        return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+
+
+def linear_model(features: Features, feature_columns: Any, units: int = 1) -> Any:
+    """Return a linear function of columns, of shape ``(batch, units)``; weights begin at zero.
+
+    Args:
+        features: a tensor for each key.
+        feature_columns: the columns; a categorical one has a weight for each id.
+        units: the number of results.
+
+    >>> from ndistribute.graph.session import Session
+    >>> from ndistribute.graph.variables import global_variables_initializer
+    >>> y = linear_model({"x": np.ones(3)}, [numeric_column("x")])
+    >>> with Session() as session:
+    ...     session.run(global_variables_initializer())
+    ...     session.run(y).shape
+    (3, 1)
+    """
+    columns = sorted_columns(feature_columns)
+    dtype = dtype_of(columns)
+    graph = get_default_graph()
+    with graph.name_scope("linear_model"):
+        total: Any = Variable(np.zeros(units, dtype), name="bias_weights")
+        for column in columns:
+            with graph.name_scope(column.name):
+                if isinstance(column, CategoricalColumn):
+                    weights = Variable(np.zeros((column.buckets, units), dtype), name="weights")
+                    total = total + _combined(weights, column.ids(features), "sum")
+                else:
+                    values = column.values(features, True)
+                    weights = Variable(np.zeros((column.width, units), dtype), name="weights")
+                    total = total + values @ weights
+    return total
+
+
+def sorted_columns(feature_columns: Any) -> list[Any]:
+    """Return columns sorted by name."""
+    one = isinstance(feature_columns, DenseColumn | CategoricalColumn)
+    columns = [feature_columns] if one else list(feature_columns)
+    for column in columns:
+        if not isinstance(column, DenseColumn | CategoricalColumn):
+            raise ValueError(f"{column!r} is no feature column: use for example numeric_column.")
+    names = sorted(column.name for column in columns)
+    twice = [a for a, b in itertools.pairwise(names) if a == b]
+    if twice or not columns:
+        raise ValueError(
+            f"two feature columns are named {twice[0]!r}." if twice else "no feature columns given."
+        )
+    return sorted(columns, key=lambda column: column.name)
+
+
+def dtype_of(columns: Iterable[Any]) -> np.dtype[Any]:
+    """Return the dtype for the weights of columns: the widest of theirs, at least float32."""
+    return np.result_type(np.float32, *(getattr(one, "dtype", np.float32) for one in columns))
+
+
+def _looked_up(key: str, buckets: int, function: str, *args: Any) -> CategoricalColumn:
+    """Return a column whose ids are what a function makes of a feature."""
+    return CategoricalColumn(
+        key, buckets, lambda features: _function(function, _feature(features, key), *args)
+    )
+
+
+def _categorical(column: Any, what: str) -> CategoricalColumn:
+    if not isinstance(column, CategoricalColumn):
+        raise ValueError(f"{what} needs a categorical column, got {column!r}.")
+    return column
+
+
+def _at_least_one(value: int, what: str) -> None:
+    if value < 1:
+        raise ValueError(f"{what} must be 1 or more, got {value}.")
+
+
+def _feature(features: Features, key: str) -> Tensor:
+    if not isinstance(features, Mapping) or key not in features:
+        there = ", ".join(map(repr, features)) if isinstance(features, Mapping) else "one array"
+        raise KeyError(f"there is no feature {key!r} for a feature column; input_fn gave {there}.")
+    return as_tensor(features[key])
+
+
+def _combined(table: Variable, ids: Any, combiner: str) -> Any:
+    """Return the rows of a table for the ids of each example, combined into one."""
+    there = _function("there", ids, table.dtype)
+    rows = table[np.maximum(ids, 0)] * there
+    total = np.sum(rows, axis=1)
+    if combiner == "sum":
+        return total
+    count = np.maximum(np.sum(there, axis=1), 1)
+    return total / (count if combiner == "mean" else np.sqrt(count))
+
+
+# The functions that operations call. They look ids up on the host, where arrays of strings are.
+
+
+def _function(name: str, *args: Any) -> Any:
+    return apply_named(f"feature_column.{name}", name, args, {})
+
+
+def _rows(values: Any) -> Any:
+    array = to_host(values)
+    return array.reshape(len(array), math.prod(array.shape[1:]))
+
+
+def _checked(values: Any, buckets: int, default: int | None) -> Any:
+    ids = _rows(values)
+    outside = (ids >= buckets) | (ids < -1 if default is None else ids < 0)
+    if default is not None:
+        return np.where(outside, default, ids)
+    if outside.any():
+        raise ValueError(
+            f"the id {ids[outside][0]} is not below num_buckets={buckets}: raise num_buckets, or "
+            "pass default_value."
+        )
+    return ids
+
+
+def lookup(values: Any, vocabulary: Any, default: int, oov_buckets: int) -> Any:
+    """Return the places of words in a vocabulary, in rows of arrays."""
+    places = {_plain(word): place for place, word in enumerate(vocabulary.tolist())}
+
+    def place(word: Any) -> int:
+        found = places.get(_plain(word))
+        if found is not None:
+            return found
+        if _is_missing(word):
+            return -1
+        return len(places) + _hash(word, oov_buckets) if oov_buckets else default
+
+    return _each(values, place)
+
+
+def _hashed(values: Any, buckets: int) -> Any:
+    return _each(values, lambda word: -1 if _is_missing(word) else _hash(word, buckets))
+
+
+def _each(values: Any, place: Callable[[Any], int]) -> Any:
+    rows = _rows(values)
+    return np.array([place(word) for word in rows.ravel().tolist()], np.int64).reshape(rows.shape)
+
+
+def _is_missing(word: Any) -> bool:
+    return _plain(word) == "" or (type(word) is int and word == -1)
+
+
+def _plain(word: Any) -> Any:
+    return word.decode("utf-8", "surrogateescape") if isinstance(word, bytes) else word
+
+
+def _hash(word: Any, buckets: int) -> int:
+    text = str(_plain(word)).encode("utf-8", "surrogateescape")
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest, "little") % buckets
+
+
+def _counts(ids: Any, buckets: int) -> Any:
+    counts = np.zeros((len(ids), buckets), np.float32)
+    row, column = np.nonzero(ids >= 0)
+    np.add.at(counts, (row, ids[row, column]), 1)
+    return counts
+
+
+def _there(ids: Any, dtype: Any) -> Any:
+    return (ids >= 0).astype(dtype)[..., None]
+
+
+for _callable in (_checked, lookup, _hashed, _counts, _there):
+    register(f"feature_column.{_callable.__name__.lstrip('_')}", _callable)

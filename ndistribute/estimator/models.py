@@ -1,0 +1,194 @@
+"""`model_to_estimator`: a compiled `nd.Model` behind the methods of an `Estimator`.
+
+The model trains by its own `fit`, so every strategy works in whose scope it was made. There is no
+graph: hooks are the callbacks of models.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ndistribute import tree
+from ndistribute.data import Dataset, InputContext
+from ndistribute.estimator.estimator import Estimator, InputFn, chosen, examples
+from ndistribute.estimator.replicas import dataset_of
+from ndistribute.estimator.run_config import RunConfig
+from ndistribute.estimator.spec import ModeKeys
+from ndistribute.models.callbacks.callback import Callback
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief
+from ndistribute.models.model import Model
+
+__all__ = ["model_to_estimator"]
+
+
+def model_to_estimator(
+    keras_model: Model,
+    model_dir: str | os.PathLike[str] | None = None,
+    config: RunConfig | None = None,
+) -> Estimator:
+    """Return an estimator that trains a compiled model.
+
+    Its input functions give batches of the global size, as `Model.fit` takes them. Its hooks are
+    `nd.callbacks.Callback` objects. Predictions are dicts with the entry ``predictions``, unless
+    the model itself returns a dict.
+
+    Args:
+        keras_model: the model; its strategy is that of the scope in which it was made.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        config: a `RunConfig`.
+
+    Raises:
+        ValueError: the model is not compiled, or the strategies in `config` are not the model's.
+
+    >>> import numpy as np, ndistribute as nd
+    >>> model = nd.Sequential([nd.layers.Dense(1)])
+    >>> model.compile(nd.optimizers.SGD(0.1), "mean_squared_error")
+    >>> estimator = model_to_estimator(model)
+    >>> x = np.array([[0.0], [1.0]], np.float32)
+    >>> trained = estimator.train(lambda: (x, 2 * x + 1), steps=200)
+    >>> [one["predictions"].round(1) for one in estimator.predict(lambda: x)]
+    [array([1.], dtype=float32), array([3.], dtype=float32)]
+    """
+    if not isinstance(keras_model, Model) or keras_model.loss is None:
+        raise ValueError(f"model_to_estimator needs a compiled nd.Model, got {keras_model!r}.")
+    return _ModelEstimator(keras_model, model_dir, config)
+
+
+class _ModelEstimator(Estimator):
+    """An estimator whose model keeps its variables itself, between checkpoints."""
+
+    def __init__(
+        self, model: Model, model_dir: str | os.PathLike[str] | None, config: RunConfig | None
+    ) -> None:
+        super().__init__(_no_graph, model_dir, config)
+        for name in ("train_distribute", "eval_distribute"):
+            given = getattr(self.config, name)
+            if given not in (None, model.strategy):
+                raise ValueError(
+                    f"RunConfig has {name}={given!r}, and the model was made for "
+                    f"{model.strategy!r}: make it inside `with strategy.scope():`."
+                )
+        self._model, self._checkpoint = model, Checkpoint(model=model)
+        keep = self.config.keep_checkpoint_max
+        self._manager = CheckpointManager(self._checkpoint, self.model_dir, keep)
+
+    def train_model(
+        self,
+        input_fn: InputFn,
+        hooks: Sequence[Any],
+        steps: int | None,
+        max_steps: int | None,
+        listeners: Sequence[Any],
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Train as `train` does, and call a function after each step."""
+        data, model = self._data(input_fn, ModeKeys.TRAIN), self._model
+        self._manager.restore_or_initialize()
+        start = model.optimizer.iterations
+        left = steps if max_steps is None else max_steps - start
+        if left is not None and left <= 0:
+            return
+        saving = _Saving(self._manager, self.config, listeners, after_step)
+        data = data if left is None else data.take(left)
+        model.fit(data, epochs=1, verbose=0, callbacks=[saving, *hooks])
+        saving.save()
+
+    def _metrics(
+        self,
+        strategy: Any,
+        input_fn: InputFn,
+        steps: int | None,
+        hooks: Sequence[Any],
+        path: str | None,
+    ) -> dict[str, Any]:
+        data, model = self._data(input_fn, ModeKeys.EVAL), self._model
+        kept = self._checkpoint.state()  # A training may go on after this.
+        try:
+            if path is not None:
+                self._checkpoint.restore(path)
+            found = model.evaluate(data, steps=steps, verbose=0, return_dict=True)
+            return {**found, "global_step": model.optimizer.iterations}
+        finally:
+            self._checkpoint.load("the state before the evaluation", *kept)
+
+    def _predictions(
+        self,
+        input_fn: InputFn,
+        keys: Sequence[str] | None,
+        hooks: Sequence[Any],
+        path: str | None,
+        single: bool,
+    ) -> Iterator[Any]:
+        data = self._data(input_fn, ModeKeys.PREDICT)
+        found = by_chief(self._model.strategy, lambda: path)
+        if found is not None:
+            self._checkpoint.restore(found)
+        for batch in data:
+            features = batch[0] if isinstance(batch, tuple) else batch
+            rows = len(tree.flatten(features)[0])
+            outputs = self._model.predict(features, batch_size=max(rows, 1))
+            named = outputs if isinstance(outputs, dict) else {"predictions": outputs}
+            wanted = chosen(named, keys)
+            yield from examples(wanted) if single else [wanted]
+
+    def latest_checkpoint(self) -> str | None:
+        """Return the path of the newest checkpoint, or None."""
+        path = self._manager.latest_checkpoint
+        return None if path is None else str(path)
+
+    def _strategy(self, given: Any) -> Any:
+        return self._model.strategy
+
+    def _data(self, input_fn: InputFn, mode: str) -> Dataset:
+        """Return the batches, and create the variables that checkpoints contain."""
+        given = self._input(input_fn, mode, InputContext())
+        data = dataset_of(given, repeated=mode == ModeKeys.TRAIN)
+        if not self._model.built:
+            batch = next(iter(data), None)
+            if batch is None:
+                raise ValueError("input_fn gave no batch: its dataset is empty.")
+            self._model.build_for(batch[0] if isinstance(batch, tuple) else batch)
+        with self._model.strategy.scope():
+            self._model.optimizer.build(self._model.trainable_variables)
+        return data
+
+
+def _no_graph(features: Any) -> Any:
+    raise NotImplementedError("the model of this estimator has no graph.")
+
+
+class _Saving(Callback):
+    """Saves when it is time, and tells listeners."""
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        config: RunConfig,
+        listeners: Sequence[Any],
+        after_step: Callable[[], None],
+    ) -> None:
+        self._manager, self._listeners, self._after_step = manager, listeners, after_step
+        self._steps, self._seconds = config.save_checkpoints_steps, config.save_checkpoints_secs
+        self._time = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        """Save if it is time on any worker."""
+        step = self.model.optimizer.iterations
+        due = self._steps is not None and step % self._steps == 0
+        if self._seconds is not None:
+            due = self.model.on_any_worker(time.monotonic() - self._time >= self._seconds)
+        if due:
+            self.save()
+        self._after_step()
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step has one."""
+        step = self.model.optimizer.iterations
+        if (self._steps or self._seconds) and self._manager.step != step:
+            self._manager.save(step)
+            self._time = time.monotonic()
+            for one in self._listeners:
+                one.after_save(None, step)

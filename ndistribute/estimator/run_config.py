@@ -1,0 +1,128 @@
+"""`RunConfig`: where and how an `Estimator` runs, with the task that `TF_CONFIG` gives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ndistribute.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+
+__all__ = ["RunConfig"]
+
+_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "default"})()
+_SAVE_SECONDS = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How an `Estimator` runs. It reads the cluster and the task of this process from `TF_CONFIG`.
+
+    Args:
+        model_dir: the directory of checkpoints and summaries.
+        tf_random_seed: the seed of the graphs.
+        save_summary_steps: after how many steps to write summaries; None: never.
+        save_checkpoints_steps: after how many steps to save.
+        save_checkpoints_secs: after how many seconds to save; neither: 600; both None: never.
+        session_config: the configuration of sessions.
+        keep_checkpoint_max: the number of checkpoints to keep.
+        log_step_count_steps: after how many steps to log the loss and the steps per second; None:
+            never.
+        train_distribute: the strategy of the training; None: that of the current scope. In a
+            cluster with ``ps`` tasks, these keep the variables, and each worker has one replica.
+        device_fn: places operations; None: `replica_device_setter` if there are ``ps`` tasks.
+        eval_distribute: the strategy of evaluations; None: that of the current scope.
+
+    Raises:
+        ValueError: both kinds of `save_checkpoints` are given, a number is negative, or `TF_CONFIG`
+            is malformed.
+
+    >>> config = RunConfig(save_checkpoints_steps=100)
+    >>> config.is_chief, config.task_type, config.save_checkpoints_secs
+    (True, 'worker', None)
+    >>> config.replace(tf_random_seed=1).save_checkpoints_steps
+    100
+    """
+
+    model_dir: str | None = None
+    tf_random_seed: int | None = None
+    save_summary_steps: int | None = 100
+    save_checkpoints_steps: int | None = _UNSET
+    save_checkpoints_secs: float | None = _UNSET
+    session_config: Any = None
+    keep_checkpoint_max: int = 5
+    log_step_count_steps: int | None = 100
+    train_distribute: Any = None
+    device_fn: Callable[[Any], str | None] | None = None
+    eval_distribute: Any = None
+
+    def __post_init__(self) -> None:
+        steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if _UNSET not in (steps, seconds) and None not in (steps, seconds):
+            raise ValueError(
+                "RunConfig: save_checkpoints_steps and save_checkpoints_secs exclude each other."
+            )
+        if seconds is _UNSET:
+            seconds = _SAVE_SECONDS if steps is _UNSET else None
+        object.__setattr__(self, "save_checkpoints_secs", seconds)
+        object.__setattr__(self, "save_checkpoints_steps", None if steps is _UNSET else steps)
+        for name in ("save_checkpoints_steps", "save_checkpoints_secs", "keep_checkpoint_max"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"RunConfig: {name} must be above 0, got {value}.")
+        self.resolver  # noqa: B018 - A wrong TF_CONFIG is an error now.
+
+    @functools.cached_property
+    def resolver(self) -> ClusterResolver:
+        """The cluster, and the task of this process in it."""
+        return TFConfigClusterResolver()
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster; empty without one."""
+        return self.resolver.cluster_spec()
+
+    @property
+    def task_type(self) -> str:
+        """The job of this process; ``"worker"`` without a cluster."""
+        return self.resolver.task_type or "worker"
+
+    @property
+    def task_id(self) -> int:
+        """The index of this process in its job."""
+        return self.resolver.task_id or 0
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process initialises the variables and saves checkpoints."""
+        return self.resolver.is_chief
+
+    @property
+    def master(self) -> str:
+        """The address of the server of this process; empty without a cluster, and for evaluators.
+
+        Only a cluster with ``ps`` tasks needs sessions on a server.
+        """
+        needs_one = self.num_ps_replicas and self.task_type != "evaluator"
+        return self.resolver.master() if needs_one else ""
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """The number of parameter servers."""
+        return len(self.cluster_spec.as_dict().get("ps", ()))
+
+    @property
+    def num_worker_replicas(self) -> int:
+        """The number of workers, the chief included."""
+        return self.resolver.num_workers
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """Return a copy with other values."""
+        for one, other in (
+            ("save_checkpoints_steps", "save_checkpoints_secs"),
+            ("save_checkpoints_secs", "save_checkpoints_steps"),
+        ):
+            if changes.get(one) is not None:
+                changes.setdefault(other, None)
+        return dataclasses.replace(self, **changes)

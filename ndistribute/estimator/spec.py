@@ -1,0 +1,159 @@
+"""What a model function returns, and what the loops are told to do: plain values with checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndistribute.graph.graph import Operation, Tensor
+
+__all__ = ["EstimatorSpec", "EvalSpec", "ModeKeys", "TrainSpec"]
+
+
+class ModeKeys:
+    """What a model function builds a graph for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+@dataclass(frozen=True)
+class EstimatorSpec:
+    """The parts of a graph that an `Estimator` runs; a model function returns it.
+
+    Args:
+        mode: one of `ModeKeys`.
+        predictions: a tensor or a dict of tensors, with an entry for each example; for PREDICT.
+        loss: a scalar tensor; for TRAIN and EVAL.
+        train_op: the operation of a step, from an optimizer's ``minimize(loss, global_step=...)``;
+            for TRAIN.
+        eval_metric_ops: by name, the pairs of `graph.metrics`.
+        export_outputs: ignored; accepted for compatibility with TensorFlow.
+        training_chief_hooks: hooks of the training, of the chief alone.
+        training_hooks: hooks of the training.
+        scaffold: the `Scaffold` of the training; None: the default one.
+        evaluation_hooks: hooks of the evaluation.
+        prediction_hooks: hooks of the prediction.
+
+    Raises:
+        ValueError: a part that the mode needs is missing.
+        TypeError: a part is of another type.
+    """
+
+    mode: str
+    predictions: Any = None
+    loss: Any = None
+    train_op: Any = None
+    eval_metric_ops: Mapping[str, tuple[Tensor, Any]] = field(default_factory=dict)
+    export_outputs: Any = None
+    training_chief_hooks: Sequence[Any] = ()
+    training_hooks: Sequence[Any] = ()
+    scaffold: Any = None
+    evaluation_hooks: Sequence[Any] = ()
+    prediction_hooks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        needed = _NEEDED.get(self.mode)
+        if needed is None:
+            raise ValueError(f"mode must be one of {', '.join(_NEEDED)}, got {self.mode!r}.")
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"the model function's EstimatorSpec has no {name}, which mode "
+                    f"{self.mode!r} needs: pass {name}={_EXAMPLES[name]}."
+                )
+        for name in ("eval_metric_ops", *_HOOKS):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, {} if name == "eval_metric_ops" else ())
+        self._check_types()
+
+    def _check_types(self) -> None:
+        if self.loss is not None and not isinstance(self.loss, Tensor):
+            raise TypeError(f"loss must be a tensor, got {self.loss!r}.")
+        if self.train_op is not None and not isinstance(self.train_op, Tensor | Operation):
+            raise TypeError(f"train_op must be an operation, got {self.train_op!r}.")
+        for name, pair in self.eval_metric_ops.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(
+                    f"eval_metric_ops[{name!r}] must be a value and its update, as "
+                    f"graph.metrics.mean returns them; got {pair!r}."
+                )
+
+
+_NEEDED = {
+    ModeKeys.TRAIN: ("loss", "train_op"),
+    ModeKeys.EVAL: ("loss",),
+    ModeKeys.PREDICT: ("predictions",),
+}
+_EXAMPLES = {
+    "loss": "np.mean(losses)",
+    "train_op": "optimizer.minimize(loss, global_step=get_or_create_global_step())",
+    "predictions": '{"classes": classes}',
+}
+_HOOKS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """The training of `train_and_evaluate`.
+
+    Args:
+        input_fn: the input function, see `Estimator.train`.
+        max_steps: the global step at which all training ends; None: the end of the input.
+        hooks: hooks of the training.
+        saving_listeners: listeners of its checkpoints.
+    """
+
+    input_fn: Callable[..., Any]
+    max_steps: int | None = None
+    hooks: Sequence[Any] = ()
+    saving_listeners: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        check_steps(self.max_steps, "TrainSpec: max_steps")
+        check_input(self.input_fn, "TrainSpec")
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """The evaluations of `train_and_evaluate`.
+
+    Args:
+        input_fn: the input function, see `Estimator.train`.
+        steps: the number of batches of an evaluation; None: all.
+        name: the name of the evaluation among others.
+        hooks: hooks of the evaluations.
+        exporters: must be empty: models are exported by `nd.Model.export`.
+        start_delay_secs: how long an evaluator waits before its first evaluation.
+        throttle_secs: the least time between the starts of two evaluations, but for the last.
+    """
+
+    input_fn: Callable[..., Any]
+    steps: int | None = 100
+    name: str | None = None
+    hooks: Sequence[Any] = ()
+    exporters: Any = None
+    start_delay_secs: float = 120
+    throttle_secs: float = 600
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps, "EvalSpec: steps")
+        check_input(self.input_fn, "EvalSpec")
+        if self.exporters:
+            raise ValueError("EvalSpec: exporters are not supported: export the model yourself.")
+        if self.start_delay_secs < 0 or self.throttle_secs < 0:
+            raise ValueError("EvalSpec: start_delay_secs and throttle_secs must be 0 or more.")
+
+
+def check_steps(steps: int | None, what: str) -> None:
+    """Raise ValueError unless a number of steps is None or above 0."""
+    if steps is not None and steps <= 0:
+        raise ValueError(f"{what} must be above 0, got {steps}.")
+
+
+def check_input(input_fn: Any, what: str) -> None:
+    """Raise TypeError unless an input function is one."""
+    if not callable(input_fn):
+        raise TypeError(f"{what}: input_fn must be a function, got {input_fn!r}.")

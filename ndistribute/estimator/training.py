@@ -1,0 +1,156 @@
+"""`train_and_evaluate`: one program for all tasks of a cluster, and for a process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ndistribute.coordinator.server import Server
+from ndistribute.errors import CheckpointCorruptError
+from ndistribute.estimator.estimator import Estimator
+from ndistribute.estimator.spec import EvalSpec, TrainSpec
+from ndistribute.graph.hooks import CheckpointSaverListener
+from ndistribute.transport.address import split_address
+
+__all__ = ["train_and_evaluate"]
+
+_log = logging.getLogger("ndistribute")
+
+_POLL_SECONDS = 0.5
+_CONNECT_SECONDS = 5.0
+
+
+def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Any:
+    """Do what the task of this process does in a training with evaluations.
+
+    Every task of the cluster in `TF_CONFIG` runs the same program. The chief and the workers train,
+    and the chief saves checkpoints. Parameter servers serve until the training has ended. The
+    evaluator evaluates the newest checkpoint as often as `throttle_secs` allows, until one has
+    `max_steps`. A process without a cluster trains, and evaluates after its checkpoints.
+
+    Args:
+        estimator: the estimator, the same in all tasks.
+        train_spec: the training.
+        eval_spec: the evaluations.
+
+    Returns:
+        In a process alone and in the evaluator, the metrics of the last evaluation and an empty
+        list, as TensorFlow does; None in other tasks.
+
+    >>> import numpy as np, ndistribute as nd
+    >>> x = np.arange(8, dtype=np.float32)
+    >>> column = nd.estimator.feature_column.numeric_column("x")
+    >>> model = nd.estimator.LinearRegressor([column])
+    >>> def input_fn():
+    ...     return {"x": x}, 3 * x
+    >>> metrics, _ = train_and_evaluate(
+    ...     model, TrainSpec(input_fn, max_steps=20), EvalSpec(input_fn)
+    ... )
+    >>> metrics["global_step"]
+    20
+    """
+    for spec, kind in ((train_spec, TrainSpec), (eval_spec, EvalSpec)):
+        if not isinstance(spec, kind):
+            raise TypeError(f"train_and_evaluate needs a {kind.__name__}, got {spec!r}.")
+    config = estimator.config
+    cluster, task = config.cluster_spec, config.task_type
+    if task == "evaluator":
+        return _Evaluations(estimator, eval_spec).follow(train_spec.max_steps), []
+    if task == "ps":
+        Server(cluster, task, config.task_id).join()
+        return None
+    if len(cluster.addresses()) <= 1:
+        return _train_alone(estimator, train_spec, eval_spec), []
+    if config.num_ps_replicas:
+        with Server(cluster, task, config.task_id):
+            _train(estimator, train_spec)
+            if config.is_chief:
+                _await_workers(config.resolver.worker_addresses[1:])
+    else:
+        _train(estimator, train_spec)
+    return None
+
+
+def _train(estimator: Estimator, spec: TrainSpec) -> None:
+    estimator.train(
+        spec.input_fn,
+        hooks=spec.hooks,
+        max_steps=spec.max_steps,
+        saving_listeners=spec.saving_listeners,
+    )
+
+
+def _await_workers(addresses: Sequence[str]) -> None:
+    """Wait until the other workers' servers have ended: without a chief, those of variables end."""
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            while True:
+                socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
+                threading.Event().wait(_POLL_SECONDS)
+
+
+def _train_alone(estimator: Estimator, spec: TrainSpec, eval_spec: EvalSpec) -> Any:
+    """Train, with an evaluation between two steps after each checkpoint."""
+    evaluations, saved = _Evaluations(estimator, eval_spec), _Saved()
+
+    def after_step() -> None:
+        if saved.is_new and evaluations.is_time():
+            saved.is_new = False
+            evaluations.evaluate()
+
+    listeners = [*spec.saving_listeners, saved]
+    estimator.train_model(spec.input_fn, spec.hooks, None, spec.max_steps, listeners, after_step)
+    return evaluations.evaluate()
+
+
+class _Saved(CheckpointSaverListener):
+    """Knows whether there is a new checkpoint."""
+
+    is_new = False
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        self.is_new = True
+
+
+class _Evaluations:
+    """The evaluations of an estimator's checkpoints, one for each."""
+
+    def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
+        self._estimator, self._spec = estimator, spec
+        self._seen: str | None = None
+        self._found: Any = None
+        self._next = 0.0  # When the next evaluation may begin.
+
+    def is_time(self) -> bool:
+        """Return True if the last evaluation began long enough ago."""
+        return time.monotonic() >= self._next
+
+    def evaluate(self) -> Any:
+        """Return the metrics of the newest checkpoint."""
+        path, spec = self._estimator.latest_checkpoint(), self._spec
+        if path != self._seen:
+            self._seen, self._next = path, time.monotonic() + spec.throttle_secs
+            self._found = self._estimator.evaluate(
+                spec.input_fn, spec.steps, spec.hooks, checkpoint_path=path, name=spec.name
+            )
+        return self._found
+
+    def follow(self, max_steps: int | None) -> Any:
+        """Evaluate each newest checkpoint until one has a number of steps; None: for ever."""
+        waiting = threading.Event()
+        waiting.wait(self._spec.start_delay_secs)
+        while self._found is None or max_steps is None or self._found["global_step"] < max_steps:
+            if self.is_time() and self._estimator.latest_checkpoint() not in (None, self._seen):
+                try:
+                    self.evaluate()
+                except (CheckpointCorruptError, FileNotFoundError) as error:
+                    _log.warning("a checkpoint is damaged or deleted, and not evaluated: %s", error)
+            else:
+                left = max(self._next - time.monotonic(), 0.0)
+                waiting.wait(min(_POLL_SECONDS, left) or _POLL_SECONDS)
+        return self._found

@@ -1,0 +1,148 @@
+"""Graph programs: operations on the tasks of a cluster, and sessions that run them."""
+
+from ndistribute.graph import metrics, summary
+from ndistribute.graph.config import ConfigProto
+from ndistribute.graph.coordinator import Coordinator
+from ndistribute.graph.decays import exponential_decay, piecewise_constant, polynomial_decay
+from ndistribute.graph.devices import (
+    GreedyLoadBalancingStrategy,
+    byte_size_load_fn,
+    device,
+    replica_device_setter,
+)
+from ndistribute.graph.gradients import gradients
+from ndistribute.graph.graph import (
+    Graph,
+    Operation,
+    Tensor,
+    as_tensor,
+    get_default_graph,
+    reset_default_graph,
+)
+from ndistribute.graph.hooks import (
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    FinalOpsHook,
+    GlobalStepWaiterHook,
+    LoggingTensorHook,
+    NanLossDuringTrainingError,
+    NanTensorHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    StopAtStepHook,
+    SummarySaverHook,
+)
+from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
+from ndistribute.graph.operations import (
+    cond,
+    constant,
+    group,
+    identity,
+    placeholder,
+    py_function,
+    random_normal,
+    random_uniform,
+    register,
+    stop_gradient,
+    truncated_normal,
+    while_loop,
+)
+from ndistribute.graph.optimizers import (
+    AdagradOptimizer,
+    AdamOptimizer,
+    GradientDescentOptimizer,
+    MomentumOptimizer,
+    Optimizer,
+    RMSPropOptimizer,
+)
+from ndistribute.graph.saver import Saver, get_checkpoint_state, latest_checkpoint
+from ndistribute.graph.scopes import AUTO_REUSE, get_variable, get_variable_scope, variable_scope
+from ndistribute.graph.session import Session
+from ndistribute.graph.supervisor import Supervisor
+from ndistribute.graph.sync_replicas import SyncReplicasOptimizer
+from ndistribute.graph.variables import (
+    Variable,
+    get_or_create_global_step,
+    global_variables,
+    global_variables_initializer,
+    local_variables,
+    report_uninitialized_variables,
+    trainable_variables,
+    variables_initializer,
+)
+
+__all__ = [
+    "AUTO_REUSE",
+    "AdagradOptimizer",
+    "AdamOptimizer",
+    "CheckpointSaverHook",
+    "CheckpointSaverListener",
+    "ConfigProto",
+    "Coordinator",
+    "FinalOpsHook",
+    "GlobalStepWaiterHook",
+    "GradientDescentOptimizer",
+    "Graph",
+    "GreedyLoadBalancingStrategy",
+    "LoggingTensorHook",
+    "MomentumOptimizer",
+    "MonitoredTrainingSession",
+    "NanLossDuringTrainingError",
+    "NanTensorHook",
+    "Operation",
+    "Optimizer",
+    "RMSPropOptimizer",
+    "Saver",
+    "Scaffold",
+    "Session",
+    "SessionRunArgs",
+    "SessionRunContext",
+    "SessionRunHook",
+    "SessionRunValues",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummarySaverHook",
+    "Supervisor",
+    "SyncReplicasOptimizer",
+    "Tensor",
+    "Variable",
+    "as_tensor",
+    "byte_size_load_fn",
+    "cond",
+    "constant",
+    "device",
+    "exponential_decay",
+    "get_checkpoint_state",
+    "get_default_graph",
+    "get_or_create_global_step",
+    "get_variable",
+    "get_variable_scope",
+    "global_variables",
+    "global_variables_initializer",
+    "gradients",
+    "group",
+    "identity",
+    "latest_checkpoint",
+    "local_variables",
+    "metrics",
+    "piecewise_constant",
+    "placeholder",
+    "polynomial_decay",
+    "py_function",
+    "random_normal",
+    "random_uniform",
+    "register",
+    "replica_device_setter",
+    "report_uninitialized_variables",
+    "reset_default_graph",
+    "stop_gradient",
+    "summary",
+    "trainable_variables",
+    "truncated_normal",
+    "variable_scope",
+    "variables_initializer",
+    "while_loop",
+]

@@ -1,0 +1,375 @@
+"""Run the operations of one task: compile their definitions once, then run steps.
+
+A plan without parallelism runs its operations in order on the calling thread. If several
+operations take long, or some wait for values of other tasks, more threads help: then an operation
+is ready when its inputs are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ndistribute.autodiff.tracked import untrack
+from ndistribute.errors import InvalidArgumentError, OperationError
+from ndistribute.graph.definition import BodyDef, OperationDef, filler, unpack
+from ndistribute.graph.functions import function_named
+from ndistribute.graph.kernels import KERNELS, run_taped
+from ndistribute.graph.local_devices import place_of
+from ndistribute.graph.partition import in_order, needs
+from ndistribute.graph.step import Body as BodyProtocol
+from ndistribute.graph.step import Step, read_only
+
+__all__ = ["Plan"]
+
+_LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
+_TRIALS = 3  # Steps whose operations are timed.
+_WAITING = frozenset({"await_aggregate", "py_function"})
+"""Types of operations that may wait for others, each of which gets a thread."""
+_BOUND = frozenset({"all_reduce"})
+"""Types of operations that only the thread of the step can run, which is that of its replica."""
+_CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
+
+
+class Node:
+    """An operation of a plan."""
+
+    __slots__ = (
+        "arguments",
+        "attributes",
+        "bodies",
+        "compute",
+        "constant",
+        "device",
+        "gradients",
+        "inputs",
+        "last",
+        "name",
+        "next",
+        "outputs",
+        "place",
+        "seconds",
+        "slot",
+        "source",
+        "type",
+        "waits",
+    )
+
+    def __init__(self, definition: OperationDef, soft: bool) -> None:
+        self.name, self.type = definition.name, definition.kind
+        self.device, self.source = definition.device, definition.source
+        self.attributes, self.outputs = definition.attributes, definition.outputs
+        self.inputs: list[int] = []  # The places of the inputs among the step's values.
+        self.slot = 0  # The place of the first output.
+        self.last: list[int] = []  # The inputs that no later operation uses.
+        self.next: list[int] = []  # The operations that wait for this one.
+        self.waits = 0  # The number of operations that this one waits for.
+        self.gradients = 0  # The number of operations that use its tape.
+        self.seconds = 0.0
+        self.place = place_of(self.device, soft, on_cpu="variable" in self.attributes)
+        value = definition.value
+        self.constant = None if value is None else read_only(unpack(value))
+        self.bodies: Sequence[BodyProtocol] = [Body(body) for body in definition.bodies]
+        found = KERNELS.get(definition.kind)
+        if found is not None:
+            kernel = found
+            self.compute: Callable[[Step, Sequence[Any]], Any] = lambda step, inputs: kernel(
+                step, self, inputs
+            )
+            return
+        try:
+            function = function_named(definition.kind)
+        except KeyError:
+            raise InvalidArgumentError(
+                f"operation {definition.name!r} is a {definition.kind!r}, which is not known here.",
+                op=definition.name,
+            ) from None
+        fill = filler(definition.call, len(definition.inputs))
+
+        def compute(step: Step, inputs: Sequence[Any]) -> Any:
+            args, kwargs = fill(inputs)
+            return function(*args, **kwargs)
+
+        self.compute = compute
+
+    def run(self, step: Step, values: list[Any]) -> None:
+        """Compute the outputs and store them among the values of the step."""
+        inputs = [values[k] for k in self.inputs]
+        try:
+            if self.place is None:
+                result = self._computed(step, inputs)
+            else:
+                near = step.tapes[self.attributes["of"]][1] if self.type == "gradient" else inputs
+                near = list(map(untrack, near))
+                result = self.place.run(functools.partial(self._computed, step), inputs, near)
+        except OperationError as error:
+            if error.op is None:
+                error.op = self.name
+            raise
+        except Exception as error:
+            where = f" on {self.device}" if self.device else ""
+            made = f" It was made in {self.source}." if self.source else ""
+            raise InvalidArgumentError(
+                f"operation {self.name!r} ({self.type}){where} failed: {type(error).__name__}: "
+                f"{error}.{made}",
+                op=self.name,
+            ) from error
+        if self.outputs == 1:
+            values[self.slot] = result
+        elif self.outputs:
+            if len(result) != self.outputs:
+                raise InvalidArgumentError(
+                    f"operation {self.name!r} ({self.type}) gave {len(result)} results, expected "
+                    f"{self.outputs}.",
+                    op=self.name,
+                )
+            values[self.slot : self.slot + self.outputs] = result
+
+    def _computed(self, step: Step, inputs: Sequence[Any]) -> Any:
+        return run_taped(step, self, inputs) if self.gradients else self.compute(step, inputs)
+
+
+class Plan:
+    """Operations in an order in which they can run, and the values to feed and to fetch.
+
+    Args:
+        definitions: the operations, all of which run.
+        feeds: names of tensors whose values each step gets.
+        fetches: names of tensors whose values each step returns.
+        soft: whether the CPU replaces GPUs that do not exist.
+
+    Raises:
+        InvalidArgumentError: an operation is not known here, has an input that is not there, or
+            waits for itself.
+    """
+
+    def __init__(
+        self,
+        definitions: Sequence[OperationDef],
+        feeds: Sequence[str],
+        fetches: Sequence[str],
+        soft: bool = False,
+    ) -> None:
+        slots: dict[str, int] = {name: k for k, name in enumerate(feeds)}
+        self._feeds = len(slots)
+        self.nodes: list[Node] = []
+        size = len(slots)
+        fed = set(feeds)
+        ordered = in_order(definitions, fed)
+        position = {definition.name: k for k, definition in enumerate(ordered)}
+        for definition in ordered:
+            node = _made(definition, soft)
+            node.slot = size
+            for k in range(definition.outputs):
+                slots.setdefault(f"{definition.name}:{k}", size + k)
+            size += definition.outputs
+            self.nodes.append(node)
+        for k, (node, definition) in enumerate(zip(self.nodes, ordered, strict=True)):
+            node.inputs = [slots[name] for name in definition.inputs]
+            before = {position[name] for name in needs(definition, fed) if name in position}
+            node.waits = len(before)
+            for earlier in before:
+                self.nodes[earlier].next.append(k)
+            if node.type == "gradient":
+                self.nodes[position[node.attributes["of"]]].gradients += 1
+        self._fetches = [_slot(slots, name) for name in fetches]
+        self._uses = self._count_uses(size)
+        self._empty = [None] * (size - self._feeds)
+        self._steps = 0
+        types = {node.type for node in self.nodes}
+        self._is_bound = not types.isdisjoint(_BOUND)
+        self._is_parallel = not self._is_bound and not types.isdisjoint({*_WAITING, "recv"})
+
+    def run(self, step: Step, fed: Sequence[Any]) -> list[Any]:
+        """Run a step with the values of the feeds, and return those of the fetches.
+
+        Raises:
+            OperationError: an operation failed.
+        """
+        values = [*fed, *self._empty]
+        if self._is_parallel:
+            _Parallel(self.nodes, step, values, self._uses).run()
+        elif self._steps < _TRIALS:
+            self._run_timed(step, values)
+        else:
+            for node in self.nodes:
+                node.run(step, values)
+                for k in node.last:
+                    values[k] = None
+        return [values[k] for k in self._fetches]
+
+    def _count_uses(self, size: int) -> list[int]:
+        """Return how often each value is used, and note for each operation what it uses last.
+
+        A value is dropped after its last use, so that its variable can be updated in place.
+        """
+        uses = [0] * size
+        for k in self._fetches:
+            uses[k] += 1
+        seen = set(self._fetches)
+        for node in reversed(self.nodes):
+            node.last = [k for k in dict.fromkeys(node.inputs) if k not in seen]
+            seen.update(node.inputs)
+            for k in node.inputs:
+                uses[k] += 1
+        return uses
+
+    def _run_timed(self, step: Step, values: list[Any]) -> None:
+        """Run in order, and find out whether it pays to run operations beside each other."""
+        for node in self.nodes:
+            start = time.perf_counter()
+            node.run(step, values)
+            node.seconds = time.perf_counter() - start
+            for k in node.last:
+                values[k] = None
+        self._steps += 1
+        long = [node for node in self.nodes if node.seconds > _LONG_SECONDS]
+        if self._steps == _TRIALS and not self._is_bound and (os.cpu_count() or 1) > 1:
+            self._is_parallel = _width(self.nodes, long) > 1
+
+
+class Body:
+    """A function of tensors: a plan whose feeds are the function's arguments."""
+
+    def __init__(self, definition: BodyDef) -> None:
+        feeds = [f"{name}:0" for name in definition.inputs]
+        arguments = set(definition.inputs)
+        operations = [one for one in definition.operations if one.name not in arguments]
+        self._plan = Plan(operations, feeds, definition.outputs)
+
+    def run(self, step: Step, arguments: Sequence[Any]) -> list[Any]:
+        """Return the results for these arguments, which may be tracked by a tape."""
+        values = [*arguments, *self._plan._empty]
+        for node in self._plan.nodes:
+            node.run(step, values)
+        return [values[k] for k in self._plan._fetches]
+
+
+class _Parallel:
+    """A step in which several threads run operations as their inputs get ready."""
+
+    def __init__(
+        self, nodes: Sequence[Node], step: Step, values: list[Any], uses: Sequence[int]
+    ) -> None:
+        self._nodes, self._step, self._values = nodes, step, values
+        self._uses = list(uses)  # Those to come.
+        self._waits = [node.waits for node in nodes]
+        self._ready = deque(
+            k for k, node in enumerate(nodes) if not node.waits and node.type != "recv"
+        )
+        self._left = len(nodes)
+        self._changed = threading.Condition()
+        self._helpers: list[threading.Thread] = []
+        self._most = os.cpu_count() or 1
+
+    def run(self) -> None:
+        self._step.on_abort.append(self._notify)
+        for k, node in enumerate(self._nodes):
+            if node.type == "recv":
+                self._step.receive(node.attributes["key"], functools.partial(self._received, k))
+        while True:
+            self._work()
+            with self._changed:
+                self._changed.wait_for(self._is_due, _CHECK_SECONDS)
+                if not self._left or self._step.error is not None:
+                    break
+            self._step.check_outside()
+        for helper in self._helpers:
+            helper.join()
+        if self._step.error is not None:
+            raise self._step.error
+
+    def _is_due(self) -> bool:
+        return bool(self._ready) or not self._left or self._step.error is not None
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _received(self, k: int, value: Any) -> None:
+        """Take the value of another task, on the thread of its connection."""
+        self._values[self._nodes[k].slot] = value
+        self._finished(self._nodes[k])
+
+    def _finished(self, node: Node) -> None:
+        with self._changed:
+            self._left -= 1
+            for k in node.inputs:
+                self._uses[k] -= 1
+                if not self._uses[k]:
+                    self._values[k] = None
+            for k in node.next:
+                self._waits[k] -= 1
+                if not self._waits[k]:
+                    self._ready.append(k)
+            if self._is_due():
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Run ready operations until none is ready."""
+        while True:
+            with self._changed:
+                if not self._ready or self._step.error is not None:
+                    return
+                node = self._nodes[self._ready.popleft()]
+                if node.type in _WAITING:
+                    self._start(functools.partial(self._run_node, node))
+                    continue
+                if self._ready:
+                    self._help(node)
+            self._run_node(node)
+
+    def _run_node(self, node: Node) -> None:
+        start = time.perf_counter()
+        try:
+            node.run(self._step, self._values)
+        except BaseException as error:
+            self._step.abort(error)
+        node.seconds = time.perf_counter() - start
+        self._finished(node)
+
+    def _help(self, node: Node) -> None:
+        """Start a thread for the operations that are ready beside a long one."""
+        alive = sum(helper.is_alive() for helper in self._helpers) + 1
+        if node.seconds > _LONG_SECONDS and alive < self._most:
+            self._start(self._work)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        helper = threading.Thread(target=work, name="ndistribute graph", daemon=True)
+        self._helpers.append(helper)
+        helper.start()
+
+
+def _made(definition: OperationDef, soft: bool) -> Node:
+    try:
+        return Node(definition, soft)
+    except ValueError as error:
+        if isinstance(error, OperationError) and error.op is not None:
+            raise
+        raise InvalidArgumentError(
+            f"operation {definition.name!r} ({definition.kind}): {error}", op=definition.name
+        ) from error
+
+
+def _slot(slots: Mapping[str, int], name: str) -> int:
+    if name not in slots:
+        raise InvalidArgumentError(f"there is no tensor {name!r}.")
+    return slots[name]
+
+
+def _width(nodes: Sequence[Node], long: Sequence[Node]) -> int:
+    """Return how many of the long operations can run at the same time, at most two."""
+    reach = [0] * len(nodes)  # Bit sets of the operations after each one.
+    for k in range(len(nodes) - 1, -1, -1):
+        reach[k] = 1 << k
+        for later in nodes[k].next:
+            reach[k] |= reach[later]
+    places = [k for k, node in enumerate(nodes) if node in long]
+    if any(b > a and not reach[a] >> b & 1 for a in places for b in places):
+        return 2
+    return min(1, len(places))

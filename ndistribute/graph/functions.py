@@ -1,0 +1,104 @@
+"""The table of functions that operations may call, by name.
+
+It has NumPy's ufuncs and array functions, those of ``numpy.linalg``, and what `register` adds.
+Functions that write files, change their arguments or call other functions are not in it, because a
+graph may come from another process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff.rules.elementwise import cast
+
+__all__ = ["function_named", "name_of", "register"]
+
+Function = Callable[..., Any]
+
+_EXCLUDED = frozenset(
+    "apply_along_axis apply_over_axes array2string array_repr array_str copyto empty_like "
+    "fill_diagonal may_share_memory piecewise place put put_along_axis putmask save savetxt savez "
+    "savez_compressed shares_memory".split()
+)
+_UFUNC_METHODS = ("accumulate", "outer", "reduce")
+
+_registered: dict[str, Function] = {}
+
+
+def register(name: str, function: Function) -> None:
+    """Put a function into the table; see `ndistribute.graph.register`."""
+    if name in _registered and _registered[name] is not function:
+        raise ValueError(f"another function is registered as {name!r}.")
+    _registered[name] = function
+    _names.cache_clear()
+
+
+def function_named(name: str) -> Function:
+    """Return the function of an operation type.
+
+    Raises:
+        KeyError: there is none.
+    """
+    found = _registered.get(name)
+    return _functions()[name] if found is None else found
+
+
+def name_of(function: Function) -> str:
+    """Return the name of a function.
+
+    Raises:
+        TypeError: operations cannot call it.
+
+    >>> name_of(np.matmul)
+    'numpy.matmul'
+    """
+    try:
+        return _names()[function]
+    except (KeyError, TypeError):
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(
+            f"{name} cannot be an operation of a graph. Use a function of NumPy without side "
+            "effects, or py_function in a session of this process."
+        ) from None
+
+
+@functools.cache
+def _functions() -> dict[str, Function]:
+    return dict(_listed())
+
+
+def _listed() -> Iterator[tuple[str, Function]]:
+    for module, names in _modules():
+        for name in names:
+            function = getattr(module, name)
+            is_ufunc = isinstance(function, np.ufunc)
+            if name in _EXCLUDED or not (is_ufunc or hasattr(function, "_implementation")):
+                continue
+            path = f"{module.__name__}.{name}"
+            yield path, function
+            for method in _UFUNC_METHODS if is_ufunc and function.nin == 2 else ():
+                yield f"{path}.{method}", getattr(function, method)
+    yield "cast", cast
+    yield "getitem", _getitem
+
+
+def _modules() -> Iterator[tuple[Any, list[str]]]:
+    yield np, [name for name in dir(np) if not name.startswith("_")]
+    yield np.linalg, list(np.linalg.__all__)
+
+
+@functools.cache
+def _names() -> dict[Function, str]:
+    # Of several names of one function the shortest counts: numpy.abs is numpy.absolute.
+    names: dict[Function, str] = {}
+    for name, function in (_functions() | _registered).items():
+        names.setdefault(function, name)
+    return names
+
+
+def _getitem(array: Any, index: Any) -> Any:
+    return array[index]

@@ -1,0 +1,146 @@
+"""Gradients as operations: the derivative of each operation, on its device.
+
+An operation whose gradient is needed records a tape when it runs, and the gradient operation walks
+the tape back. So the rules are those of `ndistribute.autodiff`, and shapes may be unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.graph.graph import Operation, Tensor, as_tensor, get_default_graph
+from ndistribute.graph.variables import Variable
+
+__all__ = ["gradients"]
+
+# Their results do not depend smoothly on their inputs.
+_CONSTANT = frozenset(
+    "stop_gradient is_initialized random numpy.argmax numpy.argmin numpy.argsort numpy.ceil "
+    "numpy.equal numpy.floor numpy.greater numpy.greater_equal numpy.isfinite numpy.isnan "
+    "numpy.less numpy.less_equal numpy.logical_and numpy.logical_not numpy.logical_or "
+    "numpy.not_equal numpy.ones_like numpy.rint numpy.round numpy.shape numpy.sign numpy.size "
+    "numpy.zeros_like assign assign_add assign_sub".split()
+)
+
+
+def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") -> list[Any]:
+    """Return the gradients of the sum of tensors with respect to others.
+
+    Args:
+        ys: a tensor or a list of tensors.
+        xs: a tensor or variable, or a list of them.
+        grad_ys: the gradients of another value with respect to `ys`; None: ones.
+        name: the name scope of the operations.
+
+    Returns:
+        A tensor for each of `xs`, None if no y depends on it. Where only rows of a variable were
+        read, its value is an `IndexedSlices`.
+
+    >>> from ndistribute.graph.session import Session
+    >>> x = as_tensor(np.array([1.0, 2.0]))
+    >>> Session().run(gradients(np.sum(x * x), x))
+    [array([2., 4.])]
+    """
+    targets = [as_tensor(y) for y in _listed(ys)]
+    sources = _listed(xs)
+    graph = targets[0].graph if targets else get_default_graph()
+    with graph.as_default(), graph.control_dependencies(None), graph.name_scope(name):
+        ends = [_ends(source) for source in sources]
+        between = _between(targets, [one for group in ends for one in group])
+        upstream: dict[Tensor, list[Tensor]] = {}
+        given = [None] * len(targets) if grad_ys is None else _listed(grad_ys)
+        for y, seed in zip(targets, given, strict=True):
+            with graph.colocate_with(y):
+                first: Any = np.ones_like(y) if seed is None else as_tensor(seed)
+            upstream.setdefault(y, []).append(first)
+        for op in sorted(between, key=_order(graph.get_operations()), reverse=True):
+            _propagate(op, between, upstream, {one for group in ends for one in group})
+        return [_sum([g for one in group for g in upstream.get(one, [])]) for group in ends]
+
+
+def _listed(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def _ends(source: Any) -> list[Tensor]:
+    """Return the tensors of a source: all reads of a variable."""
+    if not isinstance(source, Variable):
+        return [as_tensor(source)]
+    return [
+        op.outputs[0]
+        for op in source.graph.get_operations()
+        if op.type in ("read", "initialized_value")
+        and op.definition.attributes["variable"] == source.op.name
+    ]
+
+
+def _order(operations: Sequence[Operation]) -> Any:
+    place = {op: k for k, op in enumerate(operations)}
+    return place.__getitem__
+
+
+def _between(targets: Sequence[Tensor], ends: Sequence[Tensor]) -> set[Operation]:
+    """Return the operations on paths from the ends to the targets."""
+    behind: set[Operation] = set()
+    stack = [target.op for target in targets]
+    while stack:
+        op = stack.pop()
+        if op not in behind and op.type not in _CONSTANT:
+            behind.add(op)
+            stack += [tensor.op for tensor in op.inputs]
+    if not behind:
+        return behind
+    found: set[Operation] = set()
+    reached = set(ends)
+    for op in sorted(behind, key=_order(targets[0].graph.get_operations())):
+        if any(tensor in reached for tensor in op.inputs):
+            found.add(op)
+            reached.update(op.outputs)
+    return found
+
+
+def _propagate(
+    op: Operation,
+    between: set[Operation],
+    upstream: dict[Tensor, list[Tensor]],
+    ends: set[Tensor],
+) -> None:
+    """Add the gradient operation of an operation, and its results to those of its inputs."""
+    seeds = [_sum(upstream.get(tensor, [])) for tensor in op.outputs]
+    if all(seed is None for seed in seeds):
+        return
+    wanted = [k for k, one in enumerate(op.inputs) if one in ends or one.op in between]
+    if op.type == "identity":
+        upstream.setdefault(op.inputs[0], []).append(seeds[0])
+        return
+    attributes = {
+        "of": op.name,
+        "inputs": wanted,
+        "outputs": len(op.outputs),
+        "upstream": [seed is not None for seed in seeds],
+    }
+    given = [seed for seed in seeds if seed is not None]
+    node = op.graph.add(
+        "gradient",
+        given,
+        name=f"{op.name}_gradient",
+        outputs=len(wanted),
+        attributes=attributes,
+        device=op.device,
+    )
+    for k, gradient in zip(wanted, node.outputs, strict=True):
+        gradient.dtype, gradient.shape = op.inputs[k].dtype, op.inputs[k].shape
+        upstream.setdefault(op.inputs[k], []).append(gradient)
+
+
+def _sum(parts: list[Tensor]) -> Any:
+    """Return the sum of gradients, on the device of the first; None if there are none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    first = parts[0]
+    op = first.graph.add("add_gradients", parts, device=first.device)
+    op.outputs[0].dtype, op.outputs[0].shape = first.dtype, first.shape
+    return op.outputs[0]

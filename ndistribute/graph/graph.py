@@ -1,0 +1,596 @@
+"""`Graph`, and its operations and symbolic tensors.
+
+A tensor stands for an array that a session computes later. NumPy's functions, operators and
+indexing make operations when they get one, so a model is written as for arrays. Each operation
+keeps what the surrounding `device`, `name_scope`, `control_dependencies` and `colocate_with` say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.graph.definition import BodyDef, Input, OperationDef, call_template, pack
+from ndistribute.graph.functions import name_of
+from ndistribute.graph.placement import DeviceFunction, merge_device
+
+__all__ = [
+    "Graph",
+    "Operation",
+    "Symbolic",
+    "Tensor",
+    "apply",
+    "apply_named",
+    "as_default_session",
+    "as_tensor",
+    "default_session",
+    "get_default_graph",
+    "in_default_of_a_block",
+    "reset_default_graph",
+]
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
+
+# Functions with a list of results, if their second argument is a number.
+_SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
+
+
+class Symbolic(NDArrayOperatorsMixin):
+    """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""
+
+    __slots__ = ()
+    __array_priority__ = 2000.0
+    shape: Any
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("out", None) is not None:
+            refuse_writing(ufunc.__name__)
+        return apply(ufunc if method == "__call__" else getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            refuse_writing(function.__name__)
+        if function in _SPLITTING and len(args) > 1 and isinstance(args[1], int):
+            if args[1] == 1:
+                return [as_tensor(args[0])]
+            return apply(function, args, kwargs, outputs=args[1])
+        return apply(function, args, kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return apply_named("getitem", "getitem", (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        refuse_writing("x[i] = v")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.shape or self.shape[0] is None:
+            raise TypeError(
+                f"{self!r} cannot be iterated over: its length is known in a run only. Index it, "
+                "or use np.split."
+            )
+        return (self[i] for i in range(self.shape[0]))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} has no truth value before it is run: use cond(), np.where() or "
+            "np.logical_and() in a graph."
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} is no array before it is run: pass it to NumPy functions that graphs know, "
+            "or fetch it with Session.run."
+        )
+
+    __float__ = __int__ = __index__ = __array__
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        """Return True for the same object, so that tensors can be keys; see `np.equal`."""
+        return self is other
+
+    def __ne__(self, other: object) -> Any:
+        return self is not other
+
+    def astype(self, dtype: Any) -> Any:
+        """Return the tensor cast to a dtype."""
+        made = apply_named("cast", "cast", (self, np.dtype(dtype)), {})
+        made.dtype, made.shape = np.dtype(dtype), self.shape
+        return made
+
+    def reshape(self, *shape: Any) -> Any:
+        """Return the tensor with another shape, given as one tuple or as several integers."""
+        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape), {})
+
+    def transpose(self, *axes: Any) -> Any:
+        """Return the tensor with its axes reordered, given as one tuple or as several integers."""
+        return apply(np.transpose, (self, axes[0] if len(axes) == 1 else axes or None), {})
+
+    @property
+    def T(self) -> Any:
+        """The tensor with its axes reversed."""
+        return apply(np.transpose, (self,), {})
+
+
+def _method(function: Any) -> Any:
+    def method(self: Symbolic, *args: Any, **kwargs: Any) -> Any:
+        return apply(function, (self, *args), kwargs)
+
+    method.__name__, method.__doc__ = function.__name__, f"See ``np.{function.__name__}``."
+    return method
+
+
+_METHODS = "sum mean max min prod std var argmax argmin cumsum squeeze ravel dot clip round"
+for _name in _METHODS.split():
+    setattr(Symbolic, _name, _method(getattr(np, _name)))
+Symbolic.flatten = _method(np.ravel)  # type: ignore[attr-defined]
+
+
+class Tensor(Symbolic):
+    """A symbolic array: one result of an operation.
+
+    Attributes:
+        op: the operation that computes it.
+        dtype: its dtype, or None if only a run can tell.
+        shape: its shape with None for unknown lengths, or None if only a run can tell.
+
+    >>> graph = Graph()
+    >>> with graph.as_default():
+    ...     x = as_tensor(np.ones(3))
+    ...     y = np.sum(2 * x[1:])
+    >>> y.name, y.graph is graph
+    ('sum:0', True)
+    """
+
+    __slots__ = ("dtype", "index", "op", "shape")
+
+    def __init__(self, op: Operation, index: int, dtype: Any = None, shape: Any = None) -> None:
+        self.op, self.index = op, index
+        self.dtype = None if dtype is None else np.dtype(dtype)
+        self.shape: tuple[int | None, ...] | None = None if shape is None else tuple(shape)
+
+    @property
+    def name(self) -> str:
+        """The name of the operation and the position among its results, such as ``"add:0"``."""
+        return f"{self.op.name}:{self.index}"
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the operation."""
+        return self.op.graph
+
+    @property
+    def device(self) -> str:
+        """The full name of the device on which the operation was placed; empty if on none."""
+        return self.op.device
+
+    def __repr__(self) -> str:
+        known = "".join(
+            f", {what}={value}"
+            for what, value in (("shape", self.shape), ("dtype", self.dtype))
+            if value is not None
+        )
+        return f"<Tensor {self.name!r}{known}>"
+
+    def get_shape(self) -> tuple[int | None, ...] | None:
+        """Return `shape`."""
+        return self.shape
+
+    def set_shape(self, shape: Sequence[int | None]) -> None:
+        """Say what the shape is, where only a run could tell."""
+        self.shape = tuple(shape)
+
+    def eval(self, feed_dict: Any = None, session: Any = None) -> Any:
+        """Return the value that the default session, or another one, computes."""
+        return (session or default_session()).run(self, feed_dict)
+
+
+class Operation:
+    """A node of a graph: it computes tensors from tensors, on one device."""
+
+    def __init__(
+        self, graph: Graph, definition: OperationDef, inputs: Sequence[Tensor], controls: list[Any]
+    ) -> None:
+        self.graph, self.definition = graph, definition
+        self.inputs, self.control_inputs = list(inputs), controls
+        self.outputs = [Tensor(self, k) for k in range(definition.outputs)]
+
+    @property
+    def name(self) -> str:
+        """The unique name in its graph."""
+        return self.definition.name
+
+    @property
+    def type(self) -> str:
+        """The name of what it computes, such as ``"numpy.matmul"``."""
+        return self.definition.kind
+
+    @property
+    def device(self) -> str:
+        """The full name of its device, such as ``"/job:ps/task:0"``; empty if it has none."""
+        return self.definition.device
+
+    def set_device(self, device: str) -> None:
+        """Place it on a device."""
+        if device != self.device:
+            self.definition = msgspec.structs.replace(self.definition, device=device)
+
+    def run(self, feed_dict: Any = None, session: Any = None) -> None:
+        """Run it in the default session, or another one."""
+        (session or default_session()).run(self, feed_dict)
+
+    def __repr__(self) -> str:
+        where = f" on {self.device}" if self.device else ""
+        return f"<Operation {self.name!r} ({self.type}){where}>"
+
+
+class Graph:
+    """Operations to be run by sessions.
+
+    >>> with Graph().as_default() as graph:
+    ...     with graph.name_scope("layer"):
+    ...         y = as_tensor(1.0) + 2.0
+    >>> [op.name for op in graph.get_operations()]
+    ['layer/constant', 'layer/add']
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._operations: dict[str, Operation] = {}
+        self._names: dict[str, int] = {}
+        self._collections: dict[str, list[Any]] = {}
+        self._local = threading.local()
+        self._finalized = False
+        self.functions: dict[str, Callable[..., Any]] = {}
+        """The Python functions of `py_function`, by operation."""
+        self.seed: int | None = None
+        """The seed of the graph's random operations; None: a new one for each."""
+        self.replicated = False
+        """Whether each replica of a strategy runs it: see `replicas.mean_over_replicas`."""
+
+    @property
+    def version(self) -> int:
+        """The number of operations; it only grows."""
+        return len(self._operations)
+
+    @property
+    def finalized(self) -> bool:
+        """Whether no operation can be added any more."""
+        return self._finalized
+
+    def encloses(self, graph: Graph) -> bool:
+        """Whether operations of this graph can use tensors of another one."""
+        return graph is self
+
+    def finalize(self) -> None:
+        """Make the graph read-only."""
+        self._finalized = True
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[Graph]:
+        """Return a context manager in which new operations go to this graph."""
+        _stacks.graphs.append(self)
+        try:
+            yield self
+        finally:
+            _stacks.graphs.remove(self)
+
+    # The scopes of the current thread.
+
+    @contextlib.contextmanager
+    def name_scope(self, name: str | None) -> Iterator[str]:
+        """Return a context manager that puts ``name/`` before the names of operations.
+
+        A name that ends in ``/`` enters an earlier scope again; None or "" leaves all scopes.
+        """
+        if not name:
+            inner = ""
+        elif name.endswith("/"):
+            inner = name
+        else:
+            inner = f"{self.unique_name(name)}/"
+        with self._scoped("prefix", inner):
+            yield inner
+
+    @contextlib.contextmanager
+    def device(self, device: str | DeviceFunction | None) -> Iterator[None]:
+        """Return a context manager that places operations: see `ndistribute.devices`."""
+        with self._scoped("devices", (*self._scope("devices", ()), device)):
+            yield
+
+    @contextlib.contextmanager
+    def control_dependencies(self, inputs: Iterable[Any] | None) -> Iterator[None]:
+        """Return a context manager whose operations run after others; None: after no others."""
+        outer = () if inputs is None else self._scope("controls", ())
+        added = tuple(_operation(one) for one in inputs or ())
+        with self._scoped("controls", (*outer, *added)):
+            yield
+
+    def has_control_dependencies(self) -> bool:
+        """Whether operations that are added now run after others."""
+        return bool(self._scope("controls", ()))
+
+    @contextlib.contextmanager
+    def colocate_with(self, op: Any) -> Iterator[None]:
+        """Return a context manager that places operations where another one is."""
+        with self._scoped("devices", (_operation(op).device or None,)):
+            yield
+
+    # Operations.
+
+    def unique_name(self, name: str) -> str:
+        """Return a name in the current scope that no operation or scope has yet.
+
+        A name that ends in ``/`` is one that was returned before.
+        """
+        if name.endswith("/"):
+            return name[:-1]
+        full = f"{self._scope('prefix', '')}{name}"
+        with self._lock:
+            count = self._names.get(full, 0)
+            unique = full
+            while unique in self._names:
+                unique = f"{full}_{count}"
+                count += 1
+            self._names[full] = count or 1
+            self._names.setdefault(unique, 1)
+        return unique
+
+    def add(
+        self,
+        type: str,  # noqa: A002
+        inputs: Sequence[Any] = (),
+        *,
+        name: str = "",
+        outputs: int = 1,
+        call: Any = None,
+        attributes: dict[str, Any] | None = None,
+        value: Any = None,
+        bodies: Sequence[BodyDef] = (),
+        device: str | None = None,
+    ) -> Operation:
+        """Add an operation where the current scopes place it, and return it.
+
+        Args:
+            type: the name of its function or kernel.
+            inputs: tensors, variables, arrays and numbers.
+            name: its name in the current scope; empty: after its type.
+            outputs: the number of its results.
+            call: the template of the function's arguments.
+            attributes: plain values for the kernel.
+            value: the value of a constant.
+            bodies: functions of tensors for the kernel.
+            device: the device, whatever the scopes say; None: what they say.
+
+        Raises:
+            RuntimeError: the graph is finalized.
+        """
+        if self._finalized:
+            raise RuntimeError("the graph is finalized: add all operations before it is run.")
+        tensors = [as_tensor(one) for one in inputs]
+        for tensor in tensors:
+            if tensor.graph is not self:
+                raise ValueError(f"{tensor!r} belongs to another graph.")
+        controls = [op for op in self._scope("controls", ()) if op.graph is self]
+        definition = OperationDef(
+            name=self.unique_name(name or type.rpartition(".")[2]),
+            kind=type,
+            inputs=tuple(tensor.name for tensor in tensors),
+            controls=tuple(dict.fromkeys(op.name for op in controls)),
+            outputs=outputs,
+            call=call,
+            attributes=attributes or {},
+            value=None if value is None else pack(value),
+            bodies=tuple(bodies),
+            source=_source(),
+        )
+        op = Operation(self, definition, tensors, controls)
+        if device is None:
+            self._place(op)
+        else:
+            op.set_device(device)
+        with self._lock:
+            self._operations[op.name] = op
+        return op
+
+    def get_operations(self) -> list[Operation]:
+        """Return all operations in the order in which they were added."""
+        return list(self._operations.values())
+
+    def get_operation_by_name(self, name: str) -> Operation:
+        """Return an operation.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        if name not in self._operations:
+            raise KeyError(f"there is no operation {name!r} in the graph.")
+        return self._operations[name]
+
+    def get_tensor_by_name(self, name: str) -> Tensor:
+        """Return a tensor, whose name is ``operation:index``."""
+        op, _, index = name.rpartition(":")
+        outputs = self.get_operation_by_name(op).outputs
+        if not index.isdigit() or int(index) >= len(outputs):
+            raise KeyError(f"operation {op!r} has no result {index!r}: it has {len(outputs)}.")
+        return outputs[int(index)]
+
+    def as_graph_element(self, element: Any) -> Any:
+        """Return the tensor or operation for one, for its name, or for a variable."""
+        if isinstance(element, str):
+            find = self.get_tensor_by_name if ":" in element else self.get_operation_by_name
+            return find(element)
+        element = getattr(element, "graph_element", element)
+        if not isinstance(element, Tensor | Operation):
+            raise TypeError(f"{element!r} is no tensor, operation or variable of a graph.")
+        if element.graph is not self:
+            raise ValueError(f"{element!r} belongs to another graph.")
+        return element
+
+    # Collections: lists under a name.
+
+    def add_to_collection(self, name: str, value: Any) -> None:
+        """Append a value to the list of a name."""
+        self._collections.setdefault(name, []).append(value)
+
+    def get_collection(self, name: str, scope: str | None = None) -> list[Any]:
+        """Return a copy of the list of a name, or of its values whose names begin with `scope`."""
+        found = self._collections.get(name, [])
+        return [one for one in found if not scope or getattr(one, "name", "").startswith(scope)]
+
+    def get_collection_ref(self, name: str) -> list[Any]:
+        """Return the list of a name itself."""
+        return self._collections.setdefault(name, [])
+
+    def _scope(self, kind: str, default: Any) -> Any:
+        return getattr(self._local, kind, default)
+
+    @contextlib.contextmanager
+    def _scoped(self, kind: str, value: Any) -> Iterator[None]:
+        before = getattr(self._local, kind, None)
+        setattr(self._local, kind, value)
+        try:
+            yield
+        finally:
+            if before is None:
+                delattr(self._local, kind)
+            else:
+                setattr(self._local, kind, before)
+
+    def _place(self, op: Operation) -> None:
+        """Give an operation the device that the scopes say; inner scopes count more."""
+        for scope in reversed(self._scope("devices", ())):
+            if scope is None:
+                return
+            wanted = scope(op) if callable(scope) else scope
+            op.set_device(merge_device(op.device, wanted or ""))
+
+
+def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1) -> Any:
+    """Add the operation that calls a function, and return its result or the list of its results."""
+    path = name_of(function)
+    return apply_named(path, path.rpartition(".")[2], args, kwargs, outputs)
+
+
+def apply_named(
+    function: str,
+    name: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outputs: int = 1,
+) -> Any:
+    """Add an operation of a function in the table, whose arguments contain tensors and arrays."""
+    found: list[Any] = []
+
+    def symbolic(value: Any) -> Any:
+        if isinstance(value, Tensor | np.ndarray) or hasattr(value, "graph_element"):
+            found.append(value)
+            return Input(len(found) - 1)
+        if isinstance(value, list | tuple):
+            return [*map(symbolic, value)] if type(value) is list else (*map(symbolic, value),)
+        if isinstance(value, slice):
+            return slice(*map(symbolic, (value.start, value.stop, value.step)))
+        return value
+
+    template = call_template([*map(symbolic, args)], {k: symbolic(v) for k, v in kwargs.items()})
+    op = _graph_of(found).add(function, found, name=name, outputs=outputs, call=template)
+    return op.outputs[0] if outputs == 1 else op.outputs
+
+
+def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
+    """Return a value as a tensor: a tensor or a variable as it is, anything else as a constant."""
+    element = getattr(value, "graph_element", value)
+    if isinstance(element, Tensor):
+        return element
+    array = np.asarray(value, dtype)
+    op = get_default_graph().add("constant", name=name, value=array)
+    tensor = op.outputs[0]
+    tensor.dtype, tensor.shape = array.dtype, array.shape
+    return tensor
+
+
+def _graph_of(values: Sequence[Any]) -> Graph:
+    """Return the graph for an operation: that of its inputs, or one that is traced around it."""
+    graph = get_default_graph()
+    for value in values:
+        element = getattr(value, "graph_element", value)
+        if isinstance(element, Tensor) and not graph.encloses(element.graph):
+            return element.graph
+    return graph
+
+
+def _operation(value: Any) -> Operation:
+    element = getattr(value, "op", getattr(value, "graph_element", value))
+    if not isinstance(element, Operation):
+        raise TypeError(f"{value!r} is no operation, tensor or variable of a graph.")
+    return element
+
+
+def refuse_writing(what: str) -> NoReturn:
+    """Raise the error for code that would change a tensor in place."""
+    raise TypeError(f"{what} on a tensor of a graph, which is read-only: compute a new tensor.")
+
+
+def _source() -> str:
+    """Return the line of the user's program that is now running."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Stacks(threading.local):
+    """The default graphs and sessions of a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self.sessions: list[Any] = []
+
+
+_stacks = _Stacks()
+_global = [Graph()]
+
+
+def get_default_graph() -> Graph:
+    """Return the graph to which new operations go: that of the innermost `Graph.as_default`."""
+    return _stacks.graphs[-1] if _stacks.graphs else _global[-1]
+
+
+def in_default_of_a_block() -> bool:
+    """Return True inside of `Graph.as_default`."""
+    return bool(_stacks.graphs)
+
+
+def reset_default_graph() -> None:
+    """Start with an empty default graph, unless a `Graph.as_default` is open."""
+    if _stacks.graphs:
+        raise RuntimeError("reset_default_graph cannot be called inside Graph.as_default.")
+    _global[-1] = Graph()
+
+
+@contextlib.contextmanager
+def as_default_session(session: Any) -> Iterator[Any]:
+    """Return a context manager in which `Tensor.eval` and `Operation.run` use a session."""
+    _stacks.sessions.append(session)
+    try:
+        yield session
+    finally:
+        _stacks.sessions.remove(session)
+
+
+def default_session() -> Any:
+    """Return the innermost session that is a context manager now."""
+    if not _stacks.sessions:
+        raise InvalidArgumentError(
+            "there is no default session: write `with Session():`, or pass session=."
+        )
+    return _stacks.sessions[-1]

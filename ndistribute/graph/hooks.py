@@ -1,0 +1,442 @@
+"""Hooks of `MonitoredTrainingSession`: what is done before and after each run of a training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ndistribute.event_files import scalar
+from ndistribute.graph.graph import get_default_graph
+from ndistribute.graph.saver import Saver
+from ndistribute.graph.summary import FileWriter
+from ndistribute.graph.variables import GLOBAL_STEP, Variable
+
+__all__ = [
+    "CheckpointSaverHook",
+    "CheckpointSaverListener",
+    "FinalOpsHook",
+    "GlobalStepWaiterHook",
+    "LoggingTensorHook",
+    "NanLossDuringTrainingError",
+    "NanTensorHook",
+    "SessionRunArgs",
+    "SessionRunContext",
+    "SessionRunHook",
+    "SessionRunValues",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummarySaverHook",
+]
+
+_log = logging.getLogger("ndistribute")
+
+
+class SessionRunArgs(NamedTuple):
+    """What a hook adds to a run."""
+
+    fetches: Any
+    feed_dict: Mapping[Any, Any] | None = None
+
+
+class SessionRunValues(NamedTuple):
+    """What a run returned for the fetches of a hook."""
+
+    results: Any
+
+
+class SessionRunContext:
+    """What a hook knows of a run, and its way to end the training.
+
+    Attributes:
+        original_args: the `SessionRunArgs` of the program.
+        session: the session.
+        stop_requested: whether a hook has called `request_stop`.
+    """
+
+    def __init__(self, original_args: SessionRunArgs, session: Any) -> None:
+        self.original_args, self.session = original_args, session
+        self.stop_requested = False
+
+    def request_stop(self) -> None:
+        """Make `should_stop` of the session return True."""
+        self.stop_requested = True
+
+
+class SessionRunHook:
+    """The base class of hooks, whose methods do nothing."""
+
+    def begin(self) -> None:
+        """Called once before the session exists; operations can still be added to the graph."""
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Called with each new session, also with one after a recovery."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Called before each run; returns what to fetch and feed besides."""
+        return None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Called after each run with the values that `before_run` asked for."""
+
+    def end(self, session: Any) -> None:
+        """Called once at the end, unless the training failed."""
+
+
+def global_step_of_graph() -> Variable:
+    """Return the variable that counts the steps.
+
+    Raises:
+        RuntimeError: the graph has none.
+    """
+    found = get_default_graph().get_collection(GLOBAL_STEP)
+    if not found:
+        raise RuntimeError(
+            "the graph has no global step: call get_or_create_global_step() and pass it to "
+            "minimize(..., global_step)."
+        )
+    return found[0]  # type: ignore[no-any-return]
+
+
+class Timer:
+    """Tells when so many steps or seconds have passed since the last time."""
+
+    def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
+        if (steps is None) == (seconds is None):
+            raise ValueError("give either a number of steps or a number of seconds.")
+        self._steps, self._seconds = steps, seconds
+        self.last_step: int | None = None
+        self.last_time = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Return True at the first step, and when the time has come."""
+        if self.last_step is None:
+            return True
+        if self._steps is not None:
+            return step >= self.last_step + self._steps
+        return time.monotonic() >= self.last_time + (self._seconds or 0.0)
+
+    def mark(self, step: int) -> tuple[int, float]:
+        """Start again at a step; return the steps and seconds since the last time."""
+        now = time.monotonic()
+        passed = step - (self.last_step if self.last_step is not None else step)
+        elapsed = now - self.last_time
+        self.last_step, self.last_time = step, now
+        return passed, elapsed
+
+
+class StopAtStepHook(SessionRunHook):
+    """Stops at a global step, or after so many more.
+
+    Args:
+        num_steps: the number of steps from the start of this session.
+        last_step: the global step to stop at; give one of the two.
+    """
+
+    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise ValueError("StopAtStepHook needs either num_steps or last_step.")
+        self._more, self._last = num_steps, last_step
+
+    def begin(self) -> None:
+        self._step = global_step_of_graph()
+        # A worker must not begin a step for which others that have stopped do not come.
+        operations = get_default_graph().get_operations()
+        self._is_together = any(op.type == "await_aggregate" for op in operations)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        step = int(session.run(self._step))
+        if self._last is None:
+            self._last = step + (self._more or 0)
+        if step >= self._last:  # Others have reached it: a worker that starts late makes no step.
+            coord.request_stop()
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self._step)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        last = self._last or 0
+        # The step was read before, or while, it was incremented.
+        is_near = self._is_together or run_values.results + 1 >= last
+        if is_near and run_context.session.run(self._step) >= last:
+            run_context.request_stop()
+
+
+class CheckpointSaverListener:
+    """The base class of what is told of checkpoints, whose methods do nothing."""
+
+    def begin(self) -> None:
+        """Called once before the session exists; operations can still be added to the graph."""
+
+    def before_save(self, session: Any, global_step_value: int) -> None:
+        """Called before each checkpoint is written."""
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        """Called after each checkpoint is written."""
+
+    def end(self, session: Any, global_step_value: int) -> None:
+        """Called once at the end, unless the training failed."""
+
+
+class CheckpointSaverHook(SessionRunHook):
+    """Saves checkpoints: at the start, every so many steps or seconds, and at the end.
+
+    Args:
+        checkpoint_dir: the folder.
+        save_secs: the seconds between checkpoints.
+        save_steps: the steps between checkpoints; give one of the two.
+        saver: what saves; None: that of the scaffold.
+        checkpoint_basename: the beginning of their names.
+        scaffold: has the saver.
+        listeners: what is told of the checkpoints.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        saver: Saver | None = None,
+        checkpoint_basename: str = "model.ckpt",
+        scaffold: Any = None,
+        listeners: Sequence[CheckpointSaverListener] | None = None,
+    ) -> None:
+        self._timer = Timer(save_steps, save_secs)
+        self._saver, self._scaffold = saver, scaffold
+        self._listeners = list(listeners or ())
+        self._path = Path(checkpoint_dir) / checkpoint_basename
+
+    def begin(self) -> None:
+        self._step = global_step_of_graph()
+        for one in self._listeners:
+            one.begin()
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        self._save(session, int(session.run(self._step)))
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self._step)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self._timer.is_due(int(run_values.results) + 1):
+            step = int(run_context.session.run(self._step))
+            if self._timer.is_due(step):
+                self._save(run_context.session, step)
+
+    def end(self, session: Any) -> None:
+        step = int(session.run(self._step))
+        if step != self._timer.last_step:
+            self._save(session, step)
+        for one in self._listeners:
+            one.end(session, step)
+
+    def _save(self, session: Any, step: int) -> None:
+        self._timer.mark(step)
+        for one in self._listeners:
+            one.before_save(session, step)
+        (self._saver or self._scaffold.saver).save(session, self._path, step)
+        for one in self._listeners:
+            one.after_save(session, step)
+
+
+class WritingHook(SessionRunHook):
+    """The base class of hooks that write an event file."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None, writer: FileWriter | None) -> None:
+        self._folder, self._writer = folder, writer
+
+    def begin(self) -> None:
+        self._step = global_step_of_graph()
+        if self._writer is None and self._folder is not None:
+            self._writer = FileWriter(self._folder)
+
+    def end(self, session: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; also called if the training failed."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class SummarySaverHook(WritingHook):
+    """Writes summaries every so many steps or seconds.
+
+    Args:
+        save_steps: the steps between summaries.
+        save_secs: the seconds between summaries; give one of the two.
+        output_dir: the folder of the event file.
+        summary_writer: what writes, in place of a new writer for `output_dir`.
+        scaffold: has the operation.
+        summary_op: the operation; None: that of the scaffold.
+    """
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        summary_writer: FileWriter | None = None,
+        scaffold: Any = None,
+        summary_op: Any = None,
+    ) -> None:
+        self._timer = Timer(save_steps, save_secs)
+        super().__init__(output_dir, summary_writer)
+        self._scaffold, self._op = scaffold, summary_op
+        self._next = 0  # The step that the next run makes, as far as is known.
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        op = self._op if self._op is not None else getattr(self._scaffold, "summary_op", None)
+        self._asked = op is not None and self._timer.is_due(self._next)
+        return SessionRunArgs({"step": self._step, **({"summary": op} if self._asked else {})})
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        step = int(run_values.results["step"]) + 1  # It was read before it was incremented.
+        self._next = step + 1
+        if self._asked and self._writer is not None:
+            self._timer.mark(step)
+            self._writer.add_summary(run_values.results["summary"], step)
+
+
+class StepCounterHook(WritingHook):
+    """Writes and logs how many steps are made in a second.
+
+    Args:
+        every_n_steps: the steps between reports.
+        every_n_secs: the seconds between reports; give one of the two.
+        output_dir: the folder of the event file; None: only log.
+        summary_writer: what writes, in place of a new writer for `output_dir`.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = 100,
+        every_n_secs: float | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        summary_writer: FileWriter | None = None,
+    ) -> None:
+        self._timer = Timer(None if every_n_secs is not None else every_n_steps, every_n_secs)
+        super().__init__(output_dir, summary_writer)
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self._step)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        step = int(run_values.results) + 1
+        first = self._timer.last_step is None
+        if not self._timer.is_due(step):
+            return
+        steps, seconds = self._timer.mark(step)
+        if first or seconds <= 0:
+            return
+        rate = steps / seconds
+        _log.info("global_step/sec: %g", rate)
+        if self._writer is not None:
+            self._writer.add_summary(scalar("global_step/sec", rate), step)
+
+
+class LoggingTensorHook(SessionRunHook):
+    """Logs the values of tensors every so many runs or seconds.
+
+    Args:
+        tensors: a mapping of labels to tensors or their names, or a list of them.
+        every_n_iter: the runs between lines.
+        every_n_secs: the seconds between lines.
+        at_end: whether to log at the end, too.
+        formatter: makes the line from a dict of values; None: ``label = value`` for each.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any] | Sequence[Any],
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
+        if not isinstance(tensors, Mapping):
+            tensors = {getattr(one, "name", str(one)): one for one in tensors}
+        self._tensors, self._formatter, self._at_end = dict(tensors), formatter, at_end
+        alone = at_end and every_n_iter is None and every_n_secs is None
+        self._timer = None if alone else Timer(every_n_iter, every_n_secs)
+        self._runs = 0
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._asked = self._timer is not None and self._timer.is_due(self._runs)
+        return SessionRunArgs(self._tensors) if self._asked else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self._asked and self._timer is not None:
+            self._timer.mark(self._runs)
+            self._tell(run_values.results)
+        self._runs += 1
+
+    def end(self, session: Any) -> None:
+        if self._at_end:
+            self._tell(session.run(self._tensors))
+
+    def _tell(self, values: dict[str, Any]) -> None:
+        plain = ", ".join(f"{name} = {value}" for name, value in values.items())
+        _log.info("%s", self._formatter(values) if self._formatter else plain)
+
+
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss is not a number any more."""
+
+
+class NanTensorHook(SessionRunHook):
+    """Ends the training when a loss is not a number.
+
+    Args:
+        loss_tensor: the loss.
+        fail_on_nan_loss: whether to raise, or only to stop.
+    """
+
+    def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True) -> None:
+        self._loss, self._fails = loss_tensor, fail_on_nan_loss
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self._loss)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if not math.isnan(float(np.asarray(run_values.results).sum())):
+            return
+        if self._fails:
+            raise NanLossDuringTrainingError(
+                "the loss is not a number: lower the learning rate, or check the data."
+            )
+        _log.warning("the loss is not a number: the training ends")
+        run_context.request_stop()
+
+
+class FinalOpsHook(SessionRunHook):
+    """Runs operations at the end, and keeps their values as `final_ops_values`."""
+
+    def __init__(self, final_ops: Any, final_ops_feed_dict: Any = None) -> None:
+        self._ops, self._feeds = final_ops, final_ops_feed_dict
+        self.final_ops_values: Any = None
+
+    def end(self, session: Any) -> None:
+        self.final_ops_values = session.run(self._ops, self._feeds)
+
+
+class GlobalStepWaiterHook(SessionRunHook):
+    """Delays the first run until the global step has reached a number."""
+
+    def __init__(self, wait_until_step: int) -> None:
+        self._wait_until = wait_until_step
+        self._waited = wait_until_step <= 0
+
+    def begin(self) -> None:
+        self._step = global_step_of_graph()
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        while not self._waited and run_context.session.run(self._step) < self._wait_until:
+            time.sleep(0.5)
+        self._waited = True

@@ -1,0 +1,454 @@
+"""Operations that are more than a function: variables, control flow, random numbers, gradients.
+
+A kernel gets the step, its node and the values of its inputs, and returns the value of its output,
+or a list if it has another number of outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute import event_files
+from ndistribute.autodiff import GradientTape
+from ndistribute.autodiff.tracked import Tracked, is_differentiable, stop_gradient, untrack
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.devices import as_array, to_host
+from ndistribute.errors import FailedPreconditionError, InvalidArgumentError
+from ndistribute.graph.step import Node, SharedVariable, Step, read_only
+from ndistribute.update_rules import rule_named, update_rows, update_whole
+
+__all__ = ["KERNELS", "kernel", "run_taped"]
+
+Kernel = Callable[[Step, Node, Sequence[Any]], Any]
+
+KERNELS: dict[str, Kernel] = {}
+"""The kernels by the type of their operations."""
+
+
+def kernel(name: str) -> Callable[[Kernel], Kernel]:
+    """Return a decorator that makes a function the kernel of an operation type."""
+
+    def add(function: Kernel) -> Kernel:
+        KERNELS[name] = function
+        return function
+
+    return add
+
+
+@kernel("placeholder")
+def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    raise InvalidArgumentError(
+        f"placeholder {node.name!r} has no value: add it to feed_dict of this run."
+    )
+
+
+@kernel("constant")
+def _constant(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return node.constant
+
+
+@kernel("identity")
+def _identity(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return inputs[0]
+
+
+@kernel("stop_gradient")
+def _stop_gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return stop_gradient(inputs[0])
+
+
+@kernel("group")
+def _group(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
+    return []
+
+
+@kernel("variable")
+def _variable(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
+    return []
+
+
+@kernel("read")
+def _read(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return _initialized(step.resources.variable(node.attributes["variable"]), node)
+
+
+@kernel("initialized_value")
+def _initialized_value(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    value = step.resources.variable(node.attributes["variable"]).read()
+    return inputs[0] if value is None else value
+
+
+@kernel("is_initialized")
+def _is_initialized(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return np.bool_(step.resources.variable(node.attributes["variable"]).array is not None)
+
+
+@kernel("assign")
+def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    variable = step.resources.variable(node.attributes["variable"])
+    dtype, shape = node.attributes.get("dtype"), node.attributes.get("shape")
+    value = as_array(inputs[0])
+    if dtype is not None and value.dtype.kind not in "USO":
+        value = value.astype(dtype, copy=False)
+    if shape is not None and value.shape != tuple(shape):
+        raise InvalidArgumentError(
+            f"variable {node.attributes['variable']!r} has shape {tuple(shape)}, and the value to "
+            f"assign {value.shape}: they must be the same."
+        )
+    with variable.lock:
+        variable.array = value.copy()  # The program may change what it fed.
+    return value
+
+
+@kernel("assign_add")
+def _assign_add(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return _changed(step, node, np.add, inputs[0])
+
+
+@kernel("assign_max")
+def _assign_max(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return _changed(step, node, np.maximum, inputs[0])
+
+
+@kernel("assign_sub")
+def _assign_sub(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return _changed(step, node, np.subtract, inputs[0])
+
+
+def _changed(step: Step, node: Node, change: Callable[[Any, Any], Any], by: Any) -> Any:
+    variable = step.resources.variable(node.attributes["variable"])
+    with variable.lock:
+        old = _initialized(variable, node)
+        if isinstance(by, IndexedSlices):
+            new = old.copy()
+            (np.add if change is np.add else np.subtract).at(new, by.indices, by.values)
+        else:
+            new = as_array(change(old, by)).astype(old.dtype, copy=False)
+            if new.shape != old.shape:
+                raise InvalidArgumentError(
+                    f"variable {node.attributes['variable']!r} has shape {old.shape}, and the "
+                    f"change {np.shape(by)}: they must be the same."
+                )
+        variable.array = new
+        return read_only(new)
+
+
+def _initialized(variable: SharedVariable, node: Node) -> Any:
+    value = variable.read()
+    if value is None:
+        raise without_value(node.attributes["variable"])
+    return value
+
+
+def without_value(name: str) -> FailedPreconditionError:
+    """Return the error for the use of a variable that has no value."""
+    return FailedPreconditionError(
+        f"variable {name!r} has no value: run global_variables_initializer(), or restore a "
+        "checkpoint, before you use it."
+    )
+
+
+@kernel("send")
+def _send(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
+    value = inputs[0] if inputs else None
+    step.send(node.attributes["to"], node.attributes["key"], value)
+    return []
+
+
+@kernel("recv")
+def _recv(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    raise InvalidArgumentError(f"{node.name!r} waits for another task inside control flow.")
+
+
+@kernel("apply_rule")
+def _apply_rule(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
+    """Update a variable and its slots by a gradient and a learning rate."""
+    _update(step, node.attributes, inputs[0], inputs[1])
+    return []
+
+
+def _update(step: Step, options: dict[str, Any], gradient: Any, learning_rate: Any) -> None:
+    rule = rule_named(options["rule"], options["hyperparameters"])
+    names = [options["variable"], *options["slots"]]
+    shared = [step.resources.variable(name) for name in names]
+    with contextlib.ExitStack() as locks:
+        # In one order everywhere, so that steps cannot block each other.
+        for name in sorted(names):
+            locks.enter_context(step.resources.variable(name).lock)
+        for variable, name in zip(shared, names, strict=True):
+            if variable.array is None:
+                raise without_value(name)
+        shape = shared[0].array.shape
+        dense_shape = getattr(gradient, "dense_shape", None) or gradient.shape
+        if tuple(dense_shape) != shape:
+            raise InvalidArgumentError(
+                f"the gradient of variable {names[0]!r} has shape {tuple(dense_shape)}, the "
+                f"variable {shape}: they must be the same."
+            )
+        rate = rule.rate(_counted(step, options["count"]), float(learning_rate))
+        arrays = [variable.writable() for variable in shared]
+        if isinstance(gradient, IndexedSlices) and rule.rows_alone:
+            rows = gradient.summed()
+            update_rows(rule, arrays, rows.values, rows.indices, rate)
+        else:
+            update_whole(rule, arrays, _dense(gradient), rate)
+
+
+class _Aggregate:
+    """The gradients of one step of a variable that several workers update together."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.step: int | None = None  # The step to collect for; None: that of the first gradient.
+        self.round = 0  # The number of steps begun, also again.
+        self.gradients: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Drop what was collected, collect for a step, and let those go on who wait."""
+        self.step, self.gradients = step, []
+        self.round += 1
+        self.changed.notify_all()
+
+
+@kernel("aggregate")
+def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Add a worker's gradient to those of its step; the last one that is needed updates.
+
+    The result is the round for whose end `await_aggregate` waits, 0 for a gradient that is dropped.
+    A worker that is ahead because an earlier step was restored contributes to that step: else it
+    would wait for others in one task, and they for it in another.
+    """
+    gradient, stamp, learning_rate = inputs
+    options = node.attributes
+    aggregate = step.resources.get("aggregate", options["variable"], _Aggregate)
+    with aggregate.changed:
+        if aggregate.step is None:
+            aggregate.begin(int(stamp))
+        current = aggregate.step or 0
+        if stamp < current:
+            return np.int64(0)  # The others have made this step already.
+        contributed = aggregate.round
+        aggregate.gradients.append(gradient)
+        if len(aggregate.gradients) >= options["replicas"]:
+            try:
+                _update(step, options, _mean(aggregate.gradients), learning_rate)
+            finally:
+                aggregate.begin(current + 1)
+        return np.int64(contributed)
+
+
+@kernel("await_aggregate")
+def _await_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Wait for the end of the round of a worker's gradient, and return the step of the next."""
+    aggregate = step.resources.get("aggregate", node.attributes["variable"], _Aggregate)
+
+    def wake() -> None:
+        with aggregate.changed:
+            aggregate.changed.notify_all()
+
+    step.on_abort.append(wake)
+    with aggregate.changed:
+        aggregate.changed.wait_for(lambda: aggregate.round != inputs[0] or step.error is not None)
+        step.check()
+        return np.int64(aggregate.step or 0)
+
+
+@kernel("restart_aggregate")
+def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
+    """Collect anew for a step that was restored."""
+    aggregate = step.resources.get("aggregate", node.attributes["variable"], _Aggregate)
+    with aggregate.changed:
+        aggregate.begin(int(inputs[0]))
+    return []
+
+
+@kernel("local_step")
+def _local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Return the step that a session has reached, which its variables have reached at least."""
+    kept = step.resources.get("local step", f"{step.session}/{node.name}", lambda: [inputs[0]])
+    return min(kept[0], inputs[0])  # A restored step is the lower one.
+
+
+@kernel("keep_local_step")
+def _keep_local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    name = f"{step.session}/{node.attributes['of']}"
+    step.resources.get("local step", name, lambda: [0])[0] = inputs[0]
+    return inputs[0]
+
+
+def _mean(gradients: Sequence[Any]) -> Any:
+    total = _total(gradients)
+    if isinstance(total, IndexedSlices):
+        return IndexedSlices(total.values / len(gradients), total.indices, total.dense_shape)
+    return total / len(gradients)
+
+
+def _counted(step: Step, name: str | None) -> int:
+    """Return the number of this update, which a variable counts if the rule needs it."""
+    if name is None:
+        return 1
+    count = step.resources.variable(name)
+    if count.array is None:
+        raise without_value(name)
+    count.array = count.array + np.int64(1)
+    return int(count.array)
+
+
+@kernel("cond")
+def _cond(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    taken, other = node.bodies
+    results = (taken if inputs[0] else other).run(step, inputs[1:])
+    return results[0] if node.outputs == 1 else results
+
+
+@kernel("while")
+def _while(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    condition, body = node.bodies
+    loop, captured = list(inputs[: node.outputs]), list(inputs[node.outputs :])
+    left = node.attributes.get("maximum_iterations")
+    while (left is None or left > 0) and condition.run(step, [*loop, *captured])[0]:
+        loop = body.run(step, [*loop, *captured])
+        left = None if left is None else left - 1
+        step.check()
+    return loop[0] if node.outputs == 1 else loop
+
+
+@kernel("py_function")
+def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    function = step.functions.get(node.attributes["function"])
+    if function is None:
+        raise InvalidArgumentError(
+            f"{node.name!r} calls a Python function, which exists in the client's process alone: "
+            "run it in a session without a target, and feed its result."
+        )
+    result = function(*inputs)
+    if node.outputs == 1:
+        return as_array(result)
+    return [as_array(one) for one in (result if node.outputs else ())]
+
+
+@kernel("random")
+def _random(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    options = node.attributes
+    where = f"{step.session}/{node.name}"
+    generator = step.resources.get(
+        "generator", where, lambda: np.random.Generator(np.random.PCG64(options["seed"]))
+    )
+    shape = tuple(int(n) for n in to_host(inputs[0]).reshape(-1))
+    low, high, dtype = options["low"], options["high"], np.dtype(options["dtype"])
+    with step.resources.get("generator lock", where, threading.Lock):
+        if options["distribution"] == "normal":
+            return (low + high * generator.standard_normal(shape)).astype(dtype)
+        if options["distribution"] == "truncated_normal":
+            return (low + high * _truncated(generator, shape)).astype(dtype)
+        if dtype.kind in "iu":
+            return generator.integers(low, high, shape, dtype)
+        return (low + (high - low) * generator.random(shape)).astype(dtype)
+
+
+def _truncated(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    """Return normal numbers of at most two standard deviations; others are drawn again."""
+    drawn = generator.standard_normal(shape)
+    while (outside := np.abs(drawn) > 2).any():
+        drawn[outside] = generator.standard_normal(int(outside.sum()))
+    return drawn
+
+
+def run_taped(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Run a node whose gradient is an operation of the same step, and keep the tape for it."""
+    several = node.gradients > 1
+    with GradientTape(persistent=several, watch_accessed_variables=False) as tape:
+        watched = [
+            tape.watch(one) if hasattr(one, "dtype") and is_differentiable(one) else one
+            for one in inputs
+        ]
+        result = node.compute(step, watched)
+    step.tapes[node.name] = tape, watched, result, several
+    return untrack(result)
+
+
+@kernel("gradient")
+def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Return the gradients of an operation's inputs from those of its outputs."""
+    tape, watched, result, several = step.tapes[node.attributes["of"]]
+    if not several:  # No other gradient needs it, nor the values that it holds.
+        del step.tapes[node.attributes["of"]]
+    wanted = [watched[k] for k in node.attributes["inputs"]]
+    results = [result] if node.attributes["outputs"] == 1 else list(result)
+    given = iter(inputs)
+    seeds = [next(given) if there else None for there in node.attributes["upstream"]]
+    pairs = [
+        (target, _dense(seed))
+        for target, seed in zip(results, seeds, strict=True)
+        if seed is not None and isinstance(target, Tracked)
+    ]
+    sources = [one for one in wanted if isinstance(one, Tracked)]
+    found: list[Any] = []
+    if pairs and sources:
+        targets, upstream = map(list, zip(*pairs, strict=True))
+        found = tape.gradient(targets, sources, "zero", output_gradients=upstream)
+    by_source = iter(found if found else [np.zeros_like(one.value) for one in sources])
+    gradients = [
+        next(by_source) if isinstance(one, Tracked) else np.zeros(np.shape(one)) for one in wanted
+    ]
+    return gradients[0] if node.outputs == 1 else gradients
+
+
+def _dense(gradient: Any) -> Any:
+    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
+
+
+@kernel("add_gradients")
+def _add_gradients(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return _total(inputs)
+
+
+def _total(gradients: Sequence[Any]) -> Any:
+    """Return the sum of gradients: rows, if all are rows."""
+    if all(isinstance(one, IndexedSlices) for one in gradients):
+        values = np.concatenate([one.values for one in gradients])
+        indices = np.concatenate([one.indices for one in gradients])
+        return IndexedSlices(values, indices, gradients[0].dense_shape)
+    total = _dense(gradients[0])
+    for one in gradients[1:]:
+        total = total + _dense(one)
+    return total
+
+
+@kernel("summary")
+def _summary(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    tag, kind, value = node.attributes["tag"], node.attributes["kind"], to_host(inputs[0])
+    if kind == "scalar":
+        return _bytes(event_files.scalar(tag, float(value)))
+    if kind == "histogram":
+        return _bytes(event_files.histogram(tag, value))
+    pictures = value[: node.attributes["most"]]
+    return _bytes(
+        b"".join(
+            event_files.image(f"{tag}/image/{k}", _pixels(one)) for k, one in enumerate(pictures)
+        )
+    )
+
+
+@kernel("merge_summaries")
+def _merge_summaries(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    return _bytes(b"".join(one.item() for one in inputs))
+
+
+def _bytes(value: bytes) -> Any:
+    return np.array(value, object)
+
+
+def _pixels(picture: Any) -> Any:
+    """Return a picture as bytes; floats are scaled to their range, as TensorFlow does."""
+    if picture.dtype == np.uint8:
+        return picture
+    least, most = float(picture.min()), float(picture.max())
+    if least >= 0:
+        return (picture * (255.0 / (most or 1.0))).astype(np.uint8)
+    return (picture * (127.0 / max(-least, most)) + 128.0).astype(np.uint8)

@@ -1,0 +1,194 @@
+"""Calls to the servers of tasks, each on a connection of its own while it lasts.
+
+A step must not run twice, so a call is never sent again: a lost connection is an error at once. A
+server answers the calls of a connection one after another; calls at the same time use several.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import weakref
+from typing import Any
+
+from ndistribute.errors import DistributeError, InvalidArgumentError, UnavailableError
+from ndistribute.graph.messages import Reply
+from ndistribute.transport.codec import Decoder, MalformedError
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect
+from ndistribute.transport.handshake import Hello
+from ndistribute.transport.rpc import Failed
+from ndistribute.transport.secret import Credentials
+
+__all__ = ["PURPOSE", "Lanes", "Pending"]
+
+PURPOSE = "graph"
+_CONNECT_SECONDS = 10.0
+_replies: Decoder[Any] = Decoder(Reply | Failed)
+_open: weakref.WeakSet[Lanes] = weakref.WeakSet()
+
+
+class Pending:
+    """A call without a reply yet; it has a connection for itself."""
+
+    def __init__(self, lanes: Lanes, address: str, connection: Connection) -> None:
+        self._lanes, self._address, self._connection = lanes, address, connection
+        self._reply: Any = None
+        self.instance: str = connection.peer.instance
+        """Which start of the server got the call."""
+
+    def result(self, until: float = float("inf")) -> Any:
+        """Return the reply, or None if it has not arrived by `until`.
+
+        Raises:
+            InvalidArgumentError: the reply is malformed.
+            UnavailableError: the connection is lost.
+        """
+        if self._reply is None:
+            try:
+                _, self._reply = self._connection.receive(until=until)
+            except TimeoutError:
+                return None
+            except ConnectionLostError as error:
+                self.cancel()
+                raise _unavailable(self._address, error) from error
+            except MalformedError as error:
+                self.cancel()
+                raise InvalidArgumentError(f"the reply of {self._address}: {error}") from error
+            self._lanes.give_back(self._address, self._connection)
+        return self._reply
+
+    def cancel(self) -> None:
+        """Give up the call and its connection."""
+        if self._reply is None:
+            self._connection.abort("the call was given up.")
+            self._connection.close()
+
+
+class Lanes:
+    """The connections of one client to servers: idle ones for the next call, and those in use.
+
+    Args:
+        credentials: the secret of the job.
+        name: the name of this client, ``task#random``.
+    """
+
+    def __init__(self, credentials: Credentials, name: str) -> None:
+        self._credentials = credentials
+        self._hello = Hello(name=name, purpose=PURPOSE)
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[Connection]] = {}
+        self._one_way: dict[str, Connection] = {}
+        self._closed = False
+        _open.add(self)
+
+    def start(self, address: str, request: Any) -> Pending:
+        """Send a request whose reply the caller will wait for.
+
+        Raises:
+            UnavailableError: the server cannot be reached.
+        """
+        while True:
+            with self._lock:
+                idle = self._idle.get(address)
+                connection = idle.pop() if idle else None
+            fresh = connection is None
+            try:
+                if connection is None:
+                    connection = self._connected(address)
+                else:
+                    _check_open(connection)
+                connection.send(request)
+            except (ConnectionLostError, TimeoutError) as error:
+                if connection is not None:
+                    connection.close()
+                if fresh:
+                    raise _unavailable(address, error) from error
+                continue  # An idle connection broke meanwhile, and nothing was executed.
+            except BaseException:
+                if connection is not None:
+                    connection.close()
+                raise
+            return Pending(self, address, connection)
+
+    def call(self, address: str, request: Any, timeout: float = float("inf")) -> Any:
+        """Return the reply to a request.
+
+        Raises:
+            UnavailableError: the server cannot be reached, or does not answer in time.
+        """
+        pending = self.start(address, request)
+        reply = pending.result(time.monotonic() + timeout)
+        if reply is None:
+            pending.cancel()
+            raise UnavailableError(f"the server at {address} did not answer within {timeout:g} s.")
+        return reply
+
+    def tell(self, address: str, request: Any) -> None:
+        """Send a request that has no reply; those to a server arrive in order.
+
+        Raises:
+            UnavailableError: the server cannot be reached.
+        """
+        try:
+            with self._lock:
+                connection = self._one_way.get(address)
+            if connection is not None and connection.is_open:
+                with contextlib.suppress(ConnectionLostError):
+                    _check_open(connection)
+            if connection is None or not connection.is_open:
+                made = self._connected(address)
+                with self._lock:
+                    current = self._one_way.get(address)
+                    if current is None or not current.is_open:
+                        current = self._one_way[address] = made
+                connection = current
+                if made is not connection:
+                    made.close()
+            connection.send(request)
+        except (ConnectionLostError, TimeoutError) as error:
+            raise _unavailable(address, error) from error
+
+    def give_back(self, address: str, connection: Connection) -> None:
+        """Keep a connection for the next call."""
+        with self._lock:
+            if not self._closed:
+                self._idle.setdefault(address, []).append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Say good-bye to all servers; a second call does nothing."""
+        with self._lock:
+            self._closed = True
+            connections = [one for idle in self._idle.values() for one in idle]
+            connections += self._one_way.values()
+            self._idle, self._one_way = {}, {}
+        for connection in connections:
+            with contextlib.suppress(OSError, DistributeError):
+                connection.close()
+
+    def _connected(self, address: str) -> Connection:
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        return connect(address, self._credentials, self._hello, _replies, deadline=deadline)
+
+
+def _check_open(connection: Connection) -> None:
+    """Raise an error if the server has ended: over TCP, a first message to it would be lost."""
+    with contextlib.suppress(TimeoutError):
+        connection.receive(until=0.0)
+
+
+def _unavailable(address: str, error: BaseException) -> UnavailableError:
+    return UnavailableError(
+        f"the server at {address} cannot be reached: {str(error).rstrip('.')}. A new session can "
+        "go on once it is back."
+    )
+
+
+@atexit.register
+def _close_all() -> None:
+    # A process that ends without a good-bye counts as one that died.
+    for lanes in list(_open):
+        lanes.close()

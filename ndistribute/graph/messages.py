@@ -1,0 +1,121 @@
+"""The messages of graph programs: from clients to a master, from it to tasks, and between tasks."""
+
+from __future__ import annotations
+
+from ndistribute import errors
+from ndistribute.graph.definition import OperationDef, Value
+from ndistribute.transport.codec import Record
+
+# From a client to the server of its target, the master of its session.
+
+
+class Run(Record, frozen=True):
+    """Run a step of a session; the reply is `Values` or a `Failure`."""
+
+    session: str
+    known: int  # The number of operations that the master has.
+    operations: tuple[OperationDef, ...]  # Those that it lacks.
+    fetches: tuple[str, ...]
+    targets: tuple[str, ...]
+    feeds: tuple[str, ...]
+    values: tuple[Value, ...]
+    timeout: float | None = None
+    soft: bool = False  # Whether to replace devices that do not exist.
+    log: bool = False  # Whether to log where operations run.
+
+
+class Close(Record, frozen=True):
+    """End a session; the reply is `Values`."""
+
+    session: str
+
+
+class Reset(Record, frozen=True):
+    """Drop the variables of all tasks, or of this task alone; the reply is `Values`."""
+
+    everywhere: bool = True
+
+
+# From a master to a task.
+
+
+class Register(Record, frozen=True):
+    """Keep a part of a graph; the reply is `Values` or a `Failure`."""
+
+    part: str
+    session: str
+    operations: tuple[OperationDef, ...]
+    feeds: tuple[str, ...]
+    fetches: tuple[str, ...]
+    soft: bool = False
+
+
+class Forget(Record, frozen=True):
+    """Drop the parts of a session; there is no reply."""
+
+    session: str
+
+
+class RunPart(Record, frozen=True):
+    """Run a part in a step; the reply is `Values` or a `Failure`."""
+
+    part: str
+    step: str
+    values: tuple[Value, ...]
+
+
+class Failure(Record, frozen=True):
+    """Why a step failed, and where."""
+
+    kind: str  # The name of an error's class.
+    message: str
+    op: str | None = None
+    task: str | None = None
+
+
+class Abort(Record, frozen=True):
+    """End a step that failed in another task; there is no reply."""
+
+    step: str
+    failure: Failure
+
+
+# Between tasks.
+
+
+class Deliver(Record, frozen=True):
+    """A value that a task computed for another one; there is no reply."""
+
+    step: str
+    key: str
+    value: Value
+
+
+class Values(Record, frozen=True):
+    """The values of the fetches."""
+
+    values: tuple[Value, ...] = ()
+
+
+Request = Run | Close | Reset | Register | Forget | RunPart | Abort | Deliver
+Reply = Values | Failure
+
+
+def failure_of(error: BaseException, task: str) -> Failure:
+    """Return an error as a message; `task` is where it happened, unless the error knows."""
+    if isinstance(error, errors.OperationError):
+        where = error.task or task
+        return Failure(type(error).__name__, error.message, error.op, where)
+    return Failure("InvalidArgumentError", f"{type(error).__name__}: {error}", None, task)
+
+
+def error_of(failure: Failure) -> errors.OperationError:
+    """Return the error of a message."""
+    kind = getattr(errors, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.OperationError)):
+        kind = errors.OperationError
+    where = f"{failure.task}: " if failure.task and failure.task not in failure.message else ""
+    error: errors.OperationError = kind(
+        f"{where}{failure.message}", op=failure.op, task=failure.task
+    )
+    return error

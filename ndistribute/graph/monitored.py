@@ -1,0 +1,391 @@
+"""`MonitoredTrainingSession`: it initialises or restores, calls hooks, and recovers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from ndistribute.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    OutOfRangeError,
+    UnavailableError,
+)
+from ndistribute.graph import summary
+from ndistribute.graph.coordinator import Coordinator
+from ndistribute.graph.graph import Tensor, get_default_graph
+from ndistribute.graph.hooks import (
+    CheckpointSaverHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    SummarySaverHook,
+    WritingHook,
+)
+from ndistribute.graph.saver import Saver
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import (
+    global_variables,
+    local_variables,
+    report_uninitialized_variables,
+    variables_initializer,
+)
+
+__all__ = [
+    "MonitoredTrainingSession",
+    "Scaffold",
+    "prepare_session",
+    "retried",
+    "wait_for_session",
+]
+
+T = TypeVar("T")
+_RECOVERABLE = (AbortedError, UnavailableError)
+_POLL_SECONDS = 0.2
+_SCAFFOLD = "scaffold"
+_log = logging.getLogger("ndistribute")
+
+
+class Scaffold:
+    """The operations by which a training starts, saves and reports.
+
+    Args:
+        init_op: gives variables their first values; None: that of the global variables.
+        init_feed_dict: what to feed to it.
+        init_fn: called as ``init_fn(scaffold, session)`` after it.
+        ready_op: a boolean tensor, or names of variables without a value: ready means all True,
+            or none; None: whether all variables have a value.
+        local_init_op: run by each worker; None: that of the local variables.
+        summary_op: the summary to write; None: that of all summaries.
+        saver: saves and restores; None: one for the global variables.
+    """
+
+    def __init__(
+        self,
+        init_op: Any = None,
+        init_feed_dict: Any = None,
+        init_fn: Callable[[Any, Any], None] | None = None,
+        ready_op: Any = None,
+        local_init_op: Any = None,
+        summary_op: Any = None,
+        saver: Saver | None = None,
+        **_: Any,
+    ) -> None:
+        self.init_op, self.init_feed_dict, self.init_fn = init_op, init_feed_dict, init_fn
+        self.ready_op, self.local_init_op = ready_op, local_init_op
+        self.summary_op, self.saver = summary_op, saver
+
+    def finalize(self) -> Self:
+        """Make what was not given, and the graph read-only; return the scaffold.
+
+        What a finalized graph lacks is that of its first scaffold.
+        """
+        graph = get_default_graph()
+        earlier = graph.get_collection_ref(_SCAFFOLD)
+        if earlier:
+            for name, made in vars(earlier[0]).items():
+                if getattr(self, name) is None:
+                    setattr(self, name, made)
+        if not graph.finalized:
+            variables = global_variables()
+            if self.init_op is None:
+                self.init_op = variables_initializer(variables)
+            if self.local_init_op is None:
+                self.local_init_op = variables_initializer(local_variables(), "local_init")
+            if self.ready_op is None:
+                self.ready_op = report_uninitialized_variables(variables)
+            if self.summary_op is None:
+                self.summary_op = summary.merge_all()
+            if self.saver is None and variables:
+                self.saver = Saver()
+            earlier.append(self)
+            graph.finalize()
+        return self
+
+
+def is_ready(session: Session, ready_op: Any) -> bool:
+    """Return True if the variables have values."""
+    if not isinstance(ready_op, Tensor):
+        return True
+    found = np.asarray(session.run(ready_op))
+    return bool(found.all()) if found.dtype == bool else not found.size
+
+
+def retried(make: Callable[[], T], max_wait_secs: float) -> T:
+    """Return what a function returns; tasks that fail meanwhile may come back until a deadline."""
+    deadline = time.monotonic() + max_wait_secs
+    while True:
+        try:
+            return make()
+        except _RECOVERABLE:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def prepare_session(
+    scaffold: Scaffold, target: str, config: Any, folder: Any, recovered: bool = False
+) -> Session:
+    """Return a session whose variables have values: those of the last checkpoint, or the first.
+
+    Raises:
+        FailedPreconditionError: a variable has no value afterwards.
+    """
+    session = Session(target, config=config)
+    try:
+        restored = None
+        if folder and scaffold.saver is not None:
+            restored = scaffold.saver.restore_latest(session, folder)
+        kept = restored is None and recovered and is_ready(session, scaffold.ready_op)
+        if restored is None and not kept:
+            session.run(scaffold.init_op, scaffold.init_feed_dict)
+            if scaffold.init_fn is not None:
+                scaffold.init_fn(scaffold, session)
+        if scaffold.local_init_op is not None:
+            session.run(scaffold.local_init_op)
+        if not is_ready(session, scaffold.ready_op):
+            raise FailedPreconditionError(
+                f"not ready after the initialisation: {session.run(scaffold.ready_op)}"
+                + (f" and the restored {restored}" if restored else "")
+                + ": init_op and the saver must cover all of them."
+            )
+        return session
+    except BaseException:
+        session.close()
+        raise
+
+
+def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs: float) -> Session:
+    """Return a session once the chief has given the variables their values.
+
+    Raises:
+        DeadlineExceededError: it has not within `max_wait_secs`.
+    """
+    deadline = time.monotonic() + max_wait_secs
+    while True:
+        session = Session(target, config=config)
+        try:
+            if is_ready(session, scaffold.ready_op):
+                if scaffold.local_init_op is not None:
+                    session.run(scaffold.local_init_op)
+                return session
+            why = "the chief has not initialised the variables"
+        except _RECOVERABLE as error:
+            why = str(error)
+        except BaseException:
+            session.close()
+            raise
+        session.close()
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(
+                f"no session after {max_wait_secs:g} s: {why.rstrip('.')}. Does the chief run?"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+class MonitoredTrainingSession:
+    """A session that initialises or restores the model, calls hooks, and recovers.
+
+    The chief gives variables their values, those of the last checkpoint if there is one; others
+    wait for it. If a task fails or is restarted, the next `run` makes a new session, restores the
+    last checkpoint, and goes on. Use it in a ``with`` block; the graph is final in it.
+
+    Args:
+        master: the address of the server to use; empty: this process.
+        is_chief: whether this is the process that initialises, saves and writes summaries.
+        checkpoint_dir: the folder of checkpoints and summaries; None: none.
+        scaffold: the operations to use; None: a new `Scaffold`.
+        hooks: hooks to call.
+        chief_only_hooks: hooks to call if this is the chief.
+        save_checkpoint_secs: seconds between checkpoints; None with `save_checkpoint_steps` None:
+            600; 0: no checkpoints are saved.
+        save_summaries_steps: steps between summaries; None with `save_summaries_secs` None: 100;
+            0: none.
+        save_summaries_secs: seconds between summaries.
+        config: a `ConfigProto`.
+        stop_grace_period_secs: the time for threads to end.
+        log_step_count_steps: steps between reports of the speed; None: no reports.
+        max_wait_secs: how long to wait for the chief, and for tasks that come back.
+        save_checkpoint_steps: steps between checkpoints.
+        summary_dir: the folder of summaries; None: `checkpoint_dir`.
+
+    >>> from ndistribute.graph.graph import Graph
+    >>> from ndistribute.graph.hooks import StopAtStepHook
+    >>> from ndistribute.graph.variables import get_or_create_global_step
+    >>> with Graph().as_default():
+    ...     step = get_or_create_global_step().assign_add(1)
+    ...     with MonitoredTrainingSession(hooks=[StopAtStepHook(last_step=3)]) as session:
+    ...         while not session.should_stop():
+    ...             last = session.run(step)
+    >>> int(last)
+    3
+    """
+
+    def __init__(
+        self,
+        master: str = "",
+        is_chief: bool = True,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        scaffold: Scaffold | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
+        chief_only_hooks: Sequence[SessionRunHook] | None = None,
+        save_checkpoint_secs: float | None = None,
+        save_summaries_steps: int | None = None,
+        save_summaries_secs: float | None = None,
+        config: Any = None,
+        stop_grace_period_secs: float = 120,
+        log_step_count_steps: int | None = 100,
+        max_wait_secs: float = 7200,
+        save_checkpoint_steps: int | None = None,
+        summary_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._target, self._is_chief, self._config = master, is_chief, config
+        self._folder, self._max_wait = checkpoint_dir, max_wait_secs
+        self._grace = stop_grace_period_secs
+        self._scaffold = scaffold or Scaffold()
+        self._hooks = list(hooks or [])
+        self.graph = get_default_graph()
+        if is_chief:
+            self._hooks += chief_only_hooks or []
+            folder = summary_dir or checkpoint_dir
+            if folder is not None:
+                if log_step_count_steps:
+                    self._hooks.append(StepCounterHook(log_step_count_steps, output_dir=folder))
+                steps = save_summaries_steps
+                if steps is None and save_summaries_secs is None:
+                    steps = 100
+                if steps or save_summaries_secs:
+                    self._hooks.append(
+                        SummarySaverHook(
+                            steps, save_summaries_secs, output_dir=folder, scaffold=self._scaffold
+                        )
+                    )
+            if checkpoint_dir is not None:
+                seconds = save_checkpoint_secs
+                if seconds is None and save_checkpoint_steps is None:
+                    seconds = 600
+                steps = save_checkpoint_steps
+                if steps or seconds:
+                    saving = CheckpointSaverHook(
+                        checkpoint_dir, seconds, steps, scaffold=self._scaffold
+                    )
+                    self._hooks.append(saving)
+        self.coordinator = Coordinator()
+        self._session: Session | None = None
+        try:
+            for hook in self._hooks:
+                hook.begin()
+            self._scaffold.finalize()
+            self._create(recovered=False)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def run(self, fetches: Any, feed_dict: Any = None) -> Any:
+        """Run a step with what the hooks add to it, and return the values; see `Session.run`.
+
+        Raises:
+            RuntimeError: the session was closed.
+        """
+        if self._session is None and self.should_stop():
+            raise RuntimeError("this session was closed: create a new one.")
+        while True:
+            if self._session is None:
+                self._create(recovered=True)
+            try:
+                return self._run(fetches, feed_dict)
+            except _RECOVERABLE as error:
+                _log.warning("a task failed, and a new session follows: %s", str(error))
+                self._drop()
+
+    def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
+        """Return the result of a function of an object with a `session` and `request_stop`."""
+        context = SessionRunContext(SessionRunArgs(None), self._session)
+        result = step_fn(context)
+        if context.stop_requested:
+            self.coordinator.request_stop()
+        return result
+
+    def should_stop(self) -> bool:
+        """Return True once a hook has asked to stop, or the session is closed."""
+        return self.coordinator.should_stop()
+
+    def close(self) -> None:
+        """Call the hooks' `end`, and end the session; a second call does nothing."""
+        try:
+            if self._session is not None:
+                self.coordinator.request_stop()
+                for hook in self._hooks:
+                    hook.end(self._session)
+                self.coordinator.join(stop_grace_period_secs=self._grace)
+        finally:
+            self._drop()
+            self.coordinator.request_stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if error is None or isinstance(error, OutOfRangeError | StopIteration):
+            self.close()
+            return error is not None
+        self.coordinator.request_stop()
+        self._abandon()
+        return False
+
+    def _run(self, fetches: Any, feed_dict: Any) -> Any:
+        session, feeds = self._session, dict(feed_dict or {})
+        context = SessionRunContext(SessionRunArgs(fetches, feed_dict), session)
+        wanted: dict[Any, Any] = {"caller": fetches}
+        for k, hook in enumerate(self._hooks):
+            added = hook.before_run(context)
+            if added is not None:
+                wanted[str(k)] = added.fetches
+                feeds.update(added.feed_dict or {})
+        values = session.run(wanted, feeds)  # type: ignore[union-attr]
+        for k, hook in enumerate(self._hooks):
+            hook.after_run(context, SessionRunValues(values.get(str(k))))
+        if context.stop_requested:
+            self.coordinator.request_stop()
+        return values["caller"]
+
+    def _create(self, recovered: bool) -> None:
+        """Make a session; a task that fails meanwhile may come back until the deadline."""
+
+        def make() -> None:
+            if self._is_chief:
+                self._session = prepare_session(
+                    self._scaffold, self._target, self._config, self._folder, recovered
+                )
+            else:
+                self._session = wait_for_session(
+                    self._scaffold, self._target, self._config, self._max_wait
+                )
+            try:
+                for hook in self._hooks:
+                    hook.after_create_session(self._session, self.coordinator)
+            except _RECOVERABLE:
+                self._drop()
+                raise
+
+        retried(make, self._max_wait)
+
+    def _abandon(self) -> None:
+        """End the session without the hooks' `end`."""
+        self._drop()
+        for hook in self._hooks:
+            if isinstance(hook, WritingHook):
+                hook.close()
+
+    def _drop(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()

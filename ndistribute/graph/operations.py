@@ -1,0 +1,330 @@
+"""The functions that make operations, beside those of NumPy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.graph import functions
+from ndistribute.graph.definition import BodyDef
+from ndistribute.graph.graph import (
+    Graph,
+    Operation,
+    Symbolic,
+    Tensor,
+    apply_named,
+    as_tensor,
+    get_default_graph,
+)
+
+__all__ = [
+    "cond",
+    "constant",
+    "group",
+    "identity",
+    "placeholder",
+    "py_function",
+    "random_normal",
+    "random_uniform",
+    "register",
+    "stop_gradient",
+    "truncated_normal",
+    "while_loop",
+]
+
+
+def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Tensor:
+    """Return a tensor whose value each run must feed.
+
+    Args:
+        dtype: the dtype; values are cast to it.
+        shape: the shape, with None for any length; None: any shape.
+        name: its name in the current scope.
+    """
+    tensor = get_default_graph().add("placeholder", name=name).outputs[0]
+    tensor.dtype = np.dtype(dtype)
+    tensor.shape = None if shape is None else tuple(shape)
+    return tensor
+
+
+def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "constant") -> Tensor:
+    """Return a tensor with a fixed value: an array of numbers or strings.
+
+    Args:
+        value: an array, a number, a string, or a nested list of these.
+        dtype: the dtype; None: float32 for Python floats, int32 for Python integers, else its own.
+        shape: the shape to broadcast a scalar to, or to give to the elements; None: its own.
+        name: its name in the current scope.
+    """
+    array = np.asarray(value, dtype)
+    if dtype is None and not hasattr(value, "dtype"):
+        array = array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
+    if shape is not None:
+        array = np.broadcast_to(array, shape) if array.ndim == 0 else array.reshape(shape)
+    return as_tensor(array, name=name)
+
+
+def identity(value: Any, name: str = "identity") -> Tensor:
+    """Return a tensor with the same value, computed after the current control dependencies."""
+    tensor = as_tensor(value)
+    made = tensor.graph.add("identity", [tensor], name=name).outputs[0]
+    made.dtype, made.shape = tensor.dtype, tensor.shape
+    return made
+
+
+def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
+    """Return a tensor with the same value, which is a constant for gradients."""
+    tensor = as_tensor(value)
+    made = tensor.graph.add("stop_gradient", [tensor], name=name).outputs[0]
+    made.dtype, made.shape = tensor.dtype, tensor.shape
+    return made
+
+
+def group(*operations: Any, name: str = "group") -> Operation:
+    """Return an operation that is done when others are done."""
+    flat = [one for part in operations for one in (part if isinstance(part, list) else [part])]
+    graph = get_default_graph()
+    with graph.control_dependencies([one for one in flat if one is not None]):
+        return graph.add("group", name=name, outputs=0)
+
+
+def py_function(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: int = 1, name: str = "py_function"
+) -> Any:
+    """Return the result of a Python function of arrays; only sessions of this process can run it.
+
+    Args:
+        function: takes the values of the inputs as arrays; returns an array, or a sequence of them.
+        inputs: tensors.
+        outputs: the number of its results.
+        name: its name in the current scope.
+    """
+    op = get_default_graph().add("py_function", inputs, name=name, outputs=outputs)
+    op.definition.attributes["function"] = op.name
+    op.graph.functions[op.name] = function
+    return op.outputs[0] if outputs == 1 else op.outputs
+
+
+def random_normal(
+    shape: Any,
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: Any = np.float32,
+    seed: int | None = None,
+    name: str = "random_normal",
+) -> Tensor:
+    """Return normal random numbers, others in each run of a session."""
+    return _random("normal", shape, mean, stddev, dtype, seed, name)
+
+
+def truncated_normal(
+    shape: Any,
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: Any = np.float32,
+    seed: int | None = None,
+    name: str = "truncated_normal",
+) -> Tensor:
+    """Return normal random numbers of at most two standard deviations from the mean."""
+    return _random("truncated_normal", shape, mean, stddev, dtype, seed, name)
+
+
+def random_uniform(
+    shape: Any,
+    minval: float = 0.0,
+    maxval: float = 1.0,
+    dtype: Any = np.float32,
+    seed: int | None = None,
+    name: str = "random_uniform",
+) -> Tensor:
+    """Return uniform random numbers from `minval` up to, not including, `maxval`."""
+    return _random("uniform", shape, minval, maxval, dtype, seed, name)
+
+
+def _random(
+    distribution: str, shape: Any, low: Any, high: Any, dtype: Any, seed: int | None, name: str
+) -> Tensor:
+    graph = get_default_graph()
+    if seed is None and graph.seed is None:
+        numbers = int(np.random.SeedSequence().generate_state(1)[0])
+    else:  # The place of an operation tells it from others with the same seeds.
+        sources = [graph.seed or 0, seed if seed is not None else graph.version]
+        numbers = int(np.random.SeedSequence(sources).generate_state(1)[0])
+    attributes = {
+        "distribution": distribution,
+        "low": low,
+        "high": high,
+        "dtype": np.dtype(dtype).name,
+        "seed": numbers,
+    }
+    lengths = as_tensor(shape if isinstance(shape, Tensor) else np.array(shape, np.int64))
+    tensor = graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]
+    tensor.dtype = np.dtype(dtype)
+    if not isinstance(shape, Tensor):
+        tensor.shape = tuple(np.array(shape, int).reshape(-1).tolist())
+    return tensor
+
+
+def register(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for arrays and for tensors, of which it makes operations.
+
+    Args:
+        name: the type of its operations: a name with a prefix of your own, registered alike in all
+            processes that run the graph.
+        function: takes and returns arrays, and changes none of them. Its gradient is that of the
+            NumPy code in it, or of `custom_gradient`.
+
+    >>> from ndistribute.graph.session import Session
+    >>> cube = register("example.cube", lambda x: x**3)
+    >>> cube(2.0), float(Session().run(cube(constant(2.0))))
+    (8.0, 8.0)
+    """
+    functions.register(name, function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, Symbolic) for one in (*args, *kwargs.values())):
+            return apply_named(name, name.rpartition(".")[2], args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def cond(
+    condition: Any,
+    true_fn: Callable[[], Any],
+    false_fn: Callable[[], Any],
+    name: str = "cond",
+) -> Any:
+    """Return the results of one of two functions, of which only that one is run.
+
+    The functions use tensors of the graph around them, and return the same number of tensors. They
+    run on one device.
+
+    >>> from ndistribute.graph.session import Session
+    >>> x = placeholder(np.float64)
+    >>> y = cond(np.less(x, 0), lambda: -x, lambda: x)
+    >>> float(Session().run(y, {x: -3.0}))
+    3.0
+    """
+    graph = get_default_graph()
+    captured: list[Tensor] = []
+    traced = [_Traced(graph, captured) for _ in range(2)]
+    for one, function in zip(traced, (true_fn, false_fn), strict=True):
+        one.trace(function, [])
+    counts = [len(one.results) for one in traced]
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"the functions of cond() return {counts[0]} and {counts[1]} tensors: they must return "
+            "the same number."
+        )
+    bodies = [one.definition(0) for one in traced]
+    op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
+    return op.outputs[0] if traced[0].single else list(op.outputs)
+
+
+def while_loop(
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    loop_vars: Sequence[Any],
+    maximum_iterations: int | None = None,
+    name: str = "while",
+) -> Any:
+    """Return the loop variables after a body has run as long as a condition holds.
+
+    Args:
+        condition: a function of the loop variables that returns a boolean tensor.
+        body: a function of the loop variables that returns their next values.
+        loop_vars: the first values.
+        maximum_iterations: the most runs of the body; None: no limit.
+        name: its name in the current scope.
+
+    >>> from ndistribute.graph.session import Session
+    >>> Session().run(while_loop(lambda i: np.less(i, 10), lambda i: i + 3, [np.array(0)]))
+    [np.int64(12)]
+    """
+    graph = get_default_graph()
+    first = [as_tensor(one) for one in loop_vars]
+    captured: list[Tensor] = []
+    traced = [_Traced(graph, captured) for _ in range(2)]
+    for one, function in zip(traced, (condition, body), strict=True):
+        one.trace(function, first)
+    if len(traced[1].results) != len(first):
+        raise ValueError(
+            f"the body of while_loop() returns {len(traced[1].results)} tensors, expected one for "
+            f"each of the {len(first)} loop variables."
+        )
+    op = graph.add(
+        "while",
+        [*first, *captured],
+        name=name,
+        outputs=len(first),
+        attributes={"maximum_iterations": maximum_iterations},
+        bodies=[one.definition(len(first)) for one in traced],
+    )
+    return list(op.outputs)
+
+
+class _Traced(Graph):
+    """The graph of a function of tensors, which takes tensors of the graph around it as inputs.
+
+    Functions that are traced with the same list `captured` have the same inputs.
+    """
+
+    def __init__(self, outer: Graph, captured: list[Tensor]) -> None:
+        super().__init__()
+        self.outer, self._captured = outer, captured
+        self.functions = outer.functions
+        self.seed = outer.seed
+        self._arguments: list[Tensor] = []
+        self._inner: dict[Tensor, Tensor] = {}
+        self.results: list[Tensor] = []
+        self.single = False
+
+    def trace(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+        # Names of its own, because a step keeps tapes, functions and generators by name.
+        scope = f"{self.outer.unique_name('body')}/"
+        with self.as_default(), self.name_scope(scope):
+            self._arguments = [self._argument(one) for one in arguments]
+            results = function(*self._arguments)
+            self.single = not isinstance(results, list | tuple)
+            self.results = [as_tensor(one) for one in ([results] if self.single else results)]
+            self.results = [self.inside(one) for one in self.results]
+
+    def definition(self, arguments: int) -> BodyDef:
+        for tensor in self._captured:
+            self.inside(tensor)
+        inputs = [*self._arguments, *(self._inner[tensor] for tensor in self._captured)]
+        return BodyDef(
+            tuple(one.op.name for one in inputs),
+            tuple(op.definition for op in self.get_operations()),
+            tuple(one.name for one in self.results),
+        )
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in this graph that stands for one of the graph around it."""
+        if tensor.graph is self:
+            return tensor
+        if tensor not in self._inner:
+            outer = tensor
+            if tensor.graph is not self.outer and isinstance(self.outer, _Traced):
+                outer = self.outer.inside(tensor)
+            if outer not in self._captured:
+                self._captured.append(outer)
+            self._inner[outer] = self._inner[tensor] = self._argument(tensor)
+        return self._inner[tensor]
+
+    def encloses(self, graph: Graph) -> bool:
+        return graph is self or self.outer.encloses(graph)
+
+    def _argument(self, like: Tensor) -> Tensor:
+        with self.as_default():
+            made = super().add("placeholder", name="argument").outputs[0]
+        made.dtype, made.shape = like.dtype, like.shape
+        return made
+
+    def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
+        return super().add(type, [self.inside(as_tensor(one)) for one in inputs], **options)

@@ -1,0 +1,283 @@
+"""Optimizers of graph programs: operations that update variables where these are.
+
+The arithmetic is that of `ndistribute.update_rules`, which the optimizers of strategies use too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.dtypes import computing_dtype
+from ndistribute.graph.gradients import gradients
+from ndistribute.graph.graph import Operation, Tensor, as_tensor
+from ndistribute.graph.operations import group
+from ndistribute.graph.replicas import mean_over_replicas
+from ndistribute.graph.variables import GLOBAL_VARIABLES, Variable, trainable_variables
+from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
+
+__all__ = [
+    "AdagradOptimizer",
+    "AdamOptimizer",
+    "GradientDescentOptimizer",
+    "MomentumOptimizer",
+    "Optimizer",
+    "RMSPropOptimizer",
+]
+
+GradsAndVars = Sequence[tuple[Any, Variable]]
+
+
+class Optimizer:
+    """The base class of the optimizers of graphs.
+
+    Args:
+        rule: the name of an update rule.
+        learning_rate: a number or a tensor.
+        name: the name of its operations, and the middle of those of its slots.
+        hyperparameters: those of the rule.
+    """
+
+    def __init__(self, rule: str, learning_rate: Any, name: str, **hyperparameters: float) -> None:
+        self._rule: Rule = rule_named(rule, hyperparameters)
+        self._learning_rate, self._name = learning_rate, name
+        self._slots: dict[Variable, dict[str, Variable]] = {}
+
+    def get_name(self) -> str:
+        """Return the name."""
+        return self._name
+
+    def minimize(
+        self,
+        loss: Tensor,
+        global_step: Variable | None = None,
+        var_list: Sequence[Variable] | None = None,
+        name: str | None = None,
+        **_: Any,
+    ) -> Operation:
+        """Return the operation of a training step: gradients of a loss, and their application.
+
+        Args:
+            loss: the tensor to make small.
+            global_step: a variable to increment by 1 after the update; or None.
+            var_list: the variables to update; None: the trainable ones of the graph.
+            name: the operation's name; None: that of the optimizer.
+
+        Raises:
+            ValueError: no variable has a gradient.
+        """
+        pairs = self.compute_gradients(loss, var_list)
+        return self.apply_gradients(pairs, global_step, name)
+
+    def compute_gradients(
+        self, loss: Tensor, var_list: Sequence[Variable] | None = None, **_: Any
+    ) -> list[tuple[Any, Variable]]:
+        """Return pairs of a gradient and a variable; None for one that has none."""
+        with loss.graph.as_default():
+            variables = list(trainable_variables() if var_list is None else var_list)
+        return list(zip(gradients(loss, variables), variables, strict=True))
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> Operation:
+        """Return the operation that updates variables by gradients, on the variables' devices.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and a variable.
+            global_step: a variable to increment by 1 after the update; or None.
+            name: the operation's name; None: that of the optimizer.
+
+        Raises:
+            ValueError: no variable has a gradient.
+        """
+        pairs = [(g, variable) for g, variable in grads_and_vars if g is not None]
+        if not pairs:
+            names = ", ".join(variable.name for _, variable in grads_and_vars)
+            raise ValueError(f"no variable has a gradient: the loss depends on none of [{names}].")
+        graph = pairs[0][1].graph
+        with graph.as_default(), graph.name_scope(name or self._name):
+            means = mean_over_replicas([gradient for gradient, _ in pairs])
+            updates = [
+                self._apply(mean, variable)
+                for mean, (_, variable) in zip(means, pairs, strict=True)
+            ]
+            if global_step is None:
+                return group(*updates, name="update")
+            with graph.control_dependencies(updates):
+                return global_step.assign_add(1).op
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """Return the slot of a variable; None if it has none of this name."""
+        return self._slots.get(var, {}).get(name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the slots."""
+        return list(self._rule.slot_names)
+
+    def variables(self) -> list[Variable]:
+        """Return the slots of all variables."""
+        return [slot for slots in self._slots.values() for slot in slots.values()]
+
+    def _apply(self, gradient: Any, variable: Variable) -> Operation:
+        return self.add_update("apply_rule", [gradient], variable)
+
+    def add_update(
+        self,
+        kind: str,
+        inputs: Sequence[Any],
+        variable: Variable,
+        outputs: int = 0,
+        **attributes: Any,
+    ) -> Operation:
+        """Return a new operation that applies the rule to a variable, on its device."""
+        slots = self._slots_of(variable)
+        rule, hyperparameters = hyperparameters_of(self._rule)
+        attributes |= {
+            "variable": variable.op.name,
+            "slots": [slots[name].op.name for name in self._rule.slot_names],
+            "count": slots["step"].op.name if "step" in slots else None,
+            "rule": rule,
+            "hyperparameters": hyperparameters,
+        }
+        rate = as_tensor(self._learning_rate, name="learning_rate")
+        return variable.graph.add(
+            kind,
+            [*inputs, rate],
+            name=f"update_{variable.op.name.replace('/', '_')}",
+            outputs=outputs,
+            attributes=attributes,
+            device=variable.device,
+        )
+
+    def _slots_of(self, variable: Variable) -> dict[str, Variable]:
+        found = self._slots.get(variable)
+        if found is None:
+            rule, graph = self._rule, variable.graph
+            found = self._slots[variable] = {}
+            names = list(rule.slot_names)
+            # The rate of Adam depends on the number of updates, which its variable's task counts.
+            counted = type(rule).rate is not Rule.rate
+            with graph.name_scope(None), graph.colocate_with(variable.op):
+                for name in names:
+                    found[name] = self._slot(variable, name, rule.initial_slot(name))
+                if counted:
+                    found["step"] = Variable(
+                        np.int64(0), False, f"{variable.op.name}/{self._name}/step"
+                    )
+        return found
+
+    def _slot(self, variable: Variable, name: str, value: float) -> Variable:
+        """Return a new variable of the shape of another one, which only a run may know."""
+        start = np.zeros_like(variable.initial_value) + value
+        dtype = None if variable.dtype is None else computing_dtype(variable.dtype)
+        slot = Variable(
+            start if dtype is None else start.astype(dtype),
+            False,
+            f"{variable.op.name}/{self._name}/{name}",
+            collections=[GLOBAL_VARIABLES],
+        )
+        slot.shape = variable.shape
+        return slot
+
+
+class GradientDescentOptimizer(Optimizer):
+    """Gradient descent: the step is ``-learning_rate * gradient``.
+
+    >>> from ndistribute.graph.graph import Graph
+    >>> from ndistribute.graph.session import Session
+    >>> from ndistribute.graph.variables import global_variables_initializer
+    >>> with Graph().as_default(), Session() as session:
+    ...     w = Variable([1.0, -2.0], name="w")
+    ...     step = GradientDescentOptimizer(0.5).minimize(np.sum(w * w))
+    ...     _ = session.run(global_variables_initializer())
+    ...     _ = session.run(step)
+    ...     session.run(w)
+    array([0., 0.], dtype=float32)
+    """
+
+    def __init__(
+        self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
+    ) -> None:
+        super().__init__("sgd", learning_rate, name)
+
+
+class MomentumOptimizer(Optimizer):
+    """Gradient descent with momentum.
+
+    Args:
+        learning_rate: a number or a tensor.
+        momentum: the part of the last step that is repeated.
+        use_locking: ignored: updates always hold the variable's lock.
+        name: see `Optimizer`.
+        use_nesterov: whether to use Nesterov's correction.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+    ) -> None:
+        super().__init__("sgd", learning_rate, name, momentum=momentum, nesterov=use_nesterov)
+
+
+class AdagradOptimizer(Optimizer):
+    """Adagrad, which divides by the root of the sum of the squares of gradients (Duchi, 2011)."""
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        initial_accumulator_value: float = 0.1,
+        use_locking: bool = False,
+        name: str = "Adagrad",
+    ) -> None:
+        start = initial_accumulator_value
+        super().__init__(
+            "adagrad", learning_rate, name, initial_accumulator_value=start, epsilon=0.0
+        )
+
+
+class RMSPropOptimizer(Optimizer):
+    """RMSProp, which divides by the root of a moving mean of squared gradients (Hinton, 2012)."""
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        decay: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        name: str = "RMSProp",
+    ) -> None:
+        super().__init__(
+            "rmsprop",
+            learning_rate,
+            name,
+            rho=decay,
+            momentum=momentum,
+            epsilon=epsilon,
+            centered=centered,
+        )
+
+
+class AdamOptimizer(Optimizer):
+    """Adam (Kingma and Ba, 2015)."""
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adam",
+    ) -> None:
+        super().__init__("adam", learning_rate, name, beta_1=beta1, beta_2=beta2, epsilon=epsilon)

@@ -1,0 +1,184 @@
+"""Which operations a step needs, and which task runs which of them: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.graph.definition import OperationDef
+
+__all__ = ["Part", "cut", "in_order", "needs", "placed", "pruned"]
+
+
+@dataclass
+class Part:
+    """The operations that one task runs in a step."""
+
+    operations: list[OperationDef] = field(default_factory=list)
+    feeds: list[str] = field(default_factory=list)  # Those of the step's feeds that it needs.
+    fetches: list[str] = field(default_factory=list)  # Those of the step's fetches that it has.
+
+
+def needs(definition: OperationDef, fed: set[str]) -> list[str]:
+    """Return the names of the operations that run before one."""
+    inputs = [name.rpartition(":")[0] for name in definition.inputs if name not in fed]
+    controls = [name for name in definition.controls if f"{name}:0" not in fed]
+    of = [_taped(definition)] if definition.kind == "gradient" else []
+    return [*inputs, *controls, *of]
+
+
+def pruned(
+    definitions: Mapping[str, OperationDef],
+    fetches: Sequence[str],
+    targets: Sequence[str],
+    feeds: Sequence[str],
+) -> list[OperationDef]:
+    """Return the operations that a step needs, each one after those that it needs itself.
+
+    Args:
+        definitions: all operations by name.
+        fetches: names of tensors to compute.
+        targets: names of operations to run.
+        feeds: names of tensors whose values are given.
+
+    Raises:
+        InvalidArgumentError: an operation is missing, or needs itself.
+    """
+    fed = set(feeds)
+    needed: set[str] = set()
+    stack = [*targets, *(name.rpartition(":")[0] for name in fetches if name not in fed)]
+    while stack:
+        name = stack.pop()
+        if name in needed:
+            continue
+        if name not in definitions:
+            raise InvalidArgumentError(f"there is no operation {name!r} in the graph.")
+        needed.add(name)
+        stack += needs(definitions[name], fed)
+    return in_order([one for name, one in definitions.items() if name in needed], fed)
+
+
+def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[OperationDef]:
+    """Return the operations with each one after those that it needs.
+
+    Raises:
+        InvalidArgumentError: an input is not there, or an operation needs itself.
+    """
+    by_name = {definition.name: definition for definition in definitions}
+    ordered: list[OperationDef] = []
+    state: dict[str, int] = {}  # 1: its needs are being placed; 2: placed.
+    for definition in definitions:
+        stack = [definition]
+        while stack:
+            one = stack[-1]
+            if state.get(one.name) == 2:
+                stack.pop()
+                continue
+            later = []
+            if not state.get(one.name):
+                state[one.name] = 1
+                for name in needs(one, fed):
+                    if name not in by_name:
+                        raise InvalidArgumentError(
+                            f"operation {one.name!r} needs {name!r}, which is not there.",
+                            op=one.name,
+                        )
+                    if state.get(name) == 1:
+                        raise InvalidArgumentError(
+                            f"operations {one.name!r} and {name!r} wait for each other.",
+                            op=one.name,
+                        )
+                    if not state.get(name):
+                        later.append(by_name[name])
+            if later:
+                stack.extend(reversed(later))
+            else:
+                state[one.name] = 2
+                ordered.append(one)
+                stack.pop()
+    return ordered
+
+
+def placed(
+    operations: Sequence[OperationDef], task_of: Callable[[OperationDef], str]
+) -> dict[str, str]:
+    """Return the task of each operation; a gradient is computed where its operation is."""
+    tasks = {one.name: task_of(one) for one in operations if one.kind != "gradient"}
+    for one in operations:
+        if one.kind == "gradient":
+            tasks[one.name] = tasks.get(_taped(one)) or task_of(one)
+    return tasks
+
+
+def cut(
+    operations: Sequence[OperationDef],
+    tasks: Mapping[str, str],
+    fetches: Sequence[str],
+    feeds: Sequence[str],
+) -> dict[str, Part]:
+    """Return the part of each task, with operations that send and receive at the cuts.
+
+    A value goes once from its task to each task that uses it, however many operations do.
+
+    Args:
+        operations: the operations of a step.
+        tasks: the task of each operation.
+        fetches: names of tensors to return.
+        feeds: names of tensors whose values are given.
+    """
+    parts: dict[str, Part] = {}
+    fed, moved = set(feeds), set()
+
+    def part_of(task: str) -> Part:
+        return parts.setdefault(task, Part())
+
+    def moving(producer: str, tensor: str, to: str) -> str:
+        """Return the operation in task `to` that receives a tensor, or the end of a producer."""
+        receiver = f"_recv/{tensor or producer}"
+        if (receiver, to) not in moved:
+            moved.add((receiver, to))
+            key = tensor or f"^{producer}"
+            controls = () if tensor else (producer,)
+            inputs = (tensor,) if tensor else ()
+            name = f"_send/{tensor or producer}{to}"
+            attributes = {"key": key, "to": to}
+            part_of(tasks[producer]).operations.append(
+                OperationDef(name, "send", inputs, controls, 0, attributes=attributes)
+            )
+            part_of(to).operations.append(OperationDef(receiver, "recv", attributes={"key": key}))
+        return receiver
+
+    for one in operations:
+        task = tasks[one.name]
+        part, inputs, controls = part_of(task), [], []
+        for tensor in one.inputs:
+            producer = tensor.rpartition(":")[0]
+            if tensor in fed:
+                if tensor not in part.feeds:
+                    part.feeds.append(tensor)
+                inputs.append(tensor)
+            elif tasks.get(producer, task) == task:
+                inputs.append(tensor)
+            else:
+                inputs.append(f"{moving(producer, tensor, task)}:0")
+        for producer in one.controls:
+            if f"{producer}:0" in fed:
+                continue
+            here = tasks.get(producer, task) == task
+            controls.append(producer if here else moving(producer, "", task))
+        changes = {"inputs": tuple(inputs), "controls": tuple(controls)}
+        part.operations.append(msgspec.structs.replace(one, **changes))
+    for tensor in dict.fromkeys(fetches):
+        part_of(tasks[tensor.rpartition(":")[0]]).fetches.append(tensor)
+    return parts
+
+
+def _taped(definition: OperationDef) -> str:
+    """Return the operation whose gradient one computes."""
+    of = definition.attributes.get("of")
+    if not isinstance(of, str):
+        raise InvalidArgumentError(f"gradient {definition.name!r} is of no operation.")
+    return of

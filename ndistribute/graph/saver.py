@@ -1,0 +1,188 @@
+"""`Saver`: checkpoints of the variables of a graph, in the files that `nd.Checkpoint` uses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ndistribute import tensor_files
+from ndistribute.errors import CheckpointCorruptError, NotFoundError
+from ndistribute.graph.operations import group, placeholder
+from ndistribute.graph.variables import Variable, global_variables
+
+__all__ = ["CheckpointState", "Saver", "get_checkpoint_state", "latest_checkpoint"]
+
+_NAME = re.compile(r"(?P<name>.+)\.\d{6,}")
+
+
+class Saver:
+    """Save variables to files and restore them: each checkpoint whole or not at all, verified.
+
+    A checkpoint contains the variables by name, without the ``:0``. ``nd.Checkpoint(**variables)``
+    with the same names reads it, and a saver reads checkpoints of `nd.Checkpoint`.
+
+    Args:
+        var_list: the variables, or a mapping of the names in the files to variables; None: the
+            global variables of the graph so far.
+        max_to_keep: the number of checkpoints to keep; 0 or None: all.
+    """
+
+    def __init__(
+        self,
+        var_list: Sequence[Variable] | Mapping[str, Variable] | None = None,
+        max_to_keep: int | None = 5,
+        **_: Any,
+    ) -> None:
+        chosen = global_variables() if var_list is None else var_list
+        if not isinstance(chosen, Mapping):
+            chosen = {variable.op.name: variable for variable in chosen}
+        if not chosen:
+            raise ValueError("there are no variables to save: make the Saver after the model.")
+        self._variables = dict(chosen)
+        self._keep = max_to_keep or 0
+        self.last_checkpoints: list[str] = []
+        """The paths of the checkpoints that this saver wrote and kept, the newest last."""
+        graph = next(iter(self._variables.values())).graph
+        with graph.as_default(), graph.name_scope("save"), graph.control_dependencies(None):
+            self._values = {}
+            restored = []
+            for name, variable in self._variables.items():
+                dtype = variable.dtype or np.float64
+                self._values[name] = placeholder(dtype, variable.shape, name="value")
+                restored.append(variable.assign(self._values[name]).op)
+            self._restore = group(*restored, name="restore")
+
+    def save(
+        self,
+        sess: Any,
+        save_path: str | os.PathLike[str],
+        global_step: Any = None,
+        **_: Any,
+    ) -> str:
+        """Write a checkpoint, and return its path for `restore`.
+
+        Args:
+            sess: the session that has the values.
+            save_path: the beginning of the path.
+            global_step: a number that is appended to the path after ``-``, or a variable or tensor
+                that has it; None: none, so a checkpoint replaces the one before.
+
+        Raises:
+            FailedPreconditionError: a variable has no value.
+            OSError: the files could not be written.
+        """
+        wanted: Any = self._variables, [] if _is_number(global_step) else global_step
+        tensors, step = sess.run(wanted)
+        step = global_step if _is_number(global_step) else step
+        path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
+        folder = Path(path)
+        data = {"step": None if step is None else int(step)}
+        tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
+        self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
+        while self._keep and len(self.last_checkpoints) > self._keep:
+            old = Path(self.last_checkpoints.pop(0))
+            for each in tensor_files.paths(old.parent, old.name):
+                shutil.rmtree(each, ignore_errors=True)
+        return path
+
+    def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
+        """Set the variables to what a checkpoint has.
+
+        Args:
+            sess: the session in which to set them.
+            save_path: the result of `save` or of `latest_checkpoint`.
+
+        Raises:
+            CheckpointCorruptError: it is damaged; the message names the file.
+            NotFoundError: there is no such checkpoint, or it lacks a variable.
+            ValueError: a shape differs; nothing has changed then.
+        """
+        path = Path(save_path)
+        saved = tensor_files.newest(path.parent, path.name)
+        if saved is None:
+            raise NotFoundError(f"there is no checkpoint {os.fspath(save_path)!r}.")
+        missing = [name for name in self._values if name not in saved.tensors]
+        if missing:
+            raise NotFoundError(
+                f"checkpoint {os.fspath(save_path)!r} lacks {', '.join(missing)}: it has "
+                f"{', '.join(sorted(saved.tensors))}."
+            )
+        sess.run(self._restore, {self._values[name]: saved.tensors[name] for name in self._values})
+
+    def restore_latest(self, sess: Any, directory: str | os.PathLike[str]) -> str | None:
+        """Restore the newest checkpoint of a folder that is not damaged.
+
+        The checkpoints of the folder with the same name but for the step then count among those to
+        keep.
+
+        Returns:
+            Its path; None if the folder has none.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, and all are damaged.
+        """
+        damaged: CheckpointCorruptError | None = None
+        for path in reversed(_checkpoints(directory)):
+            try:
+                self.restore(sess, path)
+            except CheckpointCorruptError as error:
+                damaged = error
+                continue
+            series = _series(path)
+            found = _checkpoints(directory)
+            self.recover_last_checkpoints([one for one in found if _series(one) == series])
+            return path
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
+        """Count the checkpoints of an earlier process among those to keep."""
+        self.last_checkpoints = list(checkpoint_paths)
+
+
+class CheckpointState(NamedTuple):
+    """The checkpoints of a folder."""
+
+    model_checkpoint_path: str
+    """The path of the newest."""
+    all_model_checkpoint_paths: list[str]
+    """The paths of all, the newest last."""
+
+
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest checkpoint in a folder; None if it has none."""
+    found = _checkpoints(checkpoint_dir)
+    return found[-1] if found else None
+
+
+def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointState | None:
+    """Return the checkpoints of a folder; None if it has none."""
+    found = _checkpoints(checkpoint_dir)
+    return CheckpointState(found[-1], found) if found else None
+
+
+def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of the checkpoints in a folder, without numbers of generations."""
+    folders = [
+        (file.parent.stat().st_mtime_ns, match["name"])
+        for file in Path(directory).glob("*/data.json")
+        if (match := _NAME.fullmatch(file.parent.name))
+    ]
+    return [
+        str(Path(directory, name)) for name in dict.fromkeys(name for _, name in sorted(folders))
+    ]
+
+
+def _series(path: str) -> str:
+    return re.sub(r"-\d+$", "", path)
+
+
+def _is_number(step: Any) -> bool:
+    return step is None or isinstance(step, int | np.integer | np.ndarray)

@@ -1,0 +1,156 @@
+"""`get_variable` and `variable_scope`: variables that parts of a program share by name."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.operations import random_uniform
+from ndistribute.graph.variables import Variable
+
+__all__ = ["AUTO_REUSE", "VariableScope", "get_variable", "get_variable_scope", "variable_scope"]
+
+AUTO_REUSE = "auto"
+"""A value for `reuse`: a variable is created at its first use, and used again later."""
+
+_STORE = "variable store"
+
+
+@dataclass(eq=False)
+class VariableScope:
+    """What `get_variable` uses: a prefix of names, and defaults of its arguments."""
+
+    name: str = ""
+    reuse: Any = None  # None and False: variables are new; True: they exist; AUTO_REUSE: either.
+    initializer: Any = None
+
+    def reuse_variables(self) -> None:
+        """Make `get_variable` return variables that exist already, up to the end of the scope."""
+        self.reuse = True
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.scopes: WeakKeyDictionary[Graph, VariableScope] = WeakKeyDictionary()
+
+
+_current = _Current()
+
+
+def get_variable_scope() -> VariableScope:
+    """Return the scope of the default graph in the current thread."""
+    return _current.scopes.setdefault(get_default_graph(), VariableScope())
+
+
+@contextlib.contextmanager
+def variable_scope(
+    name_or_scope: str | VariableScope,
+    default_name: str | None = None,
+    *,
+    reuse: Any = None,
+    initializer: Any = None,
+) -> Iterator[VariableScope]:
+    """Return a context manager that puts a prefix before the names of `get_variable`.
+
+    Args:
+        name_or_scope: the prefix in the current scope, or a scope to enter again.
+        default_name: the prefix if `name_or_scope` is None; a number makes it unique.
+        reuse: True: variables must exist already; `AUTO_REUSE`: they may; None or False: as
+            around.
+        initializer: the default initializer; None: as around.
+
+    >>> from ndistribute.graph.graph import Graph
+    >>> with Graph().as_default(), variable_scope("layer", reuse=AUTO_REUSE):
+    ...     get_variable("w", [2, 3]) is get_variable("w", [2, 3])
+    True
+    """
+    graph, outer = get_default_graph(), get_variable_scope()
+    if isinstance(name_or_scope, VariableScope):
+        entered, label = name_or_scope, f"{name_or_scope.name}/" if name_or_scope.name else None
+    else:
+        label = name_or_scope or graph.unique_name(default_name or "scope").rpartition("/")[2]
+        entered = VariableScope(f"{outer.name}/{label}" if outer.name else label)
+    scope = VariableScope(
+        entered.name,
+        reuse or entered.reuse or outer.reuse,
+        initializer or entered.initializer or outer.initializer,
+    )
+    _current.scopes[graph] = scope
+    try:
+        with graph.name_scope(label):
+            yield scope
+    finally:
+        _current.scopes[graph] = outer
+
+
+def get_variable(
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: Any = np.float32,
+    initializer: Any = None,
+    trainable: bool = True,
+    collections: list[str] | None = None,
+    **_: Any,
+) -> Variable:
+    """Return a variable of a name, which the current scope creates or finds.
+
+    Args:
+        name: its name in the scope.
+        shape: its shape; None: that of the initializer's array.
+        dtype: its dtype.
+        initializer: an array, a tensor, or a function of a shape and a dtype; None: that of the
+            scope, or uniform numbers after Glorot and Bengio (2010).
+        trainable: whether optimizers change it by default.
+        collections: the names of the collections to add it to; None: the global variables.
+
+    Raises:
+        ValueError: it exists although the scope does not reuse, or the other way round; or it has
+            another shape.
+    """
+    graph, scope = get_default_graph(), get_variable_scope()
+    full = f"{scope.name}/{name}" if scope.name else name
+    store = graph.get_collection_ref(_STORE)
+    found: Variable | None = next((one for key, one in store if key == full), None)
+    if found is not None:
+        if not scope.reuse:
+            raise ValueError(
+                f"variable {full!r} exists already: enter the scope with reuse=True or AUTO_REUSE "
+                "to use it again, or choose another name."
+            )
+        if shape is not None and found.shape is not None and tuple(shape) != tuple(found.shape):
+            raise ValueError(
+                f"variable {full!r} has shape {tuple(found.shape)}, not {tuple(shape)}."
+            )
+        return found
+    if scope.reuse is True:
+        raise ValueError(f"variable {full!r} does not exist, and its scope has reuse=True.")
+    make = initializer if initializer is not None else scope.initializer
+    with graph.name_scope(None):
+        made = Variable(_initial(make, shape, dtype, full), trainable, full, dtype, collections)
+    store.append((full, made))
+    return made
+
+
+def _initial(make: Any, shape: Any, dtype: Any, name: str) -> Any:
+    """Return the initial value, or a function that returns it."""
+    if make is not None and not callable(make):
+        return make
+    if shape is None:
+        raise ValueError(f"get_variable of {name!r} needs a shape, or an array as initializer.")
+    lengths = tuple(int(length) for length in shape)
+    initializer: Callable[..., Any] = make or _glorot_uniform
+    return lambda: initializer(lengths, dtype)
+
+
+def _glorot_uniform(shape: tuple[int, ...], dtype: Any) -> Any:
+    inputs, outputs = (*shape[-2:], 1)[:2] if shape else (1, 1)
+    limit = math.sqrt(6.0 / max(1, (inputs + outputs) * math.prod(shape[:-2])))
+    return random_uniform(shape, -limit, limit, dtype)

@@ -1,0 +1,464 @@
+"""The server's side of graph programs: a task that runs parts of graphs, and a master of sessions.
+
+A session's master prunes a step's graph, places it and cuts it by task, registers each part once at
+its task, and then runs a step with one message for each task. Values go from task to task without
+the master. A step that fails anywhere is aborted everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ndistribute.errors import (
+    AbortedError,
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    OperationError,
+    UnavailableError,
+)
+from ndistribute.graph import messages as m
+from ndistribute.graph.definition import OperationDef, pack, unpack
+from ndistribute.graph.executor import Plan
+from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
+from ndistribute.graph.partition import cut, placed, pruned
+from ndistribute.graph.placement import resolve
+from ndistribute.graph.step import Resources, Step
+from ndistribute.transport.rpc import Peer
+from ndistribute.transport.secret import Credentials
+
+__all__ = ["PURPOSE", "GraphService"]
+
+_ENDED = 4096  # Steps of which late values and aborts are dropped.
+_REGISTER_SECONDS = 60.0
+_GIVE_UP_SECONDS = 1.0
+_WAIT_SECONDS = 0.02  # Between looks at several tasks.
+_log = logging.getLogger("ndistribute")
+
+
+class GraphService:
+    """Run graphs for clients, and parts of graphs for the masters of other tasks.
+
+    Args:
+        task: the name of this task, such as ``"/job:ps/task:0"``.
+        tasks: the addresses of all tasks, by name.
+        credentials: the secret of the job.
+    """
+
+    requests = m.Request
+    macs = False
+
+    def __init__(self, task: str, tasks: Mapping[str, str], credentials: Credentials) -> None:
+        self.task, self.tasks = task, dict(tasks)
+        job, index = task.removeprefix("/job:").split("/task:")
+        self.lanes = Lanes(credentials, f"{job}:{index}#{secrets.token_hex(6)}")
+        self.resources = Resources()
+        self.rendezvous = _Rendezvous()
+        self._lock = threading.Lock()
+        self._connections: dict[str, int] = {}  # The number of a client's connections.
+        self._sessions: dict[str, _Session] = {}
+        self._parts: dict[str, dict[str, Plan]] = {}  # By session.
+        self._masters: dict[str, str] = {}  # Of the sessions with parts here.
+        self._steps: dict[str, Step] = {}
+
+    def connected(self, peer: Peer) -> None:
+        """Count a connection of a client."""
+        with self._lock:
+            self._connections[peer.name] = self._connections.get(peer.name, 0) + 1
+
+    def disconnected(self, peer: Peer, died: bool) -> None:
+        """Drop the sessions of a client, or their parts of a master, that has ended."""
+        with self._lock:
+            self._connections[peer.name] -= 1
+            if self._connections[peer.name]:
+                return
+            del self._connections[peer.name]
+            ended = [one.name for one in self._sessions.values() if one.client == peer.name]
+            orphaned = [name for name, master in self._masters.items() if master == peer.name]
+        for name in ended:
+            self._close(name)
+        for name in orphaned:
+            self._forget(name)
+
+    def handle(self, peer: Peer, call: int, request: m.Request) -> m.Reply | None:
+        """Carry out a request; return the reply, or None if it has none."""
+        try:
+            if isinstance(request, m.Deliver):
+                self.rendezvous.deliver(request.step, request.key, unpack(request.value))
+                return None
+            if isinstance(request, m.Abort):
+                self._abort(request)
+                return None
+            if isinstance(request, m.Forget):
+                self._forget(request.session)
+                return None
+            if isinstance(request, m.RunPart):
+                return self._run_part(peer, request)
+            if isinstance(request, m.Run):
+                return self._session(peer, request.session).run(peer, request)
+            if isinstance(request, m.Register):
+                plan = Plan(request.operations, request.feeds, request.fetches, request.soft)
+                with self._lock:
+                    self._masters[request.session] = peer.name
+                    self._parts.setdefault(request.session, {})[request.part] = plan
+            elif isinstance(request, m.Close):
+                self._close(request.session)
+            else:
+                self._reset(request.everywhere)
+            return m.Values()
+        except Exception as error:
+            return m.failure_of(error, self.task)
+
+    def run_plan(self, plan: Plan, session: str, number: str, values: Any, check: Any) -> list[Any]:
+        """Run a part of a step in this task."""
+        outside = _Outside(self, number, check)
+        step = Step(self.resources, session=session, outside=outside)
+        with self._lock:
+            self._steps[number] = step
+        failure = self.rendezvous.begin(number)
+        try:
+            if failure is not None:
+                raise m.error_of(failure)
+            return plan.run(step, values)
+        except CancelledError as error:
+            raise step.error or error from None
+        finally:
+            self.rendezvous.end(number)
+            with self._lock:
+                del self._steps[number]
+
+    def close(self) -> None:
+        """End all steps, and say good-bye to the other tasks."""
+        with self._lock:
+            steps = list(self._steps.values())
+        for step in steps:
+            step.abort(UnavailableError(f"{self.task} was stopped.", task=self.task))
+        self.lanes.close()
+        self.resources.clear()
+
+    def _session(self, peer: Peer, name: str) -> _Session:
+        with self._lock:
+            found = self._sessions.get(name)
+            if found is None:
+                found = self._sessions[name] = _Session(self, name, peer.name)
+            return found
+
+    def _run_part(self, peer: Peer, request: m.RunPart) -> m.Reply:
+        session = request.part.partition("/")[0]
+        plan = self._parts.get(session, {}).get(request.part)
+        if plan is None:
+            raise restarted(self.task)
+
+        def check(step: Step) -> None:
+            if not peer.is_open:
+                step.abort(CancelledError("the master of the step is gone.", task=self.task))
+
+        values = [unpack(value) for value in request.values]
+        results = self.run_plan(plan, session, request.step, values, check)
+        return m.Values(tuple(map(pack, results)))
+
+    def _abort(self, request: m.Abort) -> None:
+        step = self._steps.get(request.step)
+        if step is None:
+            self.rendezvous.refuse(request.step, request.failure)
+        else:
+            step.abort(m.error_of(request.failure))
+
+    def _close(self, name: str) -> None:
+        with self._lock:
+            session = self._sessions.pop(name, None)
+        if session is not None:
+            for task in session.others:
+                with contextlib.suppress(OperationError):
+                    self.lanes.tell(self.tasks[task], m.Forget(name))
+            self._forget(name)
+
+    def _forget(self, session: str) -> None:
+        with self._lock:
+            self._parts.pop(session, None)
+            self._masters.pop(session, None)
+        self.resources.forget(session)
+        self.rendezvous.forget(session)
+
+    def _reset(self, everywhere: bool) -> None:
+        self.resources.clear()
+        for task, address in self.tasks.items() if everywhere else ():
+            if task != self.task:
+                self.lanes.call(address, m.Reset(everywhere=False))
+
+
+def restarted(task: str) -> AbortedError:
+    """Return the error for a task that has lost a session's graph and variables."""
+    return AbortedError(f"{task} was restarted: make a new session.", task=task)
+
+
+class _Cut:
+    """A step that was placed and cut: the part of each task."""
+
+    def __init__(self, fetches: tuple[str, ...]) -> None:
+        self.fetches = fetches
+        self.own: Plan | None = None
+        self.own_feeds: list[int] = []  # Positions among the feeds of the step.
+        self.own_fetches: list[str] = []
+        self.others: list[tuple[str, str, list[int], list[str]]] = []  # task, part, feeds, fetches
+
+
+class _Session:
+    """A session whose master is this task."""
+
+    def __init__(self, service: GraphService, name: str, client: str) -> None:
+        self.name, self.client = name, client
+        self.others: dict[str, str] = {}  # The instances of the other tasks that take part.
+        self._service = service
+        self._lock = threading.Lock()
+        self._operations: dict[str, OperationDef] = {}
+        self._cuts: dict[Any, _Cut] = {}
+        self._numbers = itertools.count(1)
+
+    def run(self, peer: Peer, request: m.Run) -> m.Reply:
+        if len(request.values) != len(request.feeds):
+            raise InvalidArgumentError(
+                f"{len(request.feeds)} feeds have {len(request.values)} values."
+            )
+        cut_ = self._prepared(request)
+        ends = None if request.timeout is None else time.monotonic() + request.timeout
+        number = f"{self.name}/{next(self._numbers)}"
+        step = _Running(self._service, cut_, number, peer, ends)
+        return step.run(self.name, request.values)
+
+    def _prepared(self, request: m.Run) -> _Cut:
+        key = (request.fetches, request.targets, request.feeds)
+        with self._lock:
+            if request.known + len(request.operations) > len(self._operations):
+                new = request.operations[len(self._operations) - request.known :]
+                if request.known > len(self._operations):
+                    raise restarted(self._service.task)
+                self._operations.update({one.name: one for one in new})
+            found = self._cuts.get(key)
+            if found is None:
+                found = self._cuts[key] = self._cut(request)
+            return found
+
+    def _cut(self, request: m.Run) -> _Cut:
+        service = self._service
+        feeds, fetches = list(request.feeds), list(request.fetches)
+        needed = pruned(self._operations, fetches, request.targets, feeds)
+
+        def task_of(one: OperationDef) -> str:
+            try:
+                return resolve(one.device, service.tasks, service.task, soft=request.soft)
+            except (InvalidArgumentError, ValueError) as error:
+                raise InvalidArgumentError(
+                    f"operation {one.name!r} is on {one.device}: {error}", op=one.name
+                ) from error
+
+        tasks = placed(needed, task_of)
+        for name, task in tasks.items() if request.log else ():
+            _log.info("%s: %s", name, task)
+        made = _Cut(request.fetches)
+        number = len(self._cuts)
+        for task, part in cut(needed, tasks, fetches, feeds).items():
+            at = [feeds.index(name) for name in part.feeds]
+            if task == service.task:
+                made.own = Plan(part.operations, part.feeds, part.fetches, request.soft)
+                made.own_feeds, made.own_fetches = at, part.fetches
+                continue
+            name = f"{self.name}/{number}"
+            register = m.Register(
+                part=name,
+                session=self.name,
+                operations=tuple(part.operations),
+                feeds=tuple(part.feeds),
+                fetches=tuple(part.fetches),
+                soft=request.soft,
+            )
+            pending = service.lanes.start(service.tasks[task], register)
+            reply = pending.result(time.monotonic() + _REGISTER_SECONDS)
+            if reply is None:
+                pending.cancel()
+                raise DeadlineExceededError(f"{task} did not take its part of the graph.")
+            if isinstance(reply, m.Failure):
+                raise m.error_of(reply)
+            if self.others.setdefault(task, pending.instance) != pending.instance:
+                raise restarted(task)
+            made.others.append((task, name, at, part.fetches))
+        return made
+
+
+class _Running:
+    """One step of a session: the calls to the other tasks, and the first failure."""
+
+    def __init__(
+        self, service: GraphService, cut_: _Cut, number: str, peer: Peer, ends: float | None
+    ) -> None:
+        self._service, self._cut, self._number = service, cut_, number
+        self._peer, self._ends = peer, ends
+        self._pending: dict[str, Pending] = {}
+        self._replies: dict[str, m.Values] = {}
+        self._failure: m.Failure | None = None
+        self._looking = threading.Lock()
+
+    def run(self, session: str, values: tuple[Any, ...]) -> m.Reply:
+        service, made = self._service, self._cut
+        results: dict[str, Any] = {}
+        try:
+            for task, part, feeds, _ in made.others:
+                request = m.RunPart(part, self._number, tuple(values[k] for k in feeds))
+                self._pending[task] = service.lanes.start(service.tasks[task], request)
+            if made.own is not None:
+                given = [unpack(values[k]) for k in made.own_feeds]
+                found = service.run_plan(made.own, session, self._number, given, self._check)
+                results.update(zip(made.own_fetches, map(pack, found), strict=True))
+        except Exception as error:
+            self._fail(m.failure_of(error, service.task))
+        self._collect()
+        if self._failure is not None:
+            return self._failure
+        for task, _, _, fetches in made.others:
+            results.update(zip(fetches, self._replies[task].values, strict=True))
+        return m.Values(tuple(results[name] for name in made.fetches))
+
+    def _collect(self) -> None:
+        """Wait for the replies of the other tasks; after a failure, not for long."""
+        ends = None
+        alone = len(self._pending) == 1 and self._ends is None and self._failure is None
+        while self._pending:
+            until = time.monotonic() + (1.0 if alone else _WAIT_SECONDS)
+            self._look(until)
+            self._check_ends()
+            if self._failure is not None:
+                ends = ends or time.monotonic() + _GIVE_UP_SECONDS
+                if time.monotonic() > ends:  # They are stopped, or compute what cannot be ended.
+                    for pending in self._pending.values():
+                        pending.cancel()
+                    self._pending.clear()
+
+    def _check(self, step: Step) -> None:
+        """Abort this task's part if another one has failed; called while it waits or computes."""
+        if self._looking.acquire(blocking=False):  # Otherwise another thread of the step does it.
+            try:
+                self._look(0.0)
+                self._check_ends()
+            finally:
+                self._looking.release()
+        if self._failure is not None:
+            step.abort(m.error_of(self._failure))
+
+    def _check_ends(self) -> None:
+        if self._failure is not None:
+            return
+        if self._ends is not None and time.monotonic() > self._ends:
+            late = DeadlineExceededError("the step took longer than its timeout.")
+            self._fail(m.failure_of(late, self._service.task))
+        elif not self._peer.is_open:
+            gone = CancelledError("the client of the session is gone.")
+            self._fail(m.failure_of(gone, self._service.task))
+
+    def _look(self, until: float) -> None:
+        """Take the replies that have arrived, and wait until a time for the first of them."""
+        for task, pending in list(self._pending.items()):
+            try:
+                reply = pending.result(until)
+            except OperationError as error:
+                reply = m.failure_of(error, task)
+            if reply is None:
+                continue
+            until = 0.0
+            del self._pending[task]
+            if isinstance(reply, m.Values):
+                self._replies[task] = reply
+            else:
+                self._fail(reply)
+
+    def _fail(self, failure: m.Failure) -> None:
+        """Keep the first failure, and tell it to the other tasks."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        for task in self._pending:
+            with contextlib.suppress(OperationError):
+                self._service.lanes.tell(self._service.tasks[task], m.Abort(self._number, failure))
+
+
+class _Outside:
+    """The other tasks, for one step."""
+
+    def __init__(self, service: GraphService, number: str, check: Callable[[Step], None]) -> None:
+        self._service, self._number = service, number
+        self.check = check
+
+    def send(self, task: str, key: str, value: Any) -> None:
+        address = self._service.tasks[task]
+        self._service.lanes.tell(address, m.Deliver(self._number, key, pack(value)))
+
+    def receive(self, key: str, then: Callable[[Any], None]) -> None:
+        self._service.rendezvous.receive(self._number, key, then)
+
+
+class _Rendezvous:
+    """Values that arrived for steps, and the functions that wait for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._waiting: dict[tuple[str, str], Callable[[Any], None]] = {}
+        self._ended: OrderedDict[str, m.Failure | None] = OrderedDict()
+
+    def begin(self, step: str) -> m.Failure | None:
+        """Return why a step has failed already, if it has."""
+        with self._lock:
+            return self._ended.get(step)
+
+    def deliver(self, step: str, key: str, value: Any) -> None:
+        """Keep a value for a step, or give it to the function that waits for it."""
+        with self._lock:
+            if step in self._ended:
+                return
+            then = self._waiting.pop((step, key), None)
+            if then is None:
+                self._steps.setdefault(step, {})[key] = value
+                while len(self._steps) > _ENDED:  # Of masters that died before they began.
+                    self._steps.popitem(last=False)
+        if then is not None:
+            then(value)
+
+    def receive(self, step: str, key: str, then: Callable[[Any], None]) -> None:
+        """Call a function with a value, at once or when it arrives."""
+        with self._lock:
+            kept = self._steps.get(step, {})
+            if key not in kept:
+                self._waiting[step, key] = then
+                return
+            value = kept.pop(key)
+        then(value)
+
+    def refuse(self, step: str, failure: m.Failure) -> None:
+        """Make a step fail that has not begun."""
+        self._end(step, failure)
+
+    def end(self, step: str) -> None:
+        """Drop what belongs to a step, and what still comes for it."""
+        self._end(step, None)
+
+    def forget(self, session: str) -> None:
+        """Drop the values of a session's steps that did not begin here."""
+        with self._lock:
+            for step in [step for step in self._steps if step.startswith(f"{session}/")]:
+                del self._steps[step]
+
+    def _end(self, step: str, failure: m.Failure | None) -> None:
+        with self._lock:
+            self._steps.pop(step, None)
+            for key in [key for key in self._waiting if key[0] == step]:
+                del self._waiting[key]
+            self._ended[step] = failure
+            while len(self._ended) > _ENDED:
+                self._ended.popitem(last=False)

@@ -1,0 +1,268 @@
+"""`Session`: it runs parts of a graph and returns the values of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.devices import as_array
+from ndistribute.errors import InvalidArgumentError, OperationError
+from ndistribute.graph import messages as m
+from ndistribute.graph.definition import pack, unpack
+from ndistribute.graph.executor import Plan
+from ndistribute.graph.graph import (
+    Graph,
+    Operation,
+    Tensor,
+    as_default_session,
+    default_session,
+    get_default_graph,
+)
+from ndistribute.graph.lanes import Lanes
+from ndistribute.graph.local_devices import CPU, moved
+from ndistribute.graph.partition import pruned
+from ndistribute.graph.placement import resolve
+from ndistribute.graph.step import Resources, Step
+from ndistribute.transport.secret import Credentials, find_secret, tls_files
+
+__all__ = ["Runner", "Session", "default_session"]
+
+HERE = "/job:localhost/task:0"
+"""The only task of a session without a target."""
+_CLOSE_SECONDS = 5.0
+_log = logging.getLogger("ndistribute")
+
+
+class Runner(Protocol):
+    """What runs the steps of a session: this process, or the server of its target."""
+
+    def run(
+        self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
+    ) -> list[Any]:
+        """Run the operations that fetches and targets need; return the values of the fetches."""
+
+    def close(self) -> None:
+        """End the session."""
+
+
+class Session:
+    """Run operations of a graph, and return the values of tensors.
+
+    Args:
+        target: the address of the server that runs the graph, ``host:port``; empty: this process.
+        graph: the graph to run; None: the default graph.
+        config: see `ConfigProto`.
+
+    >>> from ndistribute.graph.operations import placeholder
+    >>> with Graph().as_default(), Session() as session:
+    ...     x = placeholder(np.float64)
+    ...     session.run({"double": 2 * x, "x": x}, {x: 3.0})
+    {'double': np.float64(6.0), 'x': array(3.)}
+    """
+
+    def __init__(self, target: str = "", graph: Graph | None = None, config: Any = None) -> None:
+        self.graph = graph or get_default_graph()
+        self.target, self.config = target, config
+        self._runner: Runner | None = _Remote(target, config) if target else _InProcess(config)
+        self._entered: list[Any] = []
+
+    def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+        """Run what fetches need, and return their values.
+
+        Args:
+            fetches: a nest of tensors, variables, operations, and names of tensors or operations.
+            feed_dict: values to use for tensors, in place of what their operations compute.
+
+        Returns:
+            The same nest with arrays for tensors and variables, and None for operations.
+
+        Raises:
+            OperationError: an operation failed; its subclasses and attributes tell how and where.
+            RuntimeError: the session was closed.
+            ValueError: a fetch or a fed tensor is not of this graph, or a fed value does not have
+                the shape or dtype of its tensor.
+        """
+        if self._runner is None:
+            raise RuntimeError("this session was closed: create a new one.")
+        graph = self.graph
+        leaves = tree.flatten(fetches)
+        elements = [graph.as_graph_element(leaf) for leaf in leaves]
+        feeds = {}
+        for key, value in (feed_dict or {}).items():
+            tensor = graph.as_graph_element(key)
+            feeds[tensor.name] = _fed(tensor, value)
+        names = [one.name for one in elements if isinstance(one, Tensor)]
+        targets = [one.name for one in elements if isinstance(one, Operation)]
+        values = iter(self._runner.run(graph, names, targets, feeds))
+        results = [next(values) if isinstance(one, Tensor) else None for one in elements]
+        return tree.unflatten(fetches, results)
+
+    @staticmethod
+    def reset(target: str) -> None:
+        """Drop all variables of the server of a target and of the other tasks of its cluster."""
+        lanes = _lanes_to(target)
+        try:
+            _values_of(lanes.call(address_of(target), m.Reset()))
+        finally:
+            lanes.close()
+
+    def close(self) -> None:
+        """End the session; a second call does nothing."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def as_default(self) -> Any:
+        """Return a context manager in which `Tensor.eval` and `Operation.run` use this session."""
+        return as_default_session(self)
+
+    def __enter__(self) -> Self:
+        for context in (self.graph.as_default(), self.as_default()):
+            context.__enter__()
+            self._entered.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(*error)
+        self.close()
+
+
+class _InProcess:
+    """Runs steps in this process; each session has its own variables."""
+
+    def __init__(self, config: Any) -> None:
+        self._resources = Resources()
+        self._plans: dict[Any, Plan] = {}
+        self._timeout = _timeout_of(config)
+        self._soft = bool(getattr(config, "allow_soft_placement", False))
+        self._log = bool(getattr(config, "log_device_placement", False))
+
+    def run(
+        self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
+    ) -> list[Any]:
+        key = (*fetches, None, *targets, None, *feeds)
+        plan = self._plans.get(key)
+        if plan is None:
+            definitions = {op.name: op.definition for op in graph.get_operations()}
+            needed = pruned(definitions, fetches, targets, list(feeds))
+            for one in needed:
+                resolve(one.device, {HERE: ""}, HERE, soft=self._soft)
+                if self._log:
+                    _log.info("%s: %s", one.name, one.device or HERE)
+            plan = self._plans[key] = Plan(needed, list(feeds), fetches, self._soft)
+        step = Step(self._resources, functions=graph.functions, timeout=self._timeout)
+        return [_own(value) for value in plan.run(step, list(feeds.values()))]
+
+    def close(self) -> None:
+        self._plans.clear()
+        self._resources.clear()
+
+
+class _Remote:
+    """Runs steps on the tasks of a cluster; the server of the target is the master."""
+
+    def __init__(self, target: str, config: Any) -> None:
+        self._address, self._lanes = address_of(target), _lanes_to(target)
+        self._session = secrets.token_hex(8)
+        self._known = 0  # The number of operations that the master has.
+        self._soft = bool(getattr(config, "allow_soft_placement", False))
+        self._log = bool(getattr(config, "log_device_placement", False))
+        self._timeout = _timeout_of(config)
+
+    def run(
+        self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
+    ) -> list[Any]:
+        wanted = [name for name in fetches if name not in feeds]
+        known = self._known
+        new = []
+        if graph.version > known:
+            new = [op.definition for op in graph.get_operations()[known:]]
+        request = m.Run(
+            session=self._session,
+            known=known,
+            operations=tuple(new),
+            fetches=tuple(wanted),
+            targets=tuple(targets),
+            feeds=tuple(feeds),
+            values=tuple(map(pack, feeds.values())),
+            timeout=self._timeout,
+            soft=self._soft,
+            log=self._log,
+        )
+        results = iter(_values_of(self._lanes.call(self._address, request)))
+        self._known = max(self._known, known + len(new))
+        return [feeds[name] if name in feeds else next(results) for name in fetches]
+
+    def close(self) -> None:
+        with contextlib.suppress(OperationError):
+            self._lanes.call(self._address, m.Close(self._session), _CLOSE_SECONDS)
+        self._lanes.close()
+
+
+def _own(value: Any) -> Any:
+    """Return a value that the caller may change, in host memory."""
+    value = moved(value, CPU)
+    return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
+
+
+def _timeout_of(config: Any) -> float | None:
+    milliseconds = getattr(config, "operation_timeout_in_ms", 0)
+    return milliseconds / 1000 if milliseconds else None
+
+
+def address_of(target: str) -> str:
+    """Return the address of a target, ``host:port`` or ``grpc://host:port``."""
+    return target.removeprefix("grpc://")
+
+
+def _lanes_to(target: str) -> Lanes:
+    address = address_of(target)
+    job = os.environ.get("NDISTRIBUTE_JOB_ID", "")
+    credentials = Credentials(find_secret([address], os.environ), job, tls_files(os.environ))
+    return Lanes(credentials, f"client#{secrets.token_hex(6)}")
+
+
+def _values_of(reply: Any) -> list[Any]:
+    if isinstance(reply, m.Values):
+        return [unpack(value) for value in reply.values]
+    if isinstance(reply, m.Failure):
+        raise m.error_of(reply)
+    raise InvalidArgumentError(f"the server failed: {reply.message}")
+
+
+def _fed(tensor: Any, value: Any) -> Any:
+    """Return a value to feed, in the tensor's dtype.
+
+    Raises:
+        ValueError: it has another shape, or is itself a tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{tensor!r} is no tensor: only tensors can be fed.")
+    if isinstance(value, Tensor):
+        raise TypeError(f"the value for {tensor!r} is a tensor: feed an array.")
+    array = as_array(value)
+    if tensor.dtype is not None and array.dtype != tensor.dtype:
+        try:
+            array = array.astype(tensor.dtype)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"the value for {tensor.name!r} has dtype {array.dtype}, expected {tensor.dtype}."
+            ) from error
+    shape = tensor.shape
+    if shape is not None and (
+        len(shape) != array.ndim
+        or any(n is not None and n != m for n, m in zip(shape, array.shape, strict=True))
+    ):
+        raise InvalidArgumentError(
+            f"the value for {tensor.name!r} has shape {array.shape}, expected {shape}; None is any "
+            "length."
+        )
+    return np.asarray(array) if isinstance(array, np.generic) else array

@@ -1,0 +1,197 @@
+"""One run of a graph's operations in a task, and what the task keeps between runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
+from ndistribute.ownership import ArrayOwner
+
+__all__ = ["Body", "Node", "Outside", "Resources", "SharedVariable", "Step", "read_only"]
+
+T = TypeVar("T")
+_SHARED = frozenset({"variable", "aggregate"})  # What sessions share, by names of clients.
+_LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes long.
+
+
+class Body(Protocol):
+    """A function of tensors."""
+
+    def run(self, step: Step, arguments: Sequence[Any]) -> list[Any]:
+        """Return the results for these arguments, which may be tracked by a tape."""
+
+
+class Node(Protocol):
+    """An operation as its kernel sees it."""
+
+    name: str
+    attributes: dict[str, Any]
+    outputs: int
+    constant: Any
+    bodies: Sequence[Body]
+    gradients: int  # The number of operations that use its tape.
+    compute: Callable[[Step, Sequence[Any]], Any]
+
+
+class SharedVariable(ArrayOwner):
+    """The value of a variable, which all sessions of a task share.
+
+    A value that was read never changes: an update replaces it by a new array, or changes it in
+    place if nobody has it.
+    """
+
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.lock = threading.RLock()
+
+    def read(self) -> Any:
+        """Return a read-only snapshot of the value, None if there is none yet."""
+        with self.lock:
+            return self.array if self.array is None else read_only(self.array)
+
+    def writable(self) -> Any:
+        """Return an array with the value, to be changed in place; the caller holds the lock."""
+        if self.is_shared() or not getattr(self.array.flags, "writeable", True):  # Not CuPy's.
+            self.array = self.array.copy()
+        return self.array
+
+
+def read_only(array: Any) -> Any:
+    """Return a view of an array that cannot be written; on a GPU, the array."""
+    if not isinstance(array, np.ndarray):
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class Resources:
+    """What a task keeps between steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, str], Any] = {}
+
+    def variable(self, name: str) -> SharedVariable:
+        """Return the variable of a name, without a value if it is new."""
+        return self.get("variable", name, SharedVariable)
+
+    def variables(self) -> dict[str, SharedVariable]:
+        """Return all variables by name."""
+        with self._lock:
+            return {name: one for (kind, name), one in self._kept.items() if kind == "variable"}
+
+    def get(self, kind: str, name: str, make: Callable[[], T]) -> T:
+        """Return what is kept under a kind and a name, made at the first call."""
+        found = self._kept.get((kind, name))
+        if found is None:
+            with self._lock:
+                found = self._kept.setdefault((kind, name), make())
+        return found  # type: ignore[no-any-return]
+
+    def forget(self, session: str) -> None:
+        """Drop what is kept for a session, under names that begin with its name and ``/``."""
+        with self._lock:
+            own = [key for key in self._kept if key[0] not in _SHARED]
+            for key in own:
+                if key[1].startswith(f"{session}/"):
+                    del self._kept[key]
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._kept.clear()
+
+
+class Outside(Protocol):
+    """The other tasks that take part in a step."""
+
+    def send(self, task: str, key: str, value: Any) -> None:
+        """Send a value to another task."""
+
+    def receive(self, key: str, then: Callable[[Any], None]) -> None:
+        """Call a function with a value once another task has sent it."""
+
+    def check(self, step: Step) -> None:
+        """Abort the step if another task has failed or has ended."""
+
+
+class Step:
+    """One run of a plan: what its kernels need to know, and the way to end it early."""
+
+    __slots__ = (
+        "_ends",
+        "_lock",
+        "_looks",
+        "error",
+        "functions",
+        "on_abort",
+        "outside",
+        "resources",
+        "session",
+        "tapes",
+    )
+
+    def __init__(
+        self,
+        resources: Resources,
+        *,
+        session: str = "",
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        outside: Outside | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.resources = resources
+        self.session = session
+        self.functions = functions or {}
+        self.outside = outside
+        self.tapes: dict[str, Any] = {}  # By operation: the tape, its inputs, its results, if kept.
+        self.error: BaseException | None = None
+        self.on_abort: list[Callable[[], None]] = []  # Called once when the step fails.
+        self._lock = threading.Lock()
+        self._looks = time.monotonic() + _LOOK_SECONDS
+        self._ends = None if timeout is None else time.monotonic() + timeout
+
+    def abort(self, error: BaseException) -> None:
+        """Make the step fail; the first error counts."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            calls, self.on_abort = self.on_abort, []
+        for call in calls:
+            call()
+
+    def check(self) -> None:
+        """Raise an error if the step has failed elsewhere; called within long operations."""
+        if (now := time.monotonic()) > self._looks:
+            self._looks = now + _LOOK_SECONDS
+            self.check_outside()
+        if self.error is not None:
+            raise self.error
+
+    def receive(self, key: str, then: Callable[[Any], None]) -> None:
+        """Call a function with the value of a key once another task has sent it."""
+        if self.outside is None:
+            raise InvalidArgumentError(f"{key!r} comes from another task, and there is none.")
+        self.outside.receive(key, then)
+
+    def send(self, task: str, key: str, value: Any) -> None:
+        """Send a value to another task."""
+        if self.outside is None:
+            raise InvalidArgumentError(f"{key!r} goes to another task, and there is none.")
+        self.outside.send(task, key, value)
+
+    def check_outside(self) -> None:
+        """Abort the step if another task has failed or ended, or if it takes too long."""
+        if self._ends is not None and time.monotonic() > self._ends:
+            self.abort(DeadlineExceededError("the step took longer than its timeout."))
+        elif self.outside is not None:
+            self.outside.check(self)

@@ -1,0 +1,102 @@
+"""Summaries: operations whose values TensorBoard displays, and the writer of its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from ndistribute.event_files import EventFile
+from ndistribute.graph.graph import Graph, Tensor, as_tensor, get_default_graph
+
+__all__ = ["SUMMARIES", "FileWriter", "histogram", "image", "merge", "merge_all", "scalar"]
+
+SUMMARIES = "summaries"
+
+
+def scalar(name: str, tensor: Any, collections: Sequence[str] | None = None) -> Tensor:
+    """Return the summary of a number, for `FileWriter.add_summary`."""
+    return _summary("scalar", name, tensor, collections)
+
+
+def histogram(name: str, values: Any, collections: Sequence[str] | None = None) -> Tensor:
+    """Return the summary of the distribution of an array's values."""
+    return _summary("histogram", name, values, collections)
+
+
+def image(
+    name: str, tensor: Any, max_outputs: int = 3, collections: Sequence[str] | None = None
+) -> Tensor:
+    """Return the summary of images.
+
+    Args:
+        name: their tag in TensorBoard.
+        tensor: of shape ``(batch, height, width, channels)`` with 1, 3 or 4 channels: bytes, or
+            floats, which are scaled so that each image uses the range of a byte.
+        max_outputs: the most images of a batch.
+        collections: the collections to add it to; None: the summaries.
+    """
+    return _summary("image", name, tensor, collections, max_outputs)
+
+
+def merge(inputs: Sequence[Tensor], name: str = "merge_summary") -> Tensor:
+    """Return the summary of all that others contain."""
+    return get_default_graph().add("merge_summaries", inputs, name=name).outputs[0]
+
+
+def merge_all(key: str = SUMMARIES) -> Tensor | None:
+    """Return the summary of all that the graph's summaries contain; None if it has none."""
+    found = get_default_graph().get_collection(key)
+    return merge(found) if found else None
+
+
+class FileWriter:
+    """Writes summaries to a file that TensorBoard reads; a context manager that closes it.
+
+    Args:
+        logdir: the folder; created if it is missing.
+        graph: ignored; TensorFlow writes the graph.
+
+    >>> import tempfile
+    >>> from ndistribute.graph.session import Session
+    >>> with tempfile.TemporaryDirectory() as folder, FileWriter(folder) as writer:
+    ...     writer.add_summary(Session().run(scalar("loss", 0.5)), 1)
+    """
+
+    def __init__(
+        self, logdir: str | os.PathLike[str], graph: Graph | None = None, **_: Any
+    ) -> None:
+        self._file = EventFile(logdir)
+
+    def add_summary(self, summary: Any, global_step: int | None = None) -> None:
+        """Write the value of a summary that a session returned."""
+        value = summary if isinstance(summary, bytes) else np.asarray(summary).item()
+        self._file.add(value, int(global_step or 0))
+
+    def flush(self) -> None:
+        """Do nothing: what was added is in the file."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _summary(
+    kind: str, name: str, value: Any, collections: Sequence[str] | None, most: int = 0
+) -> Tensor:
+    tensor = as_tensor(value)
+    graph = tensor.graph
+    op = graph.add("summary", [tensor], name=name, attributes={"kind": kind, "most": most})
+    op.definition.attributes["tag"] = op.name
+    made = op.outputs[0]
+    for key in [SUMMARIES] if collections is None else collections:
+        graph.add_to_collection(key, made)
+    return made

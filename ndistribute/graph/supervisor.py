@@ -1,0 +1,234 @@
+"""`Supervisor`: it initialises or restores a model, and saves it from threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ndistribute.graph.coordinator import Coordinator
+from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.monitored import Scaffold, prepare_session, retried, wait_for_session
+from ndistribute.graph.saver import Saver
+from ndistribute.graph.session import Session
+from ndistribute.graph.summary import FileWriter
+from ndistribute.graph.variables import GLOBAL_STEP
+
+__all__ = ["Supervisor"]
+
+_DEFAULT: Any = object()
+
+
+class Supervisor:
+    """Starts a training, saves its state and its summaries, and stops its threads.
+
+    The chief gives variables their values, those of the last checkpoint in `logdir` if there is
+    one; others wait for it. Make it when the graph is complete.
+
+    Args:
+        graph: the graph; None: the default graph.
+        ready_op: see `Scaffold`.
+        is_chief: whether this is the process that initialises and saves.
+        init_op: see `Scaffold`.
+        init_feed_dict: see `Scaffold`.
+        local_init_op: see `Scaffold`.
+        logdir: the folder of checkpoints and summaries; None: none.
+        summary_op: the summary to write; None: none is written by itself.
+        saver: saves and restores; None: nothing is saved.
+        global_step: the variable that counts the steps; None: that of the graph.
+        save_summaries_secs: seconds between summaries; 0: none.
+        save_model_secs: seconds between checkpoints; 0: none.
+        stop_grace_secs: the time for threads to end.
+        checkpoint_basename: the beginning of the names of checkpoints.
+        summary_writer: what writes summaries; None: none does.
+        init_fn: called as ``init_fn(session)`` after `init_op`.
+
+    >>> from ndistribute.graph.variables import Variable
+    >>> with Graph().as_default():
+    ...     w = Variable(2.0)
+    ...     with Supervisor().managed_session() as session:
+    ...         float(session.run(w))
+    2.0
+    """
+
+    def __init__(
+        self,
+        graph: Graph | None = None,
+        ready_op: Any = None,
+        ready_for_local_init_op: Any = None,
+        is_chief: bool = True,
+        init_op: Any = None,
+        init_feed_dict: Any = None,
+        local_init_op: Any = None,
+        logdir: str | os.PathLike[str] | None = None,
+        summary_op: Any = _DEFAULT,
+        saver: Any = _DEFAULT,
+        global_step: Any = None,
+        save_summaries_secs: float = 120,
+        save_model_secs: float = 600,
+        recovery_wait_secs: float = 30,
+        stop_grace_secs: float = 120,
+        checkpoint_basename: str = "model.ckpt",
+        session_manager: Any = None,
+        summary_writer: Any = _DEFAULT,
+        init_fn: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.graph = graph or get_default_graph()
+        self.is_chief = is_chief
+        self.coord = Coordinator()
+        self._folder = logdir
+        self._name = checkpoint_basename
+        self._grace = stop_grace_secs
+        self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
+        with self.graph.as_default():
+            found = self.graph.get_collection(GLOBAL_STEP)
+            self.global_step = global_step if global_step is not None else (found or [None])[0]
+            self._scaffold = Scaffold(
+                init_op,
+                init_feed_dict,
+                None if init_fn is None else lambda _, session: init_fn(session),
+                ready_op,
+                local_init_op,
+                saver=None if saver is _DEFAULT else saver,
+            ).finalize()
+        if saver is None:
+            self._scaffold.saver = None
+        if summary_op is not _DEFAULT:
+            self._scaffold.summary_op = summary_op
+        if summary_writer is _DEFAULT:
+            summary_writer = FileWriter(logdir) if logdir and is_chief else None
+        self.summary_writer: FileWriter | None = summary_writer
+
+    @property
+    def saver(self) -> Saver | None:
+        """What saves and restores."""
+        return self._scaffold.saver
+
+    @property
+    def save_path(self) -> str:
+        """The beginning of the paths of checkpoints."""
+        return str(Path(self._folder or "") / self._name)
+
+    def prepare_or_wait_for_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        wait_for_checkpoint: bool = False,
+        max_wait_secs: float = 7200,
+        start_standard_services: bool = True,
+    ) -> Session:
+        """Return a session in which the variables have values; start the threads of the chief.
+
+        Args:
+            master: the address of the server to use; empty: this process.
+            config: a `ConfigProto`.
+            wait_for_checkpoint: ignored: a chief without a checkpoint initialises.
+            max_wait_secs: how long to wait for the chief, and for tasks that come back.
+            start_standard_services: whether the chief saves and writes summaries from threads.
+        """
+        with self.graph.as_default():
+            if not self.is_chief:
+                return wait_for_session(self._scaffold, master, config, max_wait_secs)
+            session = retried(
+                lambda: prepare_session(self._scaffold, master, config, self._folder),
+                max_wait_secs,
+            )
+        if start_standard_services:
+            self._start_services(session)
+        return session
+
+    PrepareSession = prepare_or_wait_for_session
+
+    @contextlib.contextmanager
+    def managed_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        start_standard_services: bool = True,
+        close_summary_writer: bool = True,
+    ) -> Iterator[Session]:
+        """Return a context manager with a session; at its end the threads are stopped.
+
+        A failure in the block, or in a thread, is raised at its end.
+        """
+        session = self.prepare_or_wait_for_session(
+            master, config, start_standard_services=start_standard_services
+        )
+        try:
+            with self.graph.as_default(), session.as_default():
+                yield session
+                if self.is_chief and self._save_secs:
+                    self._save(session)
+        except Exception as error:
+            self.request_stop(error)
+        finally:
+            try:
+                self.stop(close_summary_writer=close_summary_writer)
+            finally:
+                session.close()
+
+    def should_stop(self) -> bool:
+        """Return True once `request_stop` was called, or a thread failed."""
+        return self.coord.should_stop()
+
+    def request_stop(self, ex: BaseException | None = None) -> None:
+        """Ask all threads to stop."""
+        self.coord.request_stop(ex)
+
+    def stop(
+        self, threads: list[threading.Thread] | None = None, close_summary_writer: bool = True
+    ) -> None:
+        """Stop the threads, and raise the first failure."""
+        self.coord.request_stop()
+        try:
+            self.coord.join(threads, stop_grace_period_secs=self._grace)
+        finally:
+            if close_summary_writer and self.summary_writer is not None:
+                self.summary_writer.close()
+                self.summary_writer = None
+
+    def loop(
+        self, timer_interval_secs: float, target: Callable[..., Any], args: Any = (), **kwargs: Any
+    ) -> threading.Thread:
+        """Start a thread that calls a function now, and every so many seconds until the stop."""
+
+        def work() -> None:
+            with self.coord.stop_on_exception():
+                due = time.monotonic()
+                while not self.coord.wait_for_stop(max(0.0, due - time.monotonic())):
+                    due += timer_interval_secs
+                    target(*args, **kwargs)
+
+        thread = threading.Thread(target=work, name="supervisor", daemon=True)
+        self.coord.register_thread(thread)
+        thread.start()
+        return thread
+
+    def start_queue_runners(self, sess: Any = None, queue_runners: Any = None) -> list[Any]:
+        """Do nothing: there are no queues."""
+        return []
+
+    def summary_computed(self, sess: Any, summary: Any, global_step: Any = None) -> None:
+        """Write the value of a summary."""
+        if self.summary_writer is None:
+            raise RuntimeError("this supervisor writes no summaries: pass logdir to the chief's.")
+        if global_step is None and self.global_step is not None:
+            global_step = sess.run(self.global_step)
+        self.summary_writer.add_summary(summary, global_step)
+
+    def _start_services(self, session: Session) -> None:
+        if self._folder and self._save_secs and self.saver is not None:
+            self.loop(self._save_secs, self._save, (session,))
+        if self.summary_writer and self._summary_secs and self._scaffold.summary_op is not None:
+            self.loop(self._summary_secs, self._summarize, (session,))
+
+    def _save(self, session: Session) -> None:
+        if self._folder and self.saver is not None:
+            self.saver.save(session, self.save_path, self.global_step)
+
+    def _summarize(self, session: Session) -> None:
+        self.summary_computed(session, session.run(self._scaffold.summary_op))

@@ -1,0 +1,151 @@
+"""`SyncReplicasOptimizer`: workers with sessions of their own that make each step together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ndistribute.graph.graph import Operation, Tensor
+from ndistribute.graph.hooks import SessionRunHook
+from ndistribute.graph.operations import group
+from ndistribute.graph.optimizers import GradsAndVars, Optimizer
+from ndistribute.graph.variables import Variable
+
+__all__ = ["SyncReplicasOptimizer"]
+
+
+class SyncReplicasOptimizer:
+    """An optimizer that waits for the gradients of several workers and applies their mean.
+
+    The task of each variable collects the gradients of a step. The one that completes the number
+    makes the update, for which all workers of the step wait. Gradients that come later are dropped:
+    with fewer `replicas_to_aggregate` than workers, the others are backup workers, and the slowest
+    of a step do not delay it (Chen et al., "Revisiting Distributed Synchronous SGD", 2016).
+
+    Args:
+        opt: the optimizer that makes the update.
+        replicas_to_aggregate: the number of gradients of a step.
+        total_num_replicas: the number of workers; None: `replicas_to_aggregate`.
+
+    Raises:
+        ValueError: there are fewer workers than gradients to aggregate.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        replicas_to_aggregate: int,
+        total_num_replicas: int | None = None,
+        **_: Any,
+    ) -> None:
+        total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
+        if not 0 < replicas_to_aggregate <= total:
+            raise ValueError(
+                f"replicas_to_aggregate must be from 1 to total_num_replicas, {total}, got "
+                f"{replicas_to_aggregate}: each worker contributes once to a step."
+            )
+        self._opt, self._replicas = opt, replicas_to_aggregate
+        # What programs run or pass to a Supervisor before the first step.
+        self.chief_init_op: Operation
+        self.local_step_init_op: Operation
+        self.ready_for_local_init_op: Any = None
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Variable]]:
+        """Return pairs of a gradient and a variable; see `Optimizer`."""
+        return self._opt.compute_gradients(*args, **kwargs)
+
+    def minimize(
+        self,
+        loss: Tensor,
+        global_step: Variable | None = None,
+        var_list: Any = None,
+        name: str | None = None,
+        **_: Any,
+    ) -> Operation:
+        """Return the operation of a training step; see `apply_gradients`."""
+        return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> Operation:
+        """Return the operation that contributes gradients and waits for the update.
+
+        Args:
+            grads_and_vars: pairs of a gradient, or None, and a variable.
+            global_step: the variable that counts the updates; all workers share it.
+            name: the name scope of the operations.
+
+        Raises:
+            ValueError: there is no `global_step`, or no variable has a gradient.
+        """
+        if global_step is None:
+            raise ValueError(
+                "SyncReplicasOptimizer needs global_step, by which it tells late gradients: pass "
+                "get_or_create_global_step()."
+            )
+        pairs = [(g, variable) for g, variable in grads_and_vars if g is not None]
+        if not pairs:
+            raise ValueError("no variable has a gradient.")
+        graph = global_step.graph
+        with graph.as_default(), graph.name_scope(name or "sync_replicas"):
+            self.local_step_init_op = group(name="init")
+            local = graph.add("local_step", [global_step.value()])
+            step = local.outputs[0]
+            made, restarted = [], []
+            for gradient, variable in pairs:
+                given = self._opt.add_update(
+                    "aggregate", [gradient, step], variable, outputs=1, replicas=self._replicas
+                )
+                options: Any = {
+                    "attributes": {"variable": variable.op.name},
+                    "device": variable.device,
+                }
+                made += graph.add("await_aggregate", given.outputs, **options).outputs
+                restarted.append(
+                    graph.add("restart_aggregate", [global_step], outputs=0, **options)
+                )
+            self.chief_init_op = group(*restarted, name="chief_init")
+            # The last of the variables tells the step; those of a late worker may be further.
+            reached: Any = np.min(np.stack(made))
+            kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})
+            attributes = {"variable": global_step.op.name}
+            return graph.add(
+                "assign_max", kept.outputs, attributes=attributes, device=global_step.device
+            )
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Variable | None:
+        """Return the slot of a variable; see `Optimizer`."""
+        return self._opt.get_slot(*args, **kwargs)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the slots."""
+        return self._opt.get_slot_names()
+
+    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SessionRunHook:
+        """Return a hook by which the chief lets all go on from the step that it has restored."""
+        return _Restart(self, is_chief)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> Operation:
+        """Return the operation that the chief runs once its session is ready."""
+        return self.chief_init_op
+
+    def get_chief_queue_runner(self) -> None:
+        """Return None: the tasks of the variables make the updates, without a thread of the chief.
+
+        `Coordinator` and `Supervisor.start_queue_runners` accept it.
+        """
+
+
+class _Restart(SessionRunHook):
+    """Makes the tasks of the variables collect gradients for the step of a new session."""
+
+    def __init__(self, optimizer: SyncReplicasOptimizer, is_chief: bool) -> None:
+        self._optimizer, self._is_chief = optimizer, is_chief
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        if self._is_chief:
+            session.run(self._optimizer.chief_init_op)

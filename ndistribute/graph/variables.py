@@ -1,0 +1,265 @@
+"""`Variable`: a value that lives in a task from step to step, and that all its clients share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.graph.graph import (
+    Graph,
+    Operation,
+    Symbolic,
+    Tensor,
+    apply_named,
+    as_tensor,
+    default_session,
+    get_default_graph,
+)
+
+__all__ = [
+    "GLOBAL_STEP",
+    "GLOBAL_VARIABLES",
+    "LOCAL_VARIABLES",
+    "TRAINABLE_VARIABLES",
+    "Variable",
+    "get_or_create_global_step",
+    "global_variables",
+    "global_variables_initializer",
+    "local_variables",
+    "report_uninitialized_variables",
+    "trainable_variables",
+    "variables_initializer",
+]
+
+GLOBAL_VARIABLES = "variables"
+LOCAL_VARIABLES = "local_variables"
+TRAINABLE_VARIABLES = "trainable_variables"
+GLOBAL_STEP = "global_step"
+
+
+class Variable(Symbolic):
+    """A value that operations read and change, in the task of its device.
+
+    It has no value until its initializer has run. Clients whose graphs name a variable alike on the
+    same task share it. A step that reads it gets a snapshot, which later updates do not change.
+
+    Args:
+        initial_value: an array, a number, a tensor, or a function that returns one.
+        trainable: whether optimizers change it by default.
+        name: its name in the current scope.
+        dtype: its dtype; None: that of the initial value, float32 for Python floats and int32 for
+            Python integers.
+        collections: the names of the collections to add it to; None: the global variables.
+
+    >>> with Graph().as_default():
+    ...     w = Variable(np.zeros(2), name="w")
+    ...     step = w.assign_add([1.0, 2.0])
+    >>> w.name, w.shape, w.dtype
+    ('w:0', (2,), dtype('float64'))
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str = "Variable",
+        dtype: Any = None,
+        collections: list[str] | None = None,
+    ) -> None:
+        graph = get_default_graph()
+        self.trainable = trainable
+        scope = f"{graph.unique_name(name)}/"
+        # The variable lives outside of control flow and of control dependencies.
+        with graph.control_dependencies(None), graph.name_scope(scope):
+            before = graph.version
+            # A function that places the variable may ask for its bytes, so this comes first.
+            with graph.device(None):
+                made = initial_value() if callable(initial_value) else initial_value
+                if not hasattr(made, "op") and dtype is None:
+                    dtype = _narrow(made)
+                self.initial_value: Tensor = as_tensor(made, dtype, "initial_value")
+                if dtype is not None and self.initial_value.dtype != np.dtype(dtype):
+                    self.initial_value = self.initial_value.astype(dtype)
+            self.dtype, self.shape = self.initial_value.dtype, self.initial_value.shape
+            attributes = {"variable": scope[:-1], **self._static()}
+            self.op: Operation = graph.add("variable", name=scope, outputs=0, attributes=attributes)
+            for op in graph.get_operations()[before:]:
+                op.set_device(op.device or self.op.device)
+            with graph.colocate_with(self.op):
+                self.initializer: Operation = self._change("assign", self.initial_value).op
+                self._snapshot = self._read("read")
+        names = [GLOBAL_VARIABLES] if collections is None else list(collections)
+        for key in names + ([TRAINABLE_VARIABLES] if trainable else []):
+            graph.add_to_collection(key, self)
+
+    @property
+    def name(self) -> str:
+        """The unique name in its graph, followed by ``:0``."""
+        return f"{self.op.name}:0"
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that it belongs to."""
+        return self.op.graph
+
+    @property
+    def device(self) -> str:
+        """The full name of its device."""
+        return self.op.device
+
+    @property
+    def graph_element(self) -> Tensor:
+        """The tensor that stands for it in operations."""
+        controls = self.graph.has_control_dependencies()
+        return self.read_value() if controls else self._snapshot
+
+    def value(self) -> Tensor:
+        """Return its value as a tensor."""
+        return self.graph_element
+
+    def read_value(self) -> Tensor:
+        """Return its value as a new tensor, read after the current control dependencies."""
+        with self.graph.name_scope(f"{self.op.name}/"), self.graph.colocate_with(self.op):
+            return self._read("read")
+
+    def initialized_value(self) -> Tensor:
+        """Return its value as a tensor, or its initial value while it has none."""
+        with self.graph.colocate_with(self.op):
+            return self._kernel("initialized_value", self.initial_value)
+
+    def is_initialized(self) -> Tensor:
+        """Return a boolean tensor that tells whether it has a value."""
+        with self.graph.colocate_with(self.op):
+            return self._kernel("is_initialized")
+
+    def assign(self, value: Any, **_: Any) -> Tensor:
+        """Return the tensor of its new value, whose computation assigns a value."""
+        return self._change("assign", value)
+
+    def assign_add(self, delta: Any, **_: Any) -> Tensor:
+        """Return the tensor of its new value, whose computation adds to it."""
+        return self._change("assign_add", delta)
+
+    def assign_sub(self, delta: Any, **_: Any) -> Tensor:
+        """Return the tensor of its new value, whose computation subtracts from it."""
+        return self._change("assign_sub", delta)
+
+    def load(self, value: Any, session: Any = None) -> None:
+        """Assign a value in a session now."""
+        session = session or default_session()
+        session.run(self.initializer, {self.initial_value: value})
+
+    def eval(self, session: Any = None) -> Any:
+        """Return its value in the default session, or another one."""
+        return (session or default_session()).run(self)
+
+    def get_shape(self) -> tuple[int | None, ...] | None:
+        """Return its shape."""
+        return self.shape  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of it; only the part leaves its task."""
+        with self.graph.colocate_with(self.op):
+            return apply_named("getitem", "getitem", (self, index), {})
+
+    def __repr__(self) -> str:
+        return f"<graph.Variable {self.name!r}, shape={self.shape}, dtype={self.dtype}>"
+
+    def _change(self, kind: str, value: Any) -> Tensor:
+        with self.graph.colocate_with(self.op):
+            given = as_tensor(value, None if hasattr(value, "op") else self.dtype)
+            return self._kernel(kind, given)
+
+    def _read(self, name: str) -> Tensor:
+        return self._kernel("read", name=name)
+
+    def _kernel(self, kind: str, *inputs: Tensor, name: str = "") -> Tensor:
+        attributes = {"variable": self.op.name}
+        if kind == "assign":
+            attributes |= self._static()
+        op = self.graph.add(kind, inputs, name=name, attributes=attributes)
+        tensor = op.outputs[0]
+        if kind != "is_initialized":
+            tensor.dtype, tensor.shape = self.dtype, self.shape
+        return tensor
+
+    def _static(self) -> dict[str, Any]:
+        """Return its dtype and shape as plain values, None where only a run can tell."""
+        shape = self.shape
+        return {
+            "dtype": None if self.dtype is None else self.dtype.name,
+            "shape": None if shape is None or None in shape else [*map(int, shape)],
+        }
+
+
+def _narrow(value: Any) -> Any:
+    """Return the dtype of a variable made from Python numbers; None: that of the array."""
+    if hasattr(value, "dtype"):
+        return None
+    kind = np.asarray(value).dtype.kind
+    return {"f": np.float32, "i": np.int32}.get(kind)
+
+
+def global_variables() -> list[Variable]:
+    """Return the variables of the default graph, but for local ones."""
+    return get_default_graph().get_collection(GLOBAL_VARIABLES)
+
+
+def local_variables() -> list[Variable]:
+    """Return the variables of the default graph that each client has for itself."""
+    return get_default_graph().get_collection(LOCAL_VARIABLES)
+
+
+def trainable_variables() -> list[Variable]:
+    """Return the variables of the default graph that optimizers change."""
+    return get_default_graph().get_collection(TRAINABLE_VARIABLES)
+
+
+def variables_initializer(variables: list[Variable], name: str = "init") -> Operation:
+    """Return the operation that gives variables their initial values."""
+    graph = get_default_graph()
+    with graph.control_dependencies([variable.initializer for variable in variables]):
+        return graph.add("group", name=name, outputs=0)
+
+
+def global_variables_initializer() -> Operation:
+    """Return the operation that gives the global variables their initial values."""
+    return variables_initializer(global_variables())
+
+
+def report_uninitialized_variables(
+    var_list: Sequence[Variable] | None = None, name: str = "report_uninitialized_variables"
+) -> Tensor:
+    """Return a tensor of the names of the variables that have no value.
+
+    Args:
+        var_list: the variables to look at; None: the global and the local ones.
+        name: the name scope of the operations.
+
+    >>> from ndistribute.graph.session import Session
+    >>> with Graph().as_default(), Session() as session:
+    ...     w = Variable(0.0, name="w")
+    ...     session.run(report_uninitialized_variables()).tolist()
+    ['w']
+    """
+    chosen = [*global_variables(), *local_variables()] if var_list is None else var_list
+    with get_default_graph().name_scope(name):
+        names = as_tensor(np.array([variable.op.name for variable in chosen], np.str_))
+        if not chosen:
+            return names
+        have: Any = np.concatenate([np.reshape(one.is_initialized(), [1]) for one in chosen])
+        return names[np.logical_not(have)]  # type: ignore[no-any-return]
+
+
+def get_or_create_global_step(graph: Graph | None = None) -> Variable:
+    """Return the int64 variable that counts the training steps, made at the first call."""
+    graph = graph or get_default_graph()
+    found = graph.get_collection(GLOBAL_STEP)
+    if found:
+        return found[0]  # type: ignore[no-any-return]
+    with graph.as_default(), graph.name_scope(None), graph.control_dependencies(None):
+        step = Variable(np.int64(0), trainable=False, name="global_step")
+    graph.add_to_collection(GLOBAL_STEP, step)
+    return step

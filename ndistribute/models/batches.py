@@ -1,0 +1,127 @@
+"""The data of `fit`, `evaluate` and `predict`: arrays or datasets, as batches of one form.
+
+A batch is ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of the global batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.data import Dataset, as_dataset
+
+__all__ = ["batches_of", "check_counts", "rows_of", "split", "unpacked", "validation_parts"]
+
+_BATCH = 32
+
+
+def batches_of(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    class_weight: Mapping[int, float] | None = None,
+) -> Dataset:
+    """Return a dataset of batches, from arrays or from a dataset; see `Trainer.fit`."""
+    check_counts(1, batch_size=batch_size)
+    if not _are_arrays(x):
+        if y is not None or sample_weight is not None or batch_size is not None:
+            what = "x is a dataset"
+            if not isinstance(x, Dataset):
+                what = f"x is a {type(x).__name__}, not arrays, so it is taken for a dataset"
+            raise ValueError(
+                f"{what}: its batches contain y and sample_weight, and determine the batch size. "
+                "Do not pass y, sample_weight or batch_size; or make x an array."
+            )
+        data = as_dataset(x)
+    else:
+        given = tuple(one for one in (x, y, sample_weight) if one is not None)
+        data = Dataset.from_tensor_slices(given)
+        rows = len(data)
+        if shuffle and rows > 1:
+            data = data.shuffle(rows)
+        data = data.batch(batch_size or _BATCH)
+    if class_weight is None:
+        return data
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            f"class_weight must be a dict of weights by label, such as {{0: 1.0, 1: 5.0}}, got "
+            f"{class_weight!r}."
+        )
+    return data.map(lambda *batch: _with_class_weight(batch, class_weight))
+
+
+def check_counts(least: int, **counts: Any) -> None:
+    """Raise a `ValueError` if an argument that is given is no integer, or below `least`."""
+    for name, count in counts.items():
+        if count is not None and not (isinstance(count, int | np.integer) and count >= least):
+            raise ValueError(f"{name} must be an integer, {least} or more, got {count!r}.")
+
+
+def split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
+    """Return the arrays in two parts: for training, and the last ones for validation."""
+    if not _are_arrays(x):
+        raise ValueError(
+            f"validation_split needs arrays, got x as a {type(x).__name__}: pass validation_data, "
+            "such as dataset.take(n), and train on dataset.skip(n)."
+        )
+    if not 0 < share < 1:
+        raise ValueError(f"validation_split must be between 0 and 1, got {share}.")
+    rows = rows_of(x)
+    at = int(rows * (1 - share))
+    if not 0 < at < rows:
+        raise ValueError(f"validation_split={share} of {rows} examples leaves one part empty.")
+
+    def cut(part: slice) -> Any:
+        return tree.map_leaves(lambda one: None if one is None else one[part], (x, y, weight))
+
+    return cut(slice(at)), cut(slice(at, None))
+
+
+def validation_parts(data: Any) -> tuple[Any, Any, Any]:
+    """Return the inputs, labels and weights of `validation_data`; a dataset as the inputs."""
+    arrays = isinstance(data, tuple) and 2 <= len(data) <= 3
+    if not arrays and (isinstance(data, tuple | list | str | float) or _are_arrays(data)):
+        size = f" of {len(data)}" if isinstance(data, tuple | list) else ""
+        raise ValueError(
+            "validation_data must be (x, y), (x, y, sample_weight) or a dataset of such batches, "
+            f"got a {type(data).__name__}{size}."
+        )
+    return unpacked(data)
+
+
+def unpacked(data: Any) -> tuple[Any, Any, Any]:
+    """Return the input, labels and weights of a batch, None for what it lacks."""
+    if not isinstance(data, tuple):
+        return data, None, None
+    if not 1 <= len(data) <= 3:
+        raise ValueError(
+            f"a batch has {len(data)} parts: it must be x, (x, y) or (x, y, sample_weight)."
+        )
+    x, y, weight = (*data, None, None)[:3]
+    return x, y, weight
+
+
+def rows_of(value: Any) -> int:
+    """Return the number of examples of a batch."""
+    return int(np.shape(tree.flatten(value)[0])[0])
+
+
+def _are_arrays(x: Any) -> bool:
+    arrays = all(hasattr(leaf, "shape") for leaf in tree.flatten(x))
+    return arrays and not isinstance(x, Dataset)
+
+
+def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
+    x, y, weight = unpacked(batch)
+    labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
+    if labels.ndim > 1 and labels.dtype.kind == "f":  # One-hot rows.
+        labels = labels.argmax(axis=-1)
+    own = np.ones(labels.shape, np.float32)
+    for label, one in weights.items():
+        own[labels == label] = one
+    return x, y, own if weight is None else own * weight

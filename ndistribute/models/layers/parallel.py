@@ -1,0 +1,148 @@
+"""Dense layers that are divided among the replicas: each replica stores and computes a part.
+
+The replicas have different parts of the batch. A layer gathers the inputs of the whole batch, each
+replica computes its part of the layer for all of them, and the results go back to the replicas of
+the examples. That costs less than the all-reduce of a gradient where a layer has many more weights
+than a batch has activations: the rest of a model, such as convolutions, stays data-parallel.
+
+References:
+    A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
+    M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+    Parallelism", 2019, for the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.context import get_replica_context
+from ndistribute.models import activations, initializers
+from ndistribute.models.layers.core import as_floats, positive
+from ndistribute.models.layers.layer import Layer
+from ndistribute.models.operations import dense
+from ndistribute.variables.sharded import sharded_variable
+
+__all__ = ["ColumnParallelDense", "RowParallelDense"]
+
+
+class _ParallelDense(Layer):
+    """What the two layers share: the arguments of a dense layer, and its weights in shards."""
+
+    def __init__(
+        self,
+        units: int,
+        activation: str | Callable[[Any], Any] | None = None,
+        use_bias: bool = True,
+        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
+        bias_initializer: str | Callable[..., Any] = "zeros",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.units = positive(units, f"{type(self).__name__}: units")
+        self.activation = activations.get(activation)
+        self._use_bias = use_bias
+        self._initializers = kernel_initializer, bias_initializer
+        self.kernel: Any = None
+        self.bias: Any = None
+
+    def _sharded(self, name: str, shape: Sequence[int], initializer: Any, axis: int) -> Any:
+        make = initializers.get(initializer)
+        return sharded_variable(
+            lambda: make(tuple(shape), self.dtype),
+            axis,
+            name=f"{self.name}/{name}",
+            dtype=self.dtype,
+        )
+
+
+class ColumnParallelDense(_ParallelDense):
+    """A dense layer of whose units each replica stores and computes a part: columns of the kernel.
+
+    Its result is that of `Dense`, and so are the gradients. Optimizers update each part where it
+    is. It takes and returns the examples of its replica, with all features.
+
+    Args:
+        units: the length of the output's last axis, at least the number of replicas.
+        activation: as for `Dense`.
+        use_bias: as for `Dense`.
+        kernel_initializer: as for `Dense`.
+        bias_initializer: as for `Dense`.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> ColumnParallelDense(4)(np.ones((2, 3), np.float32)).shape
+    (2, 4)
+    """
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the kernel and the bias."""
+        of_kernel, of_bias = self._initializers
+        shape = input_shape[-1], self.units
+        self.kernel = self._sharded("kernel", shape, of_kernel, axis=1)
+        if self._use_bias:
+            self.bias = self._sharded("bias", (self.units,), of_bias, axis=0)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output, of shape ``(batch, units)``."""
+        context: Any = get_replica_context()
+        whole, own = _whole_batch(as_floats(inputs, self.kernel), context)
+        part = dense(whole, self.kernel, self.bias, activations.get(None))
+        if own is not None:
+            part = context.all_gather(part, axis=1)[own]
+        return self.activation(part)
+
+
+class RowParallelDense(_ParallelDense):
+    """A dense layer of whose inputs each replica uses a part: rows of the kernel.
+
+    Its result is that of `Dense`, and so are the gradients; see `ColumnParallelDense`. It fits a
+    layer with more inputs than units.
+
+    Args:
+        units: the length of the output's last axis.
+        activation: as for `Dense`.
+        use_bias: as for `Dense`.
+        kernel_initializer: as for `Dense`.
+        bias_initializer: as for `Dense`.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> RowParallelDense(2)(np.ones((2, 3), np.float32)).shape
+    (2, 2)
+    """
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the kernel and the bias."""
+        of_kernel, of_bias = self._initializers
+        self._features = int(input_shape[-1])
+        shape = self._features, self.units
+        self.kernel = self._sharded("kernel", shape, of_kernel, axis=0)
+        if self._use_bias:
+            self.bias = self.add_weight("bias", (self.units,), of_bias)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output, of shape ``(batch, units)``."""
+        context: Any = get_replica_context()
+        whole, own = _whole_batch(as_floats(inputs, self.kernel), context)
+        if own is None:
+            total = whole @ self.kernel
+        else:
+            rank, count = context.replica_id_in_sync_group, context.num_replicas_in_sync
+            part = slice(self._features * rank // count, self._features * (rank + 1) // count)
+            total = context.all_reduce("sum", whole[:, part] @ self.kernel)[own]
+        return self.activation(total if self.bias is None else total + self.bias)
+
+
+def _whole_batch(inputs: Any, context: Any) -> tuple[Any, slice | None]:
+    """Return the examples of all replicas, and which are this one's; None if it is alone."""
+    if inputs.ndim != 2:
+        raise ValueError(
+            f"a parallel dense layer needs an input of two axes, got shape {inputs.shape}: put a "
+            "Flatten before it."
+        )
+    if context is None or context.num_replicas_in_sync == 1:
+        return inputs, None
+    lengths = context.all_gather(np.array([len(inputs)]), axis=0)
+    start = int(lengths[: context.replica_id_in_sync_group].sum())
+    return context.all_gather(inputs, axis=0), slice(start, start + len(inputs))

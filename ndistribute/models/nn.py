@@ -1,0 +1,44 @@
+"""The functions of networks for arrays, tracked arrays and tensors of graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ndistribute import autodiff
+from ndistribute.graph.operations import register
+from ndistribute.models import activations, operations
+
+__all__ = [
+    "average_pool2d",
+    "conv2d",
+    "log_softmax",
+    "max_pool2d",
+    "relu",
+    "sigmoid",
+    "sigmoid_cross_entropy",
+    "softmax",
+    "softmax_cross_entropy",
+]
+
+
+def _conv2d(x: Any, kernel: Any, strides: Any = (1, 1), padding: str = "valid") -> Any:
+    return operations.conv2d(
+        x, kernel, None, activations.linear, strides=tuple(strides), padding=padding
+    )
+
+
+def _sigmoid_cross_entropy(logits: Any, labels: Any) -> Any:
+    return np.maximum(logits, 0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
+
+
+conv2d = register("nn.conv2d", _conv2d)
+max_pool2d = register("nn.max_pool2d", operations.max_pool2d)
+average_pool2d = register("nn.average_pool2d", operations.average_pool2d)
+softmax_cross_entropy = register("nn.softmax_cross_entropy", operations.softmax_cross_entropy)
+sigmoid_cross_entropy = register("nn.sigmoid_cross_entropy", _sigmoid_cross_entropy)
+softmax = register("nn.softmax", autodiff.softmax)
+log_softmax = register("nn.log_softmax", autodiff.log_softmax)
+relu = register("nn.relu", activations.relu)
+sigmoid = register("nn.sigmoid", activations.sigmoid)

@@ -1,0 +1,130 @@
+"""Scripts of TensorFlow 1 run by changing one import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ndistribute import graph
+from ndistribute.compat import tf
+from tests.processes import free_addresses
+
+TRAINER = Path(__file__).parent / "guides" / "classic_trainer.py"
+
+
+@pytest.fixture(autouse=True)
+def new_graph() -> Iterator[None]:
+    """Begin with an empty default graph, as a program does."""
+    graph.reset_default_graph()
+    yield
+    graph.reset_default_graph()
+
+
+def test_the_smallest_program_runs() -> None:
+    c = tf.constant("Hello, distributed TensorFlow!")
+    server = tf.train.Server.create_local_server()
+    session = tf.Session(server.target)
+    assert session.run(c) == b"Hello, distributed TensorFlow!"
+    session.close()
+    server.stop()
+
+
+def test_names_of_both_generations_train() -> None:
+    tf.disable_eager_execution()
+    x = tf.placeholder(tf.float32, [None, 2])
+    w = tf.Variable(tf.zeros([2, 2]), name="w")
+    with tf.variable_scope("output"):
+        b = tf.get_variable("b", [2], initializer=tf.constant([1.0, -1.0]))
+    images = tf.reshape(x, [-1, 1, 2, 1])
+    pooled = tf.nn.max_pool(images, ksize=[1, 1, 2, 1], strides=[1, 1, 2, 1], padding="SAME")
+    logits = tf.add(tf.matmul(x, w), b)
+    labels = tf.constant([0, 1], tf.int64)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    loss = tf.reduce_mean(losses) + 0.01 * tf.nn.l2_loss(w)
+    right = tf.equal(tf.argmax(logits, 1), labels)
+    accuracy = tf.reduce_mean(tf.cast(right, tf.float32))
+    step = tf.contrib.framework.get_or_create_global_step()
+    train = tf.train.AdamOptimizer(0.5).minimize(loss, global_step=step)
+    tf.scalar_summary("loss", loss)
+    with tf.control_dependencies([train]), tf.name_scope("after"):
+        later = tf.identity(step.read_value())
+    assert (b.name, later.name) == ("output/b:0", "after/identity:0")
+    with tf.Session(config=tf.ConfigProto(allow_soft_placement=True)) as session:
+        session.run(tf.initialize_all_variables())
+        feeds = {x: np.eye(2)}
+        assert session.run(pooled, feeds).ravel().tolist() == [1.0, 1.0]
+        assert session.run(later, feeds) == 1
+        for _ in range(30):
+            session.run(train, feeds)
+        assert session.run(accuracy, feeds) == 1.0
+        assert isinstance(session.run(tf.merge_all_summaries(), feeds), bytes)
+
+
+def test_names_have_two_meanings_depending_on_the_program() -> None:
+    assert tf.constant(2.0) + 1.0 == 3.0
+    with tf.Graph().as_default():
+        assert isinstance(tf.constant(2.0), graph.Tensor)
+        assert isinstance(tf.Variable(1.0), graph.Variable)
+    assert tf.cond(True, lambda: 1, lambda: 2) == 1
+    tf.disable_eager_execution()
+    assert isinstance(tf.constant(2.0), graph.Tensor)
+    assert tf.executing_eagerly() is False
+    assert tf.compat.v1.train.Saver is graph.Saver
+
+
+def output_of(program: str, *arguments: str) -> str:
+    """Run a program of its own, and return what it prints."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_name_of_the_first_generation_decides_for_the_whole_program() -> None:
+    program = (
+        "import ndistribute.compat.tf as tf\n"
+        "print(type(tf.Variable(1.0)).__module__)\n"
+        "tf.train.AdagradOptimizer(0.1)\n"
+        "print(type(tf.Variable(1.0)).__module__)\n"
+    )
+    expected = ["ndistribute.variables.mirrored", "ndistribute.graph.variables"]
+    assert output_of(program).split() == expected
+
+
+def test_flags_are_parsed_and_the_program_exits_with_its_result() -> None:
+    program = (
+        "import ndistribute.compat.tf as tf\n"
+        "tf.app.flags.DEFINE_string('job_name', '', '100% of a job')\n"
+        "tf.app.flags.DEFINE_integer('steps', 3, '')\n"
+        "tf.app.flags.DEFINE_boolean('sync', False, '')\n"
+        "def main(rest):\n"
+        "    flags = tf.app.flags.FLAGS\n"
+        "    print(flags.job_name, flags.steps, flags.sync, rest[1:])\n"
+        "tf.app.run()\n"
+    )
+    said = output_of(program, "--job_name=ps", "--sync", "--steps", "5", "other")
+    assert said == "ps 5 True ['other']\n"
+
+
+@pytest.mark.parametrize("how", [[], ["--sync"]], ids=["asynchronous", "synchronous"])
+def test_a_classic_trainer_runs_from_four_command_lines(how: list[str]) -> None:
+    cluster = free_addresses({"ps": 2, "worker": 2})
+    hosts = [f"--{job}_hosts={','.join(found)}" for job, found in cluster.items()]
+    running = []
+    for job in ("ps", "worker"):
+        for index in (0, 1):
+            task = [f"--job_name={job}", f"--task_index={index}", "--steps=200", *how]
+            command = [sys.executable, str(TRAINER), *hosts, *task]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait(30)
+    assert [process.returncode for process in running] == [0] * 4
+    for said in printed[2:]:
+        assert float(said.split()[-1]) > 0.88

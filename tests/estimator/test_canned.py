@@ -1,0 +1,255 @@
+"""Ready-made estimators, and estimators of models: each learns as a direct computation does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.estimator import (
+    DNNClassifier,
+    DNNRegressor,
+    EvalSpec,
+    LinearClassifier,
+    LinearRegressor,
+    RunConfig,
+    TrainSpec,
+    model_to_estimator,
+    train_and_evaluate,
+)
+from ndistribute.estimator import feature_column as fc
+from ndistribute.graph.optimizers import AdagradOptimizer, AdamOptimizer, GradientDescentOptimizer
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((64, 3))
+Y = X @ np.array([[1.0], [-2.0], [3.0]]) + 0.5
+COLUMN = fc.numeric_column("x", 3, np.float64)
+SEEDED = RunConfig(tf_random_seed=1)
+
+
+def batches(x: Any, y: Any, size: int = 32) -> Callable[[], nd.Dataset]:
+    """Return an input function that never ends."""
+    return lambda: (
+        nd.Dataset.from_tensor_slices((x, y)).shuffle(len(y), seed=0).batch(size).repeat()
+    )
+
+
+def once(x: Any, y: Any) -> Callable[[], nd.Dataset]:
+    return lambda: nd.Dataset.from_tensor_slices((x, y)).batch(100)
+
+
+def digits() -> tuple[Any, Any, Any, Any]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    x, y = found.data[order] / 16, found.target[order]
+    return x[:1500], y[:1500], x[1500:], y[1500:]
+
+
+def test_linear_regression_finds_the_least_squares_solution() -> None:
+    model = LinearRegressor([COLUMN], optimizer=GradientDescentOptimizer(0.1))
+    noisy = Y + RNG.standard_normal(Y.shape)
+    model.train(lambda: ({"x": X}, noisy), steps=300)
+    solution, *_ = np.linalg.lstsq(np.c_[X, np.ones(64)], noisy, rcond=None)
+    weights = model.get_variable_value("linear/linear_model/x/weights")
+    np.testing.assert_allclose(weights, solution[:3], atol=1e-6)
+    found = model.evaluate(once({"x": X}, noisy))
+    expected = np.mean(np.square(np.c_[X, np.ones(64)] @ solution - noisy))
+    assert found["average_loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["label/mean"] == pytest.approx(noisy.mean())
+
+
+def test_weights_of_examples_count_in_the_loss_and_in_metrics() -> None:
+    weights = RNG.uniform(size=64)
+    noisy = Y + RNG.standard_normal(Y.shape)
+    model = LinearRegressor([COLUMN], weight_column="w", optimizer=GradientDescentOptimizer(0.2))
+    model.train(lambda: ({"x": X, "w": weights}, noisy), steps=400)
+    roots, rows = np.sqrt(weights)[:, None], np.c_[X, np.ones(64)]
+    solution, *_ = np.linalg.lstsq(rows * roots, noisy * roots, rcond=None)
+    found = model.evaluate(once({"x": X, "w": weights}, noisy))
+    errors = np.square(rows @ solution - noisy)[:, 0]
+    assert found["average_loss"] == pytest.approx(np.average(errors, weights=weights), rel=1e-4)
+
+
+def test_linear_classification_of_digits_is_as_good_as_a_softmax_regression() -> None:
+    x, y, new_x, new_y = digits()
+    column = fc.numeric_column("pixels", 64)
+    model = LinearClassifier([column], n_classes=10, optimizer=AdagradOptimizer(0.2))
+    model.train(batches({"pixels": x}, y, 100), steps=150)
+    found = model.evaluate(once({"pixels": new_x}, new_y))
+    assert found["accuracy"] > softmax_regression(x, y, new_x, new_y) - 0.02
+    predicted = [one["class_ids"][0] for one in model.predict(once({"pixels": new_x}, new_y))]
+    assert np.mean(predicted == new_y) == pytest.approx(found["accuracy"])
+
+
+def softmax_regression(x: Any, y: Any, new_x: Any, new_y: Any) -> float:
+    """Return the accuracy after full steps of gradient descent in plain NumPy."""
+    rows, new_rows = np.c_[x, np.ones(len(x))], np.c_[new_x, np.ones(len(new_x))]
+    weights = np.zeros((65, 10))
+    for _ in range(100):
+        shares = np.exp(rows @ weights)
+        shares /= shares.sum(axis=1, keepdims=True)
+        weights -= 2 * rows.T @ (shares - np.eye(10)[y]) / len(x)
+    return float(np.mean((new_rows @ weights).argmax(axis=1) == new_y))
+
+
+def test_a_network_classifies_digits_better_than_a_linear_model() -> None:
+    x, y, new_x, new_y = digits()
+    column = fc.numeric_column("pixels", 64)
+    model = DNNClassifier(
+        [64], [column], n_classes=10, optimizer=AdamOptimizer(0.003), dropout=0.1, config=SEEDED
+    )
+    model.train(batches({"pixels": x}, y, 100), steps=250)
+    assert model.evaluate(once({"pixels": new_x}, new_y))["accuracy"] > 0.95
+
+
+def test_a_network_fits_what_no_linear_model_can() -> None:
+    x = np.linspace(-1, 1, 64, dtype=np.float32)
+    column = fc.numeric_column("x")
+    model = DNNRegressor([32], [column], optimizer=AdamOptimizer(0.02), config=SEEDED)
+    model.train(batches({"x": x}, x * x), steps=300)
+    found = model.evaluate(once({"x": x}, x * x))
+    assert found["average_loss"] < 0.05 * np.var(x * x)
+
+
+def test_words_are_classified_by_embeddings_and_by_weights() -> None:
+    words = np.array([["good", "film"], ["bad", "film"], ["fine", ""], ["bad", "awful"]] * 4)
+    labels = np.array(["yes", "no", "yes", "no"] * 4)
+    column = fc.categorical_column_with_vocabulary_list(
+        "words", ["good", "bad", "fine", "awful", "film"]
+    )
+    embedded = fc.embedding_column(column, 4)
+    for model in (
+        LinearClassifier([column], label_vocabulary=["no", "yes"]),
+        DNNClassifier(
+            [8],
+            [embedded],
+            label_vocabulary=["no", "yes"],
+            optimizer=AdamOptimizer(0.05),
+            config=SEEDED,
+        ),
+    ):
+        model.train(lambda: ({"words": words}, labels), steps=100)
+        found = model.evaluate(once({"words": words}, labels))
+        assert (found["accuracy"], found["precision"], found["recall"]) == (1, 1, 1)
+        asked = {"words": np.array([["good", ""], ["awful", "film"]])}
+        assert [one["classes"][0] for one in model.predict(lambda asked=asked: asked)] == [
+            "yes",
+            "no",
+        ]
+
+
+def test_replicas_train_a_network_with_embeddings_as_one_process_does(tmp_path: Path) -> None:
+    found, strategy = [], nd.MirroredStrategy(["cpu:0", "cpu:1"])
+    words = fc.categorical_column_with_hash_bucket("word", 10)
+    columns = [COLUMN, fc.embedding_column(words, 2, dtype=np.float64)]
+    features = {"x": X, "word": np.array([f"word {k % 7}" for k in range(64)])}
+    for given, size in ((None, 32), (strategy, 16)):
+        config = RunConfig(tf_random_seed=1, train_distribute=given, eval_distribute=given)
+        model = DNNRegressor([8], columns, str(tmp_path / str(size)), config=config)
+        data = nd.Dataset.from_tensor_slices((features, Y)).batch(size).repeat()
+        model.train(lambda data=data: data, steps=10)
+        found.append(model.evaluate(once(features, Y))["average_loss"])
+    strategy.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def compiled(learning_rate: float = 0.1) -> Any:
+    model = nd.Sequential([nd.layers.Dense(1, dtype="float64")])
+    model.compile(
+        nd.optimizers.SGD(learning_rate), "mean_squared_error", metrics=["mean_absolute_error"]
+    )
+    return model
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one": lambda: nd.MirroredStrategy(["cpu:0"]),
+    "mirrored": lambda: nd.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "workers": lambda: nd.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]),
+    "servers": lambda: nd.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path: Path, name: str) -> None:
+    with STRATEGIES[name]() as strategy:
+        config = RunConfig(train_distribute=strategy, save_checkpoints_steps=20)
+        estimator = model_to_estimator(compiled(), tmp_path, config)
+        spec = TrainSpec(batches(X, Y), max_steps=50)
+        metrics, _ = train_and_evaluate(
+            estimator, spec, EvalSpec(once(X, Y), steps=None, throttle_secs=0)
+        )
+        assert metrics["global_step"] == 50
+        weights = estimator.get_variable_value("model/layers/0/kernel")
+        bias = estimator.get_variable_value("model/layers/0/bias")
+        errors = np.abs(X @ weights + bias - Y)
+        assert metrics["mean_absolute_error"] == pytest.approx(errors.mean(), rel=1e-5)
+        again = model_to_estimator(compiled(), tmp_path)
+        again.train(batches(X, Y), max_steps=60)
+        assert again.evaluate(once(X, Y))["global_step"] == 60
+        predicted = [one["predictions"] for one in again.predict(lambda: X[:5])]
+        np.testing.assert_allclose(predicted, Y[:5], atol=0.1)
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no class": (
+        lambda: LinearClassifier([COLUMN], n_classes=3).train(
+            lambda: ({"x": X[:1]}, np.array([3])), steps=1
+        ),
+        InvalidArgumentError,
+        "label 3 is no class: expected 0 to 2",
+    ),
+    "no word": (
+        lambda: LinearClassifier([COLUMN], label_vocabulary=["a", "b"]).train(
+            lambda: ({"x": X[:1]}, np.array(["c"])), steps=1
+        ),
+        InvalidArgumentError,
+        r"label 'c' is no class: expected one of \['a', 'b'\]",
+    ),
+    "classes": (
+        lambda: LinearClassifier([COLUMN], n_classes=3, label_vocabulary=["a"]),
+        ValueError,
+        "length of label_vocabulary",
+    ),
+    "no labels": (
+        lambda: LinearRegressor([COLUMN]).train(lambda: {"x": X}, steps=1),
+        ValueError,
+        "needs labels",
+    ),
+    "no weights": (
+        lambda: LinearRegressor([COLUMN], weight_column="w").train(lambda: ({"x": X}, Y), steps=1),
+        KeyError,
+        "weight_column",
+    ),
+    "unknown feature": (
+        lambda: LinearRegressor([COLUMN]).train(lambda: ({"y": X}, Y), steps=1),
+        KeyError,
+        "no feature 'x'",
+    ),
+    "dropout": (lambda: DNNRegressor([1], [COLUMN], dropout=1.0), ValueError, "below 1"),
+    "not compiled": (
+        lambda: model_to_estimator(nd.Sequential([nd.layers.Dense(1)])),
+        ValueError,
+        "compiled",
+    ),
+    "other strategy": (
+        lambda: model_to_estimator(
+            compiled(), config=RunConfig(train_distribute=nd.OneDeviceStrategy("cpu:0"))
+        ),
+        ValueError,
+        "inside `with strategy.scope",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_say_what_to_do(mistake: str) -> None:
+    program, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        program()

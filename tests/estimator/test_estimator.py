@@ -1,0 +1,328 @@
+"""Estimators: training, evaluation and prediction through checkpoints, under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.estimator import (
+    Estimator,
+    EstimatorSpec,
+    EvalSpec,
+    ModeKeys,
+    RunConfig,
+    TrainSpec,
+    train_and_evaluate,
+)
+from ndistribute.graph import metrics
+from ndistribute.graph.hooks import (
+    CheckpointSaverListener,
+    NanLossDuringTrainingError,
+    SessionRunArgs,
+    SessionRunHook,
+)
+from ndistribute.graph.operations import random_normal
+from ndistribute.graph.optimizers import GradientDescentOptimizer
+from ndistribute.graph.variables import Variable, get_or_create_global_step
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((48, 3))
+Y = X @ np.array([[1.0], [-2.0], [3.0]]) + 0.5
+RATE = 0.1
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "mirrored": lambda: nd.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored-3": lambda: nd.MirroredStrategy([f"cpu:{k}" for k in range(3)]),
+    "central": lambda: nd.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+    "workers": lambda: nd.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]),
+    "servers": lambda: nd.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = STRATEGIES[request.param]()
+    yield made
+    if made is not None:
+        made.close()
+
+
+def linear(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> EstimatorSpec:
+    """Return a linear model, which starts at random."""
+    w = Variable(random_normal((3, 1), dtype=np.float64), name="w")
+    b = Variable(np.zeros(1), name="b")
+    predicted = features["x"] @ w + b
+    if mode == ModeKeys.PREDICT:
+        return EstimatorSpec(mode, {"y": predicted})
+    loss = np.mean(np.square(predicted - labels))
+    step = get_or_create_global_step()
+    train_op = GradientDescentOptimizer(params["rate"]).minimize(loss, global_step=step)
+    mse = metrics.mean_squared_error(labels, predicted)
+    return EstimatorSpec(mode, None, loss, train_op, {"mse": mse})
+
+
+def estimator(directory: Path, **config: Any) -> Estimator:
+    return Estimator(linear, directory, RunConfig(**config), {"rate": RATE})
+
+
+def inputs(size: int, repeated: bool = False) -> Callable[[], nd.Dataset]:
+    def input_fn() -> nd.Dataset:
+        data = nd.Dataset.from_tensor_slices(({"x": X}, Y)).batch(size)
+        return data.repeat() if repeated else data
+
+    return input_fn
+
+
+def trained(start: tuple[Any, Any], steps: int, size: int) -> tuple[Any, Any]:
+    """Return the weights after steps of gradient descent, computed directly."""
+    w, b = start
+    for k in range(steps):
+        rows = np.arange(k * size, (k + 1) * size) % len(X)
+        error = 2 * (X[rows] @ w + b - Y[rows]) / size
+        w, b = w - RATE * X[rows].T @ error, b - RATE * error.sum(axis=0)
+    return w, b
+
+
+def weights(model: Estimator) -> tuple[Any, Any]:
+    return model.get_variable_value("w"), model.get_variable_value("b")
+
+
+def test_steps_on_replicas_are_those_of_one_on_all_their_batches(
+    tmp_path: Path, strategy: Any
+) -> None:
+    model = estimator(tmp_path, train_distribute=strategy)
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    model.train(inputs(24 // replicas, repeated=True), steps=1)
+    start = weights(model)
+    model.train(inputs(24 // replicas, repeated=True), steps=7)
+    assert model.get_variable_value("global_step") == 8
+    for found, expected in zip(weights(model), trained(start, 7, 24), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_metrics_are_those_of_all_examples_on_any_number_of_replicas(
+    tmp_path: Path, strategy: Any
+) -> None:
+    model = estimator(tmp_path, eval_distribute=strategy)
+    model.train(inputs(10), steps=3)
+    w, b = weights(model)
+    errors = np.square(X @ w + b - Y)
+    found = model.evaluate(inputs(10))
+    assert found["mse"] == pytest.approx(errors.mean(), rel=1e-12)
+    parts = [errors[k : k + 10].mean() for k in range(0, len(X), 10)]
+    assert found["loss"] == pytest.approx(np.mean(parts), rel=1e-12)
+    assert found["global_step"] == 3
+
+
+def test_a_model_is_trained_evaluated_used_and_trained_on(tmp_path: Path) -> None:
+    model = estimator(tmp_path)
+    first = model.evaluate(inputs(16))  # Without a checkpoint: the initial values.
+    assert (first["global_step"], model.latest_checkpoint()) == (0, None)
+    model.train(inputs(16, repeated=True), max_steps=150)
+    assert model.evaluate(inputs(16))["mse"] < 1e-3 < first["mse"]
+    predicted = [one["y"] for one in model.predict(inputs(16))]
+    np.testing.assert_allclose(predicted, Y, atol=0.1)
+    again = estimator(tmp_path)
+    again.train(inputs(16, repeated=True), max_steps=150)
+    assert again.get_variable_value("global_step") == 150
+    again.train(inputs(16, repeated=True), max_steps=200)
+    assert again.evaluate(inputs(16))["global_step"] == 200
+    assert again.get_variable_names() == ["b", "global_step", "w"]
+
+
+def test_training_ends_with_the_input(tmp_path: Path, strategy: Any) -> None:
+    model = estimator(tmp_path, train_distribute=strategy)
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    model.train(inputs(10))  # Five batches: a step needs one for each replica.
+    assert model.get_variable_value("global_step") == 5 // replicas
+
+
+def test_arrays_are_one_batch_for_each_step(tmp_path: Path) -> None:
+    model = estimator(tmp_path)
+    model.train(lambda: ({"x": X}, Y), steps=2)
+    assert model.get_variable_value("global_step") == 2
+    assert model.evaluate(lambda: ({"x": X}, Y))["mse"] > 0
+    assert len(list(model.predict(lambda: {"x": X[:5]}))) == 5
+
+
+def test_input_functions_and_model_functions_get_what_they_ask_for(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def input_fn(mode: str, params: Any, config: RunConfig, input_context: Any) -> Any:
+        seen["input"] = mode, params, config.model_dir, input_context.num_replicas_in_sync
+        return inputs(8)()
+
+    def model_fn(features: Any, labels: Any, mode: str, config: RunConfig) -> EstimatorSpec:
+        seen["shapes"] = features["x"].shape, features["x"].dtype, labels.shape
+        seen["directory"] = config.model_dir
+        return linear(features, labels, mode, {"rate": RATE})
+
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        Estimator(model_fn, tmp_path, RunConfig(train_distribute=strategy)).train(input_fn, steps=1)
+    assert seen["input"] == (ModeKeys.TRAIN, {}, str(tmp_path), 2)
+    assert seen["shapes"] == ((None, 3), np.float64, (None, 1))
+    assert seen["directory"] == str(tmp_path)
+
+
+def test_predictions_are_chosen_by_name_and_batch(tmp_path: Path) -> None:
+    def model_fn(features: Any) -> EstimatorSpec:
+        found = {"twice": 2 * features, "rows": np.sum(features, axis=1)}
+        return EstimatorSpec(ModeKeys.PREDICT, found)
+
+    model = Estimator(model_fn, tmp_path)
+    data = np.arange(6.0).reshape(3, 2)
+    assert [one["rows"] for one in model.predict(lambda: data, "rows")] == [1, 5, 9]
+    (batch,) = model.predict(lambda: data, yield_single_examples=False)
+    np.testing.assert_array_equal(batch["twice"], 2 * data)
+    with pytest.raises(ValueError, match=r"no predictions \['other'\]: there are \['twice'"):
+        next(model.predict(lambda: data, ["other"]))
+
+
+def test_checkpoints_are_kept_by_number_and_scored_as_they_are_written(tmp_path: Path) -> None:
+    model = estimator(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=2)
+    spec = TrainSpec(inputs(16, repeated=True), max_steps=35)
+    found, _ = train_and_evaluate(model, spec, EvalSpec(inputs(16), throttle_secs=0))
+    assert found["global_step"] == 35
+    assert len(list(tmp_path.glob("model.ckpt-*"))) == 2
+    assert list(Path(model.eval_dir()).iterdir())
+    evaluated = model.evaluate(inputs(16), checkpoint_path=model.latest_checkpoint())
+    assert evaluated["mse"] == found["mse"]
+
+
+class StopAtThird(SessionRunHook):
+    """Asks to stop after three runs."""
+
+    runs = 0
+
+    def before_run(self, run_context: Any) -> SessionRunArgs:
+        return SessionRunArgs(get_or_create_global_step())
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self.runs += 1
+        if run_values.results >= 2:
+            run_context.request_stop()
+
+
+class Saved(CheckpointSaverListener):
+    """Keeps the steps of checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        self.steps.append(global_step_value)
+
+
+def test_hooks_watch_the_first_replica_and_can_stop_all(tmp_path: Path, strategy: Any) -> None:
+    model, hook, saved = estimator(tmp_path, train_distribute=strategy), StopAtThird(), Saved()
+    model.train(inputs(8, repeated=True), hooks=[hook], saving_listeners=[saved])
+    assert hook.runs in (3, 4)  # The step may be read before or after it is counted.
+    assert saved.steps == [0, model.get_variable_value("global_step")]
+
+
+def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path, strategy: Any) -> None:
+    model = estimator(tmp_path, train_distribute=strategy)
+    with pytest.raises(NanLossDuringTrainingError, match="learning rate"):
+        model.train(lambda: ({"x": X * np.nan}, Y), steps=5)
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    made = [estimator(tmp_path / name, tf_random_seed=3) for name in "ab"]
+    for model in made:
+        model.train(inputs(8), steps=2)
+    for one, other in zip(*map(weights, made), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def of(mode: str, **parts: Any) -> Callable[..., Any]:
+    """Return a model function whose EstimatorSpec has these parts, made of the features."""
+
+    def model_fn(features: Any, labels: Any) -> EstimatorSpec:
+        return EstimatorSpec(mode, **{name: make(features) for name, make in parts.items()})
+
+    return model_fn
+
+
+def train(model_fn: Any, data: Any = lambda: (X, Y), **arguments: Any) -> Any:
+    return Estimator(model_fn).train(data, **({"steps": 1} | arguments))
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "steps twice": (lambda: train(linear, max_steps=1), ValueError, "both steps and max_steps"),
+    "no steps": (lambda: train(linear, steps=0), ValueError, "above 0"),
+    "no train_op": (
+        lambda: train(of(ModeKeys.TRAIN, loss=np.sum)),
+        ValueError,
+        r"no train_op.*minimize\(loss, global_step",
+    ),
+    "no loss": (
+        lambda: Estimator(of(ModeKeys.EVAL)).evaluate(lambda: (X, Y)),
+        ValueError,
+        "no loss",
+    ),
+    "loss is no tensor": (
+        lambda: train(of(ModeKeys.EVAL, loss=lambda _: 1.0)),
+        TypeError,
+        "loss must be a tensor",
+    ),
+    "other mode": (
+        lambda: train(of(ModeKeys.EVAL, loss=np.sum)),
+        ValueError,
+        "for mode 'eval', expected 'train'",
+    ),
+    "no spec": (lambda: train(lambda features, labels: 1), TypeError, "EstimatorSpec, got 1"),
+    "unknown argument": (lambda: Estimator(lambda features, x: 1), ValueError, "unknown.*'x'"),
+    "no features": (lambda: Estimator(lambda labels: 1), ValueError, "argument features"),
+    "params": (
+        lambda: Estimator(lambda features: 1, params={"a": 1}),
+        ValueError,
+        "no argument params",
+    ),
+    "labels": (lambda: train(lambda features: 1), ValueError, "does not take any"),
+    "empty": (lambda: train(linear, lambda: nd.Dataset.range(0)), ValueError, "is empty"),
+    "three parts": (lambda: train(linear, lambda: (X, Y, Y)), ValueError, "3 parts"),
+    "no function": (lambda: train(linear, X), TypeError, "input_fn must be a function"),
+    "two directories": (
+        lambda: Estimator(linear, "a", RunConfig(model_dir="b")),
+        ValueError,
+        "pass one of them",
+    ),
+    "steps and seconds": (
+        lambda: RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1),
+        ValueError,
+        "exclude each other",
+    ),
+    "no checkpoint": (
+        lambda: Estimator(linear, params={}).get_variable_names(),
+        ValueError,
+        "train first",
+    ),
+    "eval spec": (
+        lambda: train_and_evaluate(Estimator(linear), None, None),  # type: ignore[arg-type]
+        TypeError,
+        "needs a TrainSpec",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_say_what_to_do(mistake: str) -> None:
+    program, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        program()
+
+
+def test_the_task_and_the_cluster_come_from_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = '{"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}'
+    task = '{"type": "worker", "index": 1}'
+    monkeypatch.setenv("TF_CONFIG", f'{{"cluster": {cluster}, "task": {task}}}')
+    config = RunConfig()
+    assert (config.task_type, config.task_id, config.master) == ("worker", 1, "c:1")
+    assert (config.num_ps_replicas, config.num_worker_replicas) == (1, 3)
+    assert not config.is_chief

@@ -1,0 +1,158 @@
+"""Feature columns against values computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.estimator import feature_column as fc
+from ndistribute.graph.graph import Graph
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import global_variables, global_variables_initializer
+
+WORDS = np.array([["a", "c"], ["b", ""], ["x", "a"]])
+IDS = np.array([[0, 2], [1, -1], [0, 0]])
+AGES = np.array([5.0, 18.0, 70.0])
+FEATURES = {"word": WORDS, "id": IDS, "age": AGES, "pair": np.arange(6.0).reshape(3, 2)}
+WORD = fc.categorical_column_with_vocabulary_list("word", ["a", "b", "c"])
+ID = fc.categorical_column_with_identity("id", 3)
+AGE = fc.numeric_column("age")
+
+
+def computed(make: Any) -> Any:
+    with Graph().as_default(), Session() as session:
+        tensor = make()
+        session.run(global_variables_initializer())
+        return session.run(tensor)
+
+
+DENSE = {
+    "numeric": (AGE, [[5], [18], [70]]),
+    "pair": (fc.numeric_column("pair", shape=2), [[0, 1], [2, 3], [4, 5]]),
+    "normalized": (
+        fc.numeric_column("age", normalizer_fn=lambda x: np.log(x / 5)),
+        np.log([[1], [3.6], [14]]),
+    ),
+    "bucketized": (
+        fc.bucketized_column(AGE, [18, 65]),
+        [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    ),
+    "bucketized pair": (
+        fc.bucketized_column(fc.numeric_column("pair", shape=2), [2]),
+        [[1, 0, 1, 0], [0, 1, 0, 1], [0, 1, 0, 1]],
+    ),
+    "words": (fc.indicator_column(WORD), [[1, 0, 1], [0, 1, 0], [1, 0, 0]]),
+    "words with a default": (
+        fc.indicator_column(
+            fc.categorical_column_with_vocabulary_list("word", ["a", "b"], default_value=1)
+        ),
+        [[1, 1], [0, 1], [1, 1]],
+    ),
+    "ids": (fc.indicator_column(ID), [[1, 0, 1], [0, 1, 0], [2, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_dense_columns_have_the_values_computed_by_hand(case: str) -> None:
+    column, expected = DENSE[case]
+    found = computed(lambda: fc.input_layer(FEATURES, column))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert column.width == found.shape[1]
+
+
+def rows(shape: Any, dtype: Any) -> Any:
+    return np.array([[1, 2], [4, 8], [16, 32]], dtype)
+
+
+@pytest.mark.parametrize(
+    ("combiner", "expected"),
+    [
+        ("sum", [[17, 34], [4, 8], [2, 4]]),
+        ("mean", [[8.5, 17], [4, 8], [1, 2]]),
+        ("sqrtn", [[17 / 2**0.5, 34 / 2**0.5], [4, 8], [2**0.5, 8**0.5]]),
+    ],
+)
+def test_embeddings_combine_the_rows_of_an_example(combiner: str, expected: Any) -> None:
+    column = fc.embedding_column(ID, 2, combiner, initializer=rows)
+    found = computed(lambda: fc.input_layer(FEATURES, column))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_an_example_without_ids_has_an_embedding_of_zeros() -> None:
+    column = fc.embedding_column(ID, 2, initializer=rows)
+    found = computed(lambda: fc.input_layer({"id": np.array([-1, 2])}, column))
+    np.testing.assert_array_equal(found, [[0, 0], [16, 32]])
+
+
+def test_unknown_words_are_divided_among_buckets_by_hash() -> None:
+    column = fc.categorical_column_with_vocabulary_list("word", ["a"], num_oov_buckets=4)
+    words = np.array(["a", "b", "c", "b", ""])
+    found = computed(lambda: column.ids({"word": words})).ravel()
+    assert (found[0], found[4], column.buckets) == (0, -1, 5)
+    assert found[1] == found[3]
+    assert all(place in range(1, 5) for place in found[1:4])
+
+
+def test_hashes_are_the_same_for_texts_bytes_and_numbers() -> None:
+    column = fc.categorical_column_with_hash_bucket("word", 1000)
+    ids = [
+        computed(lambda words=words: column.ids({"word": words})).ravel().tolist()
+        for words in (np.array(["12", "7"]), np.array([b"12", b"7"]), np.array([12, 7]))
+    ]
+    assert ids == [[627, 255]] * 3
+
+
+def test_columns_stand_in_the_order_of_their_names() -> None:
+    columns = [fc.indicator_column(WORD), AGE, fc.indicator_column(ID)]
+    found = computed(lambda: fc.input_layer(FEATURES, columns))
+    np.testing.assert_array_equal(found[0], [5, 1, 0, 1, 1, 0, 1])
+
+
+def test_a_linear_model_has_weights_for_columns_and_ids() -> None:
+    with Graph().as_default(), Session() as session:
+        columns = [AGE, WORD, fc.bucketized_column(fc.numeric_column("age"), [18])]
+        y = fc.linear_model(FEATURES, columns, units=2)
+        session.run(global_variables_initializer())
+        np.testing.assert_array_equal(session.run(y), np.zeros((3, 2)))
+        weights = {one.name: one for one in global_variables()}
+        weights["linear_model/bias_weights:0"].load(np.array([1.0, 2.0]))
+        weights["linear_model/age/weights:0"].load(np.array([[0.1, 0]]))
+        weights["linear_model/word/weights:0"].load(np.array([[10.0, 0], [20, 0], [40, 3]]))
+        weights["linear_model/age_bucketized/weights:0"].load(np.array([[100.0, 0], [200, 0]]))
+        found = session.run(y)
+    np.testing.assert_allclose(found, [[151.5, 5], [222.8, 2], [218, 2]], rtol=1e-6)
+
+
+MISTAKES = {
+    "unknown key": (lambda: fc.input_layer({"size": AGES}, AGE), KeyError, "'age'.*gave 'size'"),
+    "one array": (lambda: fc.input_layer(AGES, AGE), KeyError, "one array"),
+    "categorical": (lambda: fc.input_layer(FEATURES, WORD), ValueError, "indicator_column"),
+    "same names": (lambda: fc.input_layer(FEATURES, [AGE, AGE]), ValueError, "named 'age'"),
+    "none": (lambda: fc.input_layer(FEATURES, []), ValueError, "no feature columns"),
+    "no column": (lambda: fc.linear_model(FEATURES, ["age"]), ValueError, "no feature column"),
+    "boundaries": (lambda: fc.bucketized_column(AGE, [2, 1]), ValueError, "ascend"),
+    "source": (lambda: fc.bucketized_column(WORD, [1]), ValueError, "numeric_column"),
+    "numeric": (lambda: fc.indicator_column(AGE), ValueError, "categorical"),
+    "combiner": (lambda: fc.embedding_column(ID, 2, "max"), ValueError, "combiner"),
+    "buckets": (lambda: fc.categorical_column_with_identity("id", 0), ValueError, "1 or more"),
+    "words": (
+        lambda: fc.categorical_column_with_vocabulary_list("w", ["a", "a"]),
+        ValueError,
+        "each once",
+    ),
+    "out of range": (
+        lambda: ID.ids({"id": np.array([3])}),
+        InvalidArgumentError,
+        "id 3 is not below num_buckets=3",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_say_what_to_do(mistake: str) -> None:
+    program, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        computed(program)

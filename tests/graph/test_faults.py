@@ -1,0 +1,201 @@
+"""Sessions whose servers are killed, stopped and started again in the middle of steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.graph.config import ConfigProto
+from ndistribute.graph.devices import device
+from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.operations import constant, group, identity, while_loop
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import Variable, global_variables_initializer
+from tests.processes import AT_ONCE, Tasks, wait_until
+
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+
+
+@pytest.fixture(params=["1", "0"], ids=["unix", "tcp"])
+def tasks(request: Any, monkeypatch: Any) -> Iterator[Tasks]:
+    """Start a server for variables and one for a worker, and use a new graph."""
+    with Tasks(1, 1, chief=False, NDISTRIBUTE_UNIX_SOCKETS=request.param) as tasks:
+        for name, value in tasks.environ.items():
+            monkeypatch.setenv(name, value)
+        tasks.start_all()
+        with Graph().as_default():
+            yield tasks
+
+
+def target_of(tasks: Tasks, job: str = "worker") -> str:
+    return f"grpc://{tasks.cluster[job][0]}"
+
+
+def initialized(tasks: Tasks, operation: Any, job: str = "worker") -> Session:
+    """Return a session in which an operation has run, once all tasks can be reached."""
+    session = Session(target_of(tasks, job))
+
+    def done() -> bool:
+        try:
+            session.run(operation)
+        except errors.UnavailableError:
+            return False
+        return True
+
+    wait_until(done)
+    return session
+
+
+class Endless:
+    """A graph whose step computes for ever on one task while the other task waits for it."""
+
+    def __init__(self, where: str, waits: str) -> None:
+        with device(PS):
+            self.begun = Variable(0.0, name="begun")
+            begin = self.begun.assign_add(1.0)
+        with device(where), get_default_graph().control_dependencies([begin]):
+            zero = identity(constant(0.0))
+            endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [zero])[0]
+        with device(waits):
+            self.step = endless + 1.0
+        self.initialize = global_variables_initializer()
+
+    def run(self, tasks: Tasks, harm: Callable[[], Any], **options: Any) -> tuple[Any, float]:
+        """Do harm in the middle of a step; return the step's error, and the time until then."""
+        found: list[Any] = []
+        config = ConfigProto(**options)
+        with (
+            initialized(tasks, self.initialize) as other,
+            Session(target_of(tasks), config=config) as session,
+        ):
+
+            def work() -> None:
+                try:
+                    session.run(self.step)
+                except errors.OperationError as error:
+                    found.append(error)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            wait_until(lambda: other.run(self.begun) == 1.0)
+            harm()
+            start = time.monotonic()
+            thread.join(AT_ONCE)
+            seconds = time.monotonic() - start
+        return (found[0] if found else None), seconds
+
+
+def test_a_step_over_two_processes_and_clients_that_share_its_variables(tasks: Tasks) -> None:
+    with device(PS):
+        total = Variable(np.zeros(3), name="total")
+    with device(WORKER):
+        delta = constant(np.ones(3)) * 2.0
+    add = group(total.assign_add(delta))
+    with (
+        initialized(tasks, global_variables_initializer()) as one,
+        Session(target_of(tasks, "ps")) as other,
+        ThreadPoolExecutor() as threads,
+    ):
+        runs = [threads.submit(session.run, add) for session in (one, other) * 50]
+        for run in runs:
+            run.result(AT_ONCE)
+        np.testing.assert_array_equal(other.run(total), np.full(3, 200.0))
+
+
+@pytest.mark.parametrize("killed", ["ps", "worker"])
+def test_a_killed_task_fails_the_step_at_once_and_a_new_session_goes_on(
+    tasks: Tasks, killed: str
+) -> None:
+    graph = Endless(where=WORKER, waits=PS)
+    error, seconds = graph.run(tasks, lambda: tasks.kill(killed, 0))
+    assert isinstance(error, errors.UnavailableError)
+    assert seconds < AT_ONCE
+    tasks.start(killed, 0)
+    with initialized(tasks, graph.initialize) as session:
+        assert session.run(graph.begun + 1.0) == 1.0
+
+
+def test_a_session_that_outlives_its_server_is_aborted_and_a_new_one_goes_on(tasks: Tasks) -> None:
+    with device(PS):
+        v = Variable(5.0, name="v")
+    with device(WORKER):
+        doubled = v * 2.0
+    initialize = global_variables_initializer()
+    for killed in ("ps", "worker"):
+        old = initialized(tasks, initialize)
+        assert old.run(doubled) == 10.0
+        tasks.kill(killed, 0)
+        with pytest.raises(errors.UnavailableError):
+            old.run(doubled)
+        tasks.start(killed, 0)
+        initialized(tasks, initialize).close()
+        with pytest.raises(errors.AbortedError, match="restarted"):
+            old.run(doubled)
+        old.close()
+        with Session(target_of(tasks)) as new:
+            assert new.run(doubled) == 10.0
+
+
+@pytest.mark.parametrize("where", [PS, WORKER])
+def test_a_step_that_takes_too_long_ends_on_all_tasks(tasks: Tasks, where: str) -> None:
+    graph = Endless(where, waits=WORKER if where == PS else PS)
+    error, _ = graph.run(tasks, lambda: None, operation_timeout_in_ms=300)
+    assert isinstance(error, errors.DeadlineExceededError)
+    with Session(target_of(tasks)) as session:
+        assert session.run(graph.begun) == 1.0
+
+
+def test_a_step_with_a_timeout_does_not_wait_for_a_stopped_task(tasks: Tasks) -> None:
+    with device(PS):
+        v = Variable(1.0)
+    initialized(tasks, v.initializer).close()
+    with Session(target_of(tasks), config=ConfigProto(operation_timeout_in_ms=200)) as session:
+        assert session.run(v) == 1.0
+        tasks.stop("ps", 0)
+        start = time.monotonic()
+        with pytest.raises(errors.DeadlineExceededError):
+            session.run(v)
+        assert time.monotonic() - start < AT_ONCE
+        tasks.send("ps", 0, signal.SIGCONT)
+        assert session.run(v) == 1.0
+
+
+def test_a_failure_on_one_task_ends_endless_work_on_another(tasks: Tasks) -> None:
+    graph = Endless(where=WORKER, waits=PS)
+    with device(PS), get_default_graph().control_dependencies([graph.begun.assign_add(1.0)]):
+        bad = constant([1.0, 2.0]) + identity(constant([1.0, 2.0, 3.0]))
+    initialized(tasks, graph.initialize).close()
+    with Session(target_of(tasks)) as session:
+        with pytest.raises(errors.InvalidArgumentError, match="broadcast") as caught:
+            session.run([graph.step, bad])
+        assert (caught.value.op, caught.value.task) == (bad.op.name, PS)
+        assert session.run(graph.begun) > 0.0
+
+
+def test_a_server_of_variables_ends_when_the_workers_have_left(monkeypatch: Any) -> None:
+    with Tasks(1, 1, chief=False) as tasks, Graph().as_default():
+        monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
+        tasks.start("ps", 0)
+        with device(PS):
+            v = Variable(1.0)
+        with nd.Server(tasks.cluster, "worker", 0):
+            initialized(tasks, v.initializer).close()
+        assert tasks.code("ps", 0) == 0
+
+
+def test_a_step_in_this_process_that_takes_too_long_ends() -> None:
+    with Graph().as_default():
+        endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [constant(0.0)])
+        session = Session(config=ConfigProto(operation_timeout_in_ms=100))
+        with session, pytest.raises(errors.DeadlineExceededError, match="timeout") as caught:
+            session.run(endless)
+    assert caught.value.op == "while"

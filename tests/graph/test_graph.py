@@ -1,0 +1,195 @@
+"""Graphs in one process: what NumPy code makes of tensors, and what sessions make of graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ndistribute import errors
+from ndistribute.graph import service
+from ndistribute.graph.gradients import gradients
+from ndistribute.graph.graph import Graph, as_tensor
+from ndistribute.graph.operations import (
+    cond,
+    constant,
+    group,
+    placeholder,
+    py_function,
+    random_normal,
+    while_loop,
+)
+from ndistribute.graph.optimizers import MomentumOptimizer
+from ndistribute.graph.session import Session
+from ndistribute.graph.step import Resources
+from ndistribute.graph.variables import Variable, global_variables_initializer
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[Session]:
+    with Graph().as_default(), Session() as session:
+        yield session
+
+
+def test_numpy_code_on_tensors_computes_what_it_computes_on_arrays(session: Session) -> None:
+    data = np.random.default_rng(0).standard_normal((4, 3))
+
+    def model(x: object) -> object:
+        y = np.concatenate([np.tanh(x @ data.T), x[:, 1:]], axis=1)  # type: ignore[operator,index]
+        left, right = np.split(np.where(y > 0, y, 0.1 * y), 2, axis=1)
+        return np.einsum("ij,ij->i", left, right) + np.add.reduce(y, axis=1) / y.mean(axis=1)
+
+    x = placeholder(np.float64, [None, 3])
+    np.testing.assert_array_equal(session.run(model(x), {x: data}), model(data))
+
+
+def test_gradients_agree_with_finite_differences(session: Session) -> None:
+    rng = np.random.default_rng(1)
+    w, table = (Variable(rng.standard_normal(shape)) for shape in ((3, 2), (5, 3)))
+    rows = placeholder(np.int64, [None])
+    y = np.tanh(table[rows] @ w)
+    small = cond(np.sum(y) < 0, lambda: np.sum(y * y), lambda: np.sum(y * w[0, 0]))
+    loss = small + while_loop(lambda i, a: i < 3, lambda i, a: [i + 1, a * w[1, 1]], [0, 1.0])[1]
+    found = gradients(loss, [w, table])
+    session.run(global_variables_initializer())
+    feeds = {rows: [1, 4, 1]}
+    computed = session.run([loss, *found], feeds)
+    dense = [computed[1], computed[2].to_dense()]
+    for variable, gradient in zip((w, table), dense, strict=True):
+        value, step = session.run(variable), 1e-6
+        for place in ((0, 0), (1, 1), (1, 0)):
+            changed = value.copy()
+            changed[place] += step
+            variable.load(changed)
+            slope = (session.run(loss, feeds) - computed[0]) / step
+            assert slope == pytest.approx(gradient[place], abs=1e-4)
+        variable.load(value)
+
+
+def test_a_read_is_a_snapshot_and_updates_run_after_what_controls_them(session: Session) -> None:
+    v = Variable(1.0)
+    with v.graph.control_dependencies([v.assign_add(1.0)]):
+        after = v.read_value() * 10
+    session.run(global_variables_initializer())
+    before, later = session.run([v.value(), after])
+    assert (before in (1.0, 2.0), later) == (True, 20.0)
+
+
+def test_what_a_program_feeds_and_fetches_is_its_own(session: Session) -> None:
+    fed = np.zeros(2)
+    v, c = Variable(np.ones(2)), constant(np.ones(2))
+    x = placeholder(np.float64, [2])
+    session.run([v.initializer, v.assign(x).op], {x: fed})
+    v.load(fed)
+    fed += 5
+    for tensor, expected in ((v.value(), 0.0), (c, 1.0)):
+        session.run(tensor)[:] = 7.0
+        np.testing.assert_array_equal(session.run(tensor), [expected, expected])
+
+
+def test_random_numbers_repeat_with_the_seed_and_differ_from_run_to_run() -> None:
+    x = random_normal([3], seed=5)
+    with Session() as one, Session() as other:
+        first, second = one.run(x), one.run(x)
+        assert (first != second).all()
+        np.testing.assert_array_equal(other.run(x), first)
+
+
+def test_python_functions_run_in_this_process(session: Session) -> None:
+    assert session.run(py_function(lambda x: x + 1, [constant(1.0)])) == 2.0
+
+
+MISTAKES = {
+    "no value": (lambda: placeholder(float) + 1, errors.InvalidArgumentError, "has no value"),
+    "no initial value": (lambda: Variable(1.0), errors.FailedPreconditionError, "initializer"),
+    "wrong shapes": (
+        lambda: constant([1.0, 2.0]) @ constant([1.0]),
+        errors.InvalidArgumentError,
+        r"'matmul' \(numpy.matmul\) failed: ValueError.*made in .*test_graph.py",
+    ),
+    "truth": (lambda: 1 if constant(1.0) else 2, TypeError, "cond"),
+    "conversion": (lambda: float(constant(1.0)), TypeError, "Session.run"),
+    "writing": (lambda: np.add(constant(1.0), 1.0, out=np.zeros(1)), TypeError, "read-only"),
+    "files": (lambda: np.save("x", constant(1.0)), TypeError, "save cannot be an operation"),
+    "other graph": (lambda: Graph().add("identity", [constant(1.0)]), ValueError, "another graph"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_say_what_to_do(session: Session, mistake: str) -> None:
+    program, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        session.run(program())
+
+
+def test_feeds_have_the_shape_of_their_tensor(session: Session) -> None:
+    x = placeholder(np.float32, [None, 2])
+    with pytest.raises(errors.InvalidArgumentError, match=r"shape \(3,\), expected \(None, 2\)"):
+        session.run(x, {x: np.zeros(3)})
+
+
+def test_groups_and_names(session: Session) -> None:
+    v, graph = Variable(np.zeros(2), name="v"), session.graph
+    with graph.name_scope("train"):
+        op = group(v.assign_add([1.0, 2.0]))
+    session.run(global_variables_initializer())
+    assert op.name == "train/group"
+    assert session.run("train/group") is None
+    np.testing.assert_array_equal(session.run("v/read:0"), [1.0, 2.0])
+    assert as_tensor(v).graph is graph
+
+
+def test_functions_and_tapes_of_control_flow_do_not_meet_those_around_it(session: Session) -> None:
+    x = placeholder(np.float64)
+    one, two = (lambda k=k: py_function(lambda: k, []) for k in (1.0, 2.0))
+    assert [session.run(cond(np.less(x, 0), one, two), {x: at}) for at in (-1, 1)] == [1.0, 2.0]
+    y = x * x
+    descent = while_loop(
+        lambda i, w: i < 2, lambda i, w: [i + 1, w - 0.25 * gradients(w * w, w)[0]], [0, x]
+    )
+    assert session.run([gradients(y, x)[0], descent[1]], {x: 4.0}) == [8.0, 1.0]
+
+
+def test_the_result_of_an_update_is_not_the_memory_of_the_variable(session: Session) -> None:
+    w = Variable(np.zeros(3))
+    update = w.assign_add(np.ones(3))
+    session.run(global_variables_initializer())
+    result = session.run(update)
+    result += 100
+    np.testing.assert_array_equal(session.run(w), np.ones(3))
+
+
+def test_a_session_that_ends_leaves_variables_of_whatever_names() -> None:
+    resources = Resources()
+    names: list[Any] = ["scope/w", 5]
+    for name in names:
+        resources.variable(name)
+    resources.get("generator", "scope/random", object)
+    resources.forget("scope")
+    assert list(resources.variables()) == names
+
+
+def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
+    w = Variable(np.zeros(3), name="w")
+    update = MomentumOptimizer(0.1, 0.9).minimize(np.sum(w * w))
+    session.run(global_variables_initializer())
+    resources = session._runner._resources  # type: ignore[union-attr]
+    slot = resources.variable("w/Momentum/momentum")
+    done = threading.Thread(target=session.run, args=(update,), daemon=True)
+    with slot.lock:
+        done.start()
+        done.join(0.2)
+        assert done.is_alive()
+    done.join(10)
+    assert not done.is_alive()
+
+
+def test_values_of_steps_that_never_began_end_with_their_session() -> None:
+    kept = service._Rendezvous()
+    kept.deliver("a/1", "x:0", np.zeros(1))
+    kept.deliver("b/1", "x:0", np.ones(1))
+    kept.forget("a")
+    assert list(kept._steps) == ["b/1"]

@@ -1,0 +1,263 @@
+"""Graphs that no client makes: a server refuses them with an error, and goes on serving."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.graph import messages as m
+from ndistribute.graph.definition import BodyDef, OperationDef, pack
+from ndistribute.graph.functions import _functions
+from ndistribute.graph.gradients import gradients
+from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.kernels import KERNELS
+from ndistribute.graph.lanes import Lanes
+from ndistribute.graph.operations import cond, constant, placeholder, random_normal, while_loop
+from ndistribute.graph.session import Session, _lanes_to
+from ndistribute.graph.variables import Variable
+from ndistribute.transport.codec import encode
+from tests.processes import AT_ONCE, free_addresses, wait_until
+
+MUTATIONS = int(os.environ.get("FAULTS_FRAMES", "200"))
+PS = "/job:ps/task:0"
+
+
+@pytest.fixture
+def server() -> Iterator[nd.Server]:
+    """Start two servers, and return that of a worker."""
+    spec = free_addresses({"ps": 1, "worker": 1})
+    with nd.Server(spec, "ps", 0), nd.Server(spec, "worker", 0) as server:
+        yield server
+
+
+@pytest.fixture
+def lanes(server: nd.Server) -> Iterator[Lanes]:
+    lanes = _lanes_to(server.target)
+    yield lanes
+    lanes.close()
+
+
+def run_of(*operations: OperationDef, fetch: str = "a:0", **options: Any) -> m.Run:
+    feeds = {"fetches": (fetch,), "targets": (), "feeds": (), "values": (), "timeout": 5.0}
+    return m.Run(session="s", known=0, operations=operations, **(feeds | options))
+
+
+def op(name: str, kind: str, *inputs: str, **options: Any) -> OperationDef:
+    return OperationDef(name, kind, inputs, **options)
+
+
+ONE = op("one", "constant", value=pack(np.ones(2)))
+NESTED: Any = ["input", 0]
+for _ in range(100):
+    NESTED = ["list", NESTED]
+MISTAKES: dict[str, tuple[Callable[[], m.Run], str]] = {
+    "unknown operation": (lambda: run_of(op("a", "os.system")), "'os.system', which is not known"),
+    "writing function": (lambda: run_of(op("a", "numpy.save")), "not known here"),
+    "missing operation": (lambda: run_of(op("a", "identity", "b:0")), "no operation 'b'"),
+    "missing result": (lambda: run_of(ONE, op("a", "identity", "one:7")), "one:7"),
+    "missing fetch": (lambda: run_of(ONE, fetch="one:1"), "no tensor 'one:1'"),
+    "bad name": (lambda: run_of(op("a", "identity", "nonsense")), "no operation ''"),
+    "cycle": (
+        lambda: run_of(op("a", "identity", "b:0"), op("b", "identity", "a:0")),
+        "wait for each other",
+    ),
+    "control cycle": (lambda: run_of(op("a", "group", controls=("a",))), "wait for each other"),
+    "cycle over tasks": (
+        lambda: run_of(
+            op("a", "identity", "b:0", device=PS),
+            op("b", "identity", "a:0", controls=("one",)),
+            ONE,
+        ),
+        "wait for each other",
+    ),
+    "wrong template": (lambda: run_of(ONE, op("a", "cast", "one:0", call=["call"])), "no template"),
+    "deep template": (
+        lambda: run_of(ONE, op("a", "cast", "one:0", call=[[NESTED], {}])),
+        "no template",
+    ),
+    "missing input": (lambda: run_of(op("a", "numpy.add", call=[[["input", 0]], {}])), "no input"),
+    "no attributes": (lambda: run_of(op("a", "read")), "'a' .read.* failed: KeyError"),
+    "gradient of nothing": (lambda: run_of(op("a", "gradient")), "is of no operation"),
+    "no bodies": (lambda: run_of(ONE, op("a", "cond", "one:0")), "'a' .cond.* failed"),
+    "device": (lambda: run_of(op("a", "identity", device="/nowhere")), "not the name of a device"),
+    "other task": (lambda: run_of(op("a", "group", device="/job:x")), "tasks are /job:ps/task:0"),
+    "Python function": (
+        lambda: run_of(op("a", "py_function", attributes={"function": "f"})),
+        "client's process alone",
+    ),
+    "body without its input": (
+        lambda: run_of(ONE, op("a", "cond", "one:0", bodies=(BodyDef(("x",), (), ("y:0",)),) * 2)),
+        "no tensor 'y:0'",
+    ),
+    "feeds without values": (
+        lambda: run_of(ONE, op("a", "identity", "one:0"), feeds=("one:0",)),
+        "1 feeds have 0 values",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_graph_that_cannot_run_is_an_error_that_says_why(
+    server: nd.Server, lanes: Lanes, mistake: str
+) -> None:
+    make, message = MISTAKES[mistake]
+    reply = lanes.call(server.target, make(), AT_ONCE)
+    assert isinstance(reply, m.Failure)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        raise m.error_of(reply)
+
+
+def program() -> m.Run:
+    """Return a step of a graph that has something of all."""
+    with Graph().as_default() as graph:
+        x = placeholder(np.float64, [2])
+        with graph.device(PS):
+            w = Variable(np.ones(2), name="w")
+        y = np.tanh(w * x)[::-1] + random_normal([2], seed=1)
+        z = cond(np.sum(y) < 0, lambda: y, lambda: y * 2)
+        loop = while_loop(lambda i, a: i < 2, lambda i, a: [i + 1, a * 2], [constant(0), z])[1]
+        text = constant(["some", "text"])
+        slope = gradients(np.sum(loop), w)[0]
+        with graph.control_dependencies([w.initializer]):
+            step = w.assign_sub(slope)
+        definitions = tuple(one.definition for one in get_default_graph().get_operations())
+    fetches = (loop.name, slope.name, step.name, text.name)
+    feeds = {"feeds": (x.name,), "values": (pack(np.ones(2)),), "targets": (w.initializer.name,)}
+    return run_of(*definitions, fetch=loop.name, **(feeds | {"fetches": fetches}))
+
+
+def messages() -> list[m.Request]:
+    """Return messages of all kinds, those of whole graphs more often."""
+    step, one = program(), pack(np.ones(2))
+    return [
+        *[step] * 12,
+        m.Register("s/0", "s", step.operations[:2], ("x:0",), ("x:0",)),
+        m.RunPart("s/0", "s/1", (one,)),
+        m.Deliver("s/1", "k", one),
+        m.Abort("s/1", m.Failure("InvalidArgumentError", "why", None, PS)),
+        m.Forget("s"),
+        m.Close("s"),
+        m.Reset(False),
+    ]
+
+
+def plain(value: Any) -> Any:
+    """Return a message as nested lists, dictionaries and arrays."""
+    if isinstance(value, msgspec.Struct):
+        tag = value.__struct_config__.tag
+        return [tag, *(plain(getattr(value, name)) for name in value.__struct_fields__)]
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+KINDS = [*KERNELS, *_functions()]
+PLAIN = [None, True, -1, 0, 1, 2, 1 << 63, -1.5, float("nan"), "", "w", b"\0", [], {}]
+
+
+def mutate(tree: Any, draw: random.Random) -> None:
+    """Change, drop, double or exchange one of the parts of a message."""
+    places: list[tuple[Any, Any]] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict | list):
+            for key in list(node) if isinstance(node, dict) else range(len(node)):
+                places.append((node, key))
+                visit(node[key])
+
+    visit(tree)
+    if not places:  # All was dropped.
+        return
+    (parent, key), (other, place) = draw.choice(places), draw.choice(places)
+    what = draw.randrange(6)
+    if what == 0 and isinstance(parent, list):
+        del parent[key]
+    elif what == 1 and isinstance(parent, list):
+        parent.insert(key, copy.deepcopy(parent[key]))
+    elif what == 2:
+        parent[key] = copy.deepcopy(other[place])
+    elif isinstance(parent[key], str) and what < 5:
+        parent[key] = draw.choice(KINDS)
+    else:
+        parent[key] = draw.choice(PLAIN)
+
+
+def mutants(draw: random.Random) -> Iterator[Any]:
+    """Yield what looks like messages, some of it changed byte by byte."""
+    whole = messages()
+    while True:
+        tree = plain(draw.choice(whole))
+        if draw.random() < 0.2:
+            control = bytearray(encode(tree)[0])  # type: ignore[arg-type]
+            for _ in range(draw.choice([1, 1, 4])):
+                control[draw.randrange(len(control))] = draw.randrange(256)
+            yield msgspec.Raw(control)
+            continue
+        for _ in range(draw.choice([1, 1, 1, 2, 5])):
+            mutate(tree, draw)
+        yield tree
+
+
+_ran: list[str] | None = None
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if _ran is None:
+        return
+    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if writes or event.startswith(("os.system", "os.exec", "os.posix", "os.fork", "subprocess.")):
+        _ran.append(f"{event} {args}")
+    if event.startswith(("pickle.", "os.remove", "os.rename", "os.mkdir", "ctypes.")):
+        _ran.append(f"{event} {args}")
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    """Return the list of what this process writes, removes, starts and unpickles from now on."""
+    global _ran
+    sys.addaudithook(_audit)  # For the rest of the process.
+    _ran = []
+    yield _ran
+    _ran = None
+
+
+def test_mutated_messages_run_nothing_and_the_servers_go_on(
+    server: nd.Server, lanes: Lanes, ran: list[str]
+) -> None:
+    draw = random.Random(os.environ.get("FAULTS_SEED", "7"))
+    outcomes: collections.Counter[str] = collections.Counter()
+    for mutant in itertools.islice(mutants(draw), MUTATIONS):
+        pending = lanes.start(server.target, mutant)
+        try:
+            reply = pending.result(time.monotonic() + 0.1)
+        except errors.UnavailableError:  # It was no message at all.
+            outcomes["refused"] += 1
+            continue
+        if reply is None:  # It was one without a reply, or a loop that does not end.
+            pending.cancel()
+        outcomes[getattr(reply, "kind", type(reply).__name__)] += 1
+    assert outcomes["refused"]
+    assert outcomes["InvalidArgumentError"]
+    assert not outcomes["Failed"], outcomes
+    assert not ran
+    lanes.close()
+    graphs = server._graphs
+    assert graphs is not None
+    wait_until(lambda: not (graphs._sessions or graphs._steps or graphs._parts))
+    with Graph().as_default(), Session(server.target) as session:
+        with get_default_graph().device(PS):
+            x = constant(2.0)
+        assert session.run(x + 1.0) == 3.0

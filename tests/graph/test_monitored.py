@@ -1,0 +1,178 @@
+"""Supervised training: sessions that initialise, restore, call hooks, save, and recover."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.graph import hooks, summary
+from ndistribute.graph.graph import Graph, Tensor
+from ndistribute.graph.monitored import MonitoredTrainingSession
+from ndistribute.graph.operations import constant, placeholder
+from ndistribute.graph.optimizers import GradientDescentOptimizer
+from ndistribute.graph.saver import latest_checkpoint
+from ndistribute.graph.session import Session
+from ndistribute.graph.supervisor import Supervisor
+from ndistribute.graph.variables import Variable, get_or_create_global_step
+from tests.processes import free_addresses
+
+
+def model() -> tuple[Any, Tensor]:
+    """Return the training step and the loss of a model with one weight."""
+    w = Variable(np.float64(1.0), name="w")
+    loss = w * w
+    summary.scalar("loss", loss)
+    step = GradientDescentOptimizer(0.25).minimize(loss, get_or_create_global_step())
+    return step, loss
+
+
+def train(last: int, folder: Path | None = None, *more: Any, **options: Any) -> float:
+    """Train up to a global step; return the last loss."""
+    with Graph().as_default():
+        step, loss = model()
+        stop = hooks.StopAtStepHook(last_step=last)
+        with MonitoredTrainingSession(
+            checkpoint_dir=folder, hooks=[stop, *more], save_checkpoint_steps=2, **options
+        ) as session:
+            while not session.should_stop():
+                value = session.run([step, loss])[1]
+    return float(value)
+
+
+def test_a_training_goes_on_where_an_earlier_one_ended(tmp_path: Path) -> None:
+    assert train(4, tmp_path) == 0.25**3
+    assert str(latest_checkpoint(tmp_path)).endswith("model.ckpt-4")
+    assert train(6, tmp_path) == 0.25**5
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_summaries_are_written_every_so_many_steps(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    class Writer:
+        def add_summary(self, value: Any, step: int) -> None:
+            written.append(step)
+
+        def close(self) -> None:
+            written.append(-1)
+
+    with Graph().as_default():
+        step, _ = model()
+        hook = hooks.SummarySaverHook(3, summary_writer=Writer(), summary_op=summary.merge_all())
+        stop = hooks.StopAtStepHook(last_step=8)
+        with MonitoredTrainingSession(hooks=[hook, stop]) as session:
+            while not session.should_stop():
+                session.run(step)
+    assert written == [1, 4, 7, -1]
+
+
+def test_a_finished_graph_can_be_trained_again(tmp_path: Path) -> None:
+    with Graph().as_default():
+        step, loss = model()
+        for expected in (1.0, 0.25):
+            with MonitoredTrainingSession(checkpoint_dir=tmp_path) as session:
+                assert session.run([loss, step])[0] == expected
+            with pytest.raises(RuntimeError, match="was closed"):
+                session.run(loss)
+        late = hooks.StopAtStepHook(last_step=2)
+        with MonitoredTrainingSession(checkpoint_dir=tmp_path, hooks=[late]) as session:
+            assert session.should_stop()
+
+
+def test_hooks_log_count_and_end(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    final = []
+    with caplog.at_level(logging.INFO, "ndistribute"), Graph().as_default():
+        step, loss = model()
+        ops = hooks.FinalOpsHook(loss)
+        watching = [
+            hooks.LoggingTensorHook({"loss": loss}, every_n_iter=2),
+            hooks.StepCounterHook(every_n_steps=2),
+            hooks.StopAtStepHook(num_steps=3),
+            hooks.SummarySaverHook(
+                save_steps=1, output_dir=tmp_path, summary_op=summary.merge_all()
+            ),
+            ops,
+        ]
+        with MonitoredTrainingSession(hooks=watching) as session:
+            while not session.should_stop():
+                session.run(step)
+        final.append(ops.final_ops_values)
+    told = caplog.text
+    assert final == [0.25**3]
+    assert "loss = 1.0" in told
+    assert "loss = 0.0625" in told
+    assert "global_step/sec" in told
+
+
+def test_a_loss_that_is_no_number_ends_the_training() -> None:
+    with Graph().as_default():
+        x = placeholder(np.float64, [])
+        with MonitoredTrainingSession(hooks=[hooks.NanTensorHook(x)]) as session:
+            session.run(x, {x: 1.0})
+            with pytest.raises(hooks.NanLossDuringTrainingError, match="lower the learning rate"):
+                session.run(x, {x: np.nan})
+
+
+def test_a_training_recovers_from_a_restarted_server(tmp_path: Path) -> None:
+    spec = free_addresses({"ps": 1, "worker": 1})
+    ps, worker = nd.Server(spec, "ps", 0), nd.Server(spec, "worker", 0)
+    with Graph().as_default() as graph, graph.device("/job:ps/task:0"):
+        step, loss = model()
+        count = get_or_create_global_step()
+        losses = []
+        with MonitoredTrainingSession(
+            worker.target,
+            checkpoint_dir=tmp_path,
+            save_checkpoint_steps=2,
+            hooks=[hooks.StopAtStepHook(last_step=6)],
+            max_wait_secs=30,
+        ) as session:
+            while not session.should_stop():
+                if len(losses) == 5:
+                    ps.stop()
+                    ps = nd.Server(spec, "ps", 0)
+                losses.append(session.run([loss, step, count])[0])
+    ps.stop()
+    worker.stop()
+    # The checkpoint of step 4 was restored, so one step was made twice.
+    assert losses == [0.25**k for k in (0, 1, 2, 3, 4, 4, 5)]
+
+
+def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> None:
+    for expected in (1.0, 0.25):
+        with Graph().as_default():
+            step, loss = model()
+            supervisor = Supervisor(logdir=tmp_path, save_model_secs=1000)
+            with supervisor.managed_session() as session:
+                assert session.run(loss) == expected
+                session.run(step)
+                assert not supervisor.should_stop()
+            assert supervisor.should_stop()
+    with Graph().as_default():
+        bad = constant([1.0, 2.0]) + constant([1.0, 2.0, 3.0])
+        supervisor = Supervisor()
+    with pytest.raises(errors.InvalidArgumentError, match=r"numpy\.add"):
+        train_badly(supervisor, bad)
+
+
+def train_badly(supervisor: Supervisor, bad: Tensor) -> None:
+    """Run what fails in a managed session."""
+    with supervisor.managed_session() as session:
+        session.run(bad)
+
+
+def test_who_waits_for_the_chief_says_so_at_the_deadline() -> None:
+    server = nd.Server.create_local_server()
+    with Graph().as_default():
+        model()
+        with pytest.raises(errors.DeadlineExceededError, match="Does the chief run"):
+            MonitoredTrainingSession(server.target, is_chief=False, max_wait_secs=0.1)
+        with Session(server.target, Graph()) as other:
+            assert other.graph is not None
+    server.stop()

@@ -1,0 +1,192 @@
+"""Optimizers of graphs make the steps of the optimizers of strategies."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.graph import optimizers
+from ndistribute.graph.graph import Graph
+from ndistribute.graph.hooks import StopAtStepHook
+from ndistribute.graph.monitored import MonitoredTrainingSession
+from ndistribute.graph.operations import constant, placeholder
+from ndistribute.graph.session import Session
+from ndistribute.graph.sync_replicas import SyncReplicasOptimizer
+from ndistribute.graph.variables import (
+    Variable,
+    get_or_create_global_step,
+    global_variables_initializer,
+)
+
+PAIRS = {
+    "descent": lambda: (optimizers.GradientDescentOptimizer(0.1), nd.optimizers.SGD(0.1)),
+    "momentum": lambda: (
+        optimizers.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+        nd.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    ),
+    "adagrad": lambda: (
+        optimizers.AdagradOptimizer(0.1),
+        nd.optimizers.Adagrad(0.1, epsilon=0.0),
+    ),
+    "rmsprop": lambda: (
+        optimizers.RMSPropOptimizer(0.1, momentum=0.5, centered=True),
+        nd.optimizers.RMSprop(0.1, momentum=0.5, centered=True, epsilon=1e-10),
+    ),
+    "adam": lambda: (optimizers.AdamOptimizer(0.1), nd.optimizers.Adam(0.1, epsilon=1e-8)),
+}
+START = np.random.default_rng(0).standard_normal((5, 3))
+ROWS = np.array([1, 3, 1])
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_steps_are_those_of_the_optimizers_of_strategies(kind: str, sparse: bool) -> None:
+    optimizer, like = PAIRS[kind]()
+
+    def loss(w: Any) -> Any:
+        part = w[ROWS] if sparse else w
+        return np.sum(part * part * part)
+
+    theirs = nd.Variable(START)
+    with Graph().as_default(), Session() as session:
+        ours = Variable(START)
+        step = optimizer.minimize(loss(ours), get_or_create_global_step())
+        session.run(global_variables_initializer())
+        for _ in range(3):
+            session.run(step)
+            with nd.GradientTape() as tape:
+                value = loss(theirs)
+            like.apply_gradients([(tape.gradient(value, theirs), theirs)])
+        np.testing.assert_allclose(session.run(ours), theirs.numpy(), atol=1e-12)
+        assert session.run(get_or_create_global_step()) == 3
+
+
+def test_slots_are_variables_beside_theirs_and_the_rate_may_be_a_tensor() -> None:
+    graph = Graph()
+    with graph.as_default(), Session() as session:
+        rate = placeholder(np.float32, [])
+        with graph.device("/job:localhost/task:0/device:CPU:0"):
+            w = Variable([1.0], name="w")
+        optimizer = optimizers.MomentumOptimizer(rate, 0.5)
+        step = optimizer.minimize(np.sum(w * 2.0))
+        slot = optimizer.get_slot(w, "momentum")
+        assert slot is not None
+        assert (slot.name, slot.device, optimizer.get_slot(w, "other")) == (
+            "w/Momentum/momentum:0",
+            w.device,
+            None,
+        )
+        session.run(global_variables_initializer())
+        session.run(step, {rate: 0.25})
+        assert session.run([w, slot]) == [0.5, -0.5]
+
+
+def test_mistakes_say_what_to_do() -> None:
+    with Graph().as_default(), Session() as session:
+        w, other = Variable([1.0], name="w"), Variable([1.0, 2.0], name="other")
+        descent = optimizers.GradientDescentOptimizer(0.1)
+        with pytest.raises(ValueError, match=r"the loss depends on none of \[w:0"):
+            descent.minimize(constant(1.0))
+        step = descent.apply_gradients([(constant([1.0]), other)])
+        with pytest.raises(errors.FailedPreconditionError, match="'other' has no value"):
+            session.run(step)
+        session.run(global_variables_initializer())
+        with pytest.raises(errors.InvalidArgumentError, match=r"shape \(1,\), the variable \(2,"):
+            session.run(step)
+        assert session.run(w) == [1.0]
+
+
+def test_workers_make_each_step_together_by_the_mean_of_their_gradients() -> None:
+    server = nd.Server.create_local_server()
+    results = train_together(server.target, workers=2, needed=2, steps=3)
+    server.stop()
+    # Each step subtracts 0.1 times the mean of 1 and 3.
+    assert results == [(3, pytest.approx(-0.6)), (3, pytest.approx(-0.6))]
+
+
+def test_a_backup_worker_is_not_waited_for_and_its_late_gradients_are_dropped() -> None:
+    server = nd.Server.create_local_server()
+    results = train_together(server.target, workers=1, needed=1, steps=3, total=2)
+    late = train_together(server.target, workers=1, needed=1, steps=1, total=2, stale=True)
+    server.stop()
+    assert results == [(3, pytest.approx(-0.3))]
+    assert late == [(3, pytest.approx(-0.3))]
+
+
+def test_workers_go_on_together_from_a_step_that_the_chief_restores() -> None:
+    server = nd.Server.create_local_server()
+    initialized, trained = threading.Event(), threading.Barrier(2)
+
+    def work(is_chief: bool) -> tuple[int, float]:
+        with Graph().as_default(), Session(server.target) as session:
+            w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
+            optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 2)
+            step = optimizer.apply_gradients([(constant(np.float64(2.0)), w)], count)
+            if is_chief:
+                session.run(global_variables_initializer())
+                initialized.set()
+            assert initialized.wait(30)
+            for _ in range(3):
+                session.run(step)
+            trained.wait(30)
+            if is_chief:  # The other one waits in its fourth step meanwhile.
+                w.load(10.0, session)
+                count.load(1, session)
+                optimizer.make_session_run_hook(is_chief=True).after_create_session(session, None)
+            while session.run(count) < 5:
+                session.run(step)
+            return int(session.run(count)), float(session.run(w))
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(work, [True, False]))
+    server.stop()
+    assert results == [(5, pytest.approx(10.0 - 4 * 0.2))] * 2
+
+
+def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others() -> None:
+    server = nd.Server.create_local_server()
+    train_together(server.target, workers=1, needed=1, steps=1, total=2)
+    with Graph().as_default():
+        w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
+        optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 1, 2)
+        step = optimizer.apply_gradients([(constant(np.float64(1.0)), w)], count)
+        stop = StopAtStepHook(last_step=4)
+        with MonitoredTrainingSession(server.target, is_chief=False, hooks=[stop]) as session:
+            train_together(server.target, 1, 1, steps=4, total=2)
+            assert not session.should_stop()
+            session.run(step, {count.value(): np.int64(1)})  # As read before the others' steps.
+            assert session.should_stop()
+    server.stop()
+
+
+def train_together(
+    target: str, workers: int, needed: int, steps: int, total: int | None = None, **how: bool
+) -> list[Any]:
+    """Let threads with graphs of their own train one variable; return its steps and value."""
+
+    def work(worker: int) -> tuple[int, float]:
+        with Graph().as_default(), Session(target) as session:
+            w = Variable(np.float64(0.0), name="w")
+            count = get_or_create_global_step()
+            sgd = optimizers.GradientDescentOptimizer(0.1)
+            optimizer = SyncReplicasOptimizer(sgd, needed, total)
+            gradient = constant(np.float64(1 + 2 * worker))
+            step = optimizer.apply_gradients([(gradient, w)], count)
+            if not how and not worker:
+                session.run(global_variables_initializer())
+                started.set()
+            assert how or started.wait(30)
+            feeds = {count.value(): np.int64(0)} if how else {}
+            for _ in range(steps):
+                session.run(step, feeds)
+            return int(session.run(count)), float(session.run(w))
+
+    started = threading.Event()
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, range(workers)))

@@ -1,0 +1,104 @@
+"""Savers of graphs write checkpoints whole, keep the newest, and read those of `nd.Checkpoint`."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.graph.coordinator import Coordinator
+from ndistribute.graph.graph import Graph
+from ndistribute.graph.saver import Saver, get_checkpoint_state, latest_checkpoint
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import Variable, global_variables_initializer
+
+
+@pytest.fixture
+def program() -> Any:
+    """Make a graph with two variables, and a session in which they have values."""
+    with Graph().as_default(), Session() as session:
+        w, count = Variable(np.arange(3.0), name="layer/w"), Variable(np.int64(7), name="count")
+        saver = Saver(max_to_keep=2)
+        session.run(global_variables_initializer())
+        yield session, saver, w, count
+
+
+def test_what_was_saved_comes_back_and_the_newest_are_kept(program: Any, tmp_path: Path) -> None:
+    session, saver, w, count = program
+    paths = [saver.save(session, tmp_path / "model.ckpt", step) for step in (1, 2)]
+    w.load(np.zeros(3))
+    paths.append(saver.save(session, str(tmp_path / "model.ckpt"), count))
+    assert paths[2].endswith("model.ckpt-7")
+    assert latest_checkpoint(tmp_path) == paths[2]
+    assert get_checkpoint_state(tmp_path) == (paths[2], paths[1:])
+    saver.restore(session, paths[1])
+    np.testing.assert_array_equal(session.run(w), [0.0, 1.0, 2.0])
+    assert saver.save(session, tmp_path / "again", session.run(count)).endswith("again-7")
+    with pytest.raises(errors.NotFoundError, match=r"there is no checkpoint .*ckpt-1"):
+        saver.restore(session, paths[0])
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+    program: Any, tmp_path: Path
+) -> None:
+    session, saver, *_ = program
+    paths = [saver.save(session, tmp_path / "model", step) for step in (1, 2)]
+    file = next(tmp_path.glob("model-2.*/*tensors*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(nd.CheckpointCorruptError, match=file.name):
+        saver.restore(session, paths[1])
+    assert saver.restore_latest(session, tmp_path) == paths[0]
+
+
+def test_graphs_and_strategies_read_each_others_checkpoints(program: Any, tmp_path: Path) -> None:
+    session, saver, w, _ = program
+    path = saver.save(session, tmp_path / "graph")
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
+        ours = {"layer/w": nd.Variable(np.zeros(3)), "count": nd.Variable(np.int64(0))}
+        checkpoint = nd.Checkpoint(**ours)
+        checkpoint.restore(path)
+        np.testing.assert_array_equal(ours["layer/w"].numpy(), [0.0, 1.0, 2.0])
+        ours["layer/w"].assign(np.full(3, 5.0))
+        checkpoint.save(tmp_path / "strategy")
+    saver.restore(session, tmp_path / "strategy")
+    np.testing.assert_array_equal(session.run(w), [5.0, 5.0, 5.0])
+
+
+def test_a_coordinator_stops_all_threads_and_raises_the_first_failure() -> None:
+    coordinator = Coordinator()
+
+    def work(fails: bool) -> None:
+        with coordinator.stop_on_exception():
+            if fails:
+                raise ValueError("broken")
+            assert coordinator.wait_for_stop(30)
+
+    threads = [threading.Thread(target=work, args=(fails,)) for fails in (False, True)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(ValueError, match="broken"):
+        coordinator.join(threads)
+    assert coordinator.should_stop()
+
+
+def test_a_saver_that_goes_on_removes_no_checkpoints_of_other_names(
+    program: Any, tmp_path: Path
+) -> None:
+    session, saver, *_ = program
+    best = Saver(max_to_keep=1).save(session, tmp_path / "best", 1)
+    saver.save(session, tmp_path / "model", 1)
+    again = Saver(max_to_keep=2)
+    again.restore_latest(session, tmp_path)
+    for step in (2, 3, 4):
+        again.save(session, tmp_path / "model", step)
+    assert set(get_checkpoint_state(tmp_path)[1]) == {  # type: ignore[index]
+        best,
+        *(str(tmp_path / f"model-{step}") for step in (3, 4)),
+    }

@@ -1,0 +1,138 @@
+"""Sessions with a target: graphs over the servers of several tasks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.graph.functions import register
+from ndistribute.graph.gradients import gradients
+from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.operations import constant, placeholder
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import Variable, global_variables_initializer
+from tests.processes import AT_ONCE, free_addresses
+
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, Any]]:
+    """Start a server for variables and one for a worker, and use a new graph."""
+    spec = free_addresses({"ps": 1, "worker": 1})
+    servers = {job: nd.Server(spec, job, 0) for job in spec}
+    with Graph().as_default():
+        yield servers
+    for server in servers.values():
+        server.stop()
+
+
+def test_a_step_computes_on_two_tasks_what_it_computes_on_one(cluster: Any) -> None:
+    graph = get_default_graph()
+    x = placeholder(np.float64, [None])
+    with graph.device(PS):
+        w = Variable(np.arange(3.0), name="w")
+    with graph.device(WORKER):
+        y = np.sum(w * x) + np.sum(w) * 2.0
+    slope = gradients(y, w)[0]
+    with graph.control_dependencies([slope]), graph.device(WORKER):
+        step = w.assign_sub(0.1 * slope)
+    with Session(cluster["worker"].target) as session:
+        session.run(global_variables_initializer())
+        results = session.run([y, slope, step], {x: [1.0, 2.0, 3.0]})
+    assert step.device == PS
+    assert results[0] == 14.0
+    np.testing.assert_array_equal(results[1], [3.0, 4.0, 5.0])
+    np.testing.assert_allclose(results[2], [-0.3, 0.6, 1.5])
+
+
+def test_sessions_share_variables_by_name_and_text_travels(cluster: Any) -> None:
+    with get_default_graph().device(PS):
+        v = Variable(1.0, name="v")
+    add, text = v.assign_add(1.0), constant(["to be", "or"])
+    with Session(cluster["worker"].target) as one, Session(cluster["ps"].target) as other:
+        one.run(global_variables_initializer())
+        other.run(add)
+        assert one.run(v) == 2.0
+        assert one.run(text).tolist() == ["to be", "or"]
+        Session.reset(cluster["ps"].target)
+        with pytest.raises(errors.FailedPreconditionError, match="'v' has no value"):
+            other.run(v)
+
+
+def test_a_failure_in_any_task_fails_the_step_and_says_where(cluster: Any) -> None:
+    graph = get_default_graph()
+    with graph.device(PS):
+        bad = constant([1.0, 2.0]) @ constant([1.0, 2.0, 3.0])
+    with graph.device(WORKER):
+        waits = bad + 1.0
+    with Session(cluster["worker"].target) as session:
+        with pytest.raises(errors.InvalidArgumentError, match=r"numpy.matmul\) on") as caught:
+            session.run(waits)
+        assert (caught.value.op, caught.value.task) == ("matmul", PS)
+        assert session.run(constant(3.0)) == 3.0
+        with graph.device("/job:ps/task:7"):
+            nowhere = constant(1.0)
+        with pytest.raises(errors.InvalidArgumentError, match="tasks are /job:ps/task:0, /job:wor"):
+            session.run(nowhere)
+
+
+def test_a_task_that_was_restarted_aborts_old_sessions_and_serves_new_ones(cluster: Any) -> None:
+    with get_default_graph().device(PS):
+        v = Variable(1.0, name="v")
+    initialize = global_variables_initializer()
+    with Session(cluster["worker"].target) as old:
+        old.run(initialize)
+        cluster["ps"].stop()
+        with pytest.raises(errors.UnavailableError, match="cannot be reached"):
+            old.run(v)
+        spec = cluster["ps"].cluster_spec
+        cluster["ps"] = nd.Server(spec, "ps", 0)
+        with pytest.raises(errors.AbortedError, match="was restarted"):
+            old.run(v)
+        with Session(cluster["worker"].target) as new:
+            new.run(initialize)
+            assert new.run(v) == 1.0
+
+
+def test_long_operations_of_a_task_that_gets_values_run_at_the_same_time(cluster: Any) -> None:
+    graph = get_default_graph()
+    with graph.device(PS):
+        x = constant(np.eye(200)) * 2.0
+    with graph.device(WORKER):
+        both = [graph.add("test.long", [x]).outputs[0] for _ in range(2)]
+    step = [one.op for one in both]
+    with Session(cluster["worker"].target) as session:
+        session.run(step)  # Now their durations are known.
+        _together.set()
+        session.run(step)
+
+
+_together = threading.Event()
+_meeting = threading.Barrier(2)
+
+
+def _long(x: Any) -> Any:
+    if _together.is_set():
+        _meeting.wait(AT_ONCE)
+    return np.linalg.inv(x)
+
+
+register("test.long", _long)
+
+
+def test_a_worker_serves_sessions_until_it_is_stopped(monkeypatch: Any) -> None:
+    monkeypatch.setenv("NDISTRIBUTE_START_SECONDS", "0.01")
+    spec = free_addresses({"worker": 2})
+    server = nd.Server(spec, "worker", 0)
+    assert not server.join(timeout=0.1)
+    with Graph().as_default(), Session(server.target) as session:
+        assert session.run(constant(3.0)) == 3.0
+    server.stop()
+    assert server.join()
