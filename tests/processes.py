@@ -63,6 +63,7 @@ class Forked:
         self.pid = pid
         self._zygote = zygote
         self._code: int | None = None
+        self._asking = threading.Lock()
 
     def wait(self, timeout: float) -> int:
         """Wait until the process has ended, and return its exit status as `subprocess` does."""
@@ -74,7 +75,9 @@ class Forked:
                         raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
                 finally:
                     os.close(ended)
-            self._code = self._zygote.ask(code=self.pid)
+        with self._asking:  # Once: the process is reaped, and its number may come back.
+            if self._code is None:
+                self._code = self._zygote.ask(code=self.pid)
         return self._code
 
     def send_signal(self, number: int) -> None:
@@ -162,7 +165,6 @@ def fork_on_demand(fd: int) -> Callable[[], Any] | None:
     gc.collect()
     gc.freeze()  # Forks then share the memory of what is imported.
     control = socket.socket(fileno=fd)
-    codes: dict[int, int] = {}
     started: set[int] = set()
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1 << 18, 8)
@@ -170,11 +172,8 @@ def fork_on_demand(fd: int) -> Callable[[], Any] | None:
             break
         order = json.loads(message)
         if "code" in order:
-            pid = order["code"]
-            if pid not in codes:
-                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                started.discard(pid)
-            answer = codes[pid]
+            started.remove(order["code"])
+            answer = os.waitstatus_to_exitcode(os.waitpid(order["code"], 0)[1])
         else:
             answer = os.fork()
             if not answer:

@@ -83,6 +83,7 @@ class Supervisor:
         self._folder = logdir
         self._name = checkpoint_basename
         self._grace = stop_grace_secs
+        self._saving = threading.Lock()
         self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
             found = self.graph.get_collection(GLOBAL_STEP)
@@ -227,7 +228,9 @@ class Supervisor:
             self.loop(self._summary_secs, self._summarize, (session,))
 
     def _save(self, session: Session) -> None:
-        if self._folder and self.saver is not None:
+        if not self._folder or self.saver is None:
+            return
+        with self._saving:  # What was read first must not be written last.
             self.saver.save(session, self.save_path, self.global_step)
 
     def _summarize(self, session: Session) -> None:

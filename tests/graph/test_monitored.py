@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ndistribute.graph.graph import Graph, Tensor
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, placeholder
 from ndistribute.graph.optimizers import GradientDescentOptimizer
-from ndistribute.graph.saver import latest_checkpoint
+from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
@@ -159,6 +160,29 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> 
         supervisor = Supervisor()
     with pytest.raises(errors.InvalidArgumentError, match=r"numpy\.add"):
         train_badly(supervisor, bad)
+
+
+def test_a_supervisor_saves_once_at_a_time(tmp_path: Path) -> None:
+    events: list[str] = []
+    begun, second = threading.Event(), threading.Event()
+
+    class Slow(Saver):
+        def save(self, *args: Any, **kwargs: Any) -> str:
+            events.append("begins")
+            if begun.is_set():
+                second.set()
+            begun.set()
+            second.wait(0.2)
+            path = super().save(*args, **kwargs)
+            events.append("ends")
+            return path
+
+    with Graph().as_default():
+        model()
+        supervisor = Supervisor(logdir=tmp_path, saver=Slow())
+        with supervisor.managed_session():
+            assert begun.wait(20.0)  # The thread's.
+    assert events == ["begins", "ends"] * 2
 
 
 def train_badly(supervisor: Supervisor, bad: Tensor) -> None:
