@@ -261,6 +261,10 @@ class Ranks:
             try:
                 self._welcome(listener)
             except BaseException:
+                for process in self._processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(signal.SIGKILL)
+                        os.killpg(process.pid, signal.SIGKILL)
                 self.close()
                 raise
 

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 
 import pytest
@@ -135,9 +136,12 @@ def run_pytest(rank, size, arguments):
     recorder = _Recorder()
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "timeout=60"]
     os.chdir(ROOT)
+    # A folder of its own: other runs of pytest tidy the common one up.
+    folder = tempfile.TemporaryDirectory(prefix="pytest-")
+    options.append(f"--basetemp={folder.name}")
     # What a process keeps for life, such as MPI's own memory, is no leak of the first test.
     next(iter(worker_kinds().values()))().close()
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with folder, contextlib.redirect_stdout(io.StringIO()) as output:
         plugins = [recorder]
         recorder.seen.code = int(pytest.main([*options, *arguments], plugins=plugins))
     recorder.seen.output = output.getvalue()[-3000:]
