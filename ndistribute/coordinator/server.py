@@ -274,6 +274,7 @@ class Server:
                 self._close_service()
                 raise
             self.target = f"{self._address.rpartition(':')[0]}:{self._rpc.port}"
+            self._graphs.listens_at(self.target)
             _log.info("%s listens at %s", self.name, self.target)
 
     def join(self, timeout: float | None = None) -> bool:

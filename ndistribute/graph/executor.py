@@ -33,6 +33,7 @@ _WAITING = frozenset({"await_aggregate", "py_function"})
 """Types of operations that may wait for others, each of which gets a thread."""
 _BOUND = frozenset({"all_reduce"})
 """Types of operations that only the thread of the step can run, which is that of its replica."""
+_TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
 
 
@@ -228,7 +229,7 @@ class Plan:
             for k in node.last:
                 values[k] = None
         self._steps += 1
-        long = [node for node in self.nodes if node.seconds > _LONG_SECONDS]
+        long = [node for node in self.nodes if _is_long(node)]
         if self._steps == _TRIALS and not self._is_bound and (os.cpu_count() or 1) > 1:
             self._is_parallel = _width(self.nodes, long) > 1
 
@@ -320,9 +321,43 @@ class _Parallel:
                 if node.type in _WAITING:
                     self._start(functools.partial(self._run_node, node))
                     continue
+                sends = self._sends_with(node) if node.type == "send" else []
                 if self._ready:
                     self._help(node)
-            self._run_node(node)
+            if len(sends) > 1:
+                self._send(sends)
+            else:
+                self._run_node(node)
+
+    def _sends_with(self, first: Node) -> list[Node]:
+        """Return a send and take others that are ready: one message costs less than several."""
+        taken, size = [first], self._bytes(first)
+        for k in list(self._ready):
+            node = self._nodes[k]
+            if node.type == "send" and node.attributes["to"] == first.attributes["to"]:
+                size += self._bytes(node)
+                if size <= _TOGETHER_BYTES:
+                    taken.append(node)
+                    self._ready.remove(k)
+        return taken
+
+    def _bytes(self, send: Node) -> int:
+        return sum(getattr(self._values[k], "nbytes", 0) for k in send.inputs)
+
+    def _send(self, nodes: Sequence[Node]) -> None:
+        """Send the values of several operations to their task."""
+        values = {
+            node.attributes["key"]: self._values[node.inputs[0]] if node.inputs else None
+            for node in nodes
+        }
+        try:
+            self._step.send(nodes[0].attributes["to"], values)
+        except Exception:
+            for node in nodes:  # The one that fails is named.
+                self._run_node(node)
+        else:
+            for node in nodes:
+                self._finished(node)
 
     def _run_node(self, node: Node) -> None:
         start = time.perf_counter()
@@ -334,9 +369,12 @@ class _Parallel:
         self._finished(node)
 
     def _help(self, node: Node) -> None:
-        """Start a thread for the operations that are ready beside a long one."""
+        """Start a thread for a long operation that is ready beside another one."""
+        others = (self._nodes[k] for k in self._ready)
+        if not (_is_long(node) and any(map(_is_long, others))):
+            return
         alive = sum(helper.is_alive() for helper in self._helpers) + 1
-        if node.seconds > _LONG_SECONDS and alive < self._most:
+        if alive < self._most:
             self._start(self._work)
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -354,6 +392,11 @@ def _made(definition: OperationDef, soft: bool) -> Node:
         raise InvalidArgumentError(
             f"operation {definition.name!r} ({definition.kind}): {error}", op=definition.name
         ) from error
+
+
+def _is_long(node: Node) -> bool:
+    # Messages to a task share a connection, so that no thread helps.
+    return node.seconds > _LONG_SECONDS and node.type != "send"
 
 
 def _slot(slots: Mapping[str, int], name: str) -> int:

@@ -156,7 +156,7 @@ def without_value(name: str) -> FailedPreconditionError:
 @kernel("send")
 def _send(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     value = inputs[0] if inputs else None
-    step.send(node.attributes["to"], node.attributes["key"], value)
+    step.send(node.attributes["to"], {node.attributes["key"]: value})
     return []
 
 

@@ -84,11 +84,10 @@ class Abort(Record, frozen=True):
 
 
 class Deliver(Record, frozen=True):
-    """A value that a task computed for another one; there is no reply."""
+    """Values that a task computed for another one; there is no reply."""
 
     step: str
-    key: str
-    value: Value
+    values: dict[str, Value]
 
 
 class Values(Record, frozen=True):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from ndistribute.errors import (
     AbortedError,
@@ -32,16 +33,32 @@ from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import resolve
 from ndistribute.graph.step import Resources, Step
-from ndistribute.transport.rpc import Peer
 from ndistribute.transport.secret import Credentials
 
-__all__ = ["PURPOSE", "GraphService"]
+__all__ = ["PURPOSE", "GraphService", "service_at"]
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 60.0
 _GIVE_UP_SECONDS = 1.0
 _WAIT_SECONDS = 0.02  # Between looks at several tasks.
 _log = logging.getLogger("ndistribute")
+_here: dict[str, GraphService] = {}
+os.register_at_fork(after_in_child=_here.clear)
+
+
+def service_at(address: str) -> GraphService | None:
+    """Return the service of a server in this process; None if another one listens there."""
+    return _here.get(address)
+
+
+class Client(Protocol):
+    """The one that sends requests."""
+
+    name: str
+
+    @property
+    def is_open(self) -> bool:
+        """Return True until it is known to have ended."""
 
 
 class GraphService:
@@ -69,12 +86,16 @@ class GraphService:
         self._masters: dict[str, str] = {}  # Of the sessions with parts here.
         self._steps: dict[str, Step] = {}
 
-    def connected(self, peer: Peer) -> None:
+    def listens_at(self, address: str) -> None:
+        """Let the sessions of this process call this service, whose server listens there."""
+        _here[address] = self
+
+    def connected(self, peer: Client) -> None:
         """Count a connection of a client."""
         with self._lock:
             self._connections[peer.name] = self._connections.get(peer.name, 0) + 1
 
-    def disconnected(self, peer: Peer, died: bool) -> None:
+    def disconnected(self, peer: Client, died: bool) -> None:
         """Drop the sessions of a client, or their parts of a master, that has ended."""
         with self._lock:
             self._connections[peer.name] -= 1
@@ -88,11 +109,12 @@ class GraphService:
         for name in orphaned:
             self._forget(name)
 
-    def handle(self, peer: Peer, call: int, request: m.Request) -> m.Reply | None:
+    def handle(self, peer: Client, call: int, request: m.Request) -> m.Reply | None:
         """Carry out a request; return the reply, or None if it has none."""
         try:
             if isinstance(request, m.Deliver):
-                self.rendezvous.deliver(request.step, request.key, unpack(request.value))
+                values = {key: unpack(value) for key, value in request.values.items()}
+                self.rendezvous.deliver(request.step, values)
                 return None
             if isinstance(request, m.Abort):
                 self._abort(request)
@@ -137,6 +159,8 @@ class GraphService:
 
     def close(self) -> None:
         """End all steps, and say good-bye to the other tasks."""
+        for address in [address for address, one in _here.items() if one is self]:
+            del _here[address]
         with self._lock:
             steps = list(self._steps.values())
         for step in steps:
@@ -144,14 +168,14 @@ class GraphService:
         self.lanes.close()
         self.resources.clear()
 
-    def _session(self, peer: Peer, name: str) -> _Session:
+    def _session(self, peer: Client, name: str) -> _Session:
         with self._lock:
             found = self._sessions.get(name)
             if found is None:
                 found = self._sessions[name] = _Session(self, name, peer.name)
             return found
 
-    def _run_part(self, peer: Peer, request: m.RunPart) -> m.Reply:
+    def _run_part(self, peer: Client, request: m.RunPart) -> m.Reply:
         session = request.part.partition("/")[0]
         plan = self._parts.get(session, {}).get(request.part)
         if plan is None:
@@ -223,7 +247,7 @@ class _Session:
         self._cuts: dict[Any, _Cut] = {}
         self._numbers = itertools.count(1)
 
-    def run(self, peer: Peer, request: m.Run) -> m.Reply:
+    def run(self, peer: Client, request: m.Run) -> m.Reply:
         if len(request.values) != len(request.feeds):
             raise InvalidArgumentError(
                 f"{len(request.feeds)} feeds have {len(request.values)} values."
@@ -297,7 +321,7 @@ class _Running:
     """One step of a session: the calls to the other tasks, and the first failure."""
 
     def __init__(
-        self, service: GraphService, cut_: _Cut, number: str, peer: Peer, ends: float | None
+        self, service: GraphService, cut_: _Cut, number: str, peer: Client, ends: float | None
     ) -> None:
         self._service, self._cut, self._number = service, cut_, number
         self._peer, self._ends = peer, ends
@@ -319,6 +343,10 @@ class _Running:
                 results.update(zip(made.own_fetches, map(pack, found), strict=True))
         except Exception as error:
             self._fail(m.failure_of(error, service.task))
+        except BaseException:  # Such as Ctrl-C on a client in this process.
+            self._fail(m.failure_of(CancelledError("the step was interrupted."), service.task))
+            self._collect()
+            raise
         self._collect()
         if self._failure is not None:
             return self._failure
@@ -395,9 +423,9 @@ class _Outside:
         self._service, self._number = service, number
         self.check = check
 
-    def send(self, task: str, key: str, value: Any) -> None:
-        address = self._service.tasks[task]
-        self._service.lanes.tell(address, m.Deliver(self._number, key, pack(value)))
+    def send(self, task: str, values: Mapping[str, Any]) -> None:
+        packed = {key: pack(value) for key, value in values.items()}
+        self._service.lanes.tell(self._service.tasks[task], m.Deliver(self._number, packed))
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
         self._service.rendezvous.receive(self._number, key, then)
@@ -417,17 +445,21 @@ class _Rendezvous:
         with self._lock:
             return self._ended.get(step)
 
-    def deliver(self, step: str, key: str, value: Any) -> None:
-        """Keep a value for a step, or give it to the function that waits for it."""
+    def deliver(self, step: str, values: Mapping[str, Any]) -> None:
+        """Keep values for a step, or give them to the functions that wait for them."""
+        due = []
         with self._lock:
             if step in self._ended:
                 return
-            then = self._waiting.pop((step, key), None)
-            if then is None:
+            for key, value in values.items():
+                then = self._waiting.pop((step, key), None)
+                if then is not None:
+                    due.append((then, value))
+                    continue
                 self._steps.setdefault(step, {})[key] = value
                 while len(self._steps) > _ENDED:  # Of masters that died before they began.
                     self._steps.popitem(last=False)
-        if then is not None:
+        for then, value in due:
             then(value)
 
     def receive(self, step: str, key: str, then: Callable[[Any], None]) -> None:

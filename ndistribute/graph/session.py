@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.local_devices import CPU, moved
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import resolve
+from ndistribute.graph.service import service_at
 from ndistribute.graph.step import Resources, Step
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
@@ -166,11 +168,24 @@ class _InProcess:
         self._resources.clear()
 
 
+class _Client:
+    """The client of a session, for a server in the same process: it cannot be lost."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.name = f"client#{secrets.token_hex(6)}"
+
+
 class _Remote:
-    """Runs steps on the tasks of a cluster; the server of the target is the master."""
+    """Runs steps on the tasks of a cluster; the server of the target is the master.
+
+    A server in this process is called without a connection.
+    """
 
     def __init__(self, target: str, config: Any) -> None:
         self._address, self._lanes = address_of(target), _lanes_to(target)
+        self._client = _Client()
         self._session = secrets.token_hex(8)
         self._known = 0  # The number of operations that the master has.
         self._soft = bool(getattr(config, "allow_soft_placement", False))
@@ -197,14 +212,20 @@ class _Remote:
             soft=self._soft,
             log=self._log,
         )
-        results = iter(_values_of(self._lanes.call(self._address, request)))
+        results = map(_own, _values_of(self._call(request)))
         self._known = max(self._known, known + len(new))
         return [feeds[name] if name in feeds else next(results) for name in fetches]
 
     def close(self) -> None:
         with contextlib.suppress(OperationError):
-            self._lanes.call(self._address, m.Close(self._session), _CLOSE_SECONDS)
+            self._call(m.Close(self._session), _CLOSE_SECONDS)
         self._lanes.close()
+
+    def _call(self, request: m.Request, timeout: float = math.inf) -> Any:
+        service = service_at(self._address)
+        if service is not None:
+            return service.handle(self._client, 0, request)
+        return self._lanes.call(self._address, request, timeout)
 
 
 def _own(value: Any) -> Any:

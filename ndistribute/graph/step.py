@@ -113,8 +113,8 @@ class Resources:
 class Outside(Protocol):
     """The other tasks that take part in a step."""
 
-    def send(self, task: str, key: str, value: Any) -> None:
-        """Send a value to another task."""
+    def send(self, task: str, values: Mapping[str, Any]) -> None:
+        """Send values, by their keys, to another task."""
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
         """Call a function with a value once another task has sent it."""
@@ -183,11 +183,11 @@ class Step:
             raise InvalidArgumentError(f"{key!r} comes from another task, and there is none.")
         self.outside.receive(key, then)
 
-    def send(self, task: str, key: str, value: Any) -> None:
-        """Send a value to another task."""
+    def send(self, task: str, values: Mapping[str, Any]) -> None:
+        """Send values, by their keys, to another task."""
         if self.outside is None:
-            raise InvalidArgumentError(f"{key!r} goes to another task, and there is none.")
-        self.outside.send(task, key, value)
+            raise InvalidArgumentError(f"{[*values]} go to another task, and there is none.")
+        self.outside.send(task, values)
 
     def check_outside(self) -> None:
         """Abort the step if another task has failed or ended, or if it takes too long."""

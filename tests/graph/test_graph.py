@@ -189,7 +189,7 @@ def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
 
 def test_values_of_steps_that_never_began_end_with_their_session() -> None:
     kept = service._Rendezvous()
-    kept.deliver("a/1", "x:0", np.zeros(1))
-    kept.deliver("b/1", "x:0", np.ones(1))
+    kept.deliver("a/1", {"x:0": np.zeros(1)})
+    kept.deliver("b/1", {"x:0": np.ones(1)})
     kept.forget("a")
     assert list(kept._steps) == ["b/1"]

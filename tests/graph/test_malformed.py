@@ -146,7 +146,7 @@ def messages() -> list[m.Request]:
         *[step] * 12,
         m.Register("s/0", "s", step.operations[:2], ("x:0",), ("x:0",)),
         m.RunPart("s/0", "s/1", (one,)),
-        m.Deliver("s/1", "k", one),
+        m.Deliver("s/1", {"k": one}),
         m.Abort("s/1", m.Failure("InvalidArgumentError", "why", None, PS)),
         m.Forget("s"),
         m.Close("s"),

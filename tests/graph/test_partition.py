@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,13 +32,14 @@ class Wires:
         self._values: dict[tuple[str, str], Any] = {}
         self._waiting: dict[tuple[str, str], Callable[[Any], None]] = {}
 
-    def send(self, task: str, key: str, value: Any) -> None:
-        with self._lock:
-            self.sent.append((task, key))
-            then = self._waiting.pop((task, key), None)
-            self._values[task, key] = value
-        if then is not None:
-            then(value)
+    def send(self, task: str, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            with self._lock:
+                self.sent.append((task, key))
+                then = self._waiting.pop((task, key), None)
+                self._values[task, key] = value
+            if then is not None:
+                then(value)
 
     def receive(self, task: str, key: str, then: Callable[[Any], None]) -> None:
         with self._lock:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,10 @@ from ndistribute import errors
 from ndistribute.graph.functions import register
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.operations import constant, placeholder
+from ndistribute.graph.operations import constant, identity, placeholder, while_loop
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
-from tests.processes import AT_ONCE, free_addresses
+from tests.processes import AT_ONCE, free_addresses, wait_until
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 
@@ -64,6 +66,40 @@ def test_sessions_share_variables_by_name_and_text_travels(cluster: Any) -> None
         Session.reset(cluster["ps"].target)
         with pytest.raises(errors.FailedPreconditionError, match="'v' has no value"):
             other.run(v)
+
+
+def test_arrays_of_a_program_are_not_those_of_the_server_in_its_process(cluster: Any) -> None:
+    fed, start = placeholder(np.float64), np.zeros(3)
+    v = Variable(start, name="v")
+    assign, same = v.assign(fed), identity(fed)
+    with Session(cluster["worker"].target) as session:
+        session.run(v.initializer)
+        given = np.ones(3)
+        results = session.run([assign, same, v], {fed: given})
+        for array in (*results, given, start):
+            array[...] += 5.0
+        np.testing.assert_array_equal(session.run(v), np.ones(3))
+
+
+def test_an_interrupted_step_ends_on_all_tasks(cluster: Any) -> None:
+    graph = get_default_graph()
+    with graph.device(PS):
+        begun = Variable(0.0, name="begun")
+        endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [begun.assign(0.0)])[0]
+    with graph.device(WORKER):
+        waits = endless + 1.0
+
+    def interrupt() -> None:
+        wait_until(lambda: cluster["ps"]._graphs._steps)
+        _thread.interrupt_main()
+
+    with Session(cluster["worker"].target) as session, ThreadPoolExecutor() as threads:
+        session.run(global_variables_initializer())
+        threads.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(waits)
+        wait_until(lambda: not cluster["ps"]._graphs._steps)
+        assert session.run(begun) == 0.0
 
 
 def test_a_failure_in_any_task_fails_the_step_and_says_where(cluster: Any) -> None:
