@@ -67,24 +67,63 @@ def held_out(curve: Curve) -> list[tuple[float, float, float]]:
     return [(*one, time_of(rest, one[0])) for one, rest in zip(curve[1:-1], kept, strict=True)]
 
 
-def checks(written: Mapping[str, Any], inside: Curve) -> list[tuple[str, float, float]]:
-    """Return the steps of two workers in a JSON of training, and their times as predicted.
+def steps_of(written: Mapping[str, Any], workers: int) -> dict[float, float]:
+    """Return the seconds of a step of so many workers by batch, from a JSON of training."""
+    return {
+        one["batch"]: one["batch"] / one["figure"]["median"]
+        for one in written["results"]
+        if one["side"] == "ours" and one["threads"] == 1 and one["workers"] == workers
+    }
+
+
+def predicted_step(
+    alone: Mapping[float, float], batch: float, workers: int, inside: Curve
+) -> float:
+    """Return the seconds of a step of the workers of one host, each with a core of its own.
 
     A step takes what one worker needs for its part of the batch, with what else its thread does,
     and the all-reduce of the gradients, update included.
     """
-    ours = [one for one in written["results"] if one["side"] == "ours" and one["threads"] == 1]
-    seconds = {one["batch"]: one["batch"] / one["figure"]["median"] for one in ours
-        if one["workers"] == 1}  # fmt: skip
-    found = []
-    for one in (one for one in ours if one["workers"] == 2 and len(seconds) > 1):
-        half = one["batch"] / 2
-        # A step takes a while for itself, and one for each example: a line through the nearest two.
-        low, high = sorted(sorted(seconds, key=lambda batch: abs(math.log(batch / half)))[:2])
-        each = (seconds[high] - seconds[low]) / (high - low)
-        predicted = seconds[low] + each * (half - low) + time_of(inside, GRADIENT_BYTES)
-        found.append((one["group"], one["batch"] / one["figure"]["median"], predicted))
-    return found
+    part = batch / workers
+    # A step takes a while for itself, and one for each example: a line through the nearest two.
+    low, high = sorted(sorted(alone, key=lambda size: abs(math.log(size / part)))[:2])
+    each = (alone[high] - alone[low]) / (high - low)
+    compute = max(alone[low] + each * (part - low), 0.0)
+    return compute + reduce_inside(inside, GRADIENT_BYTES, workers)
+
+
+def reduce_inside(inside: Curve, size: float, workers: int) -> float:
+    """Return the seconds of an all-reduce on one host, whose memory's bandwidth is shared."""
+    return time_of(inside, size) * workers / 2 if workers > 1 else 0.0
+
+
+def checks(written: Mapping[str, Any], inside: Curve) -> list[tuple[str, float, float]]:
+    """Return the steps of two workers in a JSON of training, and their times as predicted."""
+    alone, two = steps_of(written, 1), steps_of(written, 2)
+    if len(alone) < 2:
+        return []
+    return [
+        (f"2 workers, batch {batch}", took, predicted_step(alone, batch, 2, inside))
+        for batch, took in two.items()
+    ]
+
+
+def speedups(written: Mapping[str, Any], inside: Curve) -> list[dict[str, float | None]]:
+    """Return how much faster 1 to 8 workers are than one, predicted and measured, by batch."""
+    alone, rows = steps_of(written, 1), []
+    for workers in (1, 2, 4, 8):
+        took = steps_of(written, workers)
+        for batch in sorted(alone) if len(alone) > 1 else ():
+            one = alone[batch]
+            rows.append(
+                {
+                    "workers": workers,
+                    "batch": batch,
+                    "predicted": one / predicted_step(alone, batch, workers, inside),
+                    "measured": one / took[batch] if batch in took else None,
+                }
+            )
+    return rows
 
 
 def between_hosts(curve: Curve, name: str, hosts: int, size: float) -> float:
@@ -110,9 +149,7 @@ def curves(
     rows = []
     for workers in WORKERS:
         here, hosts = min(workers, per_host), math.ceil(workers / per_host)
-        # The processes of a host share its memory's bandwidth.
-        reduce = time_of(inside, size) * here / 2 if here > 1 else 0.0
-        reduce += between_hosts(wire, network, hosts, size)
+        reduce = reduce_inside(inside, size, here) + between_hosts(wire, network, hosts, size)
         weak, strong = compute + reduce, compute / workers + reduce
         rows.append(
             {
@@ -134,6 +171,17 @@ def _checked(rows: Sequence[tuple[str, float, float]]) -> str:
     return markdown(["not fitted to", "measured ms", "predicted ms", "error", ""], cells)
 
 
+def _speedup_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a column for each batch: the predicted speed-up, and the measured one."""
+    batches = sorted({row["batch"] for row in rows})
+    cells: dict[int, list[str]] = defaultdict(list)
+    for row in rows:
+        known = "" if row["measured"] is None else f", measured {row['measured']:.2f}"
+        cells[row["workers"]].append(f"{row['predicted']:.2f}{known}")
+    columns = [f"batch {batch}: predicted" for batch in batches]
+    return markdown(["workers", *columns], [[str(n), *each] for n, each in cells.items()])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -152,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for size, took, predicted in held_out(curve)
         ]
         inside, wire = found[INSIDE], found[WIRE]
-        steps = checks(json.loads((options.results / "training.json").read_text()), inside)
+        training = json.loads((options.results / "training.json").read_text())
+        steps, faster = checks(training, inside), speedups(training, inside)
         job = (options.network, options.workers_per_host)
         rows = curves(options.gradient_bytes, options.compute_seconds, inside, wire, *job)
     except (KeyError, ValueError) as error:
@@ -162,9 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if errors:
         relative = [abs(predicted / took - 1) for _, took, predicted in errors]
         print(f"All-reduces left out: median error {median(relative):.0%}\n")
+    print("Speed-up of the MLP of benchmarks.training by workers of one host, a core for each:\n")
+    print(_speedup_table(faster), end="\n\n")
     cells = [[str(row["workers"]), *(shown(row[key]) for key in list(row)[1:])] for row in rows]
     print(markdown(["workers", "all-reduce s", "weak: efficiency", "strong: speedup"], cells))
-    write_json({"checks": [*errors, *steps], "curves": rows}, options.results / "cost_model.json")
+    written = {"checks": [*errors, *steps], "speedups": faster, "curves": rows}
+    write_json(written, options.results / "cost_model.json")
     if importlib.util.find_spec("matplotlib") is not None:
         from benchmarks import plots
 

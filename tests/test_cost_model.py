@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cost_model
-from benchmarks.cost_model import INSIDE, NETWORKS, WIRE, between_hosts, checks, curves, time_of
+from benchmarks.cost_model import (
+    INSIDE,
+    NETWORKS,
+    WIRE,
+    between_hosts,
+    checks,
+    curves,
+    speedups,
+    time_of,
+)
 from benchmarks.training import GRADIENT_BYTES
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20]
@@ -70,12 +79,24 @@ def test_steps_of_two_workers_are_predicted_and_what_is_not_is_said(tmp_path, ca
     assert rows[0][1] == pytest.approx(rows[0][2])
     cost_model.main(["--results", str(tmp_path), "--network", "25GbE"])
     said = capsys.readouterr().out
-    (wrong,) = (line for line in said.splitlines() if line.startswith("| batch 32"))
+    (wrong,) = (line for line in said.splitlines() if line.startswith("| 2 workers, batch 32"))
     assert "not predicted" in wrong
-    (right,) = (line for line in said.splitlines() if line.startswith("| batch 64"))
+    (right,) = (line for line in said.splitlines() if line.startswith("| 2 workers, batch 64"))
     assert "not predicted" not in right
     assert "| 4096 " in said
+    assert "| 1       | 1.00, measured 1.00" in said
     assert len(json.loads((tmp_path / "cost_model.json").read_text())["curves"]) == 13
+
+
+def test_speedups_of_one_to_eight_workers_stand_beside_those_that_were_measured(tmp_path):
+    written(tmp_path, third=1.0)
+    rows = speedups(json.loads((tmp_path / "training.json").read_text()), CURVE)
+    found = {(row["workers"], row["batch"]): row for row in rows}
+    assert found[1, 64]["predicted"] == found[1, 64]["measured"] == 1.0
+    assert found[2, 64]["predicted"] == pytest.approx(found[2, 64]["measured"])
+    assert found[8, 64]["measured"] is None
+    took = 0.0005 + 4 * time_of(CURVE, GRADIENT_BYTES)  # Memory's bandwidth is shared by eight.
+    assert found[8, 64]["predicted"] == pytest.approx(0.004 / took)
 
 
 def test_the_command_says_what_it_needs(tmp_path, capsys):
