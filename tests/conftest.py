@@ -91,6 +91,12 @@ class LeakCheck:
         return report
 
     @pytest.fixture(autouse=True)
+    def _empty_graph(self) -> None:
+        """Give each test a default graph without the operations of others."""
+        if "ndistribute.graph.graph" in sys.modules:
+            sys.modules["ndistribute.graph.graph"].reset_default_graph()
+
+    @pytest.fixture(autouse=True)
     def _leaves_nothing_behind(self, request: pytest.FixtureRequest) -> Iterator[None]:
         before = Snapshot()
         yield
