@@ -17,7 +17,7 @@ import numpy as np
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.dtypes import dtype_named
-from ndistribute.transport.codec import Array, MalformedError, Record
+from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
 __all__ = ["BodyDef", "OperationDef", "Value", "call_template", "filler", "pack", "unpack"]
 
@@ -176,6 +176,7 @@ def pack(value: Any) -> Value:
 
     Raises:
         TypeError: the value is no array, number, text or None.
+        ValueError: it has a dtype that cannot be sent.
     """
     if value is None:
         return Value()
@@ -191,6 +192,7 @@ def pack(value: Any) -> Value:
             raise TypeError(f"an array of objects cannot be sent: {elements[:3]!r}.")
         text = tuple(one.encode() for one in elements)
         return Value(shape=array.shape, text=text, encoding="utf-8")
+    name_of(array.dtype)
     return Value(array)
 
 

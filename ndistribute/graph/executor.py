@@ -35,6 +35,7 @@ _BOUND = frozenset({"all_reduce"})
 """Types of operations that only the thread of the step can run, which is that of its replica."""
 _TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
+_GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what cannot be ended.
 
 
 class Node:
@@ -178,6 +179,7 @@ class Plan:
                 self.nodes[earlier].next.append(k)
             if node.type == "gradient":
                 self.nodes[position[node.attributes["of"]]].gradients += 1
+        self.fetches = fetches
         self._fetches = [_slot(slots, name) for name in fetches]
         self._uses = self._count_uses(size)
         self._empty = [None] * (size - self._feeds)
@@ -202,6 +204,8 @@ class Plan:
                 node.run(step, values)
                 for k in node.last:
                     values[k] = None
+                if node.seconds > _LONG_SECONDS:
+                    step.check()
         return [values[k] for k in self._fetches]
 
     def _count_uses(self, size: int) -> list[int]:
@@ -228,6 +232,7 @@ class Plan:
             node.seconds = time.perf_counter() - start
             for k in node.last:
                 values[k] = None
+            step.check()
         self._steps += 1
         long = [node for node in self.nodes if _is_long(node)]
         if self._steps == _TRIALS and not self._is_bound and (os.cpu_count() or 1) > 1:
@@ -269,6 +274,18 @@ class _Parallel:
         self._most = os.cpu_count() or 1
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # Such as Ctrl-C: the helpers begin nothing more.
+            self._step.abort(error)
+            raise
+        until = None if self._step.error is None else time.monotonic() + _GIVE_UP_SECONDS
+        for helper in self._helpers:
+            helper.join(None if until is None else max(0.0, until - time.monotonic()))
+        if self._step.error is not None:
+            raise self._step.error
+
+    def _run(self) -> None:
         self._step.on_abort.append(self._notify)
         for k, node in enumerate(self._nodes):
             if node.type == "recv":
@@ -278,12 +295,8 @@ class _Parallel:
             with self._changed:
                 self._changed.wait_for(self._is_due, _CHECK_SECONDS)
                 if not self._left or self._step.error is not None:
-                    break
+                    return
             self._step.check_outside()
-        for helper in self._helpers:
-            helper.join()
-        if self._step.error is not None:
-            raise self._step.error
 
     def _is_due(self) -> bool:
         return bool(self._ready) or not self._left or self._step.error is not None
@@ -363,6 +376,7 @@ class _Parallel:
         start = time.perf_counter()
         try:
             node.run(self._step, self._values)
+            self._step.check()
         except BaseException as error:
             self._step.abort(error)
         node.seconds = time.perf_counter() - start
@@ -379,8 +393,11 @@ class _Parallel:
 
     def _start(self, work: Callable[[], None]) -> None:
         helper = threading.Thread(target=work, name="ndistribute graph", daemon=True)
-        self._helpers.append(helper)
-        helper.start()
+        try:
+            helper.start()
+            self._helpers.append(helper)
+        except RuntimeError as error:  # The process may start no more threads.
+            self._step.abort(error)
 
 
 def _made(definition: OperationDef, soft: bool) -> Node:

@@ -31,7 +31,7 @@ from ndistribute.graph.local_devices import CPU, moved
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import resolve
 from ndistribute.graph.service import service_at
-from ndistribute.graph.step import Resources, Step
+from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
 __all__ = ["Runner", "Session", "default_session"]
@@ -99,7 +99,8 @@ class Session:
         feeds = {}
         for key, value in (feed_dict or {}).items():
             tensor = graph.as_graph_element(key)
-            feeds[tensor.name] = _fed(tensor, value)
+            # Read-only, so that no result is the memory of what the program fed.
+            feeds[tensor.name] = read_only(_fed(tensor, value))
         names = [one.name for one in elements if isinstance(one, Tensor)]
         targets = [one.name for one in elements if isinstance(one, Operation)]
         values = iter(self._runner.run(graph, names, targets, feeds))
@@ -212,9 +213,11 @@ class _Remote:
             soft=self._soft,
             log=self._log,
         )
-        results = map(_own, _values_of(self._call(request)))
+        # The master ends a step that takes too long, unless it is stopped itself.
+        seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
+        results = map(_own, _values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
-        return [feeds[name] if name in feeds else next(results) for name in fetches]
+        return [_own(feeds[one]) if one in feeds else next(results) for one in fetches]
 
     def close(self) -> None:
         with contextlib.suppress(OperationError):
@@ -251,12 +254,10 @@ def _lanes_to(target: str) -> Lanes:
     return Lanes(credentials, f"client#{secrets.token_hex(6)}")
 
 
-def _values_of(reply: Any) -> list[Any]:
-    if isinstance(reply, m.Values):
-        return [unpack(value) for value in reply.values]
+def _values_of(reply: m.Reply) -> list[Any]:
     if isinstance(reply, m.Failure):
         raise m.error_of(reply)
-    raise InvalidArgumentError(f"the server failed: {reply.message}")
+    return [unpack(value) for value in reply.values]
 
 
 def _fed(tensor: Any, value: Any) -> Any:

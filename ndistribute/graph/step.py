@@ -171,7 +171,7 @@ class Step:
 
     def check(self) -> None:
         """Raise an error if the step has failed elsewhere; called within long operations."""
-        if (now := time.monotonic()) > self._looks:
+        if self.error is None and (now := time.monotonic()) > self._looks:
             self._looks = now + _LOOK_SECONDS
             self.check_outside()
         if self.error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from ndistribute import errors
-from ndistribute.graph import service
+from ndistribute.graph import executor, service
+from ndistribute.graph.config import ConfigProto
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, as_tensor
 from ndistribute.graph.operations import (
@@ -20,12 +22,14 @@ from ndistribute.graph.operations import (
     placeholder,
     py_function,
     random_normal,
+    register,
     while_loop,
 )
 from ndistribute.graph.optimizers import MomentumOptimizer
 from ndistribute.graph.session import Session
-from ndistribute.graph.step import Resources
+from ndistribute.graph.step import Resources, Step
 from ndistribute.graph.variables import Variable, global_variables_initializer
+from tests.processes import AT_ONCE, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +88,8 @@ def test_what_a_program_feeds_and_fetches_is_its_own(session: Session) -> None:
     x = placeholder(np.float64, [2])
     session.run([v.initializer, v.assign(x).op], {x: fed})
     v.load(fed)
+    for same in (x, np.reshape(x, [2, 1]), v.assign(x)):
+        assert not np.shares_memory(session.run(same, {x: fed}), fed)
     fed += 5
     for tensor, expected in ((v.value(), 0.0), (c, 1.0)):
         session.run(tensor)[:] = 7.0
@@ -100,6 +106,71 @@ def test_random_numbers_repeat_with_the_seed_and_differ_from_run_to_run() -> Non
 
 def test_python_functions_run_in_this_process(session: Session) -> None:
     assert session.run(py_function(lambda x: x + 1, [constant(1.0)])) == 2.0
+
+
+def test_a_branch_or_a_body_changes_variables_only_when_it_is_run(session: Session) -> None:
+    v, p = Variable(0.0), placeholder(np.bool_)
+    either = cond(p, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
+    thrice = while_loop(lambda i: i < 3, lambda i: i + 1 + 0 * v.assign_add(i * 100.0), [0.0])[0]
+    session.run(global_variables_initializer())
+    assert [session.run(either, {p: taken}) for taken in (True, False)] == [1.0, 11.0]
+    assert (session.run(thrice), session.run(v)) == (3.0, 311.0)
+
+
+def slow_chain(threads: int) -> Any:
+    """Return the result of ten long operations, run by one thread or by several."""
+    x = constant(1.0) if threads == 1 else py_function(lambda: 1.0, [])
+    for _ in range(10):
+        x = _slow(x)
+    return x
+
+
+_slow = register("test.slow", lambda x: (time.sleep(0.03), x)[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_of_many_operations_ends_after_its_timeout(threads: int) -> None:
+    session = Session(config=ConfigProto(operation_timeout_in_ms=20))
+    start = time.monotonic()
+    with session, pytest.raises(errors.DeadlineExceededError, match="longer than its timeout"):
+        session.run(slow_chain(threads))
+    assert time.monotonic() - start < 0.25
+
+
+def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch: Any) -> None:
+    going, marked = threading.Event(), threading.Event()
+    waits = register("test.waits", lambda x: going.wait(AT_ONCE) and x)
+    marks = register("test.marks", lambda x: marked.set() or x)  # type: ignore[func-returns-value]
+
+    def interrupt(step: Step) -> None:
+        raise KeyboardInterrupt
+
+    # While a helper waits in the second, this thread has run the first and waits for it.
+    fetches = [_slow(constant(1.0)), marks(waits(constant(1.0)))]
+    definitions = [op.definition for op in fetches[0].graph.get_operations()]
+    plan = executor.Plan(definitions, [], [one.name for one in fetches])
+    plan._is_parallel = True
+    for node in plan.nodes:
+        node.seconds = 1.0
+    monkeypatch.setattr(Step, "check_outside", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(Step(Resources()), [])
+    going.set()
+    wait_until(lambda: "ndistribute graph" not in [one.name for one in threading.enumerate()])
+    assert not marked.is_set()
+
+
+def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(executor, "_GIVE_UP_SECONDS", 0.0)
+    going = threading.Event()
+    endless = py_function(lambda: going.wait(AT_ONCE), [])
+    session = Session(config=ConfigProto(operation_timeout_in_ms=10))
+    with session, pytest.raises(errors.DeadlineExceededError):
+        session.run(endless)
+    assert not going.is_set()
+    going.set()
 
 
 MISTAKES = {
