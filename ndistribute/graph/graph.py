@@ -40,7 +40,7 @@ __all__ = [
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 
-# Functions with a list of results, if their second argument is a number.
+# Functions with a list of results, whose number their second argument tells.
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
 
 
@@ -59,11 +59,10 @@ class Symbolic(NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             refuse_writing(function.__name__)
-        if function in _SPLITTING and len(args) > 1 and isinstance(args[1], int):
-            if args[1] == 1:
-                return [as_tensor(args[0])]
-            return apply(function, args, kwargs, outputs=args[1])
-        return apply(function, args, kwargs)
+        count = _number_of_parts(args[1]) if function in _SPLITTING and len(args) > 1 else 0
+        if count == 1:
+            return [as_tensor(args[0])]
+        return apply(function, args, kwargs, outputs=count or 1)
 
     def __getitem__(self, index: Any) -> Any:
         return apply_named("getitem", "getitem", (self, index), {})
@@ -475,6 +474,13 @@ class Graph:
             op.set_device(merge_device(op.device, wanted or ""))
 
 
+def _number_of_parts(given: Any) -> int:
+    """Return the number of parts for an argument of `np.split`; 0 if only a run can tell."""
+    if isinstance(given, list | tuple | np.ndarray) and np.ndim(given):
+        return len(given) + 1
+    return 0 if hasattr(given, "graph_element") or isinstance(given, Tensor) else int(given)
+
+
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1) -> Any:
     """Add the operation that calls a function, and return its result or the list of its results."""
     path = name_of(function)
@@ -511,7 +517,7 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
     element = getattr(value, "graph_element", value)
     if isinstance(element, Tensor):
         return element
-    array = np.asarray(value, dtype)
+    array = np.array(value, dtype)  # A copy: the program may change what it passed.
     op = get_default_graph().add("constant", name=name, value=array)
     tensor = op.outputs[0]
     tensor.dtype, tensor.shape = array.dtype, array.shape

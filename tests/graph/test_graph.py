@@ -43,7 +43,9 @@ def test_numpy_code_on_tensors_computes_what_it_computes_on_arrays(session: Sess
 
     def model(x: object) -> object:
         y = np.concatenate([np.tanh(x @ data.T), x[:, 1:]], axis=1)  # type: ignore[operator,index]
-        left, right = np.split(np.where(y > 0, y, 0.1 * y), 2, axis=1)
+        left, right = np.split(np.where(y > 0, y, 0.1 * y), np.int64(2), axis=1)
+        first, middle, rest = np.split(left, [1, 2], axis=1)
+        left = np.concatenate([first, rest, middle], axis=1)
         return np.einsum("ij,ij->i", left, right) + np.add.reduce(y, axis=1) / y.mean(axis=1)
 
     x = placeholder(np.float64, [None, 3])
@@ -84,7 +86,10 @@ def test_a_read_is_a_snapshot_and_updates_run_after_what_controls_them(session: 
 
 def test_what_a_program_feeds_and_fetches_is_its_own(session: Session) -> None:
     fed = np.zeros(2)
-    v, c = Variable(np.ones(2)), constant(np.ones(2))
+    own = np.ones(2)
+    v, c, product = Variable(own), constant(own), own * constant(1.0)
+    own += 5
+    np.testing.assert_array_equal(session.run([c, product]), np.ones((2, 2)))
     x = placeholder(np.float64, [2])
     session.run([v.initializer, v.assign(x).op], {x: fed})
     v.load(fed)

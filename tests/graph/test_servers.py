@@ -206,7 +206,7 @@ def begun(cluster: Any, session: Session) -> service._Session:
 def test_a_step_that_cannot_begin_leaves_no_values(cluster: Any, monkeypatch: Any) -> None:
     graphs = cluster["worker"]._graphs
 
-    def start(address: str, request: Any, until: float) -> Any:
+    def start(address: str, request: Any, *until: float) -> Any:
         graphs.rendezvous.deliver(request.step, {"x:0": np.ones(1)})  # By another task.
         raise errors.UnavailableError("gone", task=PS)
 
