@@ -28,7 +28,7 @@ from ndistribute.errors import (
     UnavailableError,
 )
 from ndistribute.graph import messages as m
-from ndistribute.graph.definition import OperationDef, Value, pack, unpack
+from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
@@ -156,7 +156,7 @@ class GraphService:
             if failure is not None:
                 raise m.error_of(failure)
             results = plan.run(step, values)
-            return tuple(map(_packed, plan.fetches, results))
+            return tuple(map(sendable, plan.fetches, results))
         except CancelledError as error:
             raise step.error or error from None
         finally:
@@ -227,17 +227,6 @@ class GraphService:
                 reply = self.lanes.call(address, m.Reset(everywhere=False), _REGISTER_SECONDS)
                 if isinstance(reply, m.Failure):
                     raise m.error_of(reply)
-
-
-def _packed(name: str, value: Any) -> Value:
-    """Return the value of a fetch as a message."""
-    try:
-        return pack(value)
-    except (TypeError, ValueError) as error:
-        op = name.rpartition(":")[0]
-        raise InvalidArgumentError(
-            f"the value of {name!r} cannot be sent: {error}", op=op
-        ) from error
 
 
 def restarted(task: str) -> AbortedError:
@@ -480,7 +469,7 @@ class _Outside:
         self.check = check
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
-        packed = {key: _packed(key, value) for key, value in values.items()}
+        packed = {key: sendable(key, value) for key, value in values.items()}
         delivery = m.Deliver(self._number, packed)
         self._service.lanes.tell(self._service.tasks[task], delivery, until=self._ends)
 

@@ -16,7 +16,7 @@ from ndistribute import tree
 from ndistribute.devices import as_array
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph import messages as m
-from ndistribute.graph.definition import pack, unpack
+from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.graph import (
     Graph,
@@ -208,7 +208,7 @@ class _Remote:
             fetches=tuple(wanted),
             targets=tuple(targets),
             feeds=tuple(feeds),
-            values=tuple(map(pack, feeds.values())),
+            values=tuple(map(sendable, feeds, feeds.values())),
             timeout=self._timeout,
             soft=self._soft,
             log=self._log,

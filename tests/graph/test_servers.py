@@ -145,7 +145,12 @@ def test_a_value_that_cannot_be_sent_fails_its_step_alone(cluster: Any) -> None:
             with pytest.raises(errors.InvalidArgumentError, match="cannot be sent") as caught:
                 session.run(fetched)
             assert (caught.value.op, caught.value.task) == (op, task)
+        fed = {own: np.longdouble(1.0)}
+        with pytest.raises(errors.InvalidArgumentError, match=f"value of {own.name!r} cannot be"):
+            session.run(own, fed)
         assert session.run(constant(3.0)) == 3.0
+    with Session() as session:
+        assert session.run(own, fed) == 1.0
 
 
 def test_a_body_that_changes_a_variable_must_run_on_its_task(cluster: Any) -> None:
