@@ -83,11 +83,6 @@ class Resources:
         """Return the variable of a name, without a value if it is new."""
         return self.get("variable", name, SharedVariable)
 
-    def variables(self) -> dict[str, SharedVariable]:
-        """Return all variables by name."""
-        with self._lock:
-            return {name: one for (kind, name), one in self._kept.items() if kind == "variable"}
-
     def get(self, kind: str, name: str, make: Callable[[], T]) -> T:
         """Return what is kept under a kind and a name, made at the first call."""
         found = self._kept.get((kind, name))

@@ -20,14 +20,13 @@ from ndistribute import errors
 from ndistribute.graph import messages as m
 from ndistribute.graph import service
 from ndistribute.graph import session as session_module
-from ndistribute.graph.config import ConfigProto
 from ndistribute.graph.definition import OperationDef, pack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.functions import register
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import cond, constant, identity, placeholder, while_loop
-from ndistribute.graph.session import Session
+from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
 from tests.processes import AT_ONCE, free_addresses, wait_until
 
