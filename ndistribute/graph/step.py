@@ -30,6 +30,7 @@ class Node(Protocol):
     """An operation as its kernel sees it."""
 
     name: str
+    type: str
     attributes: dict[str, Any]
     outputs: int
     constant: Any
