@@ -1,7 +1,6 @@
 """Graph programs: operations on the tasks of a cluster, and sessions that run them."""
 
 from ndistribute.graph import metrics, summary
-from ndistribute.graph.config import ConfigProto
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.decays import exponential_decay, piecewise_constant, polynomial_decay
 from ndistribute.graph.devices import (
@@ -60,7 +59,7 @@ from ndistribute.graph.optimizers import (
 )
 from ndistribute.graph.saver import Saver, get_checkpoint_state, latest_checkpoint
 from ndistribute.graph.scopes import AUTO_REUSE, get_variable, get_variable_scope, variable_scope
-from ndistribute.graph.session import Session
+from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer
 from ndistribute.graph.variables import (

@@ -17,9 +17,19 @@ import numpy as np
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.dtypes import dtype_named
-from ndistribute.transport.codec import Array, MalformedError, Record
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
-__all__ = ["BodyDef", "OperationDef", "Value", "call_template", "filler", "pack", "unpack"]
+__all__ = [
+    "BodyDef",
+    "OperationDef",
+    "Value",
+    "call_template",
+    "filler",
+    "pack",
+    "sendable",
+    "unpack",
+]
 
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
@@ -192,6 +202,24 @@ def pack(value: Any) -> Value:
         text = tuple(one.encode() for one in elements)
         return Value(shape=array.shape, text=text, encoding="utf-8")
     return Value(array)
+
+
+def sendable(name: str, value: Any) -> Value:
+    """Return the value of a tensor of some name as a message to another process.
+
+    Raises:
+        InvalidArgumentError: it cannot be sent.
+    """
+    try:
+        packed = pack(value)
+        if packed.array is not None:
+            name_of(packed.array.dtype)
+        return packed
+    except (TypeError, ValueError) as error:
+        op = name.rpartition(":")[0]
+        raise InvalidArgumentError(
+            f"the value of {name!r} cannot be sent: {error}", op=op
+        ) from error
 
 
 def unpack(value: Value) -> Any:

@@ -8,6 +8,7 @@ is ready when its inputs are there.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import time
@@ -20,10 +21,9 @@ from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, unpack
 from ndistribute.graph.functions import function_named
 from ndistribute.graph.kernels import KERNELS, run_taped
-from ndistribute.graph.local_devices import place_of
 from ndistribute.graph.partition import in_order, needs
-from ndistribute.graph.step import Body as BodyProtocol
-from ndistribute.graph.step import Step, read_only
+from ndistribute.graph.placement import place_of
+from ndistribute.graph.step import Body, Step, read_only
 
 __all__ = ["Plan"]
 
@@ -35,6 +35,7 @@ _BOUND = frozenset({"all_reduce"})
 """Types of operations that only the thread of the step can run, which is that of its replica."""
 _TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
+_GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what cannot be ended.
 
 
 class Node:
@@ -75,7 +76,7 @@ class Node:
         self.place = place_of(self.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
         self.constant = None if value is None else read_only(unpack(value))
-        self.bodies: Sequence[BodyProtocol] = [Body(body) for body in definition.bodies]
+        self.bodies: Sequence[Body] = [_plan_of(body) for body in definition.bodies]
         found = KERNELS.get(definition.kind)
         if found is not None:
             kernel = found
@@ -143,6 +144,7 @@ class Plan:
         feeds: names of tensors whose values each step gets.
         fetches: names of tensors whose values each step returns.
         soft: whether the CPU replaces GPUs that do not exist.
+        is_bound: whether only the thread of the step can run them.
 
     Raises:
         InvalidArgumentError: an operation is not known here, has an input that is not there, or
@@ -155,6 +157,7 @@ class Plan:
         feeds: Sequence[str],
         fetches: Sequence[str],
         soft: bool = False,
+        is_bound: bool = False,
     ) -> None:
         slots: dict[str, int] = {name: k for k, name in enumerate(feeds)}
         self._feeds = len(slots)
@@ -171,19 +174,20 @@ class Plan:
             size += definition.outputs
             self.nodes.append(node)
         for k, (node, definition) in enumerate(zip(self.nodes, ordered, strict=True)):
-            node.inputs = [slots[name] for name in definition.inputs]
+            node.inputs = [_slot(slots, name) for name in definition.inputs]
             before = {position[name] for name in needs(definition, fed) if name in position}
             node.waits = len(before)
             for earlier in before:
                 self.nodes[earlier].next.append(k)
             if node.type == "gradient":
                 self.nodes[position[node.attributes["of"]]].gradients += 1
+        self.fetches = fetches
         self._fetches = [_slot(slots, name) for name in fetches]
         self._uses = self._count_uses(size)
         self._empty = [None] * (size - self._feeds)
         self._steps = 0
         types = {node.type for node in self.nodes}
-        self._is_bound = not types.isdisjoint(_BOUND)
+        self._is_bound = is_bound or not types.isdisjoint(_BOUND)
         self._is_parallel = not self._is_bound and not types.isdisjoint({*_WAITING, "recv"})
 
     def run(self, step: Step, fed: Sequence[Any]) -> list[Any]:
@@ -202,6 +206,8 @@ class Plan:
                 node.run(step, values)
                 for k in node.last:
                     values[k] = None
+                if node.seconds > _LONG_SECONDS:
+                    step.check()
         return [values[k] for k in self._fetches]
 
     def _count_uses(self, size: int) -> list[int]:
@@ -228,27 +234,11 @@ class Plan:
             node.seconds = time.perf_counter() - start
             for k in node.last:
                 values[k] = None
+            step.check()
         self._steps += 1
         long = [node for node in self.nodes if _is_long(node)]
         if self._steps == _TRIALS and not self._is_bound and (os.cpu_count() or 1) > 1:
-            self._is_parallel = _width(self.nodes, long) > 1
-
-
-class Body:
-    """A function of tensors: a plan whose feeds are the function's arguments."""
-
-    def __init__(self, definition: BodyDef) -> None:
-        feeds = [f"{name}:0" for name in definition.inputs]
-        arguments = set(definition.inputs)
-        operations = [one for one in definition.operations if one.name not in arguments]
-        self._plan = Plan(operations, feeds, definition.outputs)
-
-    def run(self, step: Step, arguments: Sequence[Any]) -> list[Any]:
-        """Return the results for these arguments, which may be tracked by a tape."""
-        values = [*arguments, *self._plan._empty]
-        for node in self._plan.nodes:
-            node.run(step, values)
-        return [values[k] for k in self._plan._fetches]
+            self._is_parallel = _can_overlap(self.nodes, long)
 
 
 class _Parallel:
@@ -269,6 +259,18 @@ class _Parallel:
         self._most = os.cpu_count() or 1
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # Such as Ctrl-C: the helpers begin nothing more.
+            self._step.abort(error)
+            raise
+        until = None if self._step.error is None else time.monotonic() + _GIVE_UP_SECONDS
+        for helper in self._helpers:
+            helper.join(None if until is None else max(0.0, until - time.monotonic()))
+        if self._step.error is not None:
+            raise self._step.error
+
+    def _run(self) -> None:
         self._step.on_abort.append(self._notify)
         for k, node in enumerate(self._nodes):
             if node.type == "recv":
@@ -278,12 +280,8 @@ class _Parallel:
             with self._changed:
                 self._changed.wait_for(self._is_due, _CHECK_SECONDS)
                 if not self._left or self._step.error is not None:
-                    break
+                    return
             self._step.check_outside()
-        for helper in self._helpers:
-            helper.join()
-        if self._step.error is not None:
-            raise self._step.error
 
     def _is_due(self) -> bool:
         return bool(self._ready) or not self._left or self._step.error is not None
@@ -363,6 +361,7 @@ class _Parallel:
         start = time.perf_counter()
         try:
             node.run(self._step, self._values)
+            self._step.check()
         except BaseException as error:
             self._step.abort(error)
         node.seconds = time.perf_counter() - start
@@ -379,8 +378,18 @@ class _Parallel:
 
     def _start(self, work: Callable[[], None]) -> None:
         helper = threading.Thread(target=work, name="ndistribute graph", daemon=True)
-        self._helpers.append(helper)
-        helper.start()
+        try:
+            helper.start()
+            self._helpers.append(helper)
+        except RuntimeError as error:  # The process may start no more threads.
+            self._step.abort(error)
+
+
+def _plan_of(body: BodyDef) -> Plan:
+    """Return the plan of a function of tensors, whose feeds are the function's arguments."""
+    operations = [one for one in body.operations if one.name not in body.inputs]
+    feeds = [f"{name}:0" for name in body.inputs]
+    return Plan(operations, feeds, body.outputs, is_bound=True)
 
 
 def _made(definition: OperationDef, soft: bool) -> Node:
@@ -405,14 +414,12 @@ def _slot(slots: Mapping[str, int], name: str) -> int:
     return slots[name]
 
 
-def _width(nodes: Sequence[Node], long: Sequence[Node]) -> int:
-    """Return how many of the long operations can run at the same time, at most two."""
+def _can_overlap(nodes: Sequence[Node], long: Sequence[Node]) -> bool:
+    """Return True if two of the long operations can run at the same time."""
     reach = [0] * len(nodes)  # Bit sets of the operations after each one.
     for k in range(len(nodes) - 1, -1, -1):
         reach[k] = 1 << k
         for later in nodes[k].next:
             reach[k] |= reach[later]
     places = [k for k, node in enumerate(nodes) if node in long]
-    if any(b > a and not reach[a] >> b & 1 for a in places for b in places):
-        return 2
-    return min(1, len(places))
+    return any(not reach[a] >> b & 1 for a, b in itertools.combinations(places, 2))

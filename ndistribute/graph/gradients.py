@@ -6,12 +6,12 @@ the tape back. So the rules are those of `ndistribute.autodiff`, and shapes may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
 
-from ndistribute.graph.graph import Operation, Tensor, as_tensor, get_default_graph
+from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.variables import Variable
 
 __all__ = ["gradients"]
@@ -49,15 +49,16 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
     graph = targets[0].graph if targets else get_default_graph()
     with graph.as_default(), graph.control_dependencies(None), graph.name_scope(name):
         ends = [_ends(source) for source in sources]
-        between = _between(targets, [one for group in ends for one in group])
+        reached = {one for group in ends for one in group}
+        between = _between(graph, targets, reached)
         upstream: dict[Tensor, list[Tensor]] = {}
         given = [None] * len(targets) if grad_ys is None else _listed(grad_ys)
         for y, seed in zip(targets, given, strict=True):
             with graph.colocate_with(y):
                 first: Any = np.ones_like(y) if seed is None else as_tensor(seed)
             upstream.setdefault(y, []).append(first)
-        for op in sorted(between, key=_order(graph.get_operations()), reverse=True):
-            _propagate(op, between, upstream, {one for group in ends for one in group})
+        for op in reversed(between):  # All that adds to the gradients of its results comes before.
+            _propagate(op, between, upstream, reached)
         return [_sum([g for one in group for g in upstream.get(one, [])]) for group in ends]
 
 
@@ -77,13 +78,8 @@ def _ends(source: Any) -> list[Tensor]:
     ]
 
 
-def _order(operations: Sequence[Operation]) -> Any:
-    place = {op: k for k, op in enumerate(operations)}
-    return place.__getitem__
-
-
-def _between(targets: Sequence[Tensor], ends: Sequence[Tensor]) -> set[Operation]:
-    """Return the operations on paths from the ends to the targets."""
+def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict[Operation, None]:
+    """Return the operations on paths from the ends to the targets, in the order of the graph."""
     behind: set[Operation] = set()
     stack = [target.op for target in targets]
     while stack:
@@ -91,20 +87,16 @@ def _between(targets: Sequence[Tensor], ends: Sequence[Tensor]) -> set[Operation
         if op not in behind and op.type not in _CONSTANT:
             behind.add(op)
             stack += [tensor.op for tensor in op.inputs]
-    if not behind:
-        return behind
-    found: set[Operation] = set()
-    reached = set(ends)
-    for op in sorted(behind, key=_order(targets[0].graph.get_operations())):
-        if any(tensor in reached for tensor in op.inputs):
-            found.add(op)
-            reached.update(op.outputs)
+    found: dict[Operation, None] = {}
+    for op in graph.get_operations():
+        if op in behind and any(one in ends or one.op in found for one in op.inputs):
+            found[op] = None
     return found
 
 
 def _propagate(
     op: Operation,
-    between: set[Operation],
+    between: Container[Operation],
     upstream: dict[Tensor, list[Tensor]],
     ends: set[Tensor],
 ) -> None:

@@ -40,7 +40,7 @@ __all__ = [
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 
-# Functions with a list of results, if their second argument is a number.
+# Functions with a list of results, whose number their second argument tells.
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
 
 
@@ -59,11 +59,10 @@ class Symbolic(NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             refuse_writing(function.__name__)
-        if function in _SPLITTING and len(args) > 1 and isinstance(args[1], int):
-            if args[1] == 1:
-                return [as_tensor(args[0])]
-            return apply(function, args, kwargs, outputs=args[1])
-        return apply(function, args, kwargs)
+        count = _number_of_parts(args[1]) if function in _SPLITTING and len(args) > 1 else 0
+        if count == 1:
+            return [as_tensor(args[0])]
+        return apply(function, args, kwargs, outputs=count or 1)
 
     def __getitem__(self, index: Any) -> Any:
         return apply_named("getitem", "getitem", (self, index), {})
@@ -174,12 +173,9 @@ class Tensor(Symbolic):
         return self.op.device
 
     def __repr__(self) -> str:
-        known = "".join(
-            f", {what}={value}"
-            for what, value in (("shape", self.shape), ("dtype", self.dtype))
-            if value is not None
-        )
-        return f"<Tensor {self.name!r}{known}>"
+        shape = "" if self.shape is None else f", shape={self.shape}"
+        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
+        return f"<Tensor {self.name!r}{shape}{dtype}>"
 
     def get_shape(self) -> tuple[int | None, ...] | None:
         """Return `shape`."""
@@ -233,6 +229,14 @@ class Operation:
         return f"<Operation {self.name!r} ({self.type}){where}>"
 
 
+class _Scopes(threading.local):
+    """What the scopes of a graph that a thread is in say."""
+
+    prefix = ""
+    devices: tuple[str | DeviceFunction | None, ...] = ()
+    controls: tuple[Operation, ...] = ()
+
+
 class Graph:
     """Operations to be run by sessions.
 
@@ -248,7 +252,7 @@ class Graph:
         self._operations: dict[str, Operation] = {}
         self._names: dict[str, int] = {}
         self._collections: dict[str, list[Any]] = {}
-        self._local = threading.local()
+        self._scopes = _Scopes()
         self._finalized = False
         self.functions: dict[str, Callable[..., Any]] = {}
         """The Python functions of `py_function`, by operation."""
@@ -292,32 +296,27 @@ class Graph:
 
         A name that ends in ``/`` enters an earlier scope again; None or "" leaves all scopes.
         """
-        if not name:
-            inner = ""
-        elif name.endswith("/"):
-            inner = name
-        else:
-            inner = f"{self.unique_name(name)}/"
+        inner = f"{self.unique_name(name)}/" if name else ""
         with self._scoped("prefix", inner):
             yield inner
 
     @contextlib.contextmanager
     def device(self, device: str | DeviceFunction | None) -> Iterator[None]:
         """Return a context manager that places operations: see `ndistribute.devices`."""
-        with self._scoped("devices", (*self._scope("devices", ()), device)):
+        with self._scoped("devices", (*self._scopes.devices, device)):
             yield
 
     @contextlib.contextmanager
     def control_dependencies(self, inputs: Iterable[Any] | None) -> Iterator[None]:
         """Return a context manager whose operations run after others; None: after no others."""
-        outer = () if inputs is None else self._scope("controls", ())
+        outer = () if inputs is None else self._scopes.controls
         added = tuple(_operation(one) for one in inputs or ())
         with self._scoped("controls", (*outer, *added)):
             yield
 
     def has_control_dependencies(self) -> bool:
         """Whether operations that are added now run after others."""
-        return bool(self._scope("controls", ()))
+        return bool(self._scopes.controls)
 
     @contextlib.contextmanager
     def colocate_with(self, op: Any) -> Iterator[None]:
@@ -334,7 +333,7 @@ class Graph:
         """
         if name.endswith("/"):
             return name[:-1]
-        full = f"{self._scope('prefix', '')}{name}"
+        full = f"{self._scopes.prefix}{name}"
         with self._lock:
             count = self._names.get(full, 0)
             unique = full
@@ -380,7 +379,7 @@ class Graph:
         for tensor in tensors:
             if tensor.graph is not self:
                 raise ValueError(f"{tensor!r} belongs to another graph.")
-        controls = [op for op in self._scope("controls", ()) if op.graph is self]
+        controls = [op for op in self._scopes.controls if op.graph is self]
         definition = OperationDef(
             name=self.unique_name(name or type.rpartition(".")[2]),
             kind=type,
@@ -451,28 +450,29 @@ class Graph:
         """Return the list of a name itself."""
         return self._collections.setdefault(name, [])
 
-    def _scope(self, kind: str, default: Any) -> Any:
-        return getattr(self._local, kind, default)
-
     @contextlib.contextmanager
     def _scoped(self, kind: str, value: Any) -> Iterator[None]:
-        before = getattr(self._local, kind, None)
-        setattr(self._local, kind, value)
+        before = getattr(self._scopes, kind)
+        setattr(self._scopes, kind, value)
         try:
             yield
         finally:
-            if before is None:
-                delattr(self._local, kind)
-            else:
-                setattr(self._local, kind, before)
+            setattr(self._scopes, kind, before)
 
     def _place(self, op: Operation) -> None:
         """Give an operation the device that the scopes say; inner scopes count more."""
-        for scope in reversed(self._scope("devices", ())):
+        for scope in reversed(self._scopes.devices):
             if scope is None:
                 return
             wanted = scope(op) if callable(scope) else scope
             op.set_device(merge_device(op.device, wanted or ""))
+
+
+def _number_of_parts(given: Any) -> int:
+    """Return the number of parts for an argument of `np.split`; 0 if only a run can tell."""
+    if isinstance(given, Symbolic):
+        return 0
+    return len(given) + 1 if np.ndim(given) else int(given)
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1) -> Any:
@@ -492,7 +492,7 @@ def apply_named(
     found: list[Any] = []
 
     def symbolic(value: Any) -> Any:
-        if isinstance(value, Tensor | np.ndarray) or hasattr(value, "graph_element"):
+        if isinstance(value, Symbolic | np.ndarray):
             found.append(value)
             return Input(len(found) - 1)
         if isinstance(value, list | tuple):
@@ -511,7 +511,7 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
     element = getattr(value, "graph_element", value)
     if isinstance(element, Tensor):
         return element
-    array = np.asarray(value, dtype)
+    array = np.array(value, dtype)  # A copy: the program may change what it passed.
     op = get_default_graph().add("constant", name=name, value=array)
     tensor = op.outputs[0]
     tensor.dtype, tensor.shape = array.dtype, array.shape

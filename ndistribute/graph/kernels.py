@@ -40,6 +40,11 @@ def kernel(name: str) -> Callable[[Kernel], Kernel]:
     return add
 
 
+KERNELS["identity"] = lambda step, node, inputs: inputs[0]
+KERNELS["constant"] = lambda step, node, inputs: node.constant
+KERNELS["group"] = KERNELS["variable"] = lambda step, node, inputs: []
+
+
 @kernel("placeholder")
 def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     raise InvalidArgumentError(
@@ -47,29 +52,12 @@ def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     )
 
 
-@kernel("constant")
-def _constant(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return node.constant
-
-
-@kernel("identity")
-def _identity(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return inputs[0]
+_CHANGES = {"assign_add": np.add, "assign_max": np.maximum, "assign_sub": np.subtract}
 
 
 @kernel("stop_gradient")
 def _stop_gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return stop_gradient(inputs[0])
-
-
-@kernel("group")
-def _group(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
-    return []
-
-
-@kernel("variable")
-def _variable(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
-    return []
 
 
 @kernel("read")
@@ -106,27 +94,16 @@ def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 
 @kernel("assign_add")
-def _assign_add(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return _changed(step, node, np.add, inputs[0])
-
-
 @kernel("assign_max")
-def _assign_max(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return _changed(step, node, np.maximum, inputs[0])
-
-
 @kernel("assign_sub")
-def _assign_sub(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return _changed(step, node, np.subtract, inputs[0])
-
-
-def _changed(step: Step, node: Node, change: Callable[[Any, Any], Any], by: Any) -> Any:
+def _assign_changed(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     variable = step.resources.variable(node.attributes["variable"])
+    change, by = _CHANGES[node.type], inputs[0]
     with variable.lock:
         old = _initialized(variable, node)
         if isinstance(by, IndexedSlices):
             new = old.copy()
-            (np.add if change is np.add else np.subtract).at(new, by.indices, by.values)
+            change.at(new, by.indices, by.values)
         else:
             new = as_array(change(old, by)).astype(old.dtype, copy=False)
             if new.shape != old.shape:

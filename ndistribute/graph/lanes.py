@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from ndistribute.errors import DistributeError, InvalidArgumentError, UnavailableError
@@ -42,22 +43,27 @@ class Pending:
         """Return the reply, or None if it has not arrived by `until`.
 
         Raises:
-            InvalidArgumentError: the reply is malformed.
+            InvalidArgumentError: the server failed, or its reply is malformed.
             UnavailableError: the connection is lost.
         """
-        if self._reply is None:
-            try:
-                _, self._reply = self._connection.receive(until=until)
-            except TimeoutError:
-                return None
-            except ConnectionLostError as error:
-                self.cancel()
-                raise _unavailable(self._address, error) from error
-            except MalformedError as error:
-                self.cancel()
+        if self._reply is not None:
+            return self._reply
+        try:
+            _, reply = self._connection.receive(until=until)
+        except TimeoutError:
+            return None
+        except BaseException as error:
+            self.cancel()
+            if isinstance(error, ConnectionLostError):
+                raise self._lanes.unavailable(self._address, error) from error
+            if isinstance(error, MalformedError):
                 raise InvalidArgumentError(f"the reply of {self._address}: {error}") from error
-            self._lanes.give_back(self._address, self._connection)
-        return self._reply
+            raise
+        self._reply = reply
+        self._lanes.give_back(self._address, self._connection)
+        if isinstance(reply, Failed):
+            raise InvalidArgumentError(f"the server at {self._address} failed: {reply.message}")
+        return reply
 
     def cancel(self) -> None:
         """Give up the call and its connection."""
@@ -72,10 +78,13 @@ class Lanes:
     Args:
         credentials: the secret of the job.
         name: the name of this client, ``task#random``.
+        tasks: the names of the servers by address, for errors.
     """
 
-    def __init__(self, credentials: Credentials, name: str) -> None:
-        self._credentials = credentials
+    def __init__(
+        self, credentials: Credentials, name: str, tasks: Mapping[str, str] | None = None
+    ) -> None:
+        self._credentials, self._tasks = credentials, tasks or {}
         self._hello = Hello(name=name, purpose=PURPOSE)
         self._lock = threading.Lock()
         self._idle: dict[str, list[Connection]] = {}
@@ -83,11 +92,11 @@ class Lanes:
         self._closed = False
         _open.add(self)
 
-    def start(self, address: str, request: Any) -> Pending:
+    def start(self, address: str, request: Any, until: float = float("inf")) -> Pending:
         """Send a request whose reply the caller will wait for.
 
         Raises:
-            UnavailableError: the server cannot be reached.
+            UnavailableError: the server cannot be reached, or has not read it by `until`.
         """
         while True:
             with self._lock:
@@ -96,59 +105,47 @@ class Lanes:
             fresh = connection is None
             try:
                 if connection is None:
-                    connection = self._connected(address)
+                    connection = self._connected(address, until)
                 else:
                     _check_open(connection)
-                connection.send(request)
-            except (ConnectionLostError, TimeoutError) as error:
+                connection.send(request, deadline=until)
+            except BaseException as error:
                 if connection is not None:
                     connection.close()
-                if fresh:
-                    raise _unavailable(address, error) from error
+                if not isinstance(error, ConnectionLostError | TimeoutError):
+                    raise
+                if fresh or time.monotonic() > until:
+                    raise self.unavailable(address, error) from error
                 continue  # An idle connection broke meanwhile, and nothing was executed.
-            except BaseException:
-                if connection is not None:
-                    connection.close()
-                raise
             return Pending(self, address, connection)
 
     def call(self, address: str, request: Any, timeout: float = float("inf")) -> Any:
         """Return the reply to a request.
 
         Raises:
+            InvalidArgumentError: the server failed.
             UnavailableError: the server cannot be reached, or does not answer in time.
         """
-        pending = self.start(address, request)
-        reply = pending.result(time.monotonic() + timeout)
+        until = time.monotonic() + timeout
+        pending = self.start(address, request, until)
+        reply = pending.result(until)
         if reply is None:
             pending.cancel()
-            raise UnavailableError(f"the server at {address} did not answer within {timeout:g} s.")
+            raise self.unavailable(address, f"it did not answer within {timeout:g} s")
         return reply
 
-    def tell(self, address: str, request: Any) -> None:
-        """Send a request that has no reply; those to a server arrive in order.
+    def tell(self, address: str, *requests: Any, until: float = float("inf")) -> None:
+        """Send requests that have no reply, those to a server in order; at least connect to it.
 
         Raises:
-            UnavailableError: the server cannot be reached.
+            UnavailableError: the server cannot be reached, or has not read them by `until`.
         """
         try:
-            with self._lock:
-                connection = self._one_way.get(address)
-            if connection is not None and connection.is_open:
-                with contextlib.suppress(ConnectionLostError):
-                    _check_open(connection)
-            if connection is None or not connection.is_open:
-                made = self._connected(address)
-                with self._lock:
-                    current = self._one_way.get(address)
-                    if current is None or not current.is_open:
-                        current = self._one_way[address] = made
-                connection = current
-                if made is not connection:
-                    made.close()
-            connection.send(request)
+            connection = self._one_way_to(address, until)
+            for request in requests:
+                connection.send(request, deadline=until)
         except (ConnectionLostError, TimeoutError) as error:
-            raise _unavailable(address, error) from error
+            raise self.unavailable(address, error) from error
 
     def give_back(self, address: str, connection: Connection) -> None:
         """Keep a connection for the next call."""
@@ -169,8 +166,34 @@ class Lanes:
             with contextlib.suppress(OSError, DistributeError):
                 connection.close()
 
-    def _connected(self, address: str) -> Connection:
-        deadline = time.monotonic() + _CONNECT_SECONDS
+    def unavailable(self, address: str, why: object) -> UnavailableError:
+        """Return the error for a server that cannot be reached."""
+        task = self._tasks.get(address)
+        return UnavailableError(
+            f"{task or 'the server'} at {address} cannot be reached: {str(why).rstrip('.')}. A new "
+            "session can go on once it is back.",
+            task=task,
+        )
+
+    def _one_way_to(self, address: str, until: float) -> Connection:
+        connection = self._one_way.get(address)
+        if connection is not None:
+            with contextlib.suppress(ConnectionLostError):
+                _check_open(connection)
+                return connection
+        made = self._connected(address, until)
+        with self._lock:
+            current = self._one_way.get(address)
+            if not self._closed and (current is None or not current.is_open):
+                self._one_way[address], current, made = made, made, current
+        if made is not None:
+            made.close()
+        if current is None:
+            raise ConnectionLostError("this process has ended its connections.")
+        return current
+
+    def _connected(self, address: str, until: float) -> Connection:
+        deadline = min(until, time.monotonic() + _CONNECT_SECONDS)
         return connect(address, self._credentials, self._hello, _replies, deadline=deadline)
 
 
@@ -178,13 +201,6 @@ def _check_open(connection: Connection) -> None:
     """Raise an error if the server has ended: over TCP, a first message to it would be lost."""
     with contextlib.suppress(TimeoutError):
         connection.receive(until=0.0)
-
-
-def _unavailable(address: str, error: BaseException) -> UnavailableError:
-    return UnavailableError(
-        f"the server at {address} cannot be reached: {str(error).rstrip('.')}. A new session can "
-        "go on once it is back."
-    )
 
 
 @atexit.register

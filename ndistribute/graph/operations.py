@@ -69,16 +69,17 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
 
 def identity(value: Any, name: str = "identity") -> Tensor:
     """Return a tensor with the same value, computed after the current control dependencies."""
-    tensor = as_tensor(value)
-    made = tensor.graph.add("identity", [tensor], name=name).outputs[0]
-    made.dtype, made.shape = tensor.dtype, tensor.shape
-    return made
+    return _same(value, "identity", name)
 
 
 def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
     """Return a tensor with the same value, which is a constant for gradients."""
+    return _same(value, "stop_gradient", name)
+
+
+def _same(value: Any, kind: str, name: str) -> Tensor:
     tensor = as_tensor(value)
-    made = tensor.graph.add("stop_gradient", [tensor], name=name).outputs[0]
+    made = tensor.graph.add(kind, [tensor], name=name).outputs[0]
     made.dtype, made.shape = tensor.dtype, tensor.shape
     return made
 
@@ -148,17 +149,16 @@ def _random(
     distribution: str, shape: Any, low: Any, high: Any, dtype: Any, seed: int | None, name: str
 ) -> Tensor:
     graph = get_default_graph()
-    if seed is None and graph.seed is None:
-        numbers = int(np.random.SeedSequence().generate_state(1)[0])
-    else:  # The place of an operation tells it from others with the same seeds.
+    sources = None
+    if seed is not None or graph.seed is not None:
+        # The place of an operation tells it from others with the same seeds.
         sources = [graph.seed or 0, seed if seed is not None else graph.version]
-        numbers = int(np.random.SeedSequence(sources).generate_state(1)[0])
     attributes = {
         "distribution": distribution,
         "low": low,
         "high": high,
         "dtype": np.dtype(dtype).name,
-        "seed": numbers,
+        "seed": int(np.random.SeedSequence(sources).generate_state(1)[0]),
     }
     lengths = as_tensor(shape if isinstance(shape, Tensor) else np.array(shape, np.int64))
     tensor = graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]

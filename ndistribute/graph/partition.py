@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -105,12 +105,31 @@ def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[Operati
 def placed(
     operations: Sequence[OperationDef], task_of: Callable[[OperationDef], str]
 ) -> dict[str, str]:
-    """Return the task of each operation; a gradient is computed where its operation is."""
+    """Return the task of each operation; a gradient is computed where its operation is.
+
+    Raises:
+        InvalidArgumentError: a body changes a variable of another task than its own.
+    """
     tasks = {one.name: task_of(one) for one in operations if one.kind != "gradient"}
     for one in operations:
         if one.kind == "gradient":
             tasks[one.name] = tasks.get(_taped(one)) or task_of(one)
+        for inner in _within(one):
+            if "variable" in inner.attributes and task_of(inner) != tasks[one.name]:
+                raise InvalidArgumentError(
+                    f"operation {one.name!r} runs on {tasks[one.name]}, and changes a variable on "
+                    f"{task_of(inner)}: place it there, with device().",
+                    op=one.name,
+                )
     return tasks
+
+
+def _within(definition: OperationDef) -> Iterator[OperationDef]:
+    """Yield the operations in the bodies of one."""
+    for body in definition.bodies:
+        for inner in body.operations:
+            yield inner
+            yield from _within(inner)
 
 
 def cut(

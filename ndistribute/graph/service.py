@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import secrets
 import threading
@@ -27,7 +28,7 @@ from ndistribute.errors import (
     UnavailableError,
 )
 from ndistribute.graph import messages as m
-from ndistribute.graph.definition import OperationDef, pack, unpack
+from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
@@ -38,7 +39,7 @@ from ndistribute.transport.secret import Credentials
 __all__ = ["PURPOSE", "GraphService", "service_at"]
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
-_REGISTER_SECONDS = 60.0
+_REGISTER_SECONDS = 10.0
 _GIVE_UP_SECONDS = 1.0
 _WAIT_SECONDS = 0.02  # Between looks at several tasks.
 _log = logging.getLogger("ndistribute")
@@ -76,7 +77,8 @@ class GraphService:
     def __init__(self, task: str, tasks: Mapping[str, str], credentials: Credentials) -> None:
         self.task, self.tasks = task, dict(tasks)
         job, index = task.removeprefix("/job:").split("/task:")
-        self.lanes = Lanes(credentials, f"{job}:{index}#{secrets.token_hex(6)}")
+        names = {address: name for name, address in self.tasks.items()}
+        self.lanes = Lanes(credentials, f"{job}:{index}#{secrets.token_hex(6)}", names)
         self.resources = Resources()
         self.rendezvous = _Rendezvous()
         self._lock = threading.Lock()
@@ -113,8 +115,10 @@ class GraphService:
         """Carry out a request; return the reply, or None if it has none."""
         try:
             if isinstance(request, m.Deliver):
-                values = {key: unpack(value) for key, value in request.values.items()}
-                self.rendezvous.deliver(request.step, values)
+                session = request.step.partition("/")[0]
+                if session in self._parts or session in self._sessions:  # Else it has ended.
+                    values = {key: unpack(value) for key, value in request.values.items()}
+                    self.rendezvous.deliver(request.step, values)
                 return None
             if isinstance(request, m.Abort):
                 self._abort(request)
@@ -139,23 +143,26 @@ class GraphService:
         except Exception as error:
             return m.failure_of(error, self.task)
 
-    def run_plan(self, plan: Plan, session: str, number: str, values: Any, check: Any) -> list[Any]:
-        """Run a part of a step in this task."""
-        outside = _Outside(self, number, check)
+    def run_plan(
+        self, plan: Plan, session: str, number: str, values: Any, check: Any, ends: float
+    ) -> tuple[Value, ...]:
+        """Run a part of a step in this task; return the values of its fetches."""
+        outside = _Outside(self, number, check, ends)
         step = Step(self.resources, session=session, outside=outside)
-        with self._lock:
+        with self._lock:  # An abort that comes now meets either the step or its refusal.
+            failure = self.rendezvous.begin(number)
             self._steps[number] = step
-        failure = self.rendezvous.begin(number)
         try:
             if failure is not None:
                 raise m.error_of(failure)
-            return plan.run(step, values)
+            results = plan.run(step, values)
+            return tuple(map(sendable, plan.fetches, results))
         except CancelledError as error:
             raise step.error or error from None
         finally:
             self.rendezvous.end(number)
             with self._lock:
-                del self._steps[number]
+                self._steps.pop(number, None)
 
     def close(self) -> None:
         """End all steps, and say good-bye to the other tasks."""
@@ -186,23 +193,24 @@ class GraphService:
                 step.abort(CancelledError("the master of the step is gone.", task=self.task))
 
         values = [unpack(value) for value in request.values]
-        results = self.run_plan(plan, session, request.step, values, check)
-        return m.Values(tuple(map(pack, results)))
+        return m.Values(self.run_plan(plan, session, request.step, values, check, math.inf))
 
     def _abort(self, request: m.Abort) -> None:
-        step = self._steps.get(request.step)
-        if step is None:
-            self.rendezvous.refuse(request.step, request.failure)
-        else:
+        with self._lock:
+            step = self._steps.get(request.step)
+            if step is None:
+                self.rendezvous.end(request.step, request.failure)
+        if step is not None:
             step.abort(m.error_of(request.failure))
 
     def _close(self, name: str) -> None:
         with self._lock:
             session = self._sessions.pop(name, None)
         if session is not None:
-            for task in session.others:
+            until = time.monotonic() + _GIVE_UP_SECONDS
+            for task in session.end():
                 with contextlib.suppress(OperationError):
-                    self.lanes.tell(self.tasks[task], m.Forget(name))
+                    self.lanes.tell(self.tasks[task], m.Forget(name), until=until)
             self._forget(name)
 
     def _forget(self, session: str) -> None:
@@ -216,7 +224,9 @@ class GraphService:
         self.resources.clear()
         for task, address in self.tasks.items() if everywhere else ():
             if task != self.task:
-                self.lanes.call(address, m.Reset(everywhere=False))
+                reply = self.lanes.call(address, m.Reset(everywhere=False), _REGISTER_SECONDS)
+                if isinstance(reply, m.Failure):
+                    raise m.error_of(reply)
 
 
 def restarted(task: str) -> AbortedError:
@@ -231,7 +241,6 @@ class _Cut:
         self.fetches = fetches
         self.own: Plan | None = None
         self.own_feeds: list[int] = []  # Positions among the feeds of the step.
-        self.own_fetches: list[str] = []
         self.others: list[tuple[str, str, list[int], list[str]]] = []  # task, part, feeds, fetches
 
 
@@ -246,6 +255,13 @@ class _Session:
         self._operations: dict[str, OperationDef] = {}
         self._cuts: dict[Any, _Cut] = {}
         self._numbers = itertools.count(1)
+        self._ended = False
+
+    def end(self) -> list[str]:
+        """Register no more parts, and return the other tasks that may have some."""
+        with self._lock:
+            self._ended = True
+            return list(self.others)
 
     def run(self, peer: Client, request: m.Run) -> m.Reply:
         if len(request.values) != len(request.feeds):
@@ -253,7 +269,7 @@ class _Session:
                 f"{len(request.feeds)} feeds have {len(request.values)} values."
             )
         cut_ = self._prepared(request)
-        ends = None if request.timeout is None else time.monotonic() + request.timeout
+        ends = math.inf if request.timeout is None else time.monotonic() + request.timeout
         number = f"{self.name}/{next(self._numbers)}"
         step = _Running(self._service, cut_, number, peer, ends)
         return step.run(self.name, request.values)
@@ -261,6 +277,8 @@ class _Session:
     def _prepared(self, request: m.Run) -> _Cut:
         key = (request.fetches, request.targets, request.feeds)
         with self._lock:
+            if self._ended:
+                raise CancelledError("the session was closed.")
             if request.known + len(request.operations) > len(self._operations):
                 new = request.operations[len(self._operations) - request.known :]
                 if request.known > len(self._operations):
@@ -289,14 +307,15 @@ class _Session:
             _log.info("%s: %s", name, task)
         made = _Cut(request.fetches)
         number = len(self._cuts)
+        registers = {}
         for task, part in cut(needed, tasks, fetches, feeds).items():
             at = [feeds.index(name) for name in part.feeds]
             if task == service.task:
                 made.own = Plan(part.operations, part.feeds, part.fetches, request.soft)
-                made.own_feeds, made.own_fetches = at, part.fetches
+                made.own_feeds = at
                 continue
             name = f"{self.name}/{number}"
-            register = m.Register(
+            registers[task] = m.Register(
                 part=name,
                 session=self.name,
                 operations=tuple(part.operations),
@@ -304,24 +323,39 @@ class _Session:
                 fetches=tuple(part.fetches),
                 soft=request.soft,
             )
-            pending = service.lanes.start(service.tasks[task], register)
-            reply = pending.result(time.monotonic() + _REGISTER_SECONDS)
-            if reply is None:
-                pending.cancel()
-                raise DeadlineExceededError(f"{task} did not take its part of the graph.")
-            if isinstance(reply, m.Failure):
-                raise m.error_of(reply)
-            if self.others.setdefault(task, pending.instance) != pending.instance:
-                raise restarted(task)
             made.others.append((task, name, at, part.fetches))
+        self._register(registers, request.timeout)
         return made
+
+    def _register(self, requests: dict[str, m.Register], timeout: float | None) -> None:
+        """Give tasks their parts; those that are stopped are not waited for as long as others."""
+        lanes, tasks = self._service.lanes, self._service.tasks
+        seconds = _REGISTER_SECONDS if timeout is None else timeout + _GIVE_UP_SECONDS
+        until = time.monotonic() + min(_REGISTER_SECONDS, seconds)
+        pending: dict[str, Pending] = {}
+        try:
+            for task, request in requests.items():
+                # Aborts take this connection, which also keeps the task from forgetting its parts.
+                lanes.tell(tasks[task], until=until)
+                pending[task] = lanes.start(tasks[task], request, until)
+                if self.others.setdefault(task, pending[task].instance) != pending[task].instance:
+                    raise restarted(task)
+            for task, call in pending.items():
+                reply = call.result(until)
+                if reply is None:
+                    raise lanes.unavailable(tasks[task], "it did not take its part of the graph")
+                if isinstance(reply, m.Failure):
+                    raise m.error_of(reply)
+        finally:
+            for call in pending.values():
+                call.cancel()
 
 
 class _Running:
     """One step of a session: the calls to the other tasks, and the first failure."""
 
     def __init__(
-        self, service: GraphService, cut_: _Cut, number: str, peer: Client, ends: float | None
+        self, service: GraphService, cut_: _Cut, number: str, peer: Client, ends: float
     ) -> None:
         self._service, self._cut, self._number = service, cut_, number
         self._peer, self._ends = peer, ends
@@ -336,12 +370,15 @@ class _Running:
         try:
             for task, part, feeds, _ in made.others:
                 request = m.RunPart(part, self._number, tuple(values[k] for k in feeds))
-                self._pending[task] = service.lanes.start(service.tasks[task], request)
+                self._pending[task] = service.lanes.start(service.tasks[task], request, self._ends)
             if made.own is not None:
                 given = [unpack(values[k]) for k in made.own_feeds]
-                found = service.run_plan(made.own, session, self._number, given, self._check)
-                results.update(zip(made.own_fetches, map(pack, found), strict=True))
+                found = service.run_plan(
+                    made.own, session, self._number, given, self._check, self._ends
+                )
+                results.update(zip(made.own.fetches, found, strict=True))
         except Exception as error:
+            self._check_ends()
             self._fail(m.failure_of(error, service.task))
         except BaseException:  # Such as Ctrl-C on a client in this process.
             self._fail(m.failure_of(CancelledError("the step was interrupted."), service.task))
@@ -349,6 +386,7 @@ class _Running:
             raise
         self._collect()
         if self._failure is not None:
+            service.rendezvous.end(self._number)  # Its part may not have begun.
             return self._failure
         for task, _, _, fetches in made.others:
             results.update(zip(fetches, self._replies[task].values, strict=True))
@@ -357,10 +395,11 @@ class _Running:
     def _collect(self) -> None:
         """Wait for the replies of the other tasks; after a failure, not for long."""
         ends = None
-        alone = len(self._pending) == 1 and self._ends is None and self._failure is None
+        alone = len(self._pending) == 1 and self._ends == math.inf and self._failure is None
         while self._pending:
             until = time.monotonic() + (1.0 if alone else _WAIT_SECONDS)
-            self._look(until)
+            with self._looking:  # A thread of a failed step may be about to end.
+                self._look(until)
             self._check_ends()
             if self._failure is not None:
                 ends = ends or time.monotonic() + _GIVE_UP_SECONDS
@@ -383,8 +422,9 @@ class _Running:
     def _check_ends(self) -> None:
         if self._failure is not None:
             return
-        if self._ends is not None and time.monotonic() > self._ends:
-            late = DeadlineExceededError("the step took longer than its timeout.")
+        if time.monotonic() > self._ends:
+            waits = f": {' and '.join(self._pending)} did not answer" if self._pending else ""
+            late = DeadlineExceededError(f"the step took longer than its timeout{waits}.")
             self._fail(m.failure_of(late, self._service.task))
         elif not self._peer.is_open:
             gone = CancelledError("the client of the session is gone.")
@@ -411,21 +451,27 @@ class _Running:
         if self._failure is not None:
             return
         self._failure = failure
-        for task in self._pending:
-            with contextlib.suppress(OperationError):
-                self._service.lanes.tell(self._service.tasks[task], m.Abort(self._number, failure))
+        service, until = self._service, time.monotonic() + _GIVE_UP_SECONDS
+        for task, *_ in self._cut.others:  # Also those that have not begun, but may get values.
+            if task != failure.task:
+                with contextlib.suppress(OperationError):
+                    abort = m.Abort(self._number, failure)
+                    service.lanes.tell(service.tasks[task], abort, until=until)
 
 
 class _Outside:
     """The other tasks, for one step."""
 
-    def __init__(self, service: GraphService, number: str, check: Callable[[Step], None]) -> None:
-        self._service, self._number = service, number
+    def __init__(
+        self, service: GraphService, number: str, check: Callable[[Step], None], ends: float
+    ) -> None:
+        self._service, self._number, self._ends = service, number, ends
         self.check = check
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
-        packed = {key: pack(value) for key, value in values.items()}
-        self._service.lanes.tell(self._service.tasks[task], m.Deliver(self._number, packed))
+        packed = {key: sendable(key, value) for key, value in values.items()}
+        delivery = m.Deliver(self._number, packed)
+        self._service.lanes.tell(self._service.tasks[task], delivery, until=self._ends)
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
         self._service.rendezvous.receive(self._number, key, then)
@@ -472,21 +518,14 @@ class _Rendezvous:
             value = kept.pop(key)
         then(value)
 
-    def refuse(self, step: str, failure: m.Failure) -> None:
-        """Make a step fail that has not begun."""
-        self._end(step, failure)
-
-    def end(self, step: str) -> None:
-        """Drop what belongs to a step, and what still comes for it."""
-        self._end(step, None)
-
     def forget(self, session: str) -> None:
         """Drop the values of a session's steps that did not begin here."""
         with self._lock:
             for step in [step for step in self._steps if step.startswith(f"{session}/")]:
                 del self._steps[step]
 
-    def _end(self, step: str, failure: m.Failure | None) -> None:
+    def end(self, step: str, failure: m.Failure | None = None) -> None:
+        """Drop what belongs to a step and what still comes for it; it fails if it begins later."""
         with self._lock:
             self._steps.pop(step, None)
             for key in [key for key in self._waiting if key[0] == step]:

@@ -1,4 +1,4 @@
-"""`Session`: it runs parts of a graph and returns the values of tensors."""
+"""`Session`: it runs parts of a graph and returns the values of tensors; and its options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -16,7 +18,7 @@ from ndistribute import tree
 from ndistribute.devices import as_array
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph import messages as m
-from ndistribute.graph.definition import pack, unpack
+from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.graph import (
     Graph,
@@ -27,14 +29,13 @@ from ndistribute.graph.graph import (
     get_default_graph,
 )
 from ndistribute.graph.lanes import Lanes
-from ndistribute.graph.local_devices import CPU, moved
 from ndistribute.graph.partition import pruned
-from ndistribute.graph.placement import resolve
+from ndistribute.graph.placement import CPU, moved, resolve
 from ndistribute.graph.service import service_at
-from ndistribute.graph.step import Resources, Step
+from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
-__all__ = ["Runner", "Session", "default_session"]
+__all__ = ["ConfigProto", "Runner", "Session", "default_session"]
 
 HERE = "/job:localhost/task:0"
 """The only task of a session without a target."""
@@ -52,6 +53,36 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """End the session."""
+
+
+@dataclass(kw_only=True)
+class ConfigProto:
+    """The options of a session, under the names of `tf.compat.v1.ConfigProto`.
+
+    Args:
+        allow_soft_placement: whether an operation whose device does not exist in its task runs on
+            the task's CPU; else it is an error.
+        log_device_placement: whether to log where operations run.
+        operation_timeout_in_ms: the most milliseconds that a step may take; 0: no limit.
+        device_filters: has no effect: a session uses only tasks on which operations are placed.
+        gpu_options: has no effect; neither have the options below.
+
+    >>> ConfigProto(allow_soft_placement=True).operation_timeout_in_ms
+    0
+    """
+
+    allow_soft_placement: bool = False
+    log_device_placement: bool = False
+    operation_timeout_in_ms: int = 0
+    device_filters: list[str] = field(default_factory=list)
+    gpu_options: Any = field(default_factory=SimpleNamespace)
+    graph_options: Any = field(default_factory=SimpleNamespace)
+    rpc_options: Any = field(default_factory=SimpleNamespace)
+    device_count: dict[str, int] = field(default_factory=dict)
+    intra_op_parallelism_threads: int = 0
+    inter_op_parallelism_threads: int = 0
+    use_per_session_threads: bool = False
+    isolate_session_state: bool = False
 
 
 class Session:
@@ -99,7 +130,8 @@ class Session:
         feeds = {}
         for key, value in (feed_dict or {}).items():
             tensor = graph.as_graph_element(key)
-            feeds[tensor.name] = _fed(tensor, value)
+            # Read-only, so that no result is the memory of what the program fed.
+            feeds[tensor.name] = read_only(_fed(tensor, value))
         names = [one.name for one in elements if isinstance(one, Tensor)]
         targets = [one.name for one in elements if isinstance(one, Operation)]
         values = iter(self._runner.run(graph, names, targets, feeds))
@@ -207,14 +239,16 @@ class _Remote:
             fetches=tuple(wanted),
             targets=tuple(targets),
             feeds=tuple(feeds),
-            values=tuple(map(pack, feeds.values())),
+            values=tuple(map(sendable, feeds, feeds.values())),
             timeout=self._timeout,
             soft=self._soft,
             log=self._log,
         )
-        results = map(_own, _values_of(self._call(request)))
+        # The master ends a step that takes too long, unless it is stopped itself.
+        seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
+        results = map(_own, _values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
-        return [feeds[name] if name in feeds else next(results) for name in fetches]
+        return [_own(feeds[one]) if one in feeds else next(results) for one in fetches]
 
     def close(self) -> None:
         with contextlib.suppress(OperationError):
@@ -251,12 +285,10 @@ def _lanes_to(target: str) -> Lanes:
     return Lanes(credentials, f"client#{secrets.token_hex(6)}")
 
 
-def _values_of(reply: Any) -> list[Any]:
-    if isinstance(reply, m.Values):
-        return [unpack(value) for value in reply.values]
+def _values_of(reply: m.Reply) -> list[Any]:
     if isinstance(reply, m.Failure):
         raise m.error_of(reply)
-    raise InvalidArgumentError(f"the server failed: {reply.message}")
+    return [unpack(value) for value in reply.values]
 
 
 def _fed(tensor: Any, value: Any) -> Any:

@@ -30,6 +30,7 @@ class Node(Protocol):
     """An operation as its kernel sees it."""
 
     name: str
+    type: str
     attributes: dict[str, Any]
     outputs: int
     constant: Any
@@ -82,11 +83,6 @@ class Resources:
     def variable(self, name: str) -> SharedVariable:
         """Return the variable of a name, without a value if it is new."""
         return self.get("variable", name, SharedVariable)
-
-    def variables(self) -> dict[str, SharedVariable]:
-        """Return all variables by name."""
-        with self._lock:
-            return {name: one for (kind, name), one in self._kept.items() if kind == "variable"}
 
     def get(self, kind: str, name: str, make: Callable[[], T]) -> T:
         """Return what is kept under a kind and a name, made at the first call."""
@@ -171,7 +167,7 @@ class Step:
 
     def check(self) -> None:
         """Raise an error if the step has failed elsewhere; called within long operations."""
-        if (now := time.monotonic()) > self._looks:
+        if self.error is None and (now := time.monotonic()) > self._looks:
             self._looks = now + _LOOK_SECONDS
             self.check_outside()
         if self.error is not None:

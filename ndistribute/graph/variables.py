@@ -87,9 +87,8 @@ class Variable(Symbolic):
             self.op: Operation = graph.add("variable", name=scope, outputs=0, attributes=attributes)
             for op in graph.get_operations()[before:]:
                 op.set_device(op.device or self.op.device)
-            with graph.colocate_with(self.op):
-                self.initializer: Operation = self._change("assign", self.initial_value).op
-                self._snapshot = self._read("read")
+            self.initializer: Operation = self._kernel("assign", self.initial_value).op
+            self._snapshot = self._kernel("read")
         names = [GLOBAL_VARIABLES] if collections is None else list(collections)
         for key in names + ([TRAINABLE_VARIABLES] if trainable else []):
             graph.add_to_collection(key, self)
@@ -121,18 +120,16 @@ class Variable(Symbolic):
 
     def read_value(self) -> Tensor:
         """Return its value as a new tensor, read after the current control dependencies."""
-        with self.graph.name_scope(f"{self.op.name}/"), self.graph.colocate_with(self.op):
-            return self._read("read")
+        with self.graph.name_scope(f"{self.op.name}/"):
+            return self._kernel("read")
 
     def initialized_value(self) -> Tensor:
         """Return its value as a tensor, or its initial value while it has none."""
-        with self.graph.colocate_with(self.op):
-            return self._kernel("initialized_value", self.initial_value)
+        return self._kernel("initialized_value", self.initial_value)
 
     def is_initialized(self) -> Tensor:
         """Return a boolean tensor that tells whether it has a value."""
-        with self.graph.colocate_with(self.op):
-            return self._kernel("is_initialized")
+        return self._kernel("is_initialized")
 
     def assign(self, value: Any, **_: Any) -> Tensor:
         """Return the tensor of its new value, whose computation assigns a value."""
@@ -170,16 +167,15 @@ class Variable(Symbolic):
     def _change(self, kind: str, value: Any) -> Tensor:
         with self.graph.colocate_with(self.op):
             given = as_tensor(value, None if hasattr(value, "op") else self.dtype)
-            return self._kernel(kind, given)
+        return self._kernel(kind, given)
 
-    def _read(self, name: str) -> Tensor:
-        return self._kernel("read", name=name)
-
-    def _kernel(self, kind: str, *inputs: Tensor, name: str = "") -> Tensor:
+    def _kernel(self, kind: str, *inputs: Tensor) -> Tensor:
         attributes = {"variable": self.op.name}
         if kind == "assign":
             attributes |= self._static()
-        op = self.graph.add(kind, inputs, name=name, attributes=attributes)
+        around = get_default_graph()  # In a branch of `cond`, only that branch makes the change.
+        graph = around if kind.startswith("assign") and around.encloses(self.graph) else self.graph
+        op = graph.add(kind, inputs, attributes=attributes, device=self.device)
         tensor = op.outputs[0]
         if kind != "is_initialized":
             tensor.dtype, tensor.shape = self.dtype, self.shape

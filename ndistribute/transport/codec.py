@@ -92,7 +92,7 @@ class Decoder(Generic[T]):
 def _write_array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"a {type(value).__name__} cannot be sent.")
-    name = _name_of(value.dtype)
+    name = name_of(value.dtype)
     if value.ndim > MAX_DIMENSIONS:
         raise ValueError(f"an array of {value.ndim} dimensions: at most {MAX_DIMENSIONS} travel.")
     flat = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1)
@@ -114,7 +114,8 @@ def _read_array(kind: Any, node: Any) -> Any:
 
 
 @functools.lru_cache
-def _name_of(dtype: np.dtype[Any]) -> str:
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype in messages; a ValueError says which ones can be sent."""
     if dtype.name not in DTYPES:
         raise ValueError(
             f"an array of dtype {dtype} cannot be sent. Convert it to one of "

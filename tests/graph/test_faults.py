@@ -14,11 +14,10 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import errors
-from ndistribute.graph.config import ConfigProto
 from ndistribute.graph.devices import device
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import constant, group, identity, while_loop
-from ndistribute.graph.session import Session
+from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
 from tests.processes import AT_ONCE, Tasks, wait_until
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from ndistribute import errors
-from ndistribute.graph import service
+from ndistribute.graph import executor, service
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, as_tensor
 from ndistribute.graph.operations import (
@@ -20,12 +21,14 @@ from ndistribute.graph.operations import (
     placeholder,
     py_function,
     random_normal,
+    register,
     while_loop,
 )
 from ndistribute.graph.optimizers import MomentumOptimizer
-from ndistribute.graph.session import Session
-from ndistribute.graph.step import Resources
+from ndistribute.graph.session import ConfigProto, Session
+from ndistribute.graph.step import Resources, Step
 from ndistribute.graph.variables import Variable, global_variables_initializer
+from tests.processes import AT_ONCE, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,9 @@ def test_numpy_code_on_tensors_computes_what_it_computes_on_arrays(session: Sess
 
     def model(x: object) -> object:
         y = np.concatenate([np.tanh(x @ data.T), x[:, 1:]], axis=1)  # type: ignore[operator,index]
-        left, right = np.split(np.where(y > 0, y, 0.1 * y), 2, axis=1)
+        left, right = np.split(np.where(y > 0, y, 0.1 * y), np.int64(2), axis=1)
+        first, middle, rest = np.split(left, [1, 2], axis=1)
+        left = np.concatenate([first, rest, middle], axis=1)
         return np.einsum("ij,ij->i", left, right) + np.add.reduce(y, axis=1) / y.mean(axis=1)
 
     x = placeholder(np.float64, [None, 3])
@@ -80,10 +85,15 @@ def test_a_read_is_a_snapshot_and_updates_run_after_what_controls_them(session: 
 
 def test_what_a_program_feeds_and_fetches_is_its_own(session: Session) -> None:
     fed = np.zeros(2)
-    v, c = Variable(np.ones(2)), constant(np.ones(2))
+    own = np.ones(2)
+    v, c, product = Variable(own), constant(own), own * constant(1.0)
+    own += 5
+    np.testing.assert_array_equal(session.run([c, product]), np.ones((2, 2)))
     x = placeholder(np.float64, [2])
     session.run([v.initializer, v.assign(x).op], {x: fed})
     v.load(fed)
+    for same in (x, np.reshape(x, [2, 1]), v.assign(x)):
+        assert not np.shares_memory(session.run(same, {x: fed}), fed)
     fed += 5
     for tensor, expected in ((v.value(), 0.0), (c, 1.0)):
         session.run(tensor)[:] = 7.0
@@ -100,6 +110,71 @@ def test_random_numbers_repeat_with_the_seed_and_differ_from_run_to_run() -> Non
 
 def test_python_functions_run_in_this_process(session: Session) -> None:
     assert session.run(py_function(lambda x: x + 1, [constant(1.0)])) == 2.0
+
+
+def test_a_branch_or_a_body_changes_variables_only_when_it_is_run(session: Session) -> None:
+    v, p = Variable(0.0), placeholder(np.bool_)
+    either = cond(p, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
+    thrice = while_loop(lambda i: i < 3, lambda i: i + 1 + 0 * v.assign_add(i * 100.0), [0.0])[0]
+    session.run(global_variables_initializer())
+    assert [session.run(either, {p: taken}) for taken in (True, False)] == [1.0, 11.0]
+    assert (session.run(thrice), session.run(v)) == (3.0, 311.0)
+
+
+def slow_chain(threads: int) -> Any:
+    """Return the result of ten long operations, run by one thread or by several."""
+    x = constant(1.0) if threads == 1 else py_function(lambda: 1.0, [])
+    for _ in range(10):
+        x = _slow(x)
+    return x
+
+
+_slow = register("test.slow", lambda x: (time.sleep(0.03), x)[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_of_many_operations_ends_after_its_timeout(threads: int) -> None:
+    session = Session(config=ConfigProto(operation_timeout_in_ms=20))
+    start = time.monotonic()
+    with session, pytest.raises(errors.DeadlineExceededError, match="longer than its timeout"):
+        session.run(slow_chain(threads))
+    assert time.monotonic() - start < 0.25
+
+
+def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch: Any) -> None:
+    going, marked = threading.Event(), threading.Event()
+    waits = register("test.waits", lambda x: going.wait(AT_ONCE) and x)
+    marks = register("test.marks", lambda x: marked.set() or x)  # type: ignore[func-returns-value]
+
+    def interrupt(step: Step) -> None:
+        raise KeyboardInterrupt
+
+    # While a helper waits in the second, this thread has run the first and waits for it.
+    fetches = [_slow(constant(1.0)), marks(waits(constant(1.0)))]
+    definitions = [op.definition for op in fetches[0].graph.get_operations()]
+    plan = executor.Plan(definitions, [], [one.name for one in fetches])
+    plan._is_parallel = True
+    for node in plan.nodes:
+        node.seconds = 1.0
+    monkeypatch.setattr(Step, "check_outside", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(Step(Resources()), [])
+    going.set()
+    wait_until(lambda: "ndistribute graph" not in [one.name for one in threading.enumerate()])
+    assert not marked.is_set()
+
+
+def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(executor, "_GIVE_UP_SECONDS", 0.0)
+    going = threading.Event()
+    endless = py_function(lambda: going.wait(AT_ONCE), [])
+    session = Session(config=ConfigProto(operation_timeout_in_ms=10))
+    with session, pytest.raises(errors.DeadlineExceededError):
+        session.run(endless)
+    assert not going.is_set()
+    going.set()
 
 
 MISTAKES = {
@@ -169,7 +244,7 @@ def test_a_session_that_ends_leaves_variables_of_whatever_names() -> None:
         resources.variable(name)
     resources.get("generator", "scope/random", object)
     resources.forget("scope")
-    assert list(resources.variables()) == names
+    assert [name for _, name in resources._kept] == names
 
 
 def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:

@@ -14,6 +14,7 @@ from ndistribute import errors
 from ndistribute.graph import optimizers
 from ndistribute.graph.graph import Graph
 from ndistribute.graph.hooks import StopAtStepHook
+from ndistribute.graph.kernels import _Aggregate
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, placeholder
 from ndistribute.graph.session import Session
@@ -23,6 +24,7 @@ from ndistribute.graph.variables import (
     get_or_create_global_step,
     global_variables_initializer,
 )
+from tests.processes import wait_until
 
 PAIRS = {
     "descent": lambda: (optimizers.GradientDescentOptimizer(0.1), nd.optimizers.SGD(0.1)),
@@ -135,7 +137,8 @@ def test_workers_go_on_together_from_a_step_that_the_chief_restores() -> None:
             for _ in range(3):
                 session.run(step)
             trained.wait(30)
-            if is_chief:  # The other one waits in its fourth step meanwhile.
+            if is_chief:
+                wait_until(lambda: gradients_for(server))  # The other one waits in its fourth step.
                 w.load(10.0, session)
                 count.load(1, session)
                 optimizer.make_session_run_hook(is_chief=True).after_create_session(session, None)
@@ -147,6 +150,13 @@ def test_workers_go_on_together_from_a_step_that_the_chief_restores() -> None:
         results = list(pool.map(work, [True, False]))
     server.stop()
     assert results == [(5, pytest.approx(10.0 - 4 * 0.2))] * 2
+
+
+def gradients_for(server: nd.Server) -> list[Any]:
+    """Return the gradients of variable w that wait for others."""
+    graphs: Any = server._graphs
+    kept: list[Any] = graphs.resources.get("aggregate", "w", _Aggregate).gradients
+    return kept
 
 
 def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
+import math
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,11 +17,16 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import errors
+from ndistribute.graph import messages as m
+from ndistribute.graph import service
+from ndistribute.graph import session as session_module
+from ndistribute.graph.definition import OperationDef, pack
+from ndistribute.graph.executor import Plan
 from ndistribute.graph.functions import register
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.operations import constant, identity, placeholder, while_loop
-from ndistribute.graph.session import Session
+from ndistribute.graph.operations import cond, constant, identity, placeholder, while_loop
+from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
 from tests.processes import AT_ONCE, free_addresses, wait_until
 
@@ -119,6 +128,131 @@ def test_a_failure_in_any_task_fails_the_step_and_says_where(cluster: Any) -> No
             session.run(nowhere)
 
 
+def test_a_value_that_cannot_be_sent_fails_its_step_alone(cluster: Any) -> None:
+    with get_default_graph().device(PS):
+        wide = constant([1.0]).astype(np.longdouble)
+        mixed = np.concatenate([constant(["text"]), constant([b"bytes"])])
+    with get_default_graph().device(WORKER):
+        sent, own = wide.astype(np.float32), constant(2.0).astype(np.longdouble)
+    with Session(cluster["worker"].target) as session:
+        for fetched, op, task in [
+            ([wide, constant(1.0) * 2], wide.op.name, PS),
+            (sent, wide.op.name, PS),
+            (own, own.op.name, WORKER),
+            (mixed, mixed.op.name, PS),
+        ]:
+            with pytest.raises(errors.InvalidArgumentError, match="cannot be sent") as caught:
+                session.run(fetched)
+            assert (caught.value.op, caught.value.task) == (op, task)
+        fed = {own: np.longdouble(1.0)}
+        with pytest.raises(errors.InvalidArgumentError, match=f"value of {own.name!r} cannot be"):
+            session.run(own, fed)
+        assert session.run(constant(3.0)) == 3.0
+    with Session() as session:
+        assert session.run(own, fed) == 1.0
+
+
+def test_a_body_that_changes_a_variable_must_run_on_its_task(cluster: Any) -> None:
+    graph = get_default_graph()
+    with graph.device(PS):
+        v = Variable(1.0)
+        here = cond(v > 0, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
+    with graph.device(WORKER):
+        elsewhere = cond(v > 0, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
+    with Session(cluster["worker"].target) as session:
+        session.run(global_variables_initializer())
+        assert session.run(here) == 2.0
+        with pytest.raises(errors.InvalidArgumentError, match="variable on /job:ps/task:0: place"):
+            session.run(elsewhere)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Return an address where connections are taken and nothing is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_step_does_not_wait_long_for_a_stopped_task(silent: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(service, "_GIVE_UP_SECONDS", 0.05)
+    spec = {"ps": [silent], "worker": free_addresses({"worker": 1})["worker"]}
+    config, start = ConfigProto(operation_timeout_in_ms=50), time.monotonic()
+    with (
+        nd.Server(spec, "worker", 0) as server,
+        Graph().as_default() as graph,
+        Session(server.target, config=config) as session,
+        graph.device(PS),
+        pytest.raises(errors.UnavailableError, match="/job:ps/task:0 at 127") as caught,
+    ):
+        session.run(constant(1.0))
+    assert caught.value.task == PS
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_step_does_not_wait_long_for_a_stopped_master(silent: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(session_module, "_CLOSE_SECONDS", 0.05)
+    start = time.monotonic()
+    with Graph().as_default(), pytest.raises(errors.UnavailableError, match="cannot be reached"):
+        Session(silent, config=ConfigProto(operation_timeout_in_ms=10)).run(constant(1.0))
+    assert time.monotonic() - start < 5.0
+
+
+def begun(cluster: Any, session: Session) -> service._Session:
+    """Return the master's side of a session, in which a step over two tasks has run."""
+    with get_default_graph().device(PS):
+        x = constant(1.0) * 2.0
+    with get_default_graph().device(WORKER):
+        session.run(x + 1.0)
+    found: service._Session = next(iter(cluster["worker"]._graphs._sessions.values()))
+    return found
+
+
+def test_a_step_that_cannot_begin_leaves_no_values(cluster: Any, monkeypatch: Any) -> None:
+    graphs = cluster["worker"]._graphs
+
+    def start(address: str, request: Any, *until: float) -> Any:
+        graphs.rendezvous.deliver(request.step, {"x:0": np.ones(1)})  # By another task.
+        raise errors.UnavailableError("gone", task=PS)
+
+    with Session(cluster["worker"].target) as session:
+        begun(cluster, session)
+        monkeypatch.setattr(graphs.lanes, "start", start)
+        with pytest.raises(errors.UnavailableError, match="gone"):
+            session.run("add:0")
+        graphs.handle(None, 0, m.Deliver("nobody/1", {"x:0": pack(np.ones(1))}))
+        assert not graphs.rendezvous._steps
+
+
+def test_a_closed_session_registers_no_more_parts(cluster: Any) -> None:
+    with Session(cluster["worker"].target) as session:
+        master = begun(cluster, session)
+    wait_until(lambda: not cluster["ps"]._graphs._parts)
+    request = m.Run(master.name, 0, (), ("add:0",), (), (), ())
+    with pytest.raises(errors.CancelledError, match="closed"):
+        master.run(None, request)  # type: ignore[arg-type]
+
+
+def test_an_abort_meets_a_step_that_begins_at_the_same_time(cluster: Any) -> None:
+    graphs, runs = cluster["ps"]._graphs, []
+    failure = m.Failure("CancelledError", "why", None, WORKER)
+    plan = Plan([OperationDef("x", "recv", attributes={"key": "k"})], (), ("x:0",))
+
+    class Steps(dict[str, Any]):
+        def get(self, number: str, default: Any = None) -> Any:
+            found = super().get(number, default)
+            args = plan, "s", number, [], lambda step: None, math.inf
+            runs.append(threads.submit(graphs.run_plan, *args))
+            with contextlib.suppress(TimeoutError):
+                runs[0].result(0.05)  # By then it has begun, or waits for the abort.
+            return found
+
+    graphs._steps = Steps()
+    with ThreadPoolExecutor(1) as threads:
+        graphs.handle(None, 0, m.Abort("s/1", failure))
+        with pytest.raises(errors.CancelledError, match="why"):
+            runs[0].result(AT_ONCE)
+
+
 def test_a_task_that_was_restarted_aborts_old_sessions_and_serves_new_ones(cluster: Any) -> None:
     with get_default_graph().device(PS):
         v = Variable(1.0, name="v")
@@ -126,8 +260,10 @@ def test_a_task_that_was_restarted_aborts_old_sessions_and_serves_new_ones(clust
     with Session(cluster["worker"].target) as old:
         old.run(initialize)
         cluster["ps"].stop()
-        with pytest.raises(errors.UnavailableError, match="cannot be reached"):
-            old.run(v)
+        for fetched in (v, v * 2.0):  # Of a part that is registered, and of one that is not.
+            with pytest.raises(errors.UnavailableError, match="cannot be reached") as caught:
+                old.run(fetched)
+            assert caught.value.task == PS
         spec = cluster["ps"].cluster_spec
         cluster["ps"] = nd.Server(spec, "ps", 0)
         with pytest.raises(errors.AbortedError, match="was restarted"):
