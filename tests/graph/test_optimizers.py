@@ -160,8 +160,13 @@ def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others() 
         with MonitoredTrainingSession(server.target, is_chief=False, hooks=[stop]) as session:
             train_together(server.target, 1, 1, steps=4, total=2)
             assert not session.should_stop()
-            session.run(step, {count.value(): np.int64(1)})  # As read before the others' steps.
+            session.run(step)
             assert session.should_stop()
+        # As after a recovery, in the middle of the program's loop.
+        with MonitoredTrainingSession(server.target, is_chief=False, hooks=[stop]) as session:
+            assert session.should_stop()
+            session.run(step)
+            assert session.run([w, count]) == [pytest.approx(-0.3), 4]
     server.stop()
 
 
