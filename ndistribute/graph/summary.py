@@ -57,7 +57,7 @@ class FileWriter:
 
     Args:
         logdir: the folder; created if it is missing.
-        graph: ignored; TensorFlow writes the graph.
+        graph: a graph to write, see `add_graph`.
 
     >>> import tempfile
     >>> from ndistribute.graph.session import Session
@@ -69,6 +69,23 @@ class FileWriter:
         self, logdir: str | os.PathLike[str], graph: Graph | None = None, **_: Any
     ) -> None:
         self._file = EventFile(logdir)
+        if graph is not None:
+            self.add_graph(graph)
+
+    def add_graph(self, graph: Graph, global_step: int | None = None) -> None:
+        """Write the operations of a graph, with their inputs and devices."""
+        self._file.graph(
+            (
+                op.name,
+                op.type,
+                [
+                    *(one.name.removesuffix(":0") for one in op.inputs),
+                    *(f"^{one.name}" for one in op.control_inputs),
+                ],
+                op.device,
+            )
+            for op in graph.get_operations()
+        )
 
     def add_summary(self, summary: Any, global_step: int | None = None) -> None:
         """Write the value of a summary that a session returned."""

@@ -17,7 +17,7 @@ from ndistribute.graph.graph import Graph, Tensor
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, placeholder
 from ndistribute.graph.optimizers import GradientDescentOptimizer
-from ndistribute.graph.saver import Saver, latest_checkpoint
+from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
@@ -242,27 +242,35 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> 
         train_badly(supervisor, bad)
 
 
-def test_a_supervisor_saves_once_at_a_time(tmp_path: Path) -> None:
-    events: list[str] = []
-    begun, second = threading.Event(), threading.Event()
+def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path: Path) -> None:
+    counted = threading.Event()
 
-    class Slow(Saver):
-        def save(self, *args: Any, **kwargs: Any) -> str:
-            events.append("begins")
-            if begun.is_set():
-                second.set()
-            begun.set()
-            second.wait(0.2)
-            path = super().save(*args, **kwargs)
-            events.append("ends")
-            return path
+    class Writer:
+        def add_summary(self, value: bytes, step: int) -> None:
+            assert b"global_step/sec" in value
+            if step > 0:
+                counted.set()
+
+        def close(self) -> None: ...
 
     with Graph().as_default():
+        step, _ = model()
+        options: Any = {"summary_op": None, "summary_writer": Writer()}
+        supervisor = Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
+        with supervisor.managed_session() as session:
+            session.run(step)
+            assert counted.wait(20.0)
+            raise StopIteration  # As next(batches) does.
+    assert str(latest_checkpoint(tmp_path)).endswith("model.ckpt-1")
+
+
+def test_a_supervisor_that_cannot_begin_closes_its_file(tmp_path: Path) -> None:
+    with Graph().as_default():
         model()
-        supervisor = Supervisor(logdir=tmp_path, saver=Slow())
-        with supervisor.managed_session():
-            assert begun.wait(20.0)  # The thread's.
-    assert events == ["begins", "ends"] * 2
+        supervisor = Supervisor(logdir=tmp_path, init_op=constant([1.0, 2.0]) + [1.0, 2.0, 3.0])
+        with pytest.raises(errors.InvalidArgumentError), supervisor.managed_session():
+            pass
+    assert supervisor.summary_writer is None
 
 
 def train_badly(supervisor: Supervisor, bad: Tensor) -> None:
