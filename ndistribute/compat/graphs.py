@@ -75,6 +75,12 @@ class InteractiveSession(Session):
         super().__init__(*args, **kwargs)
         self.__enter__()
 
+    def close(self) -> None:
+        """End the session; a second call does nothing."""
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
+        super().close()
+
 
 def device(name: Any) -> Any:
     """Return a context manager that places operations of graphs; arrays stay where they are."""
@@ -255,8 +261,10 @@ DEFINE_float = _defines(float)
 def DEFINE_boolean(  # noqa: N802
     flag_name: str, default_value: Any, docstring: Any = None, **_: Any
 ) -> None:
-    """Define a flag that is true or false; alone, it means true."""
+    """Define a flag that is true or false; alone, it means true, and false after ``no``."""
     FLAGS.define(flag_name, default_value, docstring, type=_truth, nargs="?", const=True)
+    no: Any = {"dest": flag_name, "action": "store_const", "const": False}
+    FLAGS.define(f"no{flag_name}", argparse.SUPPRESS, None, **no)
 
 
 def DEFINE_enum(  # noqa: N802
