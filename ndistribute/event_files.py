@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class EventFile:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> EventFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

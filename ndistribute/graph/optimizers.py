@@ -20,7 +20,7 @@ from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor
 from ndistribute.graph.kernels import kernel
 from ndistribute.graph.operations import group
 from ndistribute.graph.step import Node, Step
-from ndistribute.graph.variables import GLOBAL_VARIABLES, Variable, trainable_variables
+from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
 
 __all__ = [
@@ -163,34 +163,24 @@ class Optimizer:
         )
 
     def _slots_of(self, variable: Variable) -> dict[str, Variable]:
-        found = self._slots.get(variable)
-        if found is None:
-            rule, graph = self._rule, variable.graph
-            found = self._slots[variable] = {}
-            # The rate of Adam depends on the number of updates, which its variable's task counts.
-            counted = type(rule).rate is not Rule.rate
-            with graph.name_scope(None), graph.colocate_with(variable.op):
-                for name in rule.slot_names:
-                    value = self._starts.get(name, rule.initial_slot(name))
-                    found[name] = self._slot(variable, name, value)
-                if counted:
-                    found["step"] = Variable(
-                        np.int64(0), False, f"{variable.op.name}/{self._name}/step"
-                    )
-        return found
-
-    def _slot(self, variable: Variable, name: str, value: float) -> Variable:
-        """Return a new variable of the shape of another one, which only a run may know."""
-        start = np.zeros_like(variable.initial_value) + value
+        if variable in self._slots:
+            return self._slots[variable]
+        slots = self._slots[variable] = {}
+        rule, prefix = self._rule, f"{variable.op.name}/{self._name}"
         dtype = None if variable.dtype is None else computing_dtype(variable.dtype)
-        slot = Variable(
-            start if dtype is None else start.astype(dtype),
-            False,
-            f"{variable.op.name}/{self._name}/{name}",
-            collections=[GLOBAL_VARIABLES],
-        )
-        slot.shape = variable.shape
-        return slot
+        with variable.graph.name_scope(None), variable.graph.colocate_with(variable.op):
+            for name in rule.slot_names:
+                start = self._starts.get(name, rule.initial_slot(name))
+                # Only a run may know the shape of the variable.
+                value: Any = np.zeros_like(variable.initial_value) + start
+                slots[name] = Variable(
+                    value if dtype is None else value.astype(dtype), False, f"{prefix}/{name}"
+                )
+                slots[name].shape = variable.shape
+            # The rate of Adam depends on the number of updates, which its variable's task counts.
+            if type(rule).rate is not Rule.rate:
+                slots["step"] = Variable(np.int64(0), False, f"{prefix}/step")
+        return slots
 
 
 class GradientDescentOptimizer(Optimizer):
