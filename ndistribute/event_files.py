@@ -1,4 +1,4 @@
-"""Event files, which TensorBoard displays: scalars, histograms and images by step.
+"""Event files, which TensorBoard displays: scalars, histograms and images by step, and graphs.
 
 A file is a sequence of records, each framed by its length and checksums, with a message in the wire
 format of Protocol Buffers. Both are written by hand, since they need two kinds of fields and one
@@ -13,8 +13,9 @@ import socket
 import struct
 import time
 import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,6 +24,7 @@ __all__ = ["EventFile", "crc32c", "histogram", "image", "masked_crc32c", "png", 
 _POLYNOMIAL = 0x82F63B78  # Of Castagnoli, with its bits reversed.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # The wire types of fields.
 _BINS = 30
+_MOST = 1e300  # The differences of greater numbers may be infinite.
 _files = itertools.count()
 
 
@@ -67,11 +69,22 @@ class EventFile:
         """Write what `scalar`, `histogram` and `image` return, joined."""
         self._write(_text(5, summary), step)
 
+    def graph(self, operations: Iterable[tuple[str, str, Sequence[str], str]]) -> None:
+        """Write a graph: the name, type, inputs and device of each operation."""
+        nodes = [
+            _text(1, name.encode())
+            + _text(2, kind.encode())
+            + b"".join(_text(3, one.encode()) for one in inputs)
+            + _text(4, device.encode())
+            for name, kind, inputs, device in operations
+        ]
+        self._write(_text(4, b"".join(_text(1, node) for node in nodes)), 0)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> EventFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -92,11 +105,16 @@ def scalar(tag: str, value: float) -> bytes:
 def histogram(tag: str, values: Any) -> bytes:
     """Return the distribution of the finite values of an array; empty if there are none."""
     flat = np.asarray(values, np.float64).ravel()
-    flat = flat[np.isfinite(flat)]
+    flat = flat[np.abs(flat) < _MOST]
     if not flat.size:
         return b""
-    counts, edges = np.histogram(flat, _BINS)
-    numbers = (flat.min(), flat.max(), flat.size, flat.sum(), np.square(flat).sum())
+    low, high = flat.min(), flat.max()
+    # The bins of values that hardly differ, or not at all, are as wide as numbers can tell apart.
+    least = 2 * _BINS * np.spacing(max(abs(low), abs(high)))
+    margin = 0.0 if high - low > least else max(0.5, least)
+    counts, edges = np.histogram(flat, _BINS, (low - margin, high + margin))
+    with np.errstate(over="ignore"):
+        numbers = (low, high, flat.size, flat.sum(), np.square(flat).sum())
     message = b"".join(_double(field, one) for field, one in enumerate(numbers, 1))
     message += _text(6, edges[1:].astype("<f8").tobytes())
     message += _text(7, counts.astype("<f8").tobytes())

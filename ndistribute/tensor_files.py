@@ -30,7 +30,7 @@ import safetensors.numpy
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 
-__all__ = ["Saved", "claim", "newest", "paths", "read", "sync", "write"]
+__all__ = ["Saved", "claim", "newest", "paths", "read", "sync", "write", "written"]
 
 Array = npt.NDArray[Any]
 
@@ -40,6 +40,7 @@ _DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
     "float16 float32 float64 bfloat16 complex64 complex128".split()
 )
+_GENERATION = re.compile(r".+\.\d{6,}", re.ASCII)
 _POLL_SECONDS = 0.05
 _log = logging.getLogger("ndistribute")
 
@@ -75,9 +76,11 @@ def write(
     """
     directory = Path(directory)
     stored = {key: _storable(key, tensor) for key, tensor in tensors.items()}
+    # Later than all that are there, also if the clock was set back, or is another machine's.
+    last = max((seconds for seconds, _ in _times(directory)), default=0.0)
     described = {
         "format": _FORMAT,
-        "saved_at": time.time(),
+        "saved_at": max(time.time(), last + 1e-6),
         "dtypes": {key: array.dtype.name for key, array in stored.items()},
         "data": data,
     }
@@ -133,6 +136,14 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
             f"All generations of {name!r} are damaged. Move them away to start anew. {reasons}"
         )
     return None
+
+
+def written(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders of the generations of all series, in the order in which they were written.
+
+    That is what their files say: copying changes the times of the folders.
+    """
+    return [folder for _, folder in sorted(_times(Path(directory)))]
 
 
 def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[bytes]:
@@ -257,6 +268,19 @@ def paths(directory: Path, name: str, kind: str = "") -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted(found, key=_number)
+
+
+def _times(directory: Path) -> Iterator[tuple[float, Path]]:
+    """Yield when each generation was written, and its folder."""
+    for file in directory.glob(f"*/{_DATA}"):
+        if not _GENERATION.fullmatch(file.parent.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # It was deleted meanwhile.
+            try:
+                seconds = float(json.loads(file.read_bytes())["saved_at"])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                seconds = file.stat().st_mtime
+            yield seconds, file.parent
 
 
 def _number(path: Path) -> int:

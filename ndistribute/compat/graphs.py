@@ -75,6 +75,12 @@ class InteractiveSession(Session):
         super().__init__(*args, **kwargs)
         self.__enter__()
 
+    def close(self) -> None:
+        """End the session; a second call does nothing."""
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
+        super().close()
+
 
 def device(name: Any) -> Any:
     """Return a context manager that places operations of graphs; arrays stay where they are."""
@@ -91,24 +97,23 @@ def name_scope(name: str | None, default_name: str | None = None, values: Any = 
     return graph.get_default_graph().name_scope(name or default_name)
 
 
-def control_dependencies(inputs: Any) -> Any:
-    """Return a context manager whose operations run after others."""
-    return graph.get_default_graph().control_dependencies(inputs)
+def _of_default_graph(method: str) -> Callable[..., Any]:
+    """Return a function that calls a method of the default graph."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(graph.get_default_graph(), method)(*args, **kwargs)
+
+    return call
+
+
+add_to_collection = _of_default_graph("add_to_collection")
+control_dependencies = _of_default_graph("control_dependencies")
+get_collection = _of_default_graph("get_collection")
 
 
 def no_op(name: str = "no_op") -> Any:
     """Return an operation that does nothing."""
     return graph.group(name=name)
-
-
-def add_to_collection(name: str, value: Any) -> None:
-    """Append a value to a list of the default graph."""
-    graph.get_default_graph().add_to_collection(name, value)
-
-
-def get_collection(key: str, scope: str | None = None) -> list[Any]:
-    """Return a list of the default graph."""
-    return graph.get_default_graph().get_collection(key, scope)
 
 
 def set_random_seed(seed: int) -> None:
@@ -146,24 +151,12 @@ def conv2d(
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
-def max_pool(
-    value: Any,
-    ksize: Any,
-    strides: Any,
-    padding: str,
-    name: Any = None,
-) -> Any:
+def max_pool(value: Any, ksize: Any, strides: Any, padding: str, name: Any = None) -> Any:
     """Return the greatest element of each window."""
     return nn.max_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
-def avg_pool(
-    value: Any,
-    ksize: Any,
-    strides: Any,
-    padding: str,
-    name: Any = None,
-) -> Any:
+def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, name: Any = None) -> Any:
     """Return the mean of each window."""
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
@@ -255,8 +248,10 @@ DEFINE_float = _defines(float)
 def DEFINE_boolean(  # noqa: N802
     flag_name: str, default_value: Any, docstring: Any = None, **_: Any
 ) -> None:
-    """Define a flag that is true or false; alone, it means true."""
+    """Define a flag that is true or false; alone, it means true, and false after ``no``."""
     FLAGS.define(flag_name, default_value, docstring, type=_truth, nargs="?", const=True)
+    no: Any = {"dest": flag_name, "action": "store_const", "const": False}
+    FLAGS.define(f"no{flag_name}", argparse.SUPPRESS, None, **no)
 
 
 def DEFINE_enum(  # noqa: N802

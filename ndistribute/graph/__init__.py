@@ -2,7 +2,6 @@
 
 from ndistribute.graph import metrics, summary
 from ndistribute.graph.coordinator import Coordinator
-from ndistribute.graph.decays import exponential_decay, piecewise_constant, polynomial_decay
 from ndistribute.graph.devices import (
     GreedyLoadBalancingStrategy,
     byte_size_load_fn,
@@ -56,6 +55,9 @@ from ndistribute.graph.optimizers import (
     MomentumOptimizer,
     Optimizer,
     RMSPropOptimizer,
+    exponential_decay,
+    piecewise_constant,
+    polynomial_decay,
 )
 from ndistribute.graph.saver import Saver, get_checkpoint_state, latest_checkpoint
 from ndistribute.graph.scopes import AUTO_REUSE, get_variable, get_variable_scope, variable_scope

@@ -17,7 +17,7 @@ class Coordinator:
 
     Args:
         clean_stop_exception_types: exceptions that end the work, but are no failures; None: the
-            end of the input, `OutOfRangeError`.
+            end of the input, `OutOfRangeError` and `StopIteration`.
 
     >>> coordinator = Coordinator()
     >>> with coordinator.stop_on_exception():
@@ -27,7 +27,8 @@ class Coordinator:
     """
 
     def __init__(self, clean_stop_exception_types: Sequence[type] | None = None) -> None:
-        self._clean = tuple(clean_stop_exception_types or (OutOfRangeError,))
+        clean = clean_stop_exception_types
+        self._clean = (OutOfRangeError, StopIteration) if clean is None else tuple(clean)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None

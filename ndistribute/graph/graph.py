@@ -259,7 +259,7 @@ class Graph:
         self.seed: int | None = None
         """The seed of the graph's random operations; None: a new one for each."""
         self.replicated = False
-        """Whether each replica of a strategy runs it: see `replicas.mean_over_replicas`."""
+        """Whether each replica of a strategy runs it: see `optimizers`."""
 
     @property
     def version(self) -> int:

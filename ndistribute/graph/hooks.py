@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.event_files import scalar
-from ndistribute.graph.graph import get_default_graph
+from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import GLOBAL_STEP, Variable
@@ -35,6 +34,9 @@ __all__ = [
     "SummarySaverHook",
 ]
 
+SCAFFOLD = "scaffold"
+"""The collection with the scaffold of a finalized graph."""
+_POLL_SECONDS = 0.5
 _log = logging.getLogger("ndistribute")
 
 
@@ -89,13 +91,13 @@ class SessionRunHook:
         """Called once at the end, unless the training failed."""
 
 
-def global_step_of_graph() -> Variable:
-    """Return the variable that counts the steps.
+def global_step_of_graph(graph: Graph | None = None) -> Variable:
+    """Return the variable that counts the steps of a graph; None: of the default graph.
 
     Raises:
         RuntimeError: the graph has none.
     """
-    found = get_default_graph().get_collection(GLOBAL_STEP)
+    found = (graph or get_default_graph()).get_collection(GLOBAL_STEP)
     if not found:
         raise RuntimeError(
             "the graph has no global step: call get_or_create_global_step() and pass it to "
@@ -122,6 +124,14 @@ class Timer:
             return step >= self.last_step + self._steps
         return time.monotonic() >= self.last_time + (self._seconds or 0.0)
 
+    def step_if_due(self, context: SessionRunContext, values: SessionRunValues) -> int | None:
+        """Return the global step after a run that fetched it, if the time has come, else None."""
+        # The run read it before, or while, it was incremented; others may increment it, too.
+        if not self.is_due(int(values.results) + 1):
+            return None
+        step = int(context.session.run(global_step_of_graph(context.session.graph)))
+        return step if self.is_due(step) else None
+
     def mark(self, step: int) -> tuple[int, float]:
         """Start again at a step; return the steps and seconds since the last time."""
         now = time.monotonic()
@@ -131,7 +141,28 @@ class Timer:
         return passed, elapsed
 
 
-class StopAtStepHook(SessionRunHook):
+def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
+    """Log and write the steps in a second since the timer's last time; the first time, none."""
+    first = timer.last_step is None
+    steps, seconds = timer.mark(step)
+    if first or seconds <= 0:
+        return
+    _log.info("global_step/sec: %g", steps / seconds)
+    if writer is not None:
+        writer.add_summary(scalar("global_step/sec", steps / seconds), step)
+
+
+class _StepHook(SessionRunHook):
+    """The base class of hooks that follow the global step, which each run fetches for them."""
+
+    def begin(self) -> None:
+        self._step = global_step_of_graph()
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        return SessionRunArgs(self._step)
+
+
+class StopAtStepHook(_StepHook):
     """Stops at a global step, or after so many more.
 
     Args:
@@ -145,10 +176,10 @@ class StopAtStepHook(SessionRunHook):
         self._more, self._last = num_steps, last_step
 
     def begin(self) -> None:
-        self._step = global_step_of_graph()
+        super().begin()
         # A worker must not begin a step for which others that have stopped do not come.
         operations = get_default_graph().get_operations()
-        self._is_together = any(op.type == "await_aggregate" for op in operations)
+        self._local_steps = [op for op in operations if op.type == "local_step"]
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         step = int(session.run(self._step))
@@ -156,14 +187,13 @@ class StopAtStepHook(SessionRunHook):
             self._last = step + (self._more or 0)
         if step >= self._last:  # Others have reached it: a worker that starts late makes no step.
             coord.request_stop()
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs(self._step)
+        for op in self._local_steps:  # Gradients are dropped if the others reach it before a run.
+            session.run(op.outputs, {op.inputs[0]: np.int64(min(step, self._last - 1))})
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         last = self._last or 0
         # The step was read before, or while, it was incremented.
-        is_near = self._is_together or run_values.results + 1 >= last
+        is_near = self._local_steps or run_values.results + 1 >= last
         if is_near and run_context.session.run(self._step) >= last:
             run_context.request_stop()
 
@@ -184,7 +214,7 @@ class CheckpointSaverListener:
         """Called once at the end, unless the training failed."""
 
 
-class CheckpointSaverHook(SessionRunHook):
+class CheckpointSaverHook(_StepHook):
     """Saves checkpoints: at the start, every so many steps or seconds, and at the end.
 
     Args:
@@ -193,7 +223,7 @@ class CheckpointSaverHook(SessionRunHook):
         save_steps: the steps between checkpoints; give one of the two.
         saver: what saves; None: that of the scaffold.
         checkpoint_basename: the beginning of their names.
-        scaffold: has the saver.
+        scaffold: has the saver; None: that of the graph.
         listeners: what is told of the checkpoints.
     """
 
@@ -213,21 +243,17 @@ class CheckpointSaverHook(SessionRunHook):
         self._path = Path(checkpoint_dir) / checkpoint_basename
 
     def begin(self) -> None:
-        self._step = global_step_of_graph()
+        super().begin()
         for one in self._listeners:
             one.begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         self._save(session, int(session.run(self._step)))
 
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs(self._step)
-
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._timer.is_due(int(run_values.results) + 1):
-            step = int(run_context.session.run(self._step))
-            if self._timer.is_due(step):
-                self._save(run_context.session, step)
+        step = self._timer.step_if_due(run_context, run_values)
+        if step is not None:
+            self._save(run_context.session, step)
 
     def end(self, session: Any) -> None:
         step = int(session.run(self._step))
@@ -240,28 +266,30 @@ class CheckpointSaverHook(SessionRunHook):
         self._timer.mark(step)
         for one in self._listeners:
             one.before_save(session, step)
-        (self._saver or self._scaffold.saver).save(session, self._path, step)
+        scaffold = self._scaffold or session.graph.get_collection(SCAFFOLD)[0]
+        (self._saver or scaffold.saver).save(session, self._path, step)
         for one in self._listeners:
             one.after_save(session, step)
 
 
-class WritingHook(SessionRunHook):
-    """The base class of hooks that write an event file."""
+class WritingHook(_StepHook):
+    """The base class of hooks that write an event file: one of their own, or to a given writer."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, writer: FileWriter | None) -> None:
-        self._folder, self._writer = folder, writer
+        self._folder, self._writer = (folder if writer is None else None), writer
 
     def begin(self) -> None:
-        self._step = global_step_of_graph()
-        if self._writer is None and self._folder is not None:
+        super().begin()
+        if self._folder is not None:
             self._writer = FileWriter(self._folder)
 
     def end(self, session: Any) -> None:
-        self.close()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
-        """Close the file; also called if the training failed."""
-        if self._writer is not None:
+        """Close the file if it is the hook's own; called however the training ended."""
+        if self._folder is not None and self._writer is not None:
             self._writer.close()
 
 
@@ -274,7 +302,7 @@ class SummarySaverHook(WritingHook):
         output_dir: the folder of the event file.
         summary_writer: what writes, in place of a new writer for `output_dir`.
         scaffold: has the operation.
-        summary_op: the operation; None: that of the scaffold.
+        summary_op: the operation; give one of the two.
     """
 
     def __init__(
@@ -286,22 +314,26 @@ class SummarySaverHook(WritingHook):
         scaffold: Any = None,
         summary_op: Any = None,
     ) -> None:
+        if (scaffold is None) == (summary_op is None):
+            raise ValueError("SummarySaverHook needs either scaffold or summary_op.")
         self._timer = Timer(save_steps, save_secs)
         super().__init__(output_dir, summary_writer)
         self._scaffold, self._op = scaffold, summary_op
         self._next = 0  # The step that the next run makes, as far as is known.
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        op = self._op if self._op is not None else getattr(self._scaffold, "summary_op", None)
+        op = self._op if self._op is not None else self._scaffold.summary_op
         self._asked = op is not None and self._timer.is_due(self._next)
         return SessionRunArgs({"step": self._step, **({"summary": op} if self._asked else {})})
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = int(run_values.results["step"]) + 1  # It was read before it was incremented.
-        self._next = step + 1
-        if self._asked and self._writer is not None:
+        if self._asked:
+            step = int(run_context.session.run(self._step))
             self._timer.mark(step)
-            self._writer.add_summary(run_values.results["summary"], step)
+            if self._writer is not None:
+                self._writer.add_summary(run_values.results["summary"], step)
+        self._next = step + 1
 
 
 class StepCounterHook(WritingHook):
@@ -324,21 +356,13 @@ class StepCounterHook(WritingHook):
         self._timer = Timer(None if every_n_secs is not None else every_n_steps, every_n_secs)
         super().__init__(output_dir, summary_writer)
 
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs(self._step)
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        self._timer.last_step = None  # The time until a recovery does not count.
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = int(run_values.results) + 1
-        first = self._timer.last_step is None
-        if not self._timer.is_due(step):
-            return
-        steps, seconds = self._timer.mark(step)
-        if first or seconds <= 0:
-            return
-        rate = steps / seconds
-        _log.info("global_step/sec: %g", rate)
-        if self._writer is not None:
-            self._writer.add_summary(scalar("global_step/sec", rate), step)
+        step = self._timer.step_if_due(run_context, run_values)
+        if step is not None:
+            write_speed(self._timer, step, self._writer)
 
 
 class LoggingTensorHook(SessionRunHook):
@@ -405,7 +429,7 @@ class NanTensorHook(SessionRunHook):
         return SessionRunArgs(self._loss)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if not math.isnan(float(np.asarray(run_values.results).sum())):
+        if not np.isnan(run_values.results).any():
             return
         if self._fails:
             raise NanLossDuringTrainingError(
@@ -426,17 +450,13 @@ class FinalOpsHook(SessionRunHook):
         self.final_ops_values = session.run(self._ops, self._feeds)
 
 
-class GlobalStepWaiterHook(SessionRunHook):
+class GlobalStepWaiterHook(_StepHook):
     """Delays the first run until the global step has reached a number."""
 
     def __init__(self, wait_until_step: int) -> None:
         self._wait_until = wait_until_step
-        self._waited = wait_until_step <= 0
-
-    def begin(self) -> None:
-        self._step = global_step_of_graph()
 
     def before_run(self, run_context: SessionRunContext) -> None:
-        while not self._waited and run_context.session.run(self._step) < self._wait_until:
-            time.sleep(0.5)
-        self._waited = True
+        while self._wait_until > 0 and run_context.session.run(self._step) < self._wait_until:
+            time.sleep(_POLL_SECONDS)
+        self._wait_until = 0

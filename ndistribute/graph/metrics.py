@@ -57,7 +57,7 @@ def mean(values: Any, weights: Any = None, name: str = "mean") -> Metric:
         values = as_tensor(values).astype(np.float64)
         if weights is None:
             return _ratio(np.sum(values), np.size(values))
-        spread: Any = np.broadcast_to(as_tensor(weights), np.shape(values))
+        spread = _spread(weights, values)
         return _ratio(np.sum(values * spread), np.sum(spread))
 
 
@@ -92,20 +92,24 @@ def precision(
     labels: Any, predictions: Any, weights: Any = None, name: str = "precision"
 ) -> Metric:
     """Return the share of true labels where predictions are true; see `mean`."""
-    with get_default_graph().name_scope(name):
-        return _share_where(predictions, labels, weights)
+    return _share_where(predictions, labels, weights, name)
 
 
 def recall(labels: Any, predictions: Any, weights: Any = None, name: str = "recall") -> Metric:
     """Return the share of true predictions where labels are true; see `mean`."""
+    return _share_where(labels, predictions, weights, name)
+
+
+def _share_where(there: Any, counted: Any, weights: Any, name: str) -> Metric:
     with get_default_graph().name_scope(name):
-        return _share_where(labels, predictions, weights)
+        true = as_tensor(there).astype(bool)
+        chosen = true if weights is None else true * _spread(weights, true)
+        both = chosen * _like(true, counted).astype(bool)
+        return _ratio(np.sum(both), np.sum(chosen))
 
 
-def _share_where(there: Any, counted: Any, weights: Any) -> Metric:
-    chosen = as_tensor(there).astype(np.float64)
-    there = chosen if weights is None else chosen * _like(chosen, weights)
-    return _ratio(np.sum(there * _like(there, counted)), np.sum(there))
+def _spread(weights: Any, values: Any) -> Any:
+    return np.broadcast_to(as_tensor(weights), np.shape(values))
 
 
 def _ratio(total: Any, count: Any) -> Metric:

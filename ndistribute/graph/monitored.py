@@ -21,6 +21,7 @@ from ndistribute.graph import summary
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Tensor, get_default_graph
 from ndistribute.graph.hooks import (
+    SCAFFOLD,
     CheckpointSaverHook,
     SessionRunArgs,
     SessionRunContext,
@@ -50,7 +51,7 @@ __all__ = [
 T = TypeVar("T")
 _RECOVERABLE = (AbortedError, UnavailableError)
 _POLL_SECONDS = 0.2
-_SCAFFOLD = "scaffold"
+_DEFAULT: Any = object()
 _log = logging.getLogger("ndistribute")
 
 
@@ -89,7 +90,7 @@ class Scaffold:
         What a finalized graph lacks is that of its first scaffold.
         """
         graph = get_default_graph()
-        earlier = graph.get_collection_ref(_SCAFFOLD)
+        earlier = graph.get_collection_ref(SCAFFOLD)
         if earlier:
             for name, made in vars(earlier[0]).items():
                 if getattr(self, name) is None:
@@ -195,8 +196,8 @@ class MonitoredTrainingSession:
     """A session that initialises or restores the model, calls hooks, and recovers.
 
     The chief gives variables their values, those of the last checkpoint if there is one; others
-    wait for it. If a task fails or is restarted, the next `run` makes a new session, restores the
-    last checkpoint, and goes on. Use it in a ``with`` block; the graph is final in it.
+    wait for it. If a task fails or is restarted, `run` makes a new session, restores the last
+    checkpoint, and goes on. Use it in a ``with`` block; the graph is final in it.
 
     Args:
         master: the address of the server to use; empty: this process.
@@ -205,11 +206,11 @@ class MonitoredTrainingSession:
         scaffold: the operations to use; None: a new `Scaffold`.
         hooks: hooks to call.
         chief_only_hooks: hooks to call if this is the chief.
-        save_checkpoint_secs: seconds between checkpoints; None with `save_checkpoint_steps` None:
-            600; 0: no checkpoints are saved.
-        save_summaries_steps: steps between summaries; None with `save_summaries_secs` None: 100;
-            0: none.
-        save_summaries_secs: seconds between summaries.
+        save_checkpoint_secs: seconds between checkpoints; 600 if neither this nor
+            `save_checkpoint_steps` is given; None or 0: none.
+        save_summaries_steps: steps between summaries; 100 if neither this nor
+            `save_summaries_secs` is given; None or 0: none.
+        save_summaries_secs: seconds between summaries; None or 0: none.
         config: a `ConfigProto`.
         stop_grace_period_secs: the time for threads to end.
         log_step_count_steps: steps between reports of the speed; None: no reports.
@@ -237,14 +238,14 @@ class MonitoredTrainingSession:
         scaffold: Scaffold | None = None,
         hooks: Sequence[SessionRunHook] | None = None,
         chief_only_hooks: Sequence[SessionRunHook] | None = None,
-        save_checkpoint_secs: float | None = None,
-        save_summaries_steps: int | None = None,
-        save_summaries_secs: float | None = None,
+        save_checkpoint_secs: float | None = _DEFAULT,
+        save_summaries_steps: int | None = _DEFAULT,
+        save_summaries_secs: float | None = _DEFAULT,
         config: Any = None,
         stop_grace_period_secs: float = 120,
         log_step_count_steps: int | None = 100,
         max_wait_secs: float = 7200,
-        save_checkpoint_steps: int | None = None,
+        save_checkpoint_steps: int | None = _DEFAULT,
         summary_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._target, self._is_chief, self._config = master, is_chief, config
@@ -259,32 +260,23 @@ class MonitoredTrainingSession:
             if folder is not None:
                 if log_step_count_steps:
                     self._hooks.append(StepCounterHook(log_step_count_steps, output_dir=folder))
-                steps = save_summaries_steps
-                if steps is None and save_summaries_secs is None:
-                    steps = 100
-                if steps or save_summaries_secs:
-                    self._hooks.append(
-                        SummarySaverHook(
-                            steps, save_summaries_secs, output_dir=folder, scaffold=self._scaffold
-                        )
-                    )
-            if checkpoint_dir is not None:
-                seconds = save_checkpoint_secs
-                if seconds is None and save_checkpoint_steps is None:
-                    seconds = 600
-                steps = save_checkpoint_steps
-                if steps or seconds:
-                    saving = CheckpointSaverHook(
-                        checkpoint_dir, seconds, steps, scaffold=self._scaffold
-                    )
-                    self._hooks.append(saving)
+                every = _given(save_summaries_steps, save_summaries_secs, (100, None))
+                if any(every):
+                    writing = SummarySaverHook(*every, output_dir=folder, scaffold=self._scaffold)
+                    self._hooks.append(writing)
+            steps, seconds = _given(save_checkpoint_steps, save_checkpoint_secs, (None, 600.0))
+            if checkpoint_dir is not None and (steps or seconds):
+                saving = CheckpointSaverHook(
+                    checkpoint_dir, seconds, steps, scaffold=self._scaffold
+                )
+                self._hooks.append(saving)
         self.coordinator = Coordinator()
         self._session: Session | None = None
         try:
             for hook in self._hooks:
                 hook.begin()
             self._scaffold.finalize()
-            self._create(recovered=False)
+            retried(lambda: self._create(recovered=False), max_wait_secs)
         except BaseException:
             self._abandon()
             raise
@@ -297,7 +289,8 @@ class MonitoredTrainingSession:
         """
         if self._session is None and self.should_stop():
             raise RuntimeError("this session was closed: create a new one.")
-        while True:
+
+        def run() -> Any:
             if self._session is None:
                 self._create(recovered=True)
             try:
@@ -305,6 +298,10 @@ class MonitoredTrainingSession:
             except _RECOVERABLE as error:
                 _log.warning("a task failed, and a new session follows: %s", str(error))
                 self._drop()
+                raise
+
+        # In this process no task can come back: its variables would be lost with the session.
+        return retried(run, self._max_wait) if self._target else self._run(fetches, feed_dict)
 
     def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
         """Return the result of a function of an object with a `session` and `request_stop`."""
@@ -327,8 +324,7 @@ class MonitoredTrainingSession:
                     hook.end(self._session)
                 self.coordinator.join(stop_grace_period_secs=self._grace)
         finally:
-            self._drop()
-            self.coordinator.request_stop()
+            self._abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -337,7 +333,6 @@ class MonitoredTrainingSession:
         if error is None or isinstance(error, OutOfRangeError | StopIteration):
             self.close()
             return error is not None
-        self.coordinator.request_stop()
         self._abandon()
         return False
 
@@ -349,7 +344,11 @@ class MonitoredTrainingSession:
             added = hook.before_run(context)
             if added is not None:
                 wanted[str(k)] = added.fetches
-                feeds.update(added.feed_dict or {})
+                for tensor, value in (added.feed_dict or {}).items():
+                    if tensor in feeds:
+                        name = type(hook).__name__
+                        raise ValueError(f"{name} feeds {tensor!r}, which is fed already.")
+                    feeds[tensor] = value
         values = session.run(wanted, feeds)  # type: ignore[union-attr]
         for k, hook in enumerate(self._hooks):
             hook.after_run(context, SessionRunValues(values.get(str(k))))
@@ -358,28 +357,24 @@ class MonitoredTrainingSession:
         return values["caller"]
 
     def _create(self, recovered: bool) -> None:
-        """Make a session; a task that fails meanwhile may come back until the deadline."""
-
-        def make() -> None:
-            if self._is_chief:
-                self._session = prepare_session(
-                    self._scaffold, self._target, self._config, self._folder, recovered
-                )
-            else:
-                self._session = wait_for_session(
-                    self._scaffold, self._target, self._config, self._max_wait
-                )
-            try:
-                for hook in self._hooks:
-                    hook.after_create_session(self._session, self.coordinator)
-            except _RECOVERABLE:
-                self._drop()
-                raise
-
-        retried(make, self._max_wait)
+        if self._is_chief:
+            self._session = prepare_session(
+                self._scaffold, self._target, self._config, self._folder, recovered
+            )
+        else:
+            self._session = wait_for_session(
+                self._scaffold, self._target, self._config, self._max_wait
+            )
+        try:
+            for hook in self._hooks:
+                hook.after_create_session(self._session, self.coordinator)
+        except _RECOVERABLE:
+            self._drop()
+            raise
 
     def _abandon(self) -> None:
         """End the session without the hooks' `end`."""
+        self.coordinator.request_stop()
         self._drop()
         for hook in self._hooks:
             if isinstance(hook, WritingHook):
@@ -389,3 +384,12 @@ class MonitoredTrainingSession:
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+
+def _given(steps: Any, seconds: Any, default: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return what was given of two arguments, with None for the other one, or their defaults."""
+    if steps is _DEFAULT and seconds is _DEFAULT:
+        return default
+    return (None if steps is _DEFAULT else steps or None), (
+        None if seconds is _DEFAULT else seconds or None
+    )

@@ -1,6 +1,8 @@
-"""Optimizers of graph programs: operations that update variables where these are.
+"""Optimizers of graph programs, operations that update variables where these are; rates that decay.
 
-The arithmetic is that of `ndistribute.update_rules`, which the optimizers of strategies use too.
+The arithmetic is that of `ndistribute.update_rules`, which the optimizers of strategies use too. If
+the replicas of a strategy run copies of a graph at the same time, these meet where gradients are
+applied: the collective is that of the replica whose thread runs the step.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.context import get_replica_context
 from ndistribute.dtypes import computing_dtype
+from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Operation, Tensor, as_tensor
+from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor
+from ndistribute.graph.kernels import kernel
 from ndistribute.graph.operations import group
-from ndistribute.graph.replicas import mean_over_replicas
-from ndistribute.graph.variables import GLOBAL_VARIABLES, Variable, trainable_variables
+from ndistribute.graph.step import Node, Step
+from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
 
 __all__ = [
@@ -25,6 +30,9 @@ __all__ = [
     "MomentumOptimizer",
     "Optimizer",
     "RMSPropOptimizer",
+    "exponential_decay",
+    "piecewise_constant",
+    "polynomial_decay",
 ]
 
 GradsAndVars = Sequence[tuple[Any, Variable]]
@@ -44,6 +52,7 @@ class Optimizer:
         self._rule: Rule = rule_named(rule, hyperparameters)
         self._learning_rate, self._name = learning_rate, name
         self._slots: dict[Variable, dict[str, Variable]] = {}
+        self._starts: dict[str, float] = {}  # Of slots that begin unlike those of the rule.
 
     def get_name(self) -> str:
         """Return the name."""
@@ -55,6 +64,7 @@ class Optimizer:
         global_step: Variable | None = None,
         var_list: Sequence[Variable] | None = None,
         name: str | None = None,
+        grad_loss: Any = None,
         **_: Any,
     ) -> Operation:
         """Return the operation of a training step: gradients of a loss, and their application.
@@ -64,20 +74,25 @@ class Optimizer:
             global_step: a variable to increment by 1 after the update; or None.
             var_list: the variables to update; None: the trainable ones of the graph.
             name: the operation's name; None: that of the optimizer.
+            grad_loss: the gradient of another value with respect to the loss; None: ones.
 
         Raises:
             ValueError: no variable has a gradient.
         """
-        pairs = self.compute_gradients(loss, var_list)
+        pairs = self.compute_gradients(loss, var_list, grad_loss=grad_loss)
         return self.apply_gradients(pairs, global_step, name)
 
     def compute_gradients(
-        self, loss: Tensor, var_list: Sequence[Variable] | None = None, **_: Any
+        self,
+        loss: Tensor,
+        var_list: Sequence[Variable] | None = None,
+        grad_loss: Any = None,
+        **_: Any,
     ) -> list[tuple[Any, Variable]]:
         """Return pairs of a gradient and a variable; None for one that has none."""
         with loss.graph.as_default():
             variables = list(trainable_variables() if var_list is None else var_list)
-        return list(zip(gradients(loss, variables), variables, strict=True))
+        return list(zip(gradients(loss, variables, grad_loss), variables, strict=True))
 
     def apply_gradients(
         self,
@@ -95,16 +110,12 @@ class Optimizer:
         Raises:
             ValueError: no variable has a gradient.
         """
-        pairs = [(g, variable) for g, variable in grads_and_vars if g is not None]
-        if not pairs:
-            names = ", ".join(variable.name for _, variable in grads_and_vars)
-            raise ValueError(f"no variable has a gradient: the loss depends on none of [{names}].")
-        graph = pairs[0][1].graph
+        found, variables = with_gradients(grads_and_vars)
+        graph = variables[0].graph
         with graph.as_default(), graph.name_scope(name or self._name):
-            means = mean_over_replicas([gradient for gradient, _ in pairs])
             updates = [
-                self._apply(mean, variable)
-                for mean, (_, variable) in zip(means, pairs, strict=True)
+                self.add_update("apply_rule", [mean], variable)
+                for mean, variable in zip(_mean_over_replicas(graph, found), variables, strict=True)
             ]
             if global_step is None:
                 return group(*updates, name="update")
@@ -122,9 +133,6 @@ class Optimizer:
     def variables(self) -> list[Variable]:
         """Return the slots of all variables."""
         return [slot for slots in self._slots.values() for slot in slots.values()]
-
-    def _apply(self, gradient: Any, variable: Variable) -> Operation:
-        return self.add_update("apply_rule", [gradient], variable)
 
     def add_update(
         self,
@@ -155,34 +163,24 @@ class Optimizer:
         )
 
     def _slots_of(self, variable: Variable) -> dict[str, Variable]:
-        found = self._slots.get(variable)
-        if found is None:
-            rule, graph = self._rule, variable.graph
-            found = self._slots[variable] = {}
-            names = list(rule.slot_names)
-            # The rate of Adam depends on the number of updates, which its variable's task counts.
-            counted = type(rule).rate is not Rule.rate
-            with graph.name_scope(None), graph.colocate_with(variable.op):
-                for name in names:
-                    found[name] = self._slot(variable, name, rule.initial_slot(name))
-                if counted:
-                    found["step"] = Variable(
-                        np.int64(0), False, f"{variable.op.name}/{self._name}/step"
-                    )
-        return found
-
-    def _slot(self, variable: Variable, name: str, value: float) -> Variable:
-        """Return a new variable of the shape of another one, which only a run may know."""
-        start = np.zeros_like(variable.initial_value) + value
+        if variable in self._slots:
+            return self._slots[variable]
+        slots = self._slots[variable] = {}
+        rule, prefix = self._rule, f"{variable.op.name}/{self._name}"
         dtype = None if variable.dtype is None else computing_dtype(variable.dtype)
-        slot = Variable(
-            start if dtype is None else start.astype(dtype),
-            False,
-            f"{variable.op.name}/{self._name}/{name}",
-            collections=[GLOBAL_VARIABLES],
-        )
-        slot.shape = variable.shape
-        return slot
+        with variable.graph.name_scope(None), variable.graph.colocate_with(variable.op):
+            for name in rule.slot_names:
+                start = self._starts.get(name, rule.initial_slot(name))
+                # Only a run may know the shape of the variable.
+                value: Any = np.zeros_like(variable.initial_value) + start
+                slots[name] = Variable(
+                    value if dtype is None else value.astype(dtype), False, f"{prefix}/{name}"
+                )
+                slots[name].shape = variable.shape
+            # The rate of Adam depends on the number of updates, which its variable's task counts.
+            if type(rule).rate is not Rule.rate:
+                slots["step"] = Variable(np.int64(0), False, f"{prefix}/step")
+        return slots
 
 
 class GradientDescentOptimizer(Optimizer):
@@ -207,11 +205,11 @@ class GradientDescentOptimizer(Optimizer):
 
 
 class MomentumOptimizer(Optimizer):
-    """Gradient descent with momentum.
+    """Gradient descent with momentum: the step is the rate times a sum of gradients.
 
     Args:
         learning_rate: a number or a tensor.
-        momentum: the part of the last step that is repeated.
+        momentum: the part of the last sum that is kept.
         use_locking: ignored: updates always hold the variable's lock.
         name: see `Optimizer`.
         use_nesterov: whether to use Nesterov's correction.
@@ -225,11 +223,15 @@ class MomentumOptimizer(Optimizer):
         name: str = "Momentum",
         use_nesterov: bool = False,
     ) -> None:
-        super().__init__("sgd", learning_rate, name, momentum=momentum, nesterov=use_nesterov)
+        super().__init__("momentum", learning_rate, name, momentum=momentum, nesterov=use_nesterov)
 
 
 class AdagradOptimizer(Optimizer):
-    """Adagrad, which divides by the root of the sum of the squares of gradients (Duchi, 2011)."""
+    """Adagrad, which divides by the root of the sum of the squares of gradients (Duchi, 2011).
+
+    Raises:
+        ValueError: the sum does not begin above 0, without which a gradient of 0 has no step.
+    """
 
     def __init__(
         self,
@@ -239,13 +241,18 @@ class AdagradOptimizer(Optimizer):
         name: str = "Adagrad",
     ) -> None:
         start = initial_accumulator_value
+        if not start > 0:
+            raise ValueError(f"initial_accumulator_value must be above 0, got {start}.")
         super().__init__(
             "adagrad", learning_rate, name, initial_accumulator_value=start, epsilon=0.0
         )
 
 
 class RMSPropOptimizer(Optimizer):
-    """RMSProp, which divides by the root of a moving mean of squared gradients (Hinton, 2012)."""
+    """RMSProp, which divides by the root of a moving mean of squared gradients (Hinton, 2012).
+
+    The mean begins at 1, so the first steps are small.
+    """
 
     def __init__(
         self,
@@ -266,6 +273,7 @@ class RMSPropOptimizer(Optimizer):
             epsilon=epsilon,
             centered=centered,
         )
+        self._starts = {"square": 1.0}
 
 
 class AdamOptimizer(Optimizer):
@@ -281,3 +289,118 @@ class AdamOptimizer(Optimizer):
         name: str = "Adam",
     ) -> None:
         super().__init__("adam", learning_rate, name, beta_1=beta1, beta_2=beta2, epsilon=epsilon)
+
+
+def exponential_decay(
+    learning_rate: Any,
+    global_step: Any,
+    decay_steps: Any,
+    decay_rate: Any,
+    staircase: bool = False,
+    name: str = "ExponentialDecay",
+) -> Any:
+    """Return ``learning_rate * decay_rate ** (global_step / decay_steps)`` as a tensor.
+
+    Args:
+        learning_rate: the rate at step 0.
+        global_step: the variable that counts the steps.
+        decay_steps: the steps after which the rate is multiplied by `decay_rate`.
+        decay_rate: a number, usually less than 1.
+        staircase: whether the rate changes at multiples of `decay_steps` only.
+        name: the name scope of the operations.
+
+    >>> from ndistribute.graph.session import Session
+    >>> rate = exponential_decay(0.5, 25, 10, 0.1, staircase=True)
+    >>> round(float(Session().run(rate)), 6)
+    0.005
+    """
+    step = as_tensor(global_step)
+    with step.graph.name_scope(name):
+        periods: Any = step / decay_steps
+        return learning_rate * np.power(decay_rate, np.floor(periods) if staircase else periods)
+
+
+def piecewise_constant(
+    x: Any, boundaries: Sequence[float], values: Sequence[float], name: str = "PiecewiseConstant"
+) -> Any:
+    """Return ``values[k]`` as a tensor, with the number `k` of boundaries that are less than `x`.
+
+    Raises:
+        ValueError: there is not one value more than boundaries.
+
+    >>> from ndistribute.graph.session import Session
+    >>> float(Session().run(piecewise_constant(7, [5, 10], [1.0, 0.5, 0.1])))
+    0.5
+    """
+    if len(values) != len(boundaries) + 1:
+        raise ValueError(
+            f"piecewise_constant needs one value more than boundaries, got {len(values)} values "
+            f"and {len(boundaries)} boundaries."
+        )
+    step = as_tensor(x)
+    with step.graph.name_scope(name):
+        return as_tensor(np.array(values))[np.sum(np.greater(step, np.array(boundaries)))]
+
+
+def polynomial_decay(
+    learning_rate: Any,
+    global_step: Any,
+    decay_steps: Any,
+    end_learning_rate: float = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
+    name: str = "PolynomialDecay",
+) -> Any:
+    """Return a rate that falls to `end_learning_rate` in `decay_steps`, and stays there.
+
+    With `cycle` it jumps up instead, and falls in twice, three times as many steps and so on.
+
+    >>> from ndistribute.graph.session import Session
+    >>> float(Session().run(polynomial_decay(1.0, 5, 10, 0.0)))
+    0.5
+    """
+    step = as_tensor(global_step)
+    with step.graph.name_scope(name):
+        part: Any = step / decay_steps
+        end = np.maximum(np.ceil(part), 1.0) if cycle else 1.0
+        left: Any = 1.0 - np.minimum(part / end, 1.0)
+        return (learning_rate - end_learning_rate) * left**power + end_learning_rate
+
+
+def with_gradients(pairs: GradsAndVars) -> tuple[list[Any], list[Variable]]:
+    """Return the gradients and variables of the pairs that have a gradient.
+
+    Raises:
+        ValueError: none has one.
+    """
+    found = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+    if not found:
+        names = ", ".join(variable.name for _, variable in pairs)
+        raise ValueError(f"no variable has a gradient: the loss depends on none of [{names}].")
+    return [gradient for gradient, _ in found], [variable for _, variable in found]
+
+
+def _mean_over_replicas(graph: Graph, gradients: Sequence[Any]) -> Sequence[Any]:
+    """Return the means of gradients over the replicas; themselves if the graph is not replicated.
+
+    So the step of all replicas follows the gradient of the mean of their losses, whatever the
+    number of examples of each.
+    """
+    if not graph.replicated:
+        return gradients
+    means = graph.add("all_reduce", gradients, outputs=len(gradients)).outputs
+    for mean, gradient in zip(means, gradients, strict=True):
+        mean.dtype, mean.shape = gradient.dtype, gradient.shape
+    return means
+
+
+@kernel("all_reduce")
+def _all_reduce(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    replica = get_replica_context()
+    if replica is None:
+        raise InvalidArgumentError(
+            f"{node.name!r} reduces over replicas, and is run by none: run the session in the "
+            "function that strategy.run executes."
+        )
+    means = replica.all_reduce("mean", list(inputs))
+    return means[0] if node.outputs == 1 else means

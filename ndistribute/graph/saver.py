@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +20,6 @@ from ndistribute.graph.variables import Variable, global_variables
 
 __all__ = ["CheckpointState", "Saver", "get_checkpoint_state", "latest_checkpoint"]
 
-_NAME = re.compile(r"(?P<name>.+)\.\d{6,}")
-
 
 class Saver:
     """Save variables to files and restore them: each checkpoint whole or not at all, verified.
@@ -31,12 +31,14 @@ class Saver:
         var_list: the variables, or a mapping of the names in the files to variables; None: the
             global variables of the graph so far.
         max_to_keep: the number of checkpoints to keep; 0 or None: all.
+        keep_checkpoint_every_n_hours: each time that these have passed, one more is kept.
     """
 
     def __init__(
         self,
         var_list: Sequence[Variable] | Mapping[str, Variable] | None = None,
         max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float = 10_000.0,
         **_: Any,
     ) -> None:
         chosen = global_variables() if var_list is None else var_list
@@ -46,6 +48,10 @@ class Saver:
             raise ValueError("there are no variables to save: make the Saver after the model.")
         self._variables = dict(chosen)
         self._keep = max_to_keep or 0
+        self._spare_seconds = keep_checkpoint_every_n_hours * 3600
+        self._spare_after = time.time() + self._spare_seconds
+        self._saved_at: dict[str, float] = {}
+        self._lock = threading.Lock()
         self.last_checkpoints: list[str] = []
         """The paths of the checkpoints that this saver wrote and kept, the newest last."""
         graph = next(iter(self._variables.values())).graph
@@ -53,8 +59,9 @@ class Saver:
             self._values = {}
             restored = []
             for name, variable in self._variables.items():
-                dtype = variable.dtype or np.float64
-                self._values[name] = placeholder(dtype, variable.shape, name="value")
+                value = placeholder(variable.dtype, variable.shape, name="value")
+                value.dtype = variable.dtype  # None where only a run can tell.
+                self._values[name] = value
                 restored.append(variable.assign(self._values[name]).op)
             self._restore = group(*restored, name="restore")
 
@@ -77,18 +84,18 @@ class Saver:
             FailedPreconditionError: a variable has no value.
             OSError: the files could not be written.
         """
-        wanted: Any = self._variables, [] if _is_number(global_step) else global_step
-        tensors, step = sess.run(wanted)
-        step = global_step if _is_number(global_step) else step
-        path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
-        folder = Path(path)
-        data = {"step": None if step is None else int(step)}
-        tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
-        self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
-        while self._keep and len(self.last_checkpoints) > self._keep:
-            old = Path(self.last_checkpoints.pop(0))
-            for each in tensor_files.paths(old.parent, old.name):
-                shutil.rmtree(each, ignore_errors=True)
+        with self._lock:  # What a thread read first must not be written last.
+            fetches: Any = self._variables, [] if _is_number(global_step) else global_step
+            tensors, step = sess.run(fetches)
+            step = global_step if _is_number(global_step) else step
+            path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
+            folder = Path(path)
+            data = {"step": None if step is None else int(step)}
+            tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
+            self._saved_at[path] = time.time()
+            self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
+            while self._keep and len(self.last_checkpoints) > self._keep:
+                self._remove(self.last_checkpoints.pop(0))
         return path
 
     def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
@@ -146,6 +153,13 @@ class Saver:
         """Count the checkpoints of an earlier process among those to keep."""
         self.last_checkpoints = list(checkpoint_paths)
 
+    def _remove(self, path: str) -> None:
+        if self._saved_at.pop(path, 0.0) > self._spare_after:
+            self._spare_after += self._spare_seconds
+            return
+        for folder in tensor_files.paths(Path(path).parent, Path(path).name):
+            shutil.rmtree(folder, ignore_errors=True)
+
 
 class CheckpointState(NamedTuple):
     """The checkpoints of a folder."""
@@ -170,14 +184,8 @@ def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointSt
 
 def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the checkpoints in a folder, without numbers of generations."""
-    folders = [
-        (file.parent.stat().st_mtime_ns, match["name"])
-        for file in Path(directory).glob("*/data.json")
-        if (match := _NAME.fullmatch(file.parent.name))
-    ]
-    return [
-        str(Path(directory, name)) for name in dict.fromkeys(name for _, name in sorted(folders))
-    ]
+    found = [str(path.with_suffix("")) for path in reversed(tensor_files.written(directory))]
+    return list(dict.fromkeys(found))[::-1]
 
 
 def _series(path: str) -> str:

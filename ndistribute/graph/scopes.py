@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ __all__ = ["AUTO_REUSE", "VariableScope", "get_variable", "get_variable_scope", 
 AUTO_REUSE = "auto"
 """A value for `reuse`: a variable is created at its first use, and used again later."""
 
+REGULARIZATION_LOSSES = "regularization_losses"
 _STORE = "variable store"
 
 
@@ -54,6 +56,7 @@ def get_variable_scope() -> VariableScope:
 def variable_scope(
     name_or_scope: str | VariableScope,
     default_name: str | None = None,
+    values: Any = None,
     *,
     reuse: Any = None,
     initializer: Any = None,
@@ -63,6 +66,7 @@ def variable_scope(
     Args:
         name_or_scope: the prefix in the current scope, or a scope to enter again.
         default_name: the prefix if `name_or_scope` is None; a number makes it unique.
+        values: ignored.
         reuse: True: variables must exist already; `AUTO_REUSE`: they may; None or False: as
             around.
         initializer: the default initializer; None: as around.
@@ -76,8 +80,9 @@ def variable_scope(
     if isinstance(name_or_scope, VariableScope):
         entered, label = name_or_scope, f"{name_or_scope.name}/" if name_or_scope.name else None
     else:
-        label = name_or_scope or graph.unique_name(default_name or "scope").rpartition("/")[2]
-        entered = VariableScope(f"{outer.name}/{label}" if outer.name else label)
+        label = name_or_scope or f"{graph.unique_name(default_name or 'scope')}/"
+        own = name_or_scope or label[:-1].rpartition("/")[2]
+        entered = VariableScope(f"{outer.name}/{own}" if outer.name else own)
     scope = VariableScope(
         entered.name,
         reuse or entered.reuse or outer.reuse,
@@ -94,10 +99,11 @@ def variable_scope(
 def get_variable(
     name: str,
     shape: Sequence[int] | None = None,
-    dtype: Any = np.float32,
+    dtype: Any = None,
     initializer: Any = None,
     trainable: bool = True,
     collections: list[str] | None = None,
+    regularizer: Callable[[Any], Any] | None = None,
     **_: Any,
 ) -> Variable:
     """Return a variable of a name, which the current scope creates or finds.
@@ -105,11 +111,13 @@ def get_variable(
     Args:
         name: its name in the scope.
         shape: its shape; None: that of the initializer's array.
-        dtype: its dtype.
+        dtype: its dtype; None: that of the initializer's array, else float32.
         initializer: an array, a tensor, or a function of a shape and a dtype; None: that of the
-            scope, or uniform numbers after Glorot and Bengio (2010).
+            scope, or uniform numbers after Glorot and Bengio (2010), and zeros for integers.
         trainable: whether optimizers change it by default.
         collections: the names of the collections to add it to; None: the global variables.
+        regularizer: a function whose result for a new variable is added to the collection
+            ``"regularization_losses"``.
 
     Raises:
         ValueError: it exists although the scope does not reuse, or the other way round; or it has
@@ -125,32 +133,41 @@ def get_variable(
                 f"variable {full!r} exists already: enter the scope with reuse=True or AUTO_REUSE "
                 "to use it again, or choose another name."
             )
-        if shape is not None and found.shape is not None and tuple(shape) != tuple(found.shape):
-            raise ValueError(
-                f"variable {full!r} has shape {tuple(found.shape)}, not {tuple(shape)}."
-            )
+        _check_shape(full, found.shape, shape)
         return found
     if scope.reuse is True:
         raise ValueError(f"variable {full!r} does not exist, and its scope has reuse=True.")
     make = initializer if initializer is not None else scope.initializer
+    if make is None or callable(make):
+        dtype = np.dtype(np.float32 if dtype is None else dtype)
+        make = _initial(make, shape, dtype, full)
     with graph.name_scope(None):
-        made = Variable(_initial(make, shape, dtype, full), trainable, full, dtype, collections)
+        made = Variable(make, trainable, full, dtype, collections)
+    _check_shape(full, made.shape, shape)
     store.append((full, made))
+    if regularizer is not None:
+        graph.add_to_collection(REGULARIZATION_LOSSES, regularizer(made))
     return made
 
 
-def _initial(make: Any, shape: Any, dtype: Any, name: str) -> Any:
-    """Return the initial value, or a function that returns it."""
-    if make is not None and not callable(make):
-        return make
+def _check_shape(name: str, shape: Any, wanted: Any) -> None:
+    if wanted is not None and shape is not None and tuple(wanted) != tuple(shape):
+        raise ValueError(f"variable {name!r} has shape {tuple(shape)}, not {tuple(wanted)}.")
+
+
+def _initial(
+    make: Callable[..., Any] | None, shape: Any, dtype: np.dtype[Any], name: str
+) -> Callable[[], Any]:
+    """Return a function that returns the initial value."""
     if shape is None:
         raise ValueError(f"get_variable of {name!r} needs a shape, or an array as initializer.")
     lengths = tuple(int(length) for length in shape)
-    initializer: Callable[..., Any] = make or _glorot_uniform
-    return lambda: initializer(lengths, dtype)
+    if make is None:
+        make = np.zeros if dtype.kind in "biu" else _glorot_uniform
+    return functools.partial(make, lengths, dtype)
 
 
 def _glorot_uniform(shape: tuple[int, ...], dtype: Any) -> Any:
-    inputs, outputs = (*shape[-2:], 1)[:2] if shape else (1, 1)
+    inputs, outputs = shape[-2:] if len(shape) > 1 else (*shape, *shape) or (1, 1)
     limit = math.sqrt(6.0 / max(1, (inputs + outputs) * math.prod(shape[:-2])))
     return random_uniform(shape, -limit, limit, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -52,12 +52,12 @@ def merge_all(key: str = SUMMARIES) -> Tensor | None:
     return merge(found) if found else None
 
 
-class FileWriter:
+class FileWriter(EventFile):
     """Writes summaries to a file that TensorBoard reads; a context manager that closes it.
 
     Args:
         logdir: the folder; created if it is missing.
-        graph: ignored; TensorFlow writes the graph.
+        graph: a graph to write, see `add_graph`.
 
     >>> import tempfile
     >>> from ndistribute.graph.session import Session
@@ -68,25 +68,32 @@ class FileWriter:
     def __init__(
         self, logdir: str | os.PathLike[str], graph: Graph | None = None, **_: Any
     ) -> None:
-        self._file = EventFile(logdir)
+        super().__init__(logdir)
+        if graph is not None:
+            self.add_graph(graph)
+
+    def add_graph(self, graph: Graph, global_step: int | None = None) -> None:
+        """Write the operations of a graph, with their inputs and devices."""
+        self.graph(
+            (
+                op.name,
+                op.type,
+                [
+                    *(one.name.removesuffix(":0") for one in op.inputs),
+                    *(f"^{one.name}" for one in op.control_inputs),
+                ],
+                op.device,
+            )
+            for op in graph.get_operations()
+        )
 
     def add_summary(self, summary: Any, global_step: int | None = None) -> None:
         """Write the value of a summary that a session returned."""
         value = summary if isinstance(summary, bytes) else np.asarray(summary).item()
-        self._file.add(value, int(global_step or 0))
+        self.add(value, int(global_step or 0))
 
     def flush(self) -> None:
         """Do nothing: what was added is in the file."""
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _summary(

@@ -12,6 +12,7 @@ from typing import Any
 
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.hooks import Timer, write_speed
 from ndistribute.graph.monitored import Scaffold, prepare_session, retried, wait_for_session
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
@@ -24,7 +25,7 @@ _DEFAULT: Any = object()
 
 
 class Supervisor:
-    """Starts a training, saves its state and its summaries, and stops its threads.
+    """Starts a training, saves its state and summaries, counts its steps, and stops its threads.
 
     The chief gives variables their values, those of the last checkpoint in `logdir` if there is
     one; others wait for it. Make it when the graph is complete.
@@ -40,7 +41,7 @@ class Supervisor:
         summary_op: the summary to write; None: none is written by itself.
         saver: saves and restores; None: nothing is saved.
         global_step: the variable that counts the steps; None: that of the graph.
-        save_summaries_secs: seconds between summaries; 0: none.
+        save_summaries_secs: seconds between summaries, and between reports of the speed; 0: none.
         save_model_secs: seconds between checkpoints; 0: none.
         stop_grace_secs: the time for threads to end.
         checkpoint_basename: the beginning of the names of checkpoints.
@@ -73,7 +74,6 @@ class Supervisor:
         recovery_wait_secs: float = 30,
         stop_grace_secs: float = 120,
         checkpoint_basename: str = "model.ckpt",
-        session_manager: Any = None,
         summary_writer: Any = _DEFAULT,
         init_fn: Callable[[Any], None] | None = None,
     ) -> None:
@@ -83,7 +83,6 @@ class Supervisor:
         self._folder = logdir
         self._name = checkpoint_basename
         self._grace = stop_grace_secs
-        self._saving = threading.Lock()
         self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
             found = self.graph.get_collection(GLOBAL_STEP)
@@ -154,23 +153,28 @@ class Supervisor:
     ) -> Iterator[Session]:
         """Return a context manager with a session; at its end the threads are stopped.
 
-        A failure in the block, or in a thread, is raised at its end.
+        A failure in the block, or in a thread, is raised at its end; the end of the input is none.
+        The chief saves a last checkpoint, unless there was one.
         """
-        session = self.prepare_or_wait_for_session(
-            master, config, start_standard_services=start_standard_services
-        )
+        session, is_interrupted = None, True
         try:
+            session = self.prepare_or_wait_for_session(
+                master, config, start_standard_services=start_standard_services
+            )
             with self.graph.as_default(), session.as_default():
                 yield session
-                if self.is_chief and self._save_secs:
-                    self._save(session)
+            is_interrupted = False
         except Exception as error:
             self.request_stop(error)
+            is_interrupted = False
         finally:
             try:
                 self.stop(close_summary_writer=close_summary_writer)
+                if session and self.is_chief and self._save_secs and not is_interrupted:
+                    self._save(session)
             finally:
-                session.close()
+                if session:
+                    session.close()
 
     def should_stop(self) -> bool:
         """Return True once `request_stop` was called, or a thread failed."""
@@ -193,15 +197,22 @@ class Supervisor:
                 self.summary_writer = None
 
     def loop(
-        self, timer_interval_secs: float, target: Callable[..., Any], args: Any = (), **kwargs: Any
+        self,
+        timer_interval_secs: float | None,
+        target: Callable[..., Any],
+        args: Any = (),
+        **kwargs: Any,
     ) -> threading.Thread:
-        """Start a thread that calls a function now, and every so many seconds until the stop."""
+        """Start a thread that calls a function now, and every so many seconds until the stop.
+
+        With None it calls the function again at once.
+        """
 
         def work() -> None:
             with self.coord.stop_on_exception():
                 due = time.monotonic()
                 while not self.coord.wait_for_stop(max(0.0, due - time.monotonic())):
-                    due += timer_interval_secs
+                    due += timer_interval_secs or 0.0
                     target(*args, **kwargs)
 
         thread = threading.Thread(target=work, name="supervisor", daemon=True)
@@ -224,14 +235,18 @@ class Supervisor:
     def _start_services(self, session: Session) -> None:
         if self._folder and self._save_secs and self.saver is not None:
             self.loop(self._save_secs, self._save, (session,))
-        if self.summary_writer and self._summary_secs and self._scaffold.summary_op is not None:
-            self.loop(self._summary_secs, self._summarize, (session,))
+        if self.summary_writer and self._summary_secs:
+            if self._scaffold.summary_op is not None:
+                self.loop(self._summary_secs, self._summarize, (session,))
+            if self.global_step is not None:
+                self.loop(self._summary_secs, self._count, (session, Timer(seconds=0.0)))
 
     def _save(self, session: Session) -> None:
-        if not self._folder or self.saver is None:
-            return
-        with self._saving:  # What was read first must not be written last.
+        if self._folder and self.saver is not None:
             self.saver.save(session, self.save_path, self.global_step)
 
     def _summarize(self, session: Session) -> None:
         self.summary_computed(session, session.run(self._scaffold.summary_op))
+
+    def _count(self, session: Session, timer: Timer) -> None:
+        write_speed(timer, int(session.run(self.global_step)), self.summary_writer)

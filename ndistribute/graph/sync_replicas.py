@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.graph.graph import Operation, Tensor
+from ndistribute.graph.graph import Operation
 from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
-from ndistribute.graph.optimizers import GradsAndVars, Optimizer
+from ndistribute.graph.optimizers import GradsAndVars, Optimizer, with_gradients
 from ndistribute.graph.variables import Variable
 
 __all__ = ["SyncReplicasOptimizer"]
 
 
-class SyncReplicasOptimizer:
+class SyncReplicasOptimizer(Optimizer):
     """An optimizer that waits for the gradients of several workers and applies their mean.
 
     The task of each variable collects the gradients of a step. The one that completes the number
@@ -45,6 +45,7 @@ class SyncReplicasOptimizer:
                 f"replicas_to_aggregate must be from 1 to total_num_replicas, {total}, got "
                 f"{replicas_to_aggregate}: each worker contributes once to a step."
             )
+        vars(self).update(vars(opt))  # The rule, the rate and the slots are those of `opt`.
         self._opt, self._replicas = opt, replicas_to_aggregate
         # What programs run or pass to a Supervisor before the first step.
         self.chief_init_op: Operation
@@ -54,17 +55,6 @@ class SyncReplicasOptimizer:
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Variable]]:
         """Return pairs of a gradient and a variable; see `Optimizer`."""
         return self._opt.compute_gradients(*args, **kwargs)
-
-    def minimize(
-        self,
-        loss: Tensor,
-        global_step: Variable | None = None,
-        var_list: Any = None,
-        name: str | None = None,
-        **_: Any,
-    ) -> Operation:
-        """Return the operation of a training step; see `apply_gradients`."""
-        return self.apply_gradients(self.compute_gradients(loss, var_list), global_step, name)
 
     def apply_gradients(
         self,
@@ -87,9 +77,7 @@ class SyncReplicasOptimizer:
                 "SyncReplicasOptimizer needs global_step, by which it tells late gradients: pass "
                 "get_or_create_global_step()."
             )
-        pairs = [(g, variable) for g, variable in grads_and_vars if g is not None]
-        if not pairs:
-            raise ValueError("no variable has a gradient.")
+        pairs = zip(*with_gradients(grads_and_vars), strict=True)
         graph = global_step.graph
         with graph.as_default(), graph.name_scope(name or "sync_replicas"):
             self.local_step_init_op = group(name="init")
@@ -97,7 +85,7 @@ class SyncReplicasOptimizer:
             step = local.outputs[0]
             made, restarted = [], []
             for gradient, variable in pairs:
-                given = self._opt.add_update(
+                given = self.add_update(
                     "aggregate", [gradient, step], variable, outputs=1, replicas=self._replicas
                 )
                 options: Any = {
@@ -116,14 +104,6 @@ class SyncReplicasOptimizer:
             return graph.add(
                 "assign_max", kept.outputs, attributes=attributes, device=global_step.device
             )
-
-    def get_slot(self, *args: Any, **kwargs: Any) -> Variable | None:
-        """Return the slot of a variable; see `Optimizer`."""
-        return self._opt.get_slot(*args, **kwargs)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the slots."""
-        return self._opt.get_slot_names()
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SessionRunHook:
         """Return a hook by which the chief lets all go on from the step that it has restored."""

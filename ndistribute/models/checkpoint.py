@@ -366,9 +366,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     ...     latest_checkpoint(directory) == path
     True
     """
-    folders = Path(directory).glob("*.*/data.json")
-    found = [file.parent for file in folders if file.parent.suffix[1:].isdecimal()]
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    found = tensor_files.written(directory)
+    return found[-1] if found else None
 
 
 # Errors of the chief that other workers raise as such.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterable
@@ -133,7 +132,7 @@ class SidecarEvaluator:
         """Return the oldest checkpoint that was not read, or None if none came in time."""
         deadline = time.monotonic() + self._timeout
         while True:
-            for path in _checkpoints(self._directory):
+            for path in tensor_files.written(self._directory):
                 if path in self._seen:
                     continue
                 self._seen.add(path)
@@ -146,18 +145,6 @@ class SidecarEvaluator:
             if left <= 0:
                 return None
             threading.Event().wait(min(self._poll, left))
-
-
-def _checkpoints(directory: Path) -> list[Path]:
-    """Return the folders of checkpoints of all series, the oldest first."""
-    found = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if re.fullmatch(r".+\.\d{6,}", path.name, re.ASCII):
-            try:
-                found.append((path.stat().st_mtime_ns, path.name, path))
-            except FileNotFoundError:
-                continue  # The training has just deleted it.
-    return [path for _, _, path in sorted(found)]
 
 
 def _step_of(saved: Saved) -> int:

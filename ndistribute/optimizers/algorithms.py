@@ -19,6 +19,7 @@ __all__ = [
     "AdamRule",
     "AdamW",
     "AdamWRule",
+    "MomentumRule",
     "RMSprop",
     "RMSpropRule",
     "SGDRule",
@@ -61,6 +62,29 @@ class SGDRule(Rule):
             variable += self.momentum * velocity
         else:
             variable += velocity
+
+
+@dataclass(frozen=True)
+class MomentumRule(SGDRule):
+    """The update rule of `ndistribute.graph.MomentumOptimizer`, which sums plain gradients.
+
+    The rate of a step scales the whole sum, so steps differ from `SGDRule` when the rate changes.
+    """
+
+    name = "momentum"
+    slot_names = ("momentum",)
+    rows_alone = False
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+        (total,) = slots
+        total *= self.momentum
+        total += gradient
+        if self.nesterov:
+            gradient += self.momentum * total
+        else:
+            gradient[...] = total
+        gradient *= rate
+        variable -= gradient
 
 
 class SGD(Optimizer):

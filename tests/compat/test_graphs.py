@@ -65,6 +65,15 @@ def test_names_of_both_generations_train() -> None:
         assert isinstance(session.run(tf.merge_all_summaries(), feeds), bytes)
 
 
+def test_an_interactive_session_is_the_default_one_until_it_is_closed() -> None:
+    with tf.Session() as outer:
+        session = tf.InteractiveSession()
+        assert tf.constant(2.0).eval() == 2.0
+        session.close()
+        session.close()
+        assert graph.graph.default_session() is outer
+
+
 def test_names_have_two_meanings_depending_on_the_program() -> None:
     assert tf.constant(2.0) + 1.0 == 3.0
     with tf.Graph().as_default():
@@ -100,13 +109,14 @@ def test_flags_are_parsed_and_the_program_exits_with_its_result() -> None:
         "tf.app.flags.DEFINE_string('job_name', '', '100% of a job')\n"
         "tf.app.flags.DEFINE_integer('steps', 3, '')\n"
         "tf.app.flags.DEFINE_boolean('sync', False, '')\n"
+        "tf.app.flags.DEFINE_boolean('log', True, '')\n"
         "def main(rest):\n"
         "    flags = tf.app.flags.FLAGS\n"
-        "    print(flags.job_name, flags.steps, flags.sync, rest[1:])\n"
+        "    print(flags.job_name, flags.steps, flags.sync, flags.log, rest[1:])\n"
         "tf.app.run()\n"
     )
-    said = output_of(program, "--job_name=ps", "--sync", "--steps", "5", "other")
-    assert said == "ps 5 True ['other']\n"
+    said = output_of(program, "--job_name=ps", "--sync", "--nolog", "--steps", "5", "other")
+    assert said == "ps 5 True False ['other']\n"
 
 
 @pytest.mark.parametrize("how", [[], ["--sync"]], ids=["asynchronous", "synchronous"])

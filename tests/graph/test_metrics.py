@@ -49,3 +49,13 @@ def test_labels_may_lack_an_axis_of_length_one() -> None:
         _, update = metrics.accuracy(LABELS.ravel(), PREDICTIONS)
         session.run(variables_initializer(local_variables()))
         assert session.run(update) == pytest.approx(np.mean(LABELS == PREDICTIONS))
+
+
+@pytest.mark.parametrize("name", ["precision", "recall"])
+def test_numbers_other_than_zero_are_true_and_weights_are_spread(name: str) -> None:
+    with Graph().as_default(), Session() as session:
+        metric = getattr(metrics, name)
+        pair = np.array([2, 0, 1, 3]), np.array([1, 1, 2, 0])
+        _, update = metric(*pair, weights=0.5)
+        session.run(variables_initializer(local_variables()))
+        assert session.run(update) == pytest.approx(2 / 3)

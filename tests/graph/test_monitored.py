@@ -17,7 +17,7 @@ from ndistribute.graph.graph import Graph, Tensor
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, placeholder
 from ndistribute.graph.optimizers import GradientDescentOptimizer
-from ndistribute.graph.saver import Saver, latest_checkpoint
+from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
@@ -60,7 +60,7 @@ def test_summaries_are_written_every_so_many_steps(tmp_path: Path) -> None:
         def add_summary(self, value: Any, step: int) -> None:
             written.append(step)
 
-        def close(self) -> None:
+        def flush(self) -> None:
             written.append(-1)
 
     with Graph().as_default():
@@ -68,9 +68,89 @@ def test_summaries_are_written_every_so_many_steps(tmp_path: Path) -> None:
         hook = hooks.SummarySaverHook(3, summary_writer=Writer(), summary_op=summary.merge_all())
         stop = hooks.StopAtStepHook(last_step=8)
         with MonitoredTrainingSession(hooks=[hook, stop]) as session:
+            session.run(get_or_create_global_step())  # This makes no step.
             while not session.should_stop():
                 session.run(step)
-    assert written == [1, 4, 7, -1]
+    assert written == [0, 3, 6, -1]  # Who passed the writer closes it.
+
+
+def test_a_hook_saves_by_the_saver_of_the_graph_and_can_be_used_again(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        with Graph().as_default():
+            step, _ = model()
+            saving = hooks.CheckpointSaverHook(tmp_path / str(steps), save_steps=1)
+            counting = hooks.StepCounterHook(1, output_dir=tmp_path / str(steps))
+            for _ in range(steps):
+                with MonitoredTrainingSession(hooks=[saving, counting]) as session:
+                    session.run(step)
+            assert str(latest_checkpoint(tmp_path / str(steps))).endswith("model.ckpt-1")
+
+
+def test_files_are_closed_when_a_hook_fails_at_the_end(tmp_path: Path) -> None:
+    class Fails(hooks.SessionRunHook):
+        def end(self, session: Any) -> None:
+            raise ValueError("at the end")
+
+    with Graph().as_default():
+        step, _ = model()
+        counting = hooks.StepCounterHook(1, output_dir=tmp_path)
+        session = MonitoredTrainingSession(hooks=[Fails(), counting])
+        session.run(step)
+        with pytest.raises(ValueError, match="at the end"):
+            session.close()
+    assert counting._writer is not None
+    with pytest.raises(ValueError, match="closed"):
+        counting._writer.add_summary(b"", 1)
+
+
+def test_none_for_both_of_two_intervals_writes_nothing(tmp_path: Path) -> None:
+    nothing: Any = dict.fromkeys(
+        f"save_{what}" for what in "summaries_steps summaries_secs checkpoint_secs".split()
+    )
+    with Graph().as_default():
+        step, _ = model()
+        with MonitoredTrainingSession(
+            checkpoint_dir=tmp_path, log_step_count_steps=None, **nothing
+        ) as session:
+            session.run(step)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_fails_like_a_lost_task_is_not_begun_again() -> None:
+    class Fails(hooks.SessionRunHook):
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            raise errors.UnavailableError("of the program")
+
+    with Graph().as_default():
+        step, _ = model()
+        session = MonitoredTrainingSession(hooks=[Fails()])
+        with pytest.raises(errors.UnavailableError, match="of the program"):
+            session.run(step)
+        assert session.run_step_fn(lambda c: c.session.run(get_or_create_global_step())) == 1
+        session.close()
+    server = nd.Server.create_local_server()
+    with Graph().as_default():
+        step, _ = model()
+        session = MonitoredTrainingSession(server.target, hooks=[Fails()], max_wait_secs=0.1)
+        with pytest.raises(errors.UnavailableError, match="of the program"):
+            session.run(step)
+        session.close()
+    server.stop()
+
+
+def test_mistakes_in_hooks_are_told(tmp_path: Path) -> None:
+    class Feeds(hooks.SessionRunHook):
+        def before_run(self, run_context: Any) -> Any:
+            return hooks.SessionRunArgs([], {x: 2.0})
+
+    with pytest.raises(ValueError, match="either scaffold or summary_op"):
+        hooks.SummarySaverHook(1, output_dir=tmp_path)
+    with Graph().as_default():
+        x = placeholder(np.float64, [])
+        with MonitoredTrainingSession(hooks=[Feeds()]) as session:
+            assert session.run(x) == 2.0
+            with pytest.raises(ValueError, match=r"Feeds feeds .*placeholder.* fed already"):
+                session.run(x, {x: 1.0})
 
 
 def test_a_finished_graph_can_be_trained_again(tmp_path: Path) -> None:
@@ -113,9 +193,9 @@ def test_hooks_log_count_and_end(caplog: pytest.LogCaptureFixture, tmp_path: Pat
 
 def test_a_loss_that_is_no_number_ends_the_training() -> None:
     with Graph().as_default():
-        x = placeholder(np.float64, [])
+        x = placeholder(np.float64)
         with MonitoredTrainingSession(hooks=[hooks.NanTensorHook(x)]) as session:
-            session.run(x, {x: 1.0})
+            session.run(x, {x: [np.inf, -np.inf]})
             with pytest.raises(hooks.NanLossDuringTrainingError, match="lower the learning rate"):
                 session.run(x, {x: np.nan})
 
@@ -162,27 +242,35 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> 
         train_badly(supervisor, bad)
 
 
-def test_a_supervisor_saves_once_at_a_time(tmp_path: Path) -> None:
-    events: list[str] = []
-    begun, second = threading.Event(), threading.Event()
+def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path: Path) -> None:
+    counted = threading.Event()
 
-    class Slow(Saver):
-        def save(self, *args: Any, **kwargs: Any) -> str:
-            events.append("begins")
-            if begun.is_set():
-                second.set()
-            begun.set()
-            second.wait(0.2)
-            path = super().save(*args, **kwargs)
-            events.append("ends")
-            return path
+    class Writer:
+        def add_summary(self, value: bytes, step: int) -> None:
+            assert b"global_step/sec" in value
+            if step > 0:
+                counted.set()
+
+        def close(self) -> None: ...
 
     with Graph().as_default():
+        step, _ = model()
+        options: Any = {"summary_op": None, "summary_writer": Writer()}
+        supervisor = Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
+        with supervisor.managed_session() as session:
+            session.run(step)
+            assert counted.wait(20.0)
+            raise StopIteration  # As next(batches) does.
+    assert str(latest_checkpoint(tmp_path)).endswith("model.ckpt-1")
+
+
+def test_a_supervisor_that_cannot_begin_closes_its_file(tmp_path: Path) -> None:
+    with Graph().as_default():
         model()
-        supervisor = Supervisor(logdir=tmp_path, saver=Slow())
-        with supervisor.managed_session():
-            assert begun.wait(20.0)  # The thread's.
-    assert events == ["begins", "ends"] * 2
+        supervisor = Supervisor(logdir=tmp_path, init_op=constant([1.0, 2.0]) + [1.0, 2.0, 3.0])
+        with pytest.raises(errors.InvalidArgumentError), supervisor.managed_session():
+            pass
+    assert supervisor.summary_writer is None
 
 
 def train_badly(supervisor: Supervisor, bad: Tensor) -> None:

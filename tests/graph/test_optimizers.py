@@ -60,6 +60,9 @@ def test_steps_are_those_of_the_optimizers_of_strategies(kind: str, sparse: bool
         ours = Variable(START)
         step = optimizer.minimize(loss(ours), get_or_create_global_step())
         session.run(global_variables_initializer())
+        square = optimizer.get_slot(ours, "square")
+        if square is not None:  # Of RMSProp, whose mean begins at 1 in graphs.
+            square.load(np.zeros_like(START), session)
         for _ in range(3):
             session.run(step)
             with nd.GradientTape() as tape:
@@ -86,7 +89,44 @@ def test_slots_are_variables_beside_theirs_and_the_rate_may_be_a_tensor() -> Non
         )
         session.run(global_variables_initializer())
         session.run(step, {rate: 0.25})
-        assert session.run([w, slot]) == [0.5, -0.5]
+        assert session.run([w, slot]) == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_rate_scales_the_whole_sum_of_momentum(nesterov: bool) -> None:
+    with Graph().as_default(), Session() as session:
+        rate, w = placeholder(np.float64), Variable(np.zeros(2))
+        optimizer = optimizers.MomentumOptimizer(rate, 0.9, use_nesterov=nesterov)
+        step = optimizer.apply_gradients([(np.array([1.0, -2.0]), w)])
+        session.run(global_variables_initializer())
+        expected, total = np.zeros(2), np.zeros(2)
+        for number in (1.0, 0.5, 0.25):
+            session.run(step, {rate: number})
+            total = 0.9 * total + [1.0, -2.0]
+            expected -= number * (0.9 * total + [1.0, -2.0] if nesterov else total)
+            np.testing.assert_allclose(session.run(w), expected, rtol=1e-12)
+
+
+def test_the_mean_of_rmsprop_begins_at_one() -> None:
+    with Graph().as_default(), Session() as session:
+        w = Variable(np.float64(0.0))
+        step = optimizers.RMSPropOptimizer(0.1).apply_gradients([(np.float64(2.0), w)])
+        session.run(global_variables_initializer())
+        session.run(step)
+        assert session.run(w) == pytest.approx(-0.1 * 2.0 / np.sqrt(0.9 * 1.0 + 0.1 * 4.0))
+
+
+def test_the_gradient_of_the_loss_may_be_given_and_a_rate_may_fall_again_and_again() -> None:
+    with Graph().as_default(), Session() as session:
+        w, step = Variable(np.float64(3.0)), placeholder(np.int64)
+        descent = optimizers.GradientDescentOptimizer(1.0)
+        train = descent.minimize(w * 2.0, grad_loss=np.float64(0.25))
+        session.run(global_variables_initializer())
+        session.run(train)
+        assert session.run(w) == 2.5
+        rate = optimizers.polynomial_decay(1.0, step, 10, 0.0, cycle=True)
+        found = [float(session.run(rate, {step: k})) for k in (0, 5, 10, 15, 20)]
+        assert found == [1.0, 0.5, 0.0, 0.25, 0.0]
 
 
 def test_mistakes_say_what_to_do() -> None:
@@ -95,6 +135,8 @@ def test_mistakes_say_what_to_do() -> None:
         descent = optimizers.GradientDescentOptimizer(0.1)
         with pytest.raises(ValueError, match=r"the loss depends on none of \[w:0"):
             descent.minimize(constant(1.0))
+        with pytest.raises(ValueError, match=r"initial_accumulator_value must be above 0, got 0"):
+            optimizers.AdagradOptimizer(0.1, initial_accumulator_value=0.0)
         step = descent.apply_gradients([(constant([1.0]), other)])
         with pytest.raises(errors.FailedPreconditionError, match="'other' has no value"):
             session.run(step)
@@ -170,8 +212,13 @@ def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others() 
         with MonitoredTrainingSession(server.target, is_chief=False, hooks=[stop]) as session:
             train_together(server.target, 1, 1, steps=4, total=2)
             assert not session.should_stop()
-            session.run(step, {count.value(): np.int64(1)})  # As read before the others' steps.
+            session.run(step)
             assert session.should_stop()
+        # As after a recovery, in the middle of the program's loop.
+        with MonitoredTrainingSession(server.target, is_chief=False, hooks=[stop]) as session:
+            assert session.should_stop()
+            session.run(step)
+            assert session.run([w, count]) == [pytest.approx(-0.3), 4]
     server.stop()
 
 

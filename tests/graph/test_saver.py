@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,10 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute import errors
+from ndistribute import errors, models, tensor_files
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Graph
+from ndistribute.graph.operations import random_normal
 from ndistribute.graph.saver import Saver, get_checkpoint_state, latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
@@ -55,6 +60,90 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     with pytest.raises(nd.CheckpointCorruptError, match=file.name):
         saver.restore(session, paths[1])
     assert saver.restore_latest(session, tmp_path) == paths[0]
+
+
+def test_the_last_that_was_written_is_the_latest_whatever_the_times_of_its_folder(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, *_ = program
+    saver, now = Saver(), time.time()
+    for step, clock in (9, now), (10, now), (11, now - 100.0):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        saver.save(session, tmp_path / "a" / "model", step)
+    checkpoint = nd.Checkpoint(w=nd.Variable(1.0))
+    first = checkpoint.save(tmp_path / "a" / "other")
+    assert latest_checkpoint(tmp_path / "a") == str(first.with_suffix(""))
+    last = saver.save(session, tmp_path / "a" / "model", 12)
+    assert latest_checkpoint(tmp_path / "a") == last
+    for folder in sorted((tmp_path / "a").iterdir()):
+        shutil.copytree(folder, tmp_path / "b" / folder.name)
+        os.utime(tmp_path / "b" / folder.name, (len(folder.name), 2.0 ** (10 - len(folder.name))))
+    assert latest_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "model-12")
+    assert models.latest_checkpoint(tmp_path / "b") == tmp_path / "b" / "model-12.000001"
+    states = get_checkpoint_state(tmp_path / "b")
+    assert states is not None
+    names = [Path(path).name for path in states.all_model_checkpoint_paths]
+    assert names == ["model-9", "model-10", "model-11", "other", "model-12"]
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_the_latest(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, saver, *_ = program
+    paths = [saver.save(session, tmp_path / "model", step) for step in (1, 2)]
+    read = Path.read_bytes
+
+    def late(path: Path) -> bytes:
+        if path.parent.name.startswith("model-2"):
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", late)
+    assert latest_checkpoint(tmp_path) == paths[0]
+
+
+def test_a_variable_whose_dtype_only_a_run_can_tell_keeps_it(tmp_path: Path) -> None:
+    with Graph().as_default(), Session() as session:
+        w = Variable(np.sum(random_normal([2, 3], seed=1), axis=0), name="w")
+        saver = Saver()
+        session.run(global_variables_initializer())
+        saver.restore(session, saver.save(session, tmp_path / "model"))
+        assert w.dtype is None
+        assert session.run(w).dtype == np.float32
+
+
+def test_one_checkpoint_is_kept_every_so_many_hours(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, *_ = program
+    start = time.time()
+    saver = Saver(max_to_keep=1, keep_checkpoint_every_n_hours=1.0)
+    for hour in range(5):
+        monkeypatch.setattr(time, "time", lambda hour=hour: start + 1800.0 * hour + 1.0)
+        saver.save(session, tmp_path / "model", hour)
+    found = get_checkpoint_state(tmp_path)
+    assert found is not None
+    assert [path[-2:] for path in found.all_model_checkpoint_paths] == ["-2", "-4"]
+
+
+def test_threads_save_one_after_the_other(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, saver, *_ = program
+    active, most, write = [0], [0], tensor_files.write
+
+    def slowly(*args: Any, **kwargs: Any) -> Path:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        threading.Event().wait(0.02)
+        path = write(*args, **kwargs)
+        active[0] -= 1
+        return path
+
+    monkeypatch.setattr(tensor_files, "write", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        paths = set(threads.map(lambda _: saver.save(session, tmp_path / "model", 1), range(3)))
+    assert (most, paths) == ([1], {str(tmp_path / "model-1")})
 
 
 def test_graphs_and_strategies_read_each_others_checkpoints(program: Any, tmp_path: Path) -> None:

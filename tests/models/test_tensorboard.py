@@ -169,6 +169,30 @@ def test_values_that_are_not_finite_are_left_out_of_a_histogram(tmp_path):
     assert step == 2**64 - 1  # As -1 is written.
 
 
+def test_values_that_hardly_differ_have_a_histogram(tmp_path):
+    with EventFile(tmp_path) as file:
+        for step, close in enumerate(([1.0, np.nextafter(1.0, 2.0)], [1e20] * 2, [-1e300, 1e308])):
+            file.histogram("close", close, step)
+    counts = [np.frombuffer(fields(one["close"][5][0])[7][0]) for _, one in events(tmp_path)]
+    assert [one.sum() for one in counts] == [2.0, 2.0]
+
+
+def test_a_graph_is_shown(tmp_path):
+    with nd.graph.Graph().as_default() as graph:
+        x = nd.graph.constant(1.0, name="x")
+        with graph.control_dependencies([x]), nd.device("/cpu:0"):
+            nd.graph.identity(np.split(nd.graph.constant(np.ones(2)), 2)[1], name="y")
+    with nd.graph.summary.FileWriter(tmp_path, graph):
+        pass
+    data = next(tmp_path.iterdir()).read_bytes()
+    size = struct.unpack_from("<Q", data)[0]
+    event = fields(data[size + 28 : -4])
+    nodes = {node[1][0]: node for node in map(fields, fields(event[4][0])[1])}
+    assert nodes[b"x"] == {1: [b"x"], 2: [b"constant"], 4: [b""]}
+    assert nodes[b"y"][3] == [b"split:1", b"^x"]
+    assert nodes[b"y"][4] == [b"/device:CPU:0"]
+
+
 TRACED = """
 import sys
 import numpy as np

@@ -15,6 +15,7 @@ from ndistribute.optimizers.algorithms import (
     AdagradRule,
     AdamRule,
     AdamWRule,
+    MomentumRule,
     RMSpropRule,
     SGDRule,
 )
@@ -25,6 +26,8 @@ CASES = [
     SGDRule(),
     SGDRule(0.9),
     SGDRule(0.9, nesterov=True),
+    MomentumRule(0.9),
+    MomentumRule(0.9, nesterov=True),
     AdagradRule(),
     AdamRule(),
     AdamRule(0.5, 0.7, 1e-3),
