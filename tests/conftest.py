@@ -12,7 +12,9 @@ import sys
 from collections.abc import Iterator
 
 import hypothesis
+import numpy as np
 import pytest
+import threadpoolctl
 
 from tests.leaks import Snapshot, leaks_since
 from tests.processes import close_zygote
@@ -44,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background jobs ignore interrupts, which tests send to themselves and to others.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Threads of BLAS spin while they wait for each other, and all cores have other work: an example
+    # with one replica took 27 s of processor time with two threads, and 2.4 s with one.
+    np.ones((2, 2)) @ np.ones((2, 2))
+    threadpoolctl.threadpool_limits(1, "blas")
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ndistribute.compat import tf
 from tests.processes import free_addresses
 
 TRAINER = Path(__file__).parent / "guides" / "classic_trainer.py"
+ENVIRON = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +130,8 @@ def test_a_classic_trainer_runs_from_four_command_lines(how: list[str]) -> None:
         for index in (0, 1):
             task = [f"--job_name={job}", f"--task_index={index}", "--steps=200", *how]
             command = [sys.executable, str(TRAINER), *hosts, *task]
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            options = {"env": ENVIRON, "stdout": subprocess.PIPE, "text": True}
+            running.append(subprocess.Popen(command, **options))
     try:
         printed = [process.communicate(timeout=120)[0] for process in running]
     finally:

@@ -8,7 +8,7 @@ import threadpoolctl
 
 import ndistribute as nd
 from ndistribute.blas import cores
-from tests.kinds import closing, in_thread, mirrored, raised_in
+from tests.kinds import closing, in_thread, inside_worker, mirrored, raised_in
 from tests.processes import Ranks
 
 
@@ -19,10 +19,13 @@ def threads() -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def _has_blas():
+def _all_cores():
+    """Use all cores, as a program does; other tests use one."""
     np.ones((2, 2)) @ np.ones((2, 2))
     if not threads():
         pytest.skip("threadpoolctl knows no BLAS library of this NumPy")
+    with threadpoolctl.threadpool_limits(1 if inside_worker() else cores(), "blas"):
+        yield
 
 
 def test_replicas_share_the_cores(several):
