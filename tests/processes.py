@@ -39,6 +39,9 @@ END_SECONDS = 40.0
 # longer. How fast it is, benchmarks.faults measures.
 AT_ONCE = 15.0
 LISTEN = "NDISTRIBUTE_LISTEN_FD"
+# Names modules that forked processes find imported, as it takes a second of each to import sklearn.
+PRELOAD = "ZYGOTE_PRELOAD"
+DIGITS = {PRELOAD: "sklearn.datasets"}
 # What forked processes need; none of it may depend on the environment or start a thread.
 _PRELOADED = "cloudpickle encodings.idna pytest ndistribute.coordinator.worker".split()
 _MODULE = "tests.processes"
@@ -67,23 +70,23 @@ class Forked:
 
     def wait(self, timeout: float) -> int:
         """Wait until the process has ended, and return its exit status as `subprocess` does."""
-        if self._code is None:
-            with contextlib.suppress(ProcessLookupError):  # Another thread has just asked.
-                ended = os.pidfd_open(self.pid)
-                try:
-                    if not wait([ended], timeout):
-                        raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-                finally:
-                    os.close(ended)
-        with self._asking:  # Once: the process is reaped, and its number may come back.
+        with self._asking:  # Once its code is known it is reaped, and its number may come back.
+            ended = os.pidfd_open(self.pid) if self._code is None else None
+        if ended is not None:
+            try:
+                if not wait([ended], timeout):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            finally:
+                os.close(ended)
+        with self._asking:
             if self._code is None:
                 self._code = self._zygote.ask(code=self.pid)
         return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process is known to have ended."""
-        if self._code is None:
-            with contextlib.suppress(ProcessLookupError):
+        with self._asking:
+            if self._code is None:
                 os.kill(self.pid, number)
 
 
@@ -175,6 +178,8 @@ def fork_on_demand(fd: int) -> Callable[[], Any] | None:
             started.remove(order["code"])
             answer = os.waitstatus_to_exitcode(os.waitpid(order["code"], 0)[1])
         else:
+            for module in order["environ"].get(PRELOAD, "").split():
+                importlib.import_module(module)
             answer = os.fork()
             if not answer:
                 control.close()
@@ -245,6 +250,7 @@ class Ranks:
     ) -> None:
         self.size = size
         self.pids: list[int] = []
+        self._pidfds: list[int] = []  # A number may come back when its process is reaped.
         self._lines: list[Connection] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         door = f"{self._directory.name}/door"
@@ -263,8 +269,8 @@ class Ranks:
             except BaseException:
                 for process in self._processes:
                     with contextlib.suppress(ProcessLookupError):
-                        process.send_signal(signal.SIGKILL)
                         os.killpg(process.pid, signal.SIGKILL)
+                    process.send_signal(signal.SIGKILL)
                 self.close()
                 raise
 
@@ -280,6 +286,7 @@ class Ranks:
             came[rank] = (pid, line)
         self.pids = [came[rank][0] for rank in range(self.size)]
         self._lines = [came[rank][1] for rank in range(self.size)]
+        self._pidfds += map(os.pidfd_open, self.pids)
 
     def run(
         self,
@@ -325,13 +332,13 @@ class Ranks:
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one process."""
-        os.kill(self.pids[rank], number)
+        signal.pidfd_send_signal(self._pidfds[rank], number)
 
     def kill(self) -> None:
         """Kill every process."""
-        for pid in self.pids:
+        for pidfd in self._pidfds:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """End every process; kill those that do not end in time."""
@@ -348,6 +355,8 @@ class Ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait(timeout=10.0)
+        while self._pidfds:
+            os.close(self._pidfds.pop())
         self._directory.cleanup()
         if late:
             raise AssertionError(f"processes {late} did not end by themselves.")

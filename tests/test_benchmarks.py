@@ -104,10 +104,13 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_process():
         [*words, "--repetitions", "1000"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as running:
         assert running.stderr is not None
-        assert "reduce_update" in running.stderr.readline()
-        assert "all_reduce" in running.stderr.readline()  # Now processes are at work.
-        running.terminate()
-        running.communicate(timeout=60)
+        try:
+            assert "reduce_update" in running.stderr.readline()
+            assert "all_reduce" in running.stderr.readline()  # Now processes are at work.
+            running.terminate()
+            running.communicate(timeout=60)
+        finally:
+            running.kill()
     # What it leaves behind is found by the check that every test ends with.
     assert running.returncode == 128 + signal.SIGTERM
 
