@@ -96,12 +96,12 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
     """
     if template is None:
         return lambda inputs: (inputs, {})
-    if not isinstance(template, list) or len(template) != 2 or not isinstance(template[1], dict):
-        raise MalformedError("the arguments of an operation are no template.")
+    if not isinstance(template, list) or list(map(type, template)) != [list, dict]:
+        raise _no_template()
     args, kwargs = template
     if args == [["input", k] for k in range(count)] and not kwargs:
         return lambda inputs: (inputs, {})
-    parts = [_decoded(arg, count) for arg in _listed(args)]
+    parts = [_decoded(arg, count) for arg in args]
     named = {str(name): _decoded(value, count) for name, value in kwargs.items()}
     return lambda inputs: (
         [part(inputs) for part in parts],
@@ -141,7 +141,7 @@ def _decoded(node: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]],
     if isinstance(node, _PLAIN):
         return lambda inputs: node
     if depth > _DEEPEST or not isinstance(node, list) or not node:
-        raise MalformedError("the arguments of an operation are no template.")
+        raise _no_template()
     kind, rest = node[0], node[1:]
     if kind == "input":
         k = rest[0] if len(rest) == 1 else None
@@ -155,9 +155,13 @@ def _decoded(node: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]],
         return lambda inputs: dtype
     made = _MADE.get(kind) if isinstance(kind, str) else None
     if made is None:
-        raise MalformedError("the arguments of an operation are no template.")
+        raise _no_template()
     parts = [_decoded(part, count, depth + 1) for part in rest]
     return lambda inputs: made([part(inputs) for part in parts])
+
+
+def _no_template() -> MalformedError:
+    return MalformedError("the arguments of an operation are no template.")
 
 
 _MADE: dict[str, Callable[[list[Any]], Any]] = {
@@ -166,12 +170,6 @@ _MADE: dict[str, Callable[[list[Any]], Any]] = {
     "slice": lambda parts: slice(*parts),
     "complex": lambda parts: complex(*parts),
 }
-
-
-def _listed(args: Any) -> list[Any]:
-    if not isinstance(args, list):
-        raise MalformedError("the arguments of an operation are no template.")
-    return args
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -7,6 +7,7 @@ A function of an operation returns the name of its device when the operation is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -90,7 +91,8 @@ def replica_device_setter(
     if ps_tasks == 0:
         return None
     spread = frozenset(("variable",) if ps_ops is None else ps_ops)
-    choose = _RoundRobin(ps_tasks) if ps_strategy is None else ps_strategy
+    turns = itertools.cycle(range(ps_tasks))
+    choose = (lambda op: next(turns)) if ps_strategy is None else ps_strategy
     if not callable(choose):
         raise TypeError(f"ps_strategy is a function of an operation, got {ps_strategy!r}.")
 
@@ -105,17 +107,6 @@ def replica_device_setter(
         return merge_device(op.device, server)
 
     return place
-
-
-class _RoundRobin:
-    """One task after another."""
-
-    def __init__(self, num_tasks: int) -> None:
-        self._num_tasks, self._next = num_tasks, 0
-
-    def __call__(self, op: Operation) -> int:
-        task, self._next = self._next, (self._next + 1) % self._num_tasks
-        return task
 
 
 class GreedyLoadBalancingStrategy:

@@ -10,11 +10,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph import messages as m
@@ -35,24 +36,12 @@ from ndistribute.graph.service import service_at
 from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
-__all__ = ["ConfigProto", "Runner", "Session", "default_session"]
+__all__ = ["ConfigProto", "Session", "default_session"]
 
 HERE = "/job:localhost/task:0"
 """The only task of a session without a target."""
 _CLOSE_SECONDS = 5.0
 _log = logging.getLogger("ndistribute")
-
-
-class Runner(Protocol):
-    """What runs the steps of a session: this process, or the server of its target."""
-
-    def run(
-        self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
-    ) -> list[Any]:
-        """Run the operations that fetches and targets need; return the values of the fetches."""
-
-    def close(self) -> None:
-        """End the session."""
 
 
 @dataclass(kw_only=True)
@@ -103,7 +92,9 @@ class Session:
     def __init__(self, target: str = "", graph: Graph | None = None, config: Any = None) -> None:
         self.graph = graph or get_default_graph()
         self.target, self.config = target, config
-        self._runner: Runner | None = _Remote(target, config) if target else _InProcess(config)
+        self._runner: _Remote | _InProcess | None = (
+            _Remote(target, config) if target else _InProcess(config)
+        )
         self._entered: list[Any] = []
 
     def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
@@ -175,9 +166,7 @@ class _InProcess:
     def __init__(self, config: Any) -> None:
         self._resources = Resources()
         self._plans: dict[Any, Plan] = {}
-        self._timeout = _timeout_of(config)
-        self._soft = bool(getattr(config, "allow_soft_placement", False))
-        self._log = bool(getattr(config, "log_device_placement", False))
+        self._soft, self._log, self._timeout = _options(config)
 
     def run(
         self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
@@ -220,9 +209,7 @@ class _Remote:
         self._client = _Client()
         self._session = secrets.token_hex(8)
         self._known = 0  # The number of operations that the master has.
-        self._soft = bool(getattr(config, "allow_soft_placement", False))
-        self._log = bool(getattr(config, "log_device_placement", False))
-        self._timeout = _timeout_of(config)
+        self._soft, self._log, self._timeout = _options(config)
 
     def run(
         self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
@@ -264,13 +251,17 @@ class _Remote:
 
 def _own(value: Any) -> Any:
     """Return a value that the caller may change, in host memory."""
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(_own(value.values), _own(value.indices), value.dense_shape)
     value = moved(value, CPU)
     return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
 
-def _timeout_of(config: Any) -> float | None:
-    milliseconds = getattr(config, "operation_timeout_in_ms", 0)
-    return milliseconds / 1000 if milliseconds else None
+def _options(config: Any) -> tuple[bool, bool, float | None]:
+    """Return whether to replace devices that do not exist, to log, and the timeout of a step."""
+    soft = bool(getattr(config, "allow_soft_placement", False))
+    log = bool(getattr(config, "log_device_placement", False))
+    return soft, log, getattr(config, "operation_timeout_in_ms", 0) / 1000 or None
 
 
 def address_of(target: str) -> str:

@@ -94,6 +94,10 @@ def test_what_a_program_feeds_and_fetches_is_its_own(session: Session) -> None:
     v.load(fed)
     for same in (x, np.reshape(x, [2, 1]), v.assign(x)):
         assert not np.shares_memory(session.run(same, {x: fed}), fed)
+    table, rows, at = Variable(np.ones((3, 2))), placeholder(np.int64, [None]), np.array([0, 2])
+    session.run(table.initializer)
+    slope = session.run(gradients(np.sum(table[rows]), table)[0], {rows: at})
+    assert not np.shares_memory(slope.indices, at)
     fed += 5
     for tensor, expected in ((v.value(), 0.0), (c, 1.0)):
         session.run(tensor)[:] = 7.0
