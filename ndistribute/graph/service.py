@@ -42,6 +42,7 @@ _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
 _GIVE_UP_SECONDS = 1.0
 _WAIT_SECONDS = 0.02  # Between looks at several tasks.
+_LOOK_SECONDS = 1.0  # Between looks at the client, while one task computes.
 _log = logging.getLogger("ndistribute")
 _here: dict[str, GraphService] = {}
 os.register_at_fork(after_in_child=_here.clear)
@@ -87,6 +88,7 @@ class GraphService:
         self._parts: dict[str, dict[str, Plan]] = {}  # By session.
         self._masters: dict[str, str] = {}  # Of the sessions with parts here.
         self._steps: dict[str, Step] = {}
+        self.is_closed = False
 
     def listens_at(self, address: str) -> None:
         """Let the sessions of this process call this service, whose server listens there."""
@@ -169,6 +171,7 @@ class GraphService:
         for address in [address for address, one in _here.items() if one is self]:
             del _here[address]
         with self._lock:
+            self.is_closed = True
             steps = list(self._steps.values())
         for step in steps:
             step.abort(UnavailableError(f"{self.task} was stopped.", task=self.task))
@@ -397,7 +400,7 @@ class _Running:
         ends = None
         alone = len(self._pending) == 1 and self._ends == math.inf and self._failure is None
         while self._pending:
-            until = time.monotonic() + (1.0 if alone else _WAIT_SECONDS)
+            until = time.monotonic() + (_LOOK_SECONDS if alone else _WAIT_SECONDS)
             with self._looking:  # A thread of a failed step may be about to end.
                 self._look(until)
             self._check_ends()
@@ -426,6 +429,9 @@ class _Running:
             waits = f": {' and '.join(self._pending)} did not answer" if self._pending else ""
             late = DeadlineExceededError(f"the step took longer than its timeout{waits}.")
             self._fail(m.failure_of(late, self._service.task))
+        elif self._service.is_closed:  # A client in this process does not notice by itself.
+            task = self._service.task
+            self._fail(m.failure_of(UnavailableError(f"{task} was stopped."), task))
         elif not self._peer.is_open:
             gone = CancelledError("the client of the session is gone.")
             self._fail(m.failure_of(gone, self._service.task))

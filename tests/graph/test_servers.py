@@ -166,6 +166,22 @@ def test_a_body_that_changes_a_variable_must_run_on_its_task(cluster: Any) -> No
             session.run(elsewhere)
 
 
+def test_a_server_that_is_stopped_ends_the_steps_of_its_own_process(
+    cluster: Any, monkeypatch: Any
+) -> None:
+    for pause in ("_LOOK_SECONDS", "_GIVE_UP_SECONDS"):
+        monkeypatch.setattr(service, pause, 0.02)
+    with get_default_graph().device(PS):
+        zero = identity(constant(0.0))
+        endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [zero])
+    with Session(cluster["worker"].target) as session, ThreadPoolExecutor(1) as threads:
+        run = threads.submit(session.run, endless)
+        wait_until(lambda: cluster["ps"]._graphs._steps)
+        cluster["worker"].stop()
+        with pytest.raises(errors.UnavailableError, match="worker/task:0 was stopped"):
+            run.result(AT_ONCE)
+
+
 @pytest.fixture
 def silent() -> Iterator[str]:
     """Return an address where connections are taken and nothing is answered."""
