@@ -110,7 +110,7 @@ class Node:
                 near = list(map(untrack, near))
                 result = self.place.run(functools.partial(self._computed, step), inputs, near)
         except OperationError as error:
-            if error.op is None:
+            if error.op is None and self.type != "send":  # Which no program made.
                 error.op = self.name
             raise
         except Exception as error:

@@ -50,6 +50,7 @@ class Symbolic(NDArrayOperatorsMixin):
     __slots__ = ()
     __array_priority__ = 2000.0
     shape: Any
+    graph: Any
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if kwargs.pop("out", None) is not None:
@@ -520,19 +521,16 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
 
 def _graph_of(values: Sequence[Any]) -> Graph:
     """Return the graph for an operation: that of its inputs, or one that is traced around it."""
-    graph = get_default_graph()
-    for value in values:
-        element = getattr(value, "graph_element", value)
-        if isinstance(element, Tensor) and not graph.encloses(element.graph):
-            return element.graph
-    return graph
+    default = get_default_graph()
+    graphs: list[Graph] = [value.graph for value in values if isinstance(value, Symbolic)]
+    return next((one for one in graphs if not default.encloses(one)), default)
 
 
 def _operation(value: Any) -> Operation:
-    element = getattr(value, "op", getattr(value, "graph_element", value))
-    if not isinstance(element, Operation):
+    op = value if isinstance(value, Operation) else getattr(value, "op", None)
+    if not isinstance(op, Operation):
         raise TypeError(f"{value!r} is no operation, tensor or variable of a graph.")
-    return element
+    return op
 
 
 def refuse_writing(what: str) -> NoReturn:

@@ -116,6 +116,17 @@ def test_python_functions_run_in_this_process(session: Session) -> None:
     assert session.run(py_function(lambda x: x + 1, [constant(1.0)])) == 2.0
 
 
+def test_a_use_of_a_variable_reads_it_once(session: Session) -> None:
+    v, graph = Variable(1.0), session.graph
+    with graph.control_dependencies([v.assign_add(1.0)]):
+        before = graph.version
+        total = np.add(v, v.value())
+    added = [op.type for op in graph.get_operations()[before:]]
+    assert added == ["read", "read", "numpy.add"]
+    session.run(global_variables_initializer())
+    assert session.run(total) == 4.0
+
+
 def test_a_branch_or_a_body_changes_variables_only_when_it_is_run(session: Session) -> None:
     v, p = Variable(0.0), placeholder(np.bool_)
     either = cond(p, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
