@@ -26,7 +26,7 @@ __all__ = [
     "moved",
     "parse_device",
     "place_of",
-    "resolve",
+    "task_of",
 ]
 
 CPU = Device("cpu:0")
@@ -72,19 +72,23 @@ def merge_device(inner: str, outer: str) -> str:
     )
 
 
-def resolve(device: str, tasks: Mapping[str, str], default: str, *, soft: bool = False) -> str:
-    """Return the task of a device: one of `tasks`, such as ``"/job:ps/task:0"``.
+def task_of(operation: Any, tasks: Mapping[str, str], default: str, *, soft: bool = False) -> str:
+    """Return the task of an operation's device: one of `tasks`, such as ``"/job:ps/task:0"``.
 
     Args:
-        device: a device's name, of which any part may be missing.
+        operation: an `Operation` or its definition; any part of its device may be missing.
         tasks: the addresses of all tasks, by name.
-        default: the task for a name without a job or, if it is of that job, without a task.
+        default: the task for a device without a job or, if it is of that job, without a task.
         soft: whether the default task replaces one that does not exist.
 
     Raises:
         InvalidArgumentError: no such task exists.
     """
-    parts, here = parse_device(device), parse_device(default)
+    start = f"operation {operation.name!r} is on {operation.device}"
+    try:
+        parts, here = parse_device(operation.device), parse_device(default)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{start}: {error}", op=operation.name) from error
     job = parts.get("job", here["job"])
     index = parts.get("task", here["task"] if job == here["job"] else "0")
     name = f"/job:{job}/task:{index}"
@@ -93,8 +97,9 @@ def resolve(device: str, tasks: Mapping[str, str], default: str, *, soft: bool =
     if soft:
         return default
     raise InvalidArgumentError(
-        f"there is no {name}: the tasks are {', '.join(sorted(tasks))}. Correct the device, or set "
-        "allow_soft_placement in the session's config."
+        f"{start}: there is no {name}: the tasks are {', '.join(sorted(tasks))}. Correct the "
+        "device, or set allow_soft_placement in the session's config.",
+        op=operation.name,
     )
 
 

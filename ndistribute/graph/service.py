@@ -32,7 +32,7 @@ from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
-from ndistribute.graph.placement import resolve
+from ndistribute.graph.placement import task_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.transport.secret import Credentials
 
@@ -296,16 +296,9 @@ class _Session:
         service = self._service
         feeds, fetches = list(request.feeds), list(request.fetches)
         needed = pruned(self._operations, fetches, request.targets, feeds)
-
-        def task_of(one: OperationDef) -> str:
-            try:
-                return resolve(one.device, service.tasks, service.task, soft=request.soft)
-            except (InvalidArgumentError, ValueError) as error:
-                raise InvalidArgumentError(
-                    f"operation {one.name!r} is on {one.device}: {error}", op=one.name
-                ) from error
-
-        tasks = placed(needed, task_of)
+        tasks = placed(
+            needed, lambda one: task_of(one, service.tasks, service.task, soft=request.soft)
+        )
         for name, task in tasks.items() if request.log else ():
             _log.info("%s: %s", name, task)
         made = _Cut(request.fetches)

@@ -31,7 +31,7 @@ from ndistribute.graph.graph import (
 )
 from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.partition import pruned
-from ndistribute.graph.placement import CPU, moved, resolve
+from ndistribute.graph.placement import CPU, moved, task_of
 from ndistribute.graph.service import service_at
 from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
@@ -177,7 +177,7 @@ class _InProcess:
             definitions = {op.name: op.definition for op in graph.get_operations()}
             needed = pruned(definitions, fetches, targets, list(feeds))
             for one in needed:
-                resolve(one.device, {HERE: ""}, HERE, soft=self._soft)
+                task_of(one, {HERE: ""}, HERE, soft=self._soft)
                 if self._log:
                     _log.info("%s: %s", one.name, one.device or HERE)
             plan = self._plans[key] = Plan(needed, list(feeds), fetches, self._soft)

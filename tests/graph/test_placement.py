@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ndistribute import errors
 from ndistribute.graph.devices import (
     GreedyLoadBalancingStrategy,
     byte_size_load_fn,
@@ -16,6 +17,7 @@ from ndistribute.graph.devices import (
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, Operation
 from ndistribute.graph.operations import constant, placeholder, random_normal
+from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable
 
 
@@ -47,6 +49,14 @@ def test_a_function_places_each_operation_and_outer_scopes_add_to_it() -> None:
 def test_wrong_names_say_how_to_write_them() -> None:
     with pytest.raises(ValueError, match=r"'/tpu:0' is not the name of a device. Write"):
         device("/tpu:0")
+
+
+def test_a_task_that_does_not_exist_is_an_error_that_names_the_operation() -> None:
+    with device("/job:ps/task:3"):
+        x = constant(1.0, name="x")
+    with Session() as session, pytest.raises(errors.InvalidArgumentError, match="tasks are") as it:
+        session.run(x)
+    assert it.value.op == "x"
 
 
 def test_all_of_a_variable_is_where_the_variable_is() -> None:
