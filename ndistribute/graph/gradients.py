@@ -6,7 +6,7 @@ the tape back. So the rules are those of `ndistribute.autodiff`, and shapes may 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
     Returns:
         A tensor for each of `xs`, None if no y depends on it. Where only rows of a variable were
         read, its value is an `IndexedSlices`.
+
+    Raises:
+        ValueError: a y depends on a gradient with respect to one of `xs`.
 
     >>> from ndistribute.graph.session import Session
     >>> x = as_tensor(np.array([1.0, 2.0]))
@@ -80,17 +83,30 @@ def _ends(source: Any) -> list[Tensor]:
 
 def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict[Operation, None]:
     """Return the operations on paths from the ends to the targets, in the order of the graph."""
-    behind: set[Operation] = set()
-    stack = [target.op for target in targets]
-    while stack:
-        op = stack.pop()
-        if op not in behind and op.type not in _CONSTANT:
-            behind.add(op)
-            stack += [tensor.op for tensor in op.inputs]
+    behind = _behind([target.op for target in targets])
+    taped = [op.definition.attributes["of"] for op in behind if op.type == "gradient"]
+    for op in _behind(map(graph.get_operation_by_name, taped)):
+        if not ends.isdisjoint(op.inputs):
+            raise ValueError(
+                f"gradients of gradients are not computed, and that of {op.name!r} is one of the "
+                "ys. Pass it through stop_gradient() if it shall be a constant."
+            )
     found: dict[Operation, None] = {}
     for op in graph.get_operations():
         if op in behind and any(one in ends or one.op in found for one in op.inputs):
             found[op] = None
+    return found
+
+
+def _behind(operations: Iterable[Operation]) -> set[Operation]:
+    """Return operations, and those on which their values depend smoothly."""
+    found: set[Operation] = set()
+    stack = list(operations)
+    while stack:
+        op = stack.pop()
+        if op not in found and op.type not in _CONSTANT:
+            found.add(op)
+            stack += [tensor.op for tensor in op.inputs]
     return found
 
 

@@ -204,6 +204,11 @@ MISTAKES = {
     "conversion": (lambda: float(constant(1.0)), TypeError, "Session.run"),
     "writing": (lambda: np.add(constant(1.0), 1.0, out=np.zeros(1)), TypeError, "read-only"),
     "files": (lambda: np.save("x", constant(1.0)), TypeError, "save cannot be an operation"),
+    "second order": (
+        lambda: gradients(gradients((x := placeholder(float)) ** 3, x), x),
+        ValueError,
+        "gradients of gradients are not computed, and that of 'pow",
+    ),
     "other graph": (lambda: Graph().add("identity", [constant(1.0)]), ValueError, "another graph"),
 }
 
