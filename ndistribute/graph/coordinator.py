@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ndistribute.errors import OutOfRangeError
 
@@ -43,8 +44,12 @@ class Coordinator:
         """Return True once a thread has asked to stop."""
         return self._stop.is_set()
 
-    def request_stop(self, ex: BaseException | None = None) -> None:
-        """Ask all threads to stop; `join` raises the first exception that was given here."""
+    def request_stop(self, ex: Any = None) -> None:
+        """Ask all threads to stop; `join` raises the first exception that was given here.
+
+        It may also be given as the result of `sys.exc_info`.
+        """
+        ex = ex[1] if isinstance(ex, tuple) else ex
         with self._lock:
             if ex is not None and self._error is None and not isinstance(ex, self._clean):
                 self._error = ex

@@ -132,24 +132,21 @@ class Timer:
         step = int(context.session.run(global_step_of_graph(context.session.graph)))
         return step if self.is_due(step) else None
 
-    def mark(self, step: int) -> tuple[int, float]:
-        """Start again at a step; return the steps and seconds since the last time."""
-        now = time.monotonic()
-        passed = step - (self.last_step if self.last_step is not None else step)
-        elapsed = now - self.last_time
-        self.last_step, self.last_time = step, now
-        return passed, elapsed
+    def mark(self, step: int) -> float | None:
+        """Start again at a step; return the steps in a second since the last time, if any."""
+        last, seconds = self.last_step, time.monotonic() - self.last_time
+        self.last_step, self.last_time = step, time.monotonic()
+        return None if last is None or seconds <= 0 else (step - last) / seconds
 
 
 def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
-    """Log and write the steps in a second since the timer's last time; the first time, none."""
-    first = timer.last_step is None
-    steps, seconds = timer.mark(step)
-    if first or seconds <= 0:
+    """Log and write the steps in a second since the timer's last time, if there is one."""
+    speed = timer.mark(step)
+    if speed is None:
         return
-    _log.info("global_step/sec: %g", steps / seconds)
+    _log.info("global_step/sec: %g", speed)
     if writer is not None:
-        writer.add_summary(scalar("global_step/sec", steps / seconds), step)
+        writer.add_summary(scalar("global_step/sec", speed), step)
 
 
 class _StepHook(SessionRunHook):

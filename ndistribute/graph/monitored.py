@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -140,8 +141,7 @@ def prepare_session(
     Raises:
         FailedPreconditionError: a variable has no value afterwards.
     """
-    session = Session(target, config=config)
-    try:
+    with _opened(target, config) as session:
         restored = None
         if folder and scaffold.saver is not None:
             restored = scaffold.saver.restore_latest(session, folder)
@@ -159,9 +159,6 @@ def prepare_session(
                 + ": init_op and the saver must cover all of them."
             )
         return session
-    except BaseException:
-        session.close()
-        raise
 
 
 def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs: float) -> Session:
@@ -170,26 +167,32 @@ def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs
     Raises:
         DeadlineExceededError: it has not within `max_wait_secs`.
     """
-    deadline = time.monotonic() + max_wait_secs
-    while True:
-        session = Session(target, config=config)
-        try:
-            if is_ready(session, scaffold.ready_op):
-                if scaffold.local_init_op is not None:
-                    session.run(scaffold.local_init_op)
-                return session
-            why = "the chief has not initialised the variables"
-        except _RECOVERABLE as error:
-            why = str(error)
-        except BaseException:
-            session.close()
-            raise
+
+    def make() -> Session:
+        with _opened(target, config) as session:
+            if not is_ready(session, scaffold.ready_op):
+                raise UnavailableError("the chief has not initialised the variables.")
+            if scaffold.local_init_op is not None:
+                session.run(scaffold.local_init_op)
+            return session
+
+    try:
+        return retried(make, max_wait_secs)
+    except _RECOVERABLE as error:
+        raise DeadlineExceededError(
+            f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Does the chief run?"
+        ) from error
+
+
+@contextlib.contextmanager
+def _opened(target: str, config: Any) -> Iterator[Session]:
+    """Return a context manager with a new session, which is closed if the block fails."""
+    session = Session(target, config=config)
+    try:
+        yield session
+    except BaseException:
         session.close()
-        if time.monotonic() > deadline:
-            raise DeadlineExceededError(
-                f"no session after {max_wait_secs:g} s: {why.rstrip('.')}. Does the chief run?"
-            )
-        time.sleep(_POLL_SECONDS)
+        raise
 
 
 class MonitoredTrainingSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +176,19 @@ def test_a_coordinator_stops_all_threads_and_raises_the_first_failure() -> None:
     with pytest.raises(ValueError, match="broken"):
         coordinator.join(threads)
     assert coordinator.should_stop()
+
+
+def test_the_end_of_the_input_is_no_failure_but_what_exc_info_tells_is() -> None:
+    coordinator = Coordinator()
+    with coordinator.stop_on_exception():
+        raise StopIteration
+    coordinator.join()
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        coordinator.request_stop(sys.exc_info())
+    with pytest.raises(ValueError, match="broken"):
+        coordinator.join()
 
 
 def test_a_saver_that_goes_on_removes_no_checkpoints_of_other_names(
