@@ -23,6 +23,8 @@ from ndistribute.graph.hooks import global_step_of_graph
 from ndistribute.models import nn
 
 _program = {"has graphs": False}
+_log = logging.getLogger("ndistribute")
+debug, info, warning, error = _log.debug, _log.info, _log.warning, _log.error
 
 
 def use_graphs(*_: Any, **__: Any) -> None:
@@ -274,7 +276,7 @@ def run(main: Callable[..., Any] | None = None, argv: list[str] | None = None) -
 def set_verbosity(level: int) -> None:
     """Set from which level on messages are shown."""
     logging.basicConfig(format="%(levelname)s:%(message)s")
-    logging.getLogger("ndistribute").setLevel(level)
+    _log.setLevel(level)
 
 
 def _map(function: Callable[[Any], Any], nest: Any) -> Any:

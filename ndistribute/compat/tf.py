@@ -86,8 +86,8 @@ _TABLE = """
     .compat.adapters: to_categorical
 [linalg] numpy: einsum  numpy/binary: matmul tensordot  numpy.linalg/unary: det inv norm
     numpy.linalg/binary: solve  .compat.adapters: eye
-[logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING debug error info warn=warning warning
-    .compat.graphs: set_verbosity
+[logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
+    .compat.graphs: debug error info set_verbosity warn=warning warning
 [math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
         logical_not negative round sign sin sinh sqrt square tan
     numpy/binary: add divide equal greater greater_equal less less_equal logical_and logical_or

@@ -192,8 +192,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """Return the path of the newest checkpoint, or None."""
-        found = latest_checkpoint(self.model_dir)
-        return None if found is None else str(found)
+        return latest_checkpoint(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
         """Return the names of the variables in the newest checkpoint."""

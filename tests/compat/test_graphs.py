@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -74,6 +75,17 @@ def test_an_interactive_session_is_the_default_one_until_it_is_closed() -> None:
         session.close()
         session.close()
         assert graph.graph.default_session() is outer
+
+
+def test_messages_of_the_chosen_level_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogger("ndistribute").level
+    try:
+        tf.logging.set_verbosity(tf.logging.INFO)
+        tf.logging.info("step %d", 3)
+        tf.logging.debug("hidden")
+    finally:
+        tf.logging.set_verbosity(before)
+    assert caplog.messages == ["step 3"]
 
 
 def test_names_have_two_meanings_depending_on_the_program() -> None:
