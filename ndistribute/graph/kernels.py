@@ -169,7 +169,7 @@ def _update(step: Step, options: dict[str, Any], gradient: Any, learning_rate: A
             )
         rate = rule.rate(_counted(step, options["count"]), float(learning_rate))
         arrays = [variable.writable() for variable in shared]
-        if isinstance(gradient, IndexedSlices) and rule.rows_alone:
+        if isinstance(gradient, IndexedSlices) and options["rows_alone"]:
             rows = gradient.summed()
             update_rows(rule, arrays, rows.values, rows.indices, rate)
         else:

@@ -52,7 +52,9 @@ class Optimizer:
         self._rule: Rule = rule_named(rule, hyperparameters)
         self._learning_rate, self._name = learning_rate, name
         self._slots: dict[Variable, dict[str, Variable]] = {}
-        self._starts: dict[str, float] = {}  # Of slots that begin unlike those of the rule.
+        # What differs from the rule: where slots begin, and whether rows without gradient change.
+        self._starts: dict[str, float] = {}
+        self._rows_alone = self._rule.rows_alone
 
     def get_name(self) -> str:
         """Return the name."""
@@ -151,6 +153,7 @@ class Optimizer:
             "count": slots["step"].op.name if "step" in slots else None,
             "rule": rule,
             "hyperparameters": hyperparameters,
+            "rows_alone": self._rows_alone,
         }
         rate = as_tensor(self._learning_rate, name="learning_rate")
         return variable.graph.add(
@@ -207,6 +210,8 @@ class GradientDescentOptimizer(Optimizer):
 class MomentumOptimizer(Optimizer):
     """Gradient descent with momentum: the step is the rate times a sum of gradients.
 
+    Where only rows of a variable were read, the others and their sums stay.
+
     Args:
         learning_rate: a number or a tensor.
         momentum: the part of the last sum that is kept.
@@ -224,6 +229,7 @@ class MomentumOptimizer(Optimizer):
         use_nesterov: bool = False,
     ) -> None:
         super().__init__("momentum", learning_rate, name, momentum=momentum, nesterov=use_nesterov)
+        self._rows_alone = True
 
 
 class AdagradOptimizer(Optimizer):
@@ -251,7 +257,8 @@ class AdagradOptimizer(Optimizer):
 class RMSPropOptimizer(Optimizer):
     """RMSProp, which divides by the root of a moving mean of squared gradients (Hinton, 2012).
 
-    The mean begins at 1, so the first steps are small.
+    The mean begins at 1, so the first steps are small. Where only rows of a variable were read, the
+    others and their means stay.
     """
 
     def __init__(
@@ -273,7 +280,7 @@ class RMSPropOptimizer(Optimizer):
             epsilon=epsilon,
             centered=centered,
         )
-        self._starts = {"square": 1.0}
+        self._starts, self._rows_alone = {"square": 1.0}, True
 
 
 class AdamOptimizer(Optimizer):

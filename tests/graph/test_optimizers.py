@@ -116,6 +116,19 @@ def test_the_mean_of_rmsprop_begins_at_one() -> None:
         assert session.run(w) == pytest.approx(-0.1 * 2.0 / np.sqrt(0.9 * 1.0 + 0.1 * 4.0))
 
 
+@pytest.mark.parametrize("kind", ["momentum", "rmsprop", "adam"])
+def test_rows_that_were_not_read_stay_but_for_adam(kind: str) -> None:
+    with Graph().as_default(), Session() as session:
+        w, rows = Variable(np.ones((3, 2))), placeholder(np.int64, [None])
+        step = PAIRS[kind]()[0].minimize(np.sum(w[rows] ** 2))
+        session.run(global_variables_initializer())
+        session.run(step, {rows: [0]})
+        before = session.run(w)
+        session.run(step, {rows: [1, 1]})
+        moved = np.any(session.run(w) != before, axis=1).tolist()
+    assert moved == [kind == "adam", True, False]
+
+
 def test_the_gradient_of_the_loss_may_be_given_and_a_rate_may_fall_again_and_again() -> None:
     with Graph().as_default(), Session() as session:
         w, step = Variable(np.float64(3.0)), placeholder(np.int64)
