@@ -52,6 +52,7 @@ __all__ = [
 T = TypeVar("T")
 _RECOVERABLE = (AbortedError, UnavailableError)
 _POLL_SECONDS = 0.2
+_SILENT_SECONDS = 10.0  # A mistyped address should not be waited for without a word.
 _DEFAULT: Any = object()
 _log = logging.getLogger("ndistribute")
 
@@ -123,13 +124,17 @@ def is_ready(session: Session, ready_op: Any) -> bool:
 
 def retried(make: Callable[[], T], max_wait_secs: float) -> T:
     """Return what a function returns; tasks that fail meanwhile may come back until a deadline."""
-    deadline = time.monotonic() + max_wait_secs
+    begun, told = time.monotonic(), False
     while True:
         try:
             return make()
-        except _RECOVERABLE:
-            if time.monotonic() > deadline:
+        except _RECOVERABLE as error:
+            waited = time.monotonic() - begun
+            if waited > max_wait_secs:
                 raise
+            if waited > _SILENT_SECONDS and not told:
+                told = True
+                _log.warning("still waiting, for %g s at most: %s", max_wait_secs, str(error))
             time.sleep(_POLL_SECONDS)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import errors
-from ndistribute.graph import hooks, summary
+from ndistribute.graph import hooks, monitored, summary
 from ndistribute.graph.graph import Graph, Tensor
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, placeholder
@@ -279,12 +279,17 @@ def train_badly(supervisor: Supervisor, bad: Tensor) -> None:
         session.run(bad)
 
 
-def test_who_waits_for_the_chief_says_so_at_the_deadline() -> None:
+def test_who_waits_for_the_chief_says_so_at_the_deadline(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitored, "_SILENT_SECONDS", 0.0)
     server = nd.Server.create_local_server()
     with Graph().as_default():
         model()
         with pytest.raises(errors.DeadlineExceededError, match="Does the chief run"):
             MonitoredTrainingSession(server.target, is_chief=False, max_wait_secs=0.1)
+        said = "still waiting, for 0.1 s at most: the chief has not initialised the variables."
+        assert caplog.messages == [said]
         with Session(server.target, Graph()) as other:
             assert other.graph is not None
     server.stop()
