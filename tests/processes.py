@@ -39,9 +39,8 @@ END_SECONDS = 40.0
 # longer. How fast it is, benchmarks.faults measures.
 AT_ONCE = 15.0
 LISTEN = "NDISTRIBUTE_LISTEN_FD"
-# Names modules that forked processes find imported, as it takes a second of each to import sklearn.
-PRELOAD = "ZYGOTE_PRELOAD"
-DIGITS = {PRELOAD: "sklearn.datasets"}
+# Where processes find a stand-in for scikit-learn that takes no second to import.
+QUICK = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "quick"), str(ROOT)])}
 # What forked processes need; none of it may depend on the environment or start a thread.
 _PRELOADED = "cloudpickle encodings.idna pytest ndistribute.coordinator.worker".split()
 _MODULE = "tests.processes"
@@ -105,7 +104,7 @@ class Zygote:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(other.fileno())],
                 cwd=ROOT,
-                env=_environ(),
+                env=_environ(QUICK),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
                 process_group=0,  # An interrupt from the terminal is the tests' business.
@@ -178,8 +177,6 @@ def fork_on_demand(fd: int) -> Callable[[], Any] | None:
             started.remove(order["code"])
             answer = os.waitstatus_to_exitcode(os.waitpid(order["code"], 0)[1])
         else:
-            for module in order["environ"].get(PRELOAD, "").split():
-                importlib.import_module(module)
             answer = os.fork()
             if not answer:
                 control.close()
@@ -514,11 +511,6 @@ class Tasks:
         self.send(job, index, signal.SIGSTOP)
         stat = Path(f"/proc/{self.pid(job, index)}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-
-    def resident_megabytes(self, job: str, index: int) -> float:
-        """Return how much memory a task holds."""
-        lines = Path(f"/proc/{self.pid(job, index)}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
     def kill(self, job: str, index: int) -> None:
         """End a task without a warning, and wait until it has ended."""

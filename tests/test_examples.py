@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import find_mpiexec, free_addresses
+from tests.processes import QUICK, find_mpiexec, free_addresses
 
 ROOT = Path(__file__).parents[1]
 DIGITS, FIT, GAN, TEXT, SWAP, RESUME, PARALLEL = (
@@ -26,7 +26,7 @@ DIGITS, FIT, GAN, TEXT, SWAP, RESUME, PARALLEL = (
 SERVERS = ["examples/parameter_server.py", "--epochs", "12"]
 GRAPHS = ["examples/graph_trainer.py", "--steps", "200"]
 LAUNCHER = [sys.executable, "-m", "ndistribute", "run"]
-ENVIRON = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+ENVIRON = {**os.environ, **QUICK, "OPENBLAS_NUM_THREADS": "1"}
 SECONDS = 110.0
 # float32 sums in another order may move one of the 360 test images over the border.
 NEAR = 1.5 / 360
@@ -52,6 +52,7 @@ def output_here(*command: str) -> str:
         patch.setattr("tqdm.tqdm.monitor_interval", 0)  # Else it keeps a thread.
         patch.syspath_prepend(str(ROOT / "examples"))
         patch.chdir(ROOT)
+        patch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])  # Of processes that it starts.
         runpy.run_path(command[0], run_name="__main__")
     return out.getvalue()
 

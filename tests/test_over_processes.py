@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.kinds import worker_kinds
-from tests.processes import DIGITS, ROOT, Ranks, find_mpiexec
+from tests.processes import ROOT, Ranks, find_mpiexec
 
 SECONDS = 300
 STRATEGIES, VARIABLES, OPTIMIZERS = "tests/strategies", "tests/variables", "tests/optimizers"
@@ -68,7 +68,7 @@ def workers(request):
     if meeting.wire == "mpi" and not (importlib.util.find_spec("mpi4py") and find_mpiexec()):
         pytest.skip("needs mpi4py and mpiexec: pip install 'ndistribute[mpi]'")
     # The seed of property tests is fixed, so that all workers draw the same examples.
-    environ = {"CONTRACT_KINDS": meeting.kinds, "CI": "1", **DIGITS}
+    environ = {"CONTRACT_KINDS": meeting.kinds, "CI": "1"}
     each = [{**environ, "NDISTRIBUTE_HOST_ID": host} for host in meeting.hosts]
     with Ranks(len(each), meeting.wire, each) as ranks:
         yield ranks

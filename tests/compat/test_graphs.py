@@ -14,10 +14,10 @@ import pytest
 
 from ndistribute import graph
 from ndistribute.compat import tf
-from tests.processes import free_addresses
+from tests.processes import QUICK, free_addresses
 
 TRAINER = Path(__file__).parent / "guides" / "classic_trainer.py"
-ENVIRON = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+ENVIRON = {**os.environ, **QUICK, "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import ndistribute as nd
 from ndistribute.estimator import RunConfig, model_to_estimator
 from tests.estimator import test_canned as canned
 from tests.estimator import test_estimator as alone
-from tests.processes import DIGITS, ROOT, Ranks, Tasks, wait_until
+from tests.processes import ROOT, Ranks, Tasks, wait_until
 
 
 def train_together(rank: int, size: int, directory: str) -> tuple[dict[str, Any], Any, bool]:
@@ -84,7 +84,7 @@ def test_all_tasks_of_a_cluster_run_one_program(tmp_path: Path) -> None:
         f"sys.argv = ['', '--model_dir', {str(tmp_path / 'model')!r}, '--max_steps', '300']\n"
         f"runpy.run_path({str(ROOT / 'examples' / 'estimator.py')!r}, run_name='__main__')\n"
     )
-    with Tasks(workers=1, servers=1, TASK_SCRIPT=str(script), **DIGITS) as tasks:
+    with Tasks(workers=1, servers=1, TASK_SCRIPT=str(script)) as tasks:
         jobs = ("chief", "evaluator", "worker", "ps")
         for job in reversed(jobs):
             tasks.start(job, 0)

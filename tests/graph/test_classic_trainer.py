@@ -19,7 +19,7 @@ import pytest
 
 from ndistribute import errors
 from ndistribute import graph as g
-from tests.processes import DIGITS, Tasks, wait_until
+from tests.processes import Tasks, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "graph_trainer.py"
 KILLS = int(os.environ.get("FAULTS_KILLS", "3"))
@@ -31,7 +31,7 @@ class Trainer(Tasks):
     """The processes of a training."""
 
     def __init__(self, workers: int, *flags: object) -> None:
-        super().__init__(workers, 2, chief=False, TASK_SCRIPT=str(SCRIPT), **DIGITS)
+        super().__init__(workers, 2, chief=False, TASK_SCRIPT=str(SCRIPT))
         hosts = [f"--{job}_hosts={','.join(all_)}" for job, all_ in self.cluster.items()]
         self._flags = [*hosts, *map(str, flags)]
 

@@ -21,7 +21,7 @@ from tests.digits_training import (
     weights,
 )
 from tests.kinds import ALL, fixture_over, inside_worker
-from tests.processes import DIGITS, Ranks
+from tests.processes import Ranks
 
 pytest.importorskip("sklearn")
 
@@ -51,14 +51,14 @@ def test_the_training_that_is_compared_moves_every_weight() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_workers_in_processes_give_the_weights_of_one_process(way: str) -> None:
-    with Ranks(2, environ=DIGITS) as ranks:
+    with Ranks(2) as ranks:
         for found in ranks.results(on_worker, way):
             check(found)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_workers_of_servers_that_do_not_wait_reach_the_accuracy(way: str) -> None:
-    with Ranks(3, environ=DIGITS, jobs=["ps", "worker", "worker"]) as ranks:
+    with Ranks(3, jobs=["ps", "worker", "worker"]) as ranks:
         ranks.run(serve, ranks=[0])[0].result()
         found = [outcome.result() for outcome in ranks.run(on_own_loop, way, ranks=[1, 2])]
     assert max(found) > 0.9  # The other one may have ended before.
