@@ -7,16 +7,17 @@ arrays `y` (like `x`), `mask`, `rows` and `labels`.
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import math
 import re
 import traceback
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import integrate, linalg, signal, sparse, special, stats
+from scipy import sparse, special
 
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape
@@ -28,19 +29,15 @@ TABLES = (RULES, RULES_BY_PATH, JOINT_RULES, COMPOSED)
 RNG = np.random.default_rng(7)
 X = RNG.uniform(0.2, 0.9, (3, 4))
 PLAIN = {
-    "integrate": integrate,
     "labels": np.array([1, 3, 0]),
-    "linalg": linalg,
     "mask": np.array([True, False, True, True]),
     "math": math,
     "nd": nd,
     "np": np,
     "plain": np.zeros(3),
     "rows": np.array([2, 0, 2]),
-    "signal": signal,
     "sparse": sparse,
     "special": special,
-    "stats": stats,
     "windows": np.lib.stride_tricks.sliding_window_view,
     "y": RNG.uniform(0.2, 0.9, (3, 4)),
 }
@@ -390,7 +387,14 @@ special.airy | special.airy(x)[0]
 def named(x: np.ndarray) -> dict:
     """Return what an expression may use, computed from `x`, which is tracked or plain."""
     q = x[:, :3] + 2 * np.eye(3)
-    return {**PLAIN, "x": x, "a": x[0, 0], "v": x[1], "q": q, "p": q @ q.T}
+    return {**PLAIN, **more_of_scipy(), "x": x, "a": x[0, 0], "v": x[1], "q": q, "p": q @ q.T}
+
+
+@cache
+def more_of_scipy() -> dict:
+    """Return modules whose import takes seconds, which not all who collect this file can spare."""
+    names = ("integrate", "linalg", "signal", "stats")
+    return {name: importlib.import_module(f"scipy.{name}") for name in names}
 
 
 def lines(table: str) -> list[str]:

@@ -6,6 +6,7 @@ Where the steps do not wait for each other, what is compared is the accuracy.
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.digits_training import (
 from tests.kinds import ALL, fixture_over, inside_worker
 from tests.processes import Ranks
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is missing")
 
 ONE = {} if inside_worker() else {"one-device": lambda: nd.OneDeviceStrategy("cpu:0")}
 strategy = fixture_over({**ALL, **ONE})
