@@ -100,7 +100,8 @@ def numeric_column(
     width = math.prod(sizes)
 
     def values(features: Features, trainable: bool) -> Any:
-        rows = np.reshape(_feature(features, key).astype(dtype), (-1, width))
+        feature = _feature(features, key)
+        rows = _function("numbers", feature, key, list(sizes)).astype(dtype)
         return rows if normalizer_fn is None else normalizer_fn(rows)
 
     return DenseColumn(key, width, np.dtype(dtype), values)
@@ -384,8 +385,19 @@ def _rows(values: Any) -> Any:
     return array.reshape(len(array), math.prod(array.shape[1:]))
 
 
+def _numbers(values: Any, key: str, sizes: Sequence[int]) -> Any:
+    if tuple(values.shape[1:]) not in (tuple(sizes), () if math.prod(sizes) == 1 else None):
+        raise ValueError(
+            f"the feature {key!r} has shape {values.shape}, and its numeric_column expects "
+            f"{('batch', *sizes)}: set shape."
+        )
+    return values.reshape(len(values), math.prod(sizes))
+
+
 def _checked(values: Any, buckets: int, default: int | None) -> Any:
     ids = _rows(values)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"ids must be integers, and are {ids.dtype}.")
     outside = (ids >= buckets) | (ids < -1 if default is None else ids < 0)
     if default is not None:
         return np.where(outside, default, ids)
@@ -446,5 +458,5 @@ def _there(ids: Any, dtype: Any) -> Any:
     return (ids >= 0).astype(dtype)[..., None]
 
 
-for _callable in (_checked, lookup, _hashed, _counts, _there):
+for _callable in (_numbers, _checked, lookup, _hashed, _counts, _there):
     register(f"feature_column.{_callable.__name__.lstrip('_')}", _callable)

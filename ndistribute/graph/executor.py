@@ -118,7 +118,7 @@ class Node:
             made = f" It was made in {self.source}." if self.source else ""
             raise InvalidArgumentError(
                 f"operation {self.name!r} ({self.type}){where} failed: {type(error).__name__}: "
-                f"{error}.{made}",
+                f"{str(error).rstrip('.')}.{made}",
                 op=self.name,
             ) from error
         if self.outputs == 1:

@@ -148,6 +148,16 @@ MISTAKES = {
         InvalidArgumentError,
         "id 3 is not below num_buckets=3",
     ),
+    "no integers": (
+        lambda: ID.ids({"id": np.array([0.0])}),
+        InvalidArgumentError,
+        "must be integers, and are float64",
+    ),
+    "another shape": (
+        lambda: fc.input_layer({"pair": np.ones((1, 4))}, fc.numeric_column("pair", 2)),
+        InvalidArgumentError,
+        r"'pair' has shape \(1, 4\).*expects \('batch', 2\)",
+    ),
 }
 
 

@@ -94,6 +94,43 @@ def test_all_tasks_of_a_cluster_run_one_program(tmp_path: Path) -> None:
     assert float(score[2]) > 0.94
 
 
+TOGETHER = """
+import numpy as np
+from ndistribute import graph
+from ndistribute.estimator import *
+
+def model_fn(features, labels, mode, config):
+    w = graph.Variable(np.zeros((3, 1)), name="w")
+    loss = np.mean(np.square(features @ w - labels))
+    count = config.num_worker_replicas
+    optimizer = graph.SyncReplicasOptimizer(graph.GradientDescentOptimizer(0.1), count)
+    step = optimizer.minimize(loss, graph.get_or_create_global_step())
+    hook = optimizer.make_session_run_hook(config.is_chief)
+    return EstimatorSpec(mode, loss=loss, train_op=step, training_hooks=[hook])
+
+def input_fn(config):
+    x = np.eye(4, 3)[:2] if config.is_chief else np.eye(4, 3)[2:]
+    return x, x @ [[1.0], [2.0], [3.0]]
+
+model = Estimator(model_fn, config=RunConfig({directory!r}))
+train_and_evaluate(model, TrainSpec(input_fn, max_steps=30), EvalSpec(input_fn))
+"""
+
+
+def test_workers_of_servers_make_each_step_together(tmp_path: Path) -> None:
+    script, directory = tmp_path / "program.py", str(tmp_path / "model")
+    script.write_text(TOGETHER.format(directory=directory))
+    with Tasks(workers=1, servers=1, TASK_SCRIPT=str(script)) as tasks:
+        for job in ("ps", "worker", "chief"):
+            tasks.start(job, 0)
+        assert [tasks.code(job, 0) for job in ("chief", "worker", "ps")] == [0, 0, 0]
+    w, x = np.zeros((3, 1)), np.eye(4, 3)
+    for _ in range(30):
+        w -= 0.1 * 2 * x.T @ (x @ w - x @ [[1.0], [2.0], [3.0]]) / 4
+    found = alone.Estimator(lambda features: features, directory).get_variable_value("w")
+    np.testing.assert_allclose(found, w, rtol=0, atol=1e-12)
+
+
 SLOW = """
 import time
 import numpy as np
