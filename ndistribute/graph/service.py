@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ndistribute.errors import (
@@ -237,14 +238,15 @@ def restarted(task: str) -> AbortedError:
     return AbortedError(f"{task} was restarted: make a new session.", task=task)
 
 
+@dataclass
 class _Cut:
     """A step that was placed and cut: the part of each task."""
 
-    def __init__(self, fetches: tuple[str, ...]) -> None:
-        self.fetches = fetches
-        self.own: Plan | None = None
-        self.own_feeds: list[int] = []  # Positions among the feeds of the step.
-        self.others: list[tuple[str, str, list[int], list[str]]] = []  # task, part, feeds, fetches
+    fetches: tuple[str, ...]
+    own: Plan | None = None
+    own_feeds: list[int] = field(default_factory=list)  # Positions among the feeds of the step.
+    others: list[tuple[str, str, list[int], list[str]]] = field(default_factory=list)
+    """Of the other tasks: the task, its part, the positions of its feeds, and its fetches."""
 
 
 class _Session:
@@ -374,7 +376,7 @@ class _Running:
                 )
                 results.update(zip(made.own.fetches, found, strict=True))
         except Exception as error:
-            self._check_ends()
+            self._check_ends(str(error))
             self._fail(m.failure_of(error, service.task))
         except BaseException:  # Such as Ctrl-C on a client in this process.
             self._fail(m.failure_of(CancelledError("the step was interrupted."), service.task))
@@ -382,7 +384,6 @@ class _Running:
             raise
         self._collect()
         if self._failure is not None:
-            service.rendezvous.end(self._number)  # Its part may not have begun.
             return self._failure
         for task, _, _, fetches in made.others:
             results.update(zip(fetches, self._replies[task].values, strict=True))
@@ -403,6 +404,8 @@ class _Running:
                     for pending in self._pending.values():
                         pending.cancel()
                     self._pending.clear()
+        if self._failure is not None:
+            self._service.rendezvous.end(self._number)  # This task's part may not have begun.
 
     def _check(self, step: Step) -> None:
         """Abort this task's part if another one has failed; called while it waits or computes."""
@@ -415,19 +418,20 @@ class _Running:
         if self._failure is not None:
             step.abort(m.error_of(self._failure))
 
-    def _check_ends(self) -> None:
-        if self._failure is not None:
-            return
+    def _check_ends(self, why: str = "") -> None:
+        task = self._service.task
+        error: OperationError | None = None
         if time.monotonic() > self._ends:
-            waits = f": {' and '.join(self._pending)} did not answer" if self._pending else ""
-            late = DeadlineExceededError(f"the step took longer than its timeout{waits}.")
-            self._fail(m.failure_of(late, self._service.task))
+            if self._pending and not why:
+                why = f"{' and '.join(self._pending)} did not answer."
+            why = f": {why}" if why else "."
+            error = DeadlineExceededError(f"the step took longer than its timeout{why}")
         elif self._service.is_closed:  # A client in this process does not notice by itself.
-            task = self._service.task
-            self._fail(m.failure_of(UnavailableError(f"{task} was stopped."), task))
+            error = UnavailableError(f"{task} was stopped.")
         elif not self._peer.is_open:
-            gone = CancelledError("the client of the session is gone.")
-            self._fail(m.failure_of(gone, self._service.task))
+            error = CancelledError("the client of the session is gone.")
+        if error is not None:
+            self._fail(m.failure_of(error, task))
 
     def _look(self, until: float) -> None:
         """Take the replies that have arrived, and wait until a time for the first of them."""
@@ -452,10 +456,9 @@ class _Running:
         self._failure = failure
         service, until = self._service, time.monotonic() + _GIVE_UP_SECONDS
         for task, *_ in self._cut.others:  # Also those that have not begun, but may get values.
-            if task != failure.task:
-                with contextlib.suppress(OperationError):
-                    abort = m.Abort(self._number, failure)
-                    service.lanes.tell(service.tasks[task], abort, until=until)
+            with contextlib.suppress(OperationError):
+                abort = m.Abort(self._number, failure)
+                service.lanes.tell(service.tasks[task], abort, until=until)
 
 
 class _Outside:
@@ -482,7 +485,7 @@ class _Rendezvous:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._waiting: dict[tuple[str, str], Callable[[Any], None]] = {}
+        self._waiting: dict[str, dict[str, Callable[[Any], None]]] = {}
         self._ended: OrderedDict[str, m.Failure | None] = OrderedDict()
 
     def begin(self, step: str) -> m.Failure | None:
@@ -496,14 +499,14 @@ class _Rendezvous:
         with self._lock:
             if step in self._ended:
                 return
+            waiting = self._waiting.get(step, {})
             for key, value in values.items():
-                then = self._waiting.pop((step, key), None)
-                if then is not None:
-                    due.append((then, value))
-                    continue
-                self._steps.setdefault(step, {})[key] = value
-                while len(self._steps) > _ENDED:  # Of masters that died before they began.
-                    self._steps.popitem(last=False)
+                if key in waiting:
+                    due.append((waiting.pop(key), value))
+                else:
+                    self._steps.setdefault(step, {})[key] = value
+            while len(self._steps) > _ENDED:  # Of masters that died before they began.
+                self._steps.popitem(last=False)
         for then, value in due:
             then(value)
 
@@ -512,7 +515,7 @@ class _Rendezvous:
         with self._lock:
             kept = self._steps.get(step, {})
             if key not in kept:
-                self._waiting[step, key] = then
+                self._waiting.setdefault(step, {})[key] = then
                 return
             value = kept.pop(key)
         then(value)
@@ -527,8 +530,7 @@ class _Rendezvous:
         """Drop what belongs to a step and what still comes for it; it fails if it begins later."""
         with self._lock:
             self._steps.pop(step, None)
-            for key in [key for key in self._waiting if key[0] == step]:
-                del self._waiting[key]
+            self._waiting.pop(step, None)
             self._ended[step] = failure
             while len(self._ended) > _ENDED:
                 self._ended.popitem(last=False)
