@@ -72,8 +72,8 @@ def _functions() -> dict[str, Function]:
 
 
 def _listed() -> Iterator[tuple[str, Function]]:
-    for module, names in _modules():
-        for name in names:
+    for module in (np, np.linalg):
+        for name in sorted(module.__all__):
             function = getattr(module, name)
             is_ufunc = isinstance(function, np.ufunc)
             if name in _EXCLUDED or not (is_ufunc or hasattr(function, "_implementation")):
@@ -86,14 +86,9 @@ def _listed() -> Iterator[tuple[str, Function]]:
     yield "getitem", _getitem
 
 
-def _modules() -> Iterator[tuple[Any, list[str]]]:
-    yield np, [name for name in dir(np) if not name.startswith("_")]
-    yield np.linalg, list(np.linalg.__all__)
-
-
 @functools.cache
 def _names() -> dict[Function, str]:
-    # Of several names of one function the shortest counts: numpy.abs is numpy.absolute.
+    # Of several names of one function the first counts: numpy.abs is numpy.absolute.
     names: dict[Function, str] = {}
     for name, function in (_functions() | _registered).items():
         names.setdefault(function, name)
