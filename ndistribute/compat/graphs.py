@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ndistribute import graph, models
+from ndistribute import graph, models, tree
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.hooks import global_step_of_graph
 from ndistribute.models import nn
@@ -66,8 +66,8 @@ class Session(graph.Session):
     def run(self, fetches: Any, feed_dict: Any = None, *_: Any, **__: Any) -> Any:
         """Return the values of fetches; see `ndistribute.graph.Session`."""
         with self.graph.as_default():
-            known = _map(lambda one: graph.as_tensor(one) if _is_array(one) else one, fetches)
-        return _map(_as_bytes, super().run(known, feed_dict))
+            known = tree.map_leaves(_as_fetch, fetches)
+        return tree.map_leaves(_as_bytes, super().run(known, feed_dict))
 
 
 class InteractiveSession(Session):
@@ -279,16 +279,8 @@ def set_verbosity(level: int) -> None:
     _log.setLevel(level)
 
 
-def _map(function: Callable[[Any], Any], nest: Any) -> Any:
-    if isinstance(nest, dict):
-        return {key: _map(function, one) for key, one in nest.items()}
-    if isinstance(nest, list | tuple) and not hasattr(nest, "_fields"):
-        return type(nest)(_map(function, one) for one in nest)
-    return function(nest)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic)
+def _as_fetch(value: Any) -> Any:
+    return graph.as_tensor(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _as_bytes(value: Any) -> Any:
