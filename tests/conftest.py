@@ -21,6 +21,9 @@ from tests.processes import close_zygote
 
 _FAILED = pytest.StashKey[bool]()
 
+# Here it would hide what it stands in for.
+collect_ignore = ["quick"]
+
 # Open MPI refuses what tests do: root, as in containers, and more processes than cores.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
