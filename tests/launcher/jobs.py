@@ -76,7 +76,7 @@ def read_pids(job: subprocess.Popen[str], count: int) -> list[int]:
     return pids
 
 
-def lasting(pids: Sequence[int], seconds: float = 10.0) -> list[int]:
+def lasting(pids: Sequence[int], seconds: float = 30.0) -> list[int]:
     """Return those processes that have not ended in a number of seconds."""
     return [pid for pid in pids if not _ends(pid, seconds)]
 
