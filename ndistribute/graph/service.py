@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from ndistribute.errors import (
     AbortedError,
@@ -85,6 +86,8 @@ class GraphService:
         self.rendezvous = _Rendezvous()
         self._lock = threading.Lock()
         self._connections: dict[str, int] = {}  # The number of a client's connections.
+        self._near: WeakValueDictionary[str, Client] = WeakValueDictionary()
+        """The clients in this process, which may end without closing their sessions."""
         self._sessions: dict[str, _Session] = {}
         self._parts: dict[str, dict[str, Plan]] = {}  # By session.
         self._masters: dict[str, str] = {}  # Of the sessions with parts here.
@@ -180,11 +183,18 @@ class GraphService:
         self.resources.clear()
 
     def _session(self, peer: Client, name: str) -> _Session:
+        left: list[str] = []
         with self._lock:
             found = self._sessions.get(name)
             if found is None:
+                if peer.name not in self._connections:
+                    self._near[peer.name] = peer
+                clients = {*self._connections, *self._near}
+                left = [one.name for one in self._sessions.values() if one.client not in clients]
                 found = self._sessions[name] = _Session(self, name, peer.name)
-            return found
+        for one in left:
+            self._close(one)
+        return found
 
     def _run_part(self, peer: Client, request: m.RunPart) -> m.Reply:
         session = request.part.partition("/")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import gc
 import math
 import socket
 import threading
@@ -237,6 +238,15 @@ def test_a_step_that_cannot_begin_leaves_no_values(cluster: Any, monkeypatch: An
             session.run("add:0")
         graphs.handle(None, 0, m.Deliver("nobody/1", {"x:0": pack(np.ones(1))}))
         assert not graphs.rendezvous._steps
+
+
+def test_a_session_that_nobody_closed_leaves_nothing(cluster: Any) -> None:
+    begun(cluster, Session(cluster["worker"].target))
+    gc.collect()
+    with Session(cluster["worker"].target) as session:
+        session.run("add:0")
+        assert len(cluster["worker"]._graphs._sessions) == 1
+        wait_until(lambda: len(cluster["ps"]._graphs._parts) == 1)
 
 
 def test_a_closed_session_registers_no_more_parts(cluster: Any) -> None:
