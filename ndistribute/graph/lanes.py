@@ -26,6 +26,7 @@ __all__ = ["PURPOSE", "Lanes", "Pending"]
 
 PURPOSE = "graph"
 _CONNECT_SECONDS = 10.0
+_ENDED = "this process has ended its connections."
 _replies: Decoder[Any] = Decoder(Reply | Failed)
 _open: weakref.WeakSet[Lanes] = weakref.WeakSet()
 
@@ -189,10 +190,12 @@ class Lanes:
         if made is not None:
             made.close()
         if current is None:
-            raise ConnectionLostError("this process has ended its connections.")
+            raise ConnectionLostError(_ENDED)
         return current
 
     def _connected(self, address: str, until: float) -> Connection:
+        if self._closed:
+            raise ConnectionLostError(_ENDED)
         deadline = min(until, time.monotonic() + _CONNECT_SECONDS)
         return connect(address, self._credentials, self._hello, _replies, deadline=deadline)
 

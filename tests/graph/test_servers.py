@@ -206,6 +206,15 @@ def test_a_step_does_not_wait_long_for_a_stopped_task(silent: str, monkeypatch: 
     assert time.monotonic() - start < 5.0
 
 
+def test_a_stopped_server_connects_to_nobody(silent: str) -> None:
+    lanes, start = session_module._lanes_to(silent), time.monotonic()
+    lanes.close()
+    for send in (lanes.tell, lanes.start):
+        with pytest.raises(errors.UnavailableError, match="has ended its connections"):
+            send(silent, m.Forget("s"))
+    assert time.monotonic() - start < 5.0
+
+
 def test_a_step_does_not_wait_long_for_a_stopped_master(silent: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(session_module, "_CLOSE_SECONDS", 0.05)
     start = time.monotonic()
