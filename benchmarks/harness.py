@@ -197,7 +197,7 @@ class _Run:
         """Find out what each side has."""
         for side in (side for side in self._pythons if side in sides):
             python = self._pythons[side]
-            with Ranks(1, "python", python=python) as alone:
+            with Ranks(1, self._wire(side), python=python) as alone:
                 (found,) = alone.run(worker.describe, _PACKAGES[side])
             if found.result()[_PACKAGES[side][0]] is None:
                 _log.warning("%s: %s has no %s: left out", side, python, _PACKAGES[side][0])
@@ -244,13 +244,11 @@ class _Run:
 
     def _ask(self, one: Contender, function: Callable[..., Any], *args: Any) -> list[Any]:
         if _key(one) not in self._teams:
-            # Forks start at once, but with the threads for arithmetic of whom they are forked from.
-            forked = self._options.quick and one.side == OURS and one.wire == "python"
             with _on_cores(self._options.cores):
                 environ = {**_pinned(one.threads), **one.environ}
                 self._teams[_key(one)] = Ranks(
                     len(one.jobs),
-                    "tcp" if forked else one.wire,
+                    self._wire(one.side) if one.wire == "python" else one.wire,
                     environ,
                     jobs=one.jobs,
                     python=self._pythons[one.side],
@@ -259,6 +257,13 @@ class _Run:
         # Who failed first says why; that the others lost it is no news.
         outcomes.sort(key=lambda outcome: outcome.error in (None, "WorkerLostError", "Lost"))
         return [value for value in (outcome.result() for outcome in outcomes) if value is not None]
+
+    def _wire(self, side: str) -> str:
+        """Return how processes start that need no MPI.
+
+        Forks start at once, but with the threads for arithmetic of whom they are forked from.
+        """
+        return "tcp" if self._options.quick and side == OURS else "python"
 
     def _open(self, turn: _Turn) -> None:
         one = turn.one
