@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,28 +24,28 @@ Tensors = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(ABC):
     """What a ready-made estimator does with logits of shape ``(batch, units)``."""
 
     units: int
     weight_column: str | None = None
     vocabulary: tuple[Any, ...] = ()  # The labels by class; empty: labels are the classes.
 
+    @abstractmethod
     def predictions(self, logits: Any) -> Tensors:
         """Return tensors with an entry for each example."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, logits: Any, labels: Any) -> Any:
         """Return the loss of each label."""
-        raise NotImplementedError
 
+    @abstractmethod
     def labels(self, labels: Any) -> Any:
         """Return labels of shape ``(batch, n)`` as losses and metrics use them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self, labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
         """Return metrics in addition to the average loss."""
-        raise NotImplementedError
 
     def spec(
         self,
