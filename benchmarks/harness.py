@@ -295,6 +295,7 @@ class _Run:
         turn.others_cores.append(max(0.0, busy - own) / whole)
 
     def _seconds(self, turn: _Turn, steps: int) -> float:
+        self._ask(turn.one, worker.collect)
         return float(max(self._ask(turn.one, worker.run_case, turn.case, steps)))
 
     def _close(self, turn: _Turn) -> None:
