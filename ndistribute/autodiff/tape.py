@@ -19,7 +19,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff import collectives
-from ndistribute.autodiff.backward import Component, Entry, backpropagate
+from ndistribute.autodiff.backward import Component, Entry, Spans, backpropagate
 from ndistribute.autodiff.diagnostics import refuse_read
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
@@ -27,6 +27,7 @@ from ndistribute.context import Frame, current_frame, frame_stack
 from ndistribute.devices import as_array
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
+Pullback = Callable[..., list[Any]]
 
 _new: Any = object.__new__
 
@@ -303,15 +304,8 @@ class GradientTape:
             self._close()
             self._entries = None
             graph.askers -= 1
-        replica = current_frame().replica
-        found = backpropagate(
-            entries,
-            seeds,
-            {place for place in places if place is not None},
-            spans=[(start, len(entries) if stop is None else stop) for start, stop in self._spans],
-            free=graph.askers == 0,
-            memory=None if replica is None else replica.communicator.gradient_memory,
-        )
+        spans = [(start, len(entries) if stop is None else stop) for start, stop in self._spans]
+        found = _backward(entries, seeds, places, spans, free=graph.askers == 0)
         results = _results(leaves, places, found, zero == "zero")
         if leaves and not found:
             _check_order(graph, entries, leaves, seeds)
@@ -373,8 +367,7 @@ class GradientTape:
             else:
                 continue
             if place is not None:
-                seed = _seed(value, gradient)
-                seeds[place] = seeds[place] + seed if place in seeds else seed
+                _add_seed(seeds, place, _seed(value, gradient))
         return seeds
 
     def _close(self) -> None:
@@ -387,6 +380,69 @@ class GradientTape:
         start, stop = self._spans[-1]
         if stop is None and self._entries is not None:
             self._spans[-1] = (start, len(self._entries))
+
+
+def vjp(function: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[Any, Pullback]:
+    """Return a function's result, and the function that computes the gradients of its arguments.
+
+    It records what a tape would record that watches these arguments and nothing else, whatever
+    else records, and takes a third of a tape's time.
+
+    Args:
+        function: takes the list of arguments, and returns an array or a sequence of arrays.
+        arguments: arrays, numbers and other values; those of floating dtypes have gradients.
+
+    Returns:
+        The untracked result, and a function of the gradients of all results, None for a result
+        without; of the positions of arguments; and of whether to be called again, for which it
+        keeps arrays. It returns the gradients of these arguments, zeros where there are none.
+
+    >>> result, pullback = vjp(lambda xs: xs[0] * xs[1], [np.array(3.0), np.array(4.0)])
+    >>> pullback([np.array(1.0)], [0, 1])
+    [array(4.), array(3.)]
+    """
+    frame = current_frame()
+    graph = Graph(frame)
+    leaves = [graph.leaf(one) if is_differentiable(one) else one for one in arguments]
+    outer, frame.recorder = frame.recorder, graph
+    try:
+        result = function(leaves)
+    finally:
+        frame.recorder = outer
+    results = list(result) if isinstance(result, list | tuple) else [result]
+
+    def pullback(
+        gradients: Sequence[Any], positions: Sequence[int], again: bool = False
+    ) -> list[Any]:
+        seeds: dict[int, Any] = {}
+        for target, gradient in zip(results, gradients, strict=True):
+            if gradient is not None and isinstance(target, Tracked):
+                _add_seed(seeds, target.index, _seed(target.value, gradient))
+        sources = [leaves[k] for k in positions]
+        places = [one.index if isinstance(one, Tracked) else None for one in sources]
+        spans = [(0, len(graph.entries))]
+        found = _backward(graph.entries, seeds, places, spans, free=not again)
+        return _results(sources, places, found, zero=True)
+
+    return untrack(result), pullback
+
+
+def _backward(
+    entries: list[Entry | None],
+    seeds: Mapping[int, Any],
+    places: Sequence[int | None],
+    spans: Spans,
+    free: bool,
+) -> dict[int, Any]:
+    """Return the gradients at some places, in the memory that this replica reduces, if any."""
+    replica = current_frame().replica
+    memory = None if replica is None else replica.communicator.gradient_memory
+    sources = {place for place in places if place is not None}
+    return backpropagate(entries, seeds, sources, spans=spans, free=free, memory=memory)
+
+
+def _add_seed(seeds: dict[int, Any], place: int, seed: Any) -> None:
+    seeds[place] = seeds[place] + seed if place in seeds else seed
 
 
 def _results(

@@ -20,7 +20,7 @@ from ndistribute.autodiff.tracked import untrack
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, unpack
 from ndistribute.graph.functions import function_named
-from ndistribute.graph.kernels import KERNELS, run_taped
+from ndistribute.graph.kernels import KERNELS, run_recorded
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import place_of
 from ndistribute.graph.step import Body, Step, read_only
@@ -71,7 +71,7 @@ class Node:
         self.last: list[int] = []  # The inputs that no later operation uses.
         self.next: list[int] = []  # The operations that wait for this one.
         self.waits = 0  # The number of operations that this one waits for.
-        self.gradients = 0  # The number of operations that use its tape.
+        self.gradients = 0  # The number of operations that compute its gradients.
         self.seconds = 0.0
         self.place = place_of(self.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
@@ -106,7 +106,8 @@ class Node:
             if self.place is None:
                 result = self._computed(step, inputs)
             else:
-                near = step.tapes[self.attributes["of"]][1] if self.type == "gradient" else inputs
+                is_gradient = self.type == "gradient"
+                near = step.pullbacks[self.attributes["of"]][0] if is_gradient else inputs
                 near = list(map(untrack, near))
                 result = self.place.run(functools.partial(self._computed, step), inputs, near)
         except OperationError as error:
@@ -133,7 +134,7 @@ class Node:
             values[self.slot : self.slot + self.outputs] = result
 
     def _computed(self, step: Step, inputs: Sequence[Any]) -> Any:
-        return run_taped(step, self, inputs) if self.gradients else self.compute(step, inputs)
+        return run_recorded(step, self, inputs) if self.gradients else self.compute(step, inputs)
 
 
 class Plan:
@@ -254,7 +255,9 @@ class _Parallel:
             k for k, node in enumerate(nodes) if not node.waits and node.type != "recv"
         )
         self._left = len(nodes)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._is_waiting = False  # Whether the thread of the step waits for a change.
         self._helpers: list[threading.Thread] = []
         self._most = os.cpu_count() or 1
 
@@ -278,7 +281,9 @@ class _Parallel:
         while True:
             self._work()
             with self._changed:
+                self._is_waiting = True
                 self._changed.wait_for(self._is_due, _CHECK_SECONDS)
+                self._is_waiting = False
                 if not self._left or self._step.error is not None:
                     return
             self._step.check_outside()
@@ -293,10 +298,12 @@ class _Parallel:
     def _received(self, k: int, value: Any) -> None:
         """Take the value of another task, on the thread of its connection."""
         self._values[self._nodes[k].slot] = value
-        self._finished(self._nodes[k])
+        with self._lock:
+            self._finish([self._nodes[k]])
 
-    def _finished(self, node: Node) -> None:
-        with self._changed:
+    def _finish(self, nodes: Sequence[Node]) -> None:
+        """Note that operations have ended; the caller holds the lock."""
+        for node in nodes:
             self._left -= 1
             for k in node.inputs:
                 self._uses[k] -= 1
@@ -306,26 +313,33 @@ class _Parallel:
                 self._waits[k] -= 1
                 if not self._waits[k]:
                     self._ready.append(k)
-            if self._is_due():
-                self._changed.notify_all()
+        if self._is_waiting and self._is_due():
+            self._changed.notify_all()
 
     def _work(self) -> None:
         """Run ready operations until none is ready."""
+        nodes: list[Node] = []
         while True:
-            with self._changed:
+            with self._lock:
+                self._finish(nodes)
                 if not self._ready or self._step.error is not None:
                     return
-                node = self._nodes[self._ready.popleft()]
-                if node.type in _WAITING:
-                    self._start(functools.partial(self._run_node, node))
-                    continue
-                sends = self._sends_with(node) if node.type == "send" else []
-                if self._ready:
-                    self._help(node)
-            if len(sends) > 1:
-                self._send(sends)
+                nodes = self._taken()
+            if len(nodes) > 1:
+                self._send(nodes)
+            elif nodes[0].type in _WAITING:
+                self._start(functools.partial(self._run_alone, nodes[0]))
+                nodes = []
             else:
-                self._run_node(node)
+                self._run_node(nodes[0])
+
+    def _taken(self) -> list[Node]:
+        """Return the next operation, or several sends that go in one message."""
+        node = self._nodes[self._ready.popleft()]
+        nodes = self._sends_with(node) if node.type == "send" else [node]
+        if self._ready:
+            self._help(node)
+        return nodes
 
     def _sends_with(self, first: Node) -> list[Node]:
         """Return a send and take others that are ready: one message costs less than several."""
@@ -353,9 +367,6 @@ class _Parallel:
         except Exception:
             for node in nodes:  # The one that fails is named.
                 self._run_node(node)
-        else:
-            for node in nodes:
-                self._finished(node)
 
     def _run_node(self, node: Node) -> None:
         start = time.perf_counter()
@@ -365,7 +376,11 @@ class _Parallel:
         except BaseException as error:
             self._step.abort(error)
         node.seconds = time.perf_counter() - start
-        self._finished(node)
+
+    def _run_alone(self, node: Node) -> None:
+        self._run_node(node)
+        with self._lock:
+            self._finish([node])
 
     def _help(self, node: Node) -> None:
         """Start a thread for a long operation that is ready beside another one."""

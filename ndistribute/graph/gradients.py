@@ -1,7 +1,7 @@
 """Gradients as operations: the derivative of each operation, on its device.
 
-An operation whose gradient is needed records a tape when it runs, and the gradient operation walks
-the tape back. So the rules are those of `ndistribute.autodiff`, and shapes may be unknown.
+An operation whose gradient is needed is recorded when it runs, and the gradient operation walks
+the record back. So the rules are those of `ndistribute.autodiff`, and shapes may be unknown.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _ends(source: Any) -> list[Tensor]:
 def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict[Operation, None]:
     """Return the operations on paths from the ends to the targets, in the order of the graph."""
     behind = _behind([target.op for target in targets])
-    taped = [op.definition.attributes["of"] for op in behind if op.type == "gradient"]
-    for op in _behind(map(graph.get_operation_by_name, taped)):
+    differentiated = [op.definition.attributes["of"] for op in behind if op.type == "gradient"]
+    for op in _behind(map(graph.get_operation_by_name, differentiated)):
         if not ends.isdisjoint(op.inputs):
             raise ValueError(
                 f"gradients of gradients are not computed, and that of {op.name!r} is one of the "
@@ -127,7 +127,6 @@ def _propagate(
     attributes = {
         "of": op.name,
         "inputs": wanted,
-        "outputs": len(op.outputs),
         "upstream": [seed is not None for seed in seeds],
     }
     given = [seed for seed in seeds if seed is not None]

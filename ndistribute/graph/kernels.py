@@ -7,6 +7,7 @@ or a list if it has another number of outputs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from ndistribute import event_files
-from ndistribute.autodiff import GradientTape
-from ndistribute.autodiff.tracked import Tracked, is_differentiable, stop_gradient, untrack
+from ndistribute.autodiff.tape import vjp
+from ndistribute.autodiff.tracked import Tracked, stop_gradient
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import FailedPreconditionError, InvalidArgumentError
 from ndistribute.graph.step import Node, SharedVariable, Step, read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 
-__all__ = ["KERNELS", "kernel", "run_taped"]
+__all__ = ["KERNELS", "kernel", "run_recorded"]
 
 Kernel = Callable[[Step, Node, Sequence[Any]], Any]
 
@@ -336,43 +337,27 @@ def _truncated(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
     return drawn
 
 
-def run_taped(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Run a node whose gradient is an operation of the same step, and keep the tape for it."""
-    several = node.gradients > 1
-    with GradientTape(persistent=several, watch_accessed_variables=False) as tape:
-        watched = [
-            tape.watch(one) if hasattr(one, "dtype") and is_differentiable(one) else one
-            for one in inputs
-        ]
-        result = node.compute(step, watched)
-    step.tapes[node.name] = tape, watched, result, several
-    return untrack(result)
+def run_recorded(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Run a node whose gradient is an operation of the same step, and keep the way back."""
+    if any(isinstance(one, Tracked) for one in inputs):
+        raise InvalidArgumentError(
+            f"the gradient of {node.name!r} is computed inside a cond or while_loop whose own "
+            "gradient is needed: gradients of gradients are not computed."
+        )
+    result, pullback = vjp(functools.partial(node.compute, step), inputs)
+    step.pullbacks[node.name] = inputs, pullback, node.gradients > 1
+    return result
 
 
 @kernel("gradient")
 def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Return the gradients of an operation's inputs from those of its outputs."""
-    tape, watched, result, several = step.tapes[node.attributes["of"]]
-    if not several:  # No other gradient needs it, nor the values that it holds.
-        del step.tapes[node.attributes["of"]]
-    wanted = [watched[k] for k in node.attributes["inputs"]]
-    results = [result] if node.attributes["outputs"] == 1 else list(result)
-    given = iter(inputs)
-    seeds = [next(given) if there else None for there in node.attributes["upstream"]]
-    pairs = [
-        (target, _dense(seed))
-        for target, seed in zip(results, seeds, strict=True)
-        if seed is not None and isinstance(target, Tracked)
-    ]
-    sources = [one for one in wanted if isinstance(one, Tracked)]
-    found: list[Any] = []
-    if pairs and sources:
-        targets, upstream = map(list, zip(*pairs, strict=True))
-        found = tape.gradient(targets, sources, "zero", output_gradients=upstream)
-    by_source = iter(found if found else [np.zeros_like(one.value) for one in sources])
-    gradients = [
-        next(by_source) if isinstance(one, Tracked) else np.zeros(np.shape(one)) for one in wanted
-    ]
+    of, given = node.attributes["of"], iter(inputs)
+    _, pullback, again = step.pullbacks[of]
+    if not again:  # No other gradient needs what it keeps.
+        del step.pullbacks[of]
+    seeds = [_dense(next(given)) if there else None for there in node.attributes["upstream"]]
+    gradients = pullback(seeds, node.attributes["inputs"], again)
     return gradients[0] if node.outputs == 1 else gradients
 
 

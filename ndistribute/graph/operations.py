@@ -285,7 +285,7 @@ class _Traced(Graph):
         self.single = False
 
     def trace(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
-        # Names of its own, because a step keeps tapes, functions and generators by name.
+        # Names of its own, because a step keeps records, functions and generators by name.
         scope = f"{self.outer.unique_name('body')}/"
         with self.as_default(), self.name_scope(scope):
             self._arguments = [self._argument(one) for one in arguments]

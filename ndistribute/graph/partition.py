@@ -26,7 +26,7 @@ def needs(definition: OperationDef, fed: set[str]) -> list[str]:
     """Return the names of the operations that run before one."""
     inputs = [name.rpartition(":")[0] for name in definition.inputs if name not in fed]
     controls = [name for name in definition.controls if f"{name}:0" not in fed]
-    of = [_taped(definition)] if definition.kind == "gradient" else []
+    of = [_gradient_of(definition)] if definition.kind == "gradient" else []
     return [*inputs, *controls, *of]
 
 
@@ -113,7 +113,7 @@ def placed(
     tasks = {one.name: task_of(one) for one in operations if one.kind != "gradient"}
     for one in operations:
         if one.kind == "gradient":
-            tasks[one.name] = tasks.get(_taped(one)) or task_of(one)
+            tasks[one.name] = tasks.get(_gradient_of(one)) or task_of(one)
         for inner in _within(one):
             if "variable" in inner.attributes and task_of(inner) != tasks[one.name]:
                 raise InvalidArgumentError(
@@ -195,7 +195,7 @@ def cut(
     return parts
 
 
-def _taped(definition: OperationDef) -> str:
+def _gradient_of(definition: OperationDef) -> str:
     """Return the operation whose gradient one computes."""
     of = definition.attributes.get("of")
     if not isinstance(of, str):

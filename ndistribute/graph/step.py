@@ -35,7 +35,7 @@ class Node(Protocol):
     outputs: int
     constant: Any
     bodies: Sequence[Body]
-    gradients: int  # The number of operations that use its tape.
+    gradients: int  # The number of operations that compute its gradients.
     compute: Callable[[Step, Sequence[Any]], Any]
 
 
@@ -130,9 +130,9 @@ class Step:
         "functions",
         "on_abort",
         "outside",
+        "pullbacks",
         "resources",
         "session",
-        "tapes",
     )
 
     def __init__(
@@ -148,7 +148,8 @@ class Step:
         self.session = session
         self.functions = functions or {}
         self.outside = outside
-        self.tapes: dict[str, Any] = {}  # By operation: the tape, its inputs, its results, if kept.
+        self.pullbacks: dict[str, tuple[Sequence[Any], Callable[..., list[Any]], bool]] = {}
+        """By operation: its inputs, the function that computes its gradients, if several do so."""
         self.error: BaseException | None = None
         self.on_abort: list[Callable[[], None]] = []  # Called once when the step fails.
         self._lock = threading.Lock()
