@@ -235,6 +235,7 @@ ADAPTERS: dict[str, Any] = {
         lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type),
         dimension="axis",
     ),
+    "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": lambda join: unary(lambda x, axis=0: join([*map(convert_to_tensor, x)], axis), 0),
     "last_axis": lambda operation: unary(lambda logits, axis=-1: operation(logits, axis)),
     "loss": lambda kind: (
@@ -321,10 +322,21 @@ rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 save_model = Model.save
 sigmoid_loss = unary(lambda labels, logits: nn.sigmoid_cross_entropy(logits, labels), 0)
 softmax_loss = unary(lambda labels, logits: nn.softmax_cross_entropy(logits, labels), 0)
+slice_ = unary(
+    lambda x, begin, size: x[
+        tuple(slice(b, None if n == -1 else b + n) for b, n in zip(begin, size, strict=True))
+    ],
+    input_="x",
+)
 split = unary(
     lambda value, n, axis=0: np.split(value, np.cumsum(n)[:-1] if np.ndim(n) else n, axis),
     num_or_size_splits="n",
 )
 tile = unary(np.tile, multiples="reps")
 to_categorical = adapted(lambda x, num_classes=None: one_hot(x, num_classes or int(np.max(x)) + 1))
+unstack = unary(
+    lambda value, num=None, axis=0: [
+        np.take(value, k, axis) for k in range(num or value.shape[axis])
+    ]
+)
 transpose = unary(np.transpose, perm="axes")

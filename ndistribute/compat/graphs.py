@@ -20,6 +20,7 @@ import numpy as np
 from ndistribute import graph, models, tree
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.hooks import global_step_of_graph
+from ndistribute.graph.scopes import glorot_uniform
 from ndistribute.models import nn
 
 _program = {"has graphs": False}
@@ -177,6 +178,97 @@ cond = either(
 while_loop = either(graph.while_loop, _while)
 group = either(graph.group, lambda *_, name=None: None)
 latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Return a function that calls a method of a variable."""
+    return lambda ref, value, *_, **__: getattr(ref, name)(value)
+
+
+assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_sub"))
+
+
+def _cast_to(dtype: type) -> Callable[..., Any]:
+    return lambda x, name=None: x.astype(dtype)
+
+
+to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))
+
+
+def _initializer(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes initializers, which draw random numbers in the graph."""
+
+    def make(*args: Any, seed: int | None = None, dtype: Any = None, **options: Any) -> Any:
+        return lambda shape, own: draw(shape, *args, dtype=own, seed=seed, **options)
+
+    return make
+
+
+glorot_uniform_initializer = _initializer(glorot_uniform)
+random_normal_initializer = _initializer(graph.random_normal)
+random_uniform_initializer = _initializer(graph.random_uniform)
+truncated_normal_initializer = _initializer(graph.truncated_normal)
+
+
+def dropout(
+    x: Any,
+    keep_prob: Any = None,
+    noise_shape: Any = None,
+    seed: int | None = None,
+    name: Any = None,
+    rate: Any = None,
+) -> Any:
+    """Return the tensor with elements of zero, and the others divided by the part that is kept."""
+    kept = keep_prob if rate is None else 1.0 - rate
+    drawn = graph.random_uniform(np.shape(x) if noise_shape is None else noise_shape, seed=seed)
+    return np.where(np.less(drawn, kept), x / kept, 0.0)
+
+
+def in_top_k(predictions: Any, targets: Any, k: int, name: Any = None) -> Any:
+    """Return for each row whether fewer than `k` predictions exceed that of its target."""
+    own = np.take_along_axis(predictions, targets[:, None], 1)
+    return np.less(np.sum(np.greater(predictions, own).astype(np.int32), 1), k)
+
+
+def zero_fraction(value: Any, name: Any = None) -> Any:
+    """Return which part of the elements is zero."""
+    return np.mean(np.equal(value, 0).astype(np.float32))
+
+
+def global_norm(t_list: Any, name: Any = None) -> Any:
+    """Return the norm of all tensors together."""
+    return np.sqrt(sum(np.sum(np.square(one)) for one in t_list if one is not None))
+
+
+def clip_by_global_norm(
+    t_list: Any, clip_norm: Any, use_norm: Any = None, name: Any = None
+) -> tuple[list[Any], Any]:
+    """Return tensors scaled so that their norm is at most `clip_norm`, and the norm before."""
+    norm = global_norm(t_list) if use_norm is None else use_norm
+    scale = clip_norm / np.maximum(norm, clip_norm)
+    return [None if one is None else one * scale for one in t_list], norm
+
+
+def _mean_loss(losses: Any) -> Any:
+    """Return the mean of losses, which the collection ``"losses"`` gets."""
+    loss = np.mean(losses)
+    graph.get_default_graph().add_to_collection("losses", loss)
+    return loss
+
+
+def mean_squared_error(labels: Any, predictions: Any) -> Any:
+    """Return the mean of the squared differences."""
+    return _mean_loss(np.square(predictions - labels))
+
+
+def softmax_cross_entropy(onehot_labels: Any, logits: Any) -> Any:
+    """Return the mean cross entropy of rows of probabilities."""
+    return _mean_loss(nn.softmax_cross_entropy(logits, onehot_labels))
+
+
+def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
+    """Return the mean cross entropy of class numbers."""
+    return _mean_loss(nn.softmax_cross_entropy(logits, labels))
 
 
 def xw_plus_b(x: Any, weights: Any, biases: Any, name: Any = None) -> Any:

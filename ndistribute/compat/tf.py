@@ -17,6 +17,8 @@ _TABLE = """
     .compat.adapters: enable_op_determinism=nothing set_memory_growth=nothing
 [contrib]
 [contrib.framework] .graph/graph: get_or_create_global_step
+[contrib.layers] .compat.graphs/graph: xavier_initializer=glorot_uniform_initializer
+[contrib.training] .graph/graph: GreedyLoadBalancingStrategy byte_size_load_fn
 [data] .compat.adapters: Dataset Options  .data.transformations: AUTOTUNE
 [data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
 [debugging] .compat.adapters: set_log_device_placement=nothing
@@ -50,10 +52,17 @@ _TABLE = """
         linear_model numeric_column
 [flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
         DEFINE_integer DEFINE_string FLAGS
+[GraphKeys]
+    text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
+        LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
+        TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
 [io]
 [io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
     .compat.adapters: makedirs rmtree
 [gfile] .compat.tf.io.gfile: *
+    builtins: FastGFile=open Open=open  glob: Glob=glob
+    os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
+    .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
 [keras] .compat.adapters: Input Model Sequential
 [keras.activations] .models.activations: * swish=silu
 [keras.callbacks] .models.callbacks: Callback History LambdaCallback
@@ -88,6 +97,8 @@ _TABLE = """
     numpy.linalg/binary: solve  .compat.adapters: eye
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
     .compat.graphs: debug error info set_verbosity warn=warning warning
+[losses]
+    .compat.graphs/graph: mean_squared_error softmax_cross_entropy sparse_softmax_cross_entropy
 [math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
         logical_not negative round sign sin sinh sqrt square tan
     numpy/binary: add divide equal greater greater_equal less less_equal logical_and logical_or
@@ -102,11 +113,13 @@ _TABLE = """
 [nn] .models.activations/unary: elu gelu silu softplus swish=silu
     .models.nn/unary: relu sigmoid  numpy/unary: tanh  numpy/binary: bias_add=add
     .compat.graphs: avg_pool conv2d max_pool xw_plus_b
+    .compat.graphs/graph: dropout in_top_k zero_fraction
     .models.losses: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
     .compat.adapters: embedding_lookup=gather l2_loss leaky_relu
         sigmoid_cross_entropy_with_logits=sigmoid_loss
         softmax_cross_entropy_with_logits=softmax_loss
+        softmax_cross_entropy_with_logits_v2=softmax_loss
         sparse_softmax_cross_entropy_with_logits=softmax_loss
 [random] ndistribute: set_seed  text/random: normal uniform
 [saved_model] .compat.adapters: load=load_model save=save_model
@@ -121,14 +134,15 @@ _TABLE = """
         MonitoredTrainingSession NanLossDuringTrainingError NanTensorHook Optimizer
         RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook
         SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
-        SyncReplicasOptimizer exponential_decay get_checkpoint_state get_or_create_global_step
+        SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
+        get_checkpoint_state get_or_create_global_step
         piecewise_constant polynomial_decay replica_device_setter
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye norm tensordot
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization
         custom_gradient stop_gradient
     .compat.adapters: Tensor TensorSpec Variable clip_by_value constant convert_to_tensor
         executing_eagerly fill function gather identity one_hot range=numbers
-        split tile transpose
+        slice=slice_ split tile transpose
     numpy/unary: expand_dims ones_like reshape squeeze zeros_like  numpy/ternary: where
     numpy/joining: concat=concatenate stack  numpy/filled: ones zeros
     numpy/counted: rank=ndim shape size  numpy: newaxis  builtins: TensorShape=tuple print
@@ -136,20 +150,28 @@ _TABLE = """
     .compat.graphs: cond device disable_eager_execution=use_graphs
         disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
         while_loop
-    .compat.graphs/graph: InteractiveSession Session add_to_collection control_dependencies
-        get_collection no_op set_random_seed
+    .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
+        clip_by_global_norm control_dependencies get_collection global_norm
+        glorot_uniform_initializer no_op random_normal_initializer random_uniform_initializer
+        set_random_seed to_float to_int32 to_int64 truncated_normal_initializer
+    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
+        zeros_initializer=Zeros
+    types: GPUOptions=SimpleNamespace RunMetadata=SimpleNamespace RunOptions=SimpleNamespace
     .graph: AUTO_REUSE Graph Operation
     .graph/graph: ConfigProto all_variables=global_variables
         get_default_graph get_variable get_variable_scope global_variables
         global_variables_initializer gradients
         initialize_all_variables=global_variables_initializer local_variables placeholder
-        py_func=py_function random_normal random_uniform reset_default_graph
+        py_func=py_function py_function random_normal random_uniform
+        report_uninitialized_variables reset_default_graph
         trainable_variables truncated_normal variable_scope variables_initializer
     .graph.summary/graph: histogram_summary=histogram image_summary=image
         merge_all_summaries=merge_all merge_summary=merge scalar_summary=scalar
     .compat.graphs/graph: initialize_local_variables=local_variables_initializer
         local_variables_initializer
-    numpy/binary: mul=multiply sub=subtract  numpy/unary: neg=negative  numpy/joining: pack=stack
+    numpy/binary: div=divide mul=multiply sub=subtract truediv=divide
+    numpy/unary: diag neg=negative
+    numpy/joining: pack=stack  .compat.adapters: unpack=unstack unstack
 [compat]
 [compat.v1] .compat.tf/graph: *
 """

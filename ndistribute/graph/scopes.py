@@ -163,11 +163,13 @@ def _initial(
         raise ValueError(f"get_variable of {name!r} needs a shape, or an array as initializer.")
     lengths = tuple(int(length) for length in shape)
     if make is None:
-        make = np.zeros if dtype.kind in "biu" else _glorot_uniform
+        make = np.zeros if dtype.kind in "biu" else glorot_uniform
+    make = make() if isinstance(make, type) else make
     return functools.partial(make, lengths, dtype)
 
 
-def _glorot_uniform(shape: tuple[int, ...], dtype: Any) -> Any:
+def glorot_uniform(shape: tuple[int, ...], dtype: Any, seed: int | None = None) -> Any:
+    """Return uniform numbers after Glorot and Bengio (2010)."""
     inputs, outputs = shape[-2:] if len(shape) > 1 else (*shape, *shape) or (1, 1)
     limit = math.sqrt(6.0 / max(1, (inputs + outputs) * math.prod(shape[:-2])))
-    return random_uniform(shape, -limit, limit, dtype)
+    return random_uniform(shape, -limit, limit, dtype, seed)

@@ -68,6 +68,42 @@ def test_names_of_both_generations_train() -> None:
         assert isinstance(session.run(tf.merge_all_summaries(), feeds), bytes)
 
 
+def test_names_of_classic_networks_compute_what_they_say() -> None:
+    tf.disable_v2_behavior()
+    tf.set_random_seed(3)
+    x, keep = tf.placeholder(tf.float32, [None, 8]), tf.placeholder(tf.float32)
+    y = tf.placeholder(tf.int64, [None])
+    w = tf.get_variable("w", [8, 4], initializer=tf.truncated_normal_initializer(stddev=0.1))
+    b = tf.get_variable("b", [4], initializer=tf.constant_initializer(0.5, dtype=tf.float32))
+    c = tf.get_variable("c", [4], initializer=tf.zeros_initializer)
+    e = tf.get_variable("e", [4, 4], initializer=tf.contrib.layers.xavier_initializer(seed=1))
+    hidden = tf.nn.dropout(tf.nn.relu(tf.matmul(x, w) + b + c), keep)
+    logits = tf.matmul(hidden, e)
+    loss = tf.losses.sparse_softmax_cross_entropy(labels=y, logits=logits)
+    optimizer = tf.train.GradientDescentOptimizer(0.1)
+    gradients, variables = zip(*optimizer.compute_gradients(loss), strict=True)
+    clipped, norm = tf.clip_by_global_norm(gradients, 0.01)
+    train = optimizer.apply_gradients(zip(clipped, variables, strict=True))
+    right = tf.reduce_mean(tf.to_float(tf.nn.in_top_k(logits, y, 2)))
+    n = tf.Variable(0)
+    with tf.Session(config=tf.ConfigProto(gpu_options=tf.GPUOptions(allow_growth=True))) as session:
+        session.run(tf.global_variables_initializer())
+        feeds = {x: np.linspace(0, 1, 40).reshape(5, 8), y: [0, 1, 2, 3, 0], keep: 1.0}
+        found, scores = session.run([right, logits], feeds)
+        best = np.argsort(-scores, 1)[:, :2]
+        among = [target in row for target, row in zip(feeds[y], best, strict=True)]
+        assert found == pytest.approx(np.mean(among))
+        assert session.run(tf.global_norm(clipped), feeds) == pytest.approx(0.01)
+        assert session.run([train, norm, loss], feeds)[2].dtype == np.float32
+        kept = session.run(hidden, {x: np.ones((1000, 8)), keep: 0.25})
+        assert 0.2 < np.mean(kept > 0) < 0.3
+        assert session.run(tf.nn.zero_fraction(tf.constant([0.0, 1.0]))) == 0.5
+        assert [session.run(tf.assign_add(n, 2)), session.run(tf.assign(n, 7))] == [2, 7]
+        assert [one.shape for one in session.run(tf.unstack(w, 8))] == [(4,)] * 8
+        assert session.run(tf.slice(x, [1, 2], [2, -1]), feeds).shape == (2, 6)
+    assert tf.get_collection(tf.GraphKeys.LOSSES) == [loss]
+
+
 def test_an_interactive_session_is_the_default_one_until_it_is_closed() -> None:
     with tf.Session() as outer:
         session = tf.InteractiveSession()
