@@ -6,9 +6,11 @@ the package's docstrings.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -104,6 +106,15 @@ class LeakCheck:
         """Give each test a default graph without the operations of others."""
         if "ndistribute.graph.graph" in sys.modules:
             sys.modules["ndistribute.graph.graph"].reset_default_graph()
+
+    @pytest.fixture(autouse=True)
+    def _folders_of_estimators(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """Put the folders of estimators that have no model_dir below pytest's, which are cleaned."""
+        if estimator := sys.modules.get("ndistribute.estimator.estimator"):
+            make = functools.partial(tempfile.mkdtemp, dir=tmp_path_factory.getbasetemp())
+            monkeypatch.setattr(estimator, "mkdtemp", make)
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing_behind(self, request: pytest.FixtureRequest) -> Iterator[None]:

@@ -7,9 +7,9 @@ import inspect
 import itertools
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Self
 
 import numpy as np
@@ -441,7 +441,10 @@ def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None)
         raise ValueError(
             f"model_dir is {given!r}, and that of config is {config.model_dir!r}: pass one of them."
         )
-    chosen = given or config.model_dir or tempfile.mkdtemp(prefix="estimator-")
+    chosen = given or config.model_dir
+    if chosen is None:
+        chosen = mkdtemp(prefix="estimator-")
+        _log.warning("an estimator without model_dir keeps its checkpoints in %s", chosen)
     return config.replace(model_dir=chosen)
 
 
