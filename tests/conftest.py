@@ -111,7 +111,7 @@ class LeakCheck:
     def _folders_of_estimators(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        """Put the folders of estimators that have no model_dir below pytest's, which are cleaned."""
+        """Put the folders of estimators without model_dir below pytest's, which are cleaned."""
         if estimator := sys.modules.get("ndistribute.estimator.estimator"):
             make = functools.partial(tempfile.mkdtemp, dir=tmp_path_factory.getbasetemp())
             monkeypatch.setattr(estimator, "mkdtemp", make)

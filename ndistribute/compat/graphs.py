@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ndistribute import graph, models, tree
+from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.hooks import global_step_of_graph
 from ndistribute.graph.scopes import glorot_uniform
@@ -269,6 +270,26 @@ def softmax_cross_entropy(onehot_labels: Any, logits: Any) -> Any:
 def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
     """Return the mean cross entropy of class numbers."""
     return _mean_loss(nn.softmax_cross_entropy(logits, labels))
+
+
+def numpy_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    **_: Any,
+) -> Callable[[], Dataset]:
+    """Return an input function that gives batches of arrays; None epochs: for ever."""
+    if shuffle is None:
+        raise ValueError("numpy_input_fn: shuffle must be True or False.")
+
+    def input_fn() -> Dataset:
+        examples = Dataset.from_tensor_slices(x if y is None else (x, y))
+        examples = examples.shuffle(len(tree.flatten(x)[0])) if shuffle else examples
+        return examples.repeat(num_epochs).batch(batch_size)
+
+    return input_fn
 
 
 def xw_plus_b(x: Any, weights: Any, biases: Any, name: Any = None) -> Any:

@@ -46,6 +46,7 @@ _TABLE = """
         InvalidArgumentError NotFoundError OpError=OperationError
 [estimator] .estimator/graph: DNNClassifier DNNRegressor Estimator EstimatorSpec EvalSpec
         LinearClassifier LinearRegressor ModeKeys RunConfig TrainSpec train_and_evaluate
+[estimator.inputs] .compat.graphs/graph: numpy_input_fn
 [feature_column] .estimator.feature_column/graph: bucketized_column
         categorical_column_with_hash_bucket categorical_column_with_identity
         categorical_column_with_vocabulary_list embedding_column indicator_column input_layer

@@ -14,12 +14,23 @@ from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
 from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.operations import random_uniform
-from ndistribute.graph.optimizers import AdagradOptimizer
+from ndistribute.graph.optimizers import (
+    AdagradOptimizer,
+    AdamOptimizer,
+    GradientDescentOptimizer,
+    RMSPropOptimizer,
+)
 from ndistribute.graph.variables import Variable
 
 __all__ = ["DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor"]
 
 _RATE = 0.05
+_NAMED = {
+    "Adagrad": AdagradOptimizer,
+    "Adam": AdamOptimizer,
+    "RMSProp": RMSPropOptimizer,
+    "SGD": GradientDescentOptimizer,
+}
 
 
 class LinearRegressor(Estimator):
@@ -32,7 +43,8 @@ class LinearRegressor(Estimator):
         model_dir: the directory of checkpoints, see `Estimator`.
         label_dimension: the number of labels of an example.
         weight_column: the key of the feature with the weights of the examples; None: ones.
-        optimizer: an optimizer, or a function that returns one; None: `AdagradOptimizer`.
+        optimizer: an optimizer, a function that returns one, or ``"Adagrad"``, ``"Adam"``,
+            ``"RMSProp"`` or ``"SGD"``; None: Adagrad.
         config: a `RunConfig`.
 
     >>> import ndistribute as nd
@@ -195,10 +207,12 @@ def _model_fn(
     head: Head, logits: Callable[[Any, int, str], Any], optimizer: Any, rate: float
 ) -> Callable[..., EstimatorSpec]:
     """Return the model function of a head and a function that makes logits."""
+    if isinstance(optimizer, str) and optimizer not in _NAMED:
+        raise ValueError(f"optimizer must be one of {', '.join(_NAMED)}, got {optimizer!r}.")
 
     def make_optimizer() -> Any:
-        if optimizer is None:
-            return AdagradOptimizer(rate)
+        if optimizer is None or isinstance(optimizer, str):
+            return _NAMED[optimizer or "Adagrad"](rate)
         return optimizer() if callable(optimizer) else optimizer
 
     def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:

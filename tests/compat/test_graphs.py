@@ -104,6 +104,21 @@ def test_names_of_classic_networks_compute_what_they_say() -> None:
     assert tf.get_collection(tf.GraphKeys.LOSSES) == [loss]
 
 
+def test_an_estimator_takes_numpy_input_and_an_optimizer_by_name(tmp_path: Path) -> None:
+    x = {"x": np.linspace(0, 1, 20, dtype=np.float32)}
+    of = tf.estimator.inputs.numpy_input_fn
+    model = tf.estimator.LinearRegressor(
+        [tf.feature_column.numeric_column("x")], model_dir=str(tmp_path), optimizer="Adagrad"
+    )
+    model.train(of(x, 3 * x["x"], batch_size=7, num_epochs=None, shuffle=True), steps=300)
+    found = model.evaluate(of(x, 3 * x["x"], batch_size=7, num_epochs=1, shuffle=False))
+    assert found["average_loss"] < 0.05
+    assert found["global_step"] == 300
+    assert len(list(model.predict(of(x, num_epochs=2, shuffle=False)))) == 40
+    with pytest.raises(ValueError, match="shuffle must be"):
+        of(x)
+
+
 def test_an_interactive_session_is_the_default_one_until_it_is_closed() -> None:
     with tf.Session() as outer:
         session = tf.InteractiveSession()

@@ -232,6 +232,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         KeyError,
         "no feature 'x'",
     ),
+    "optimizer": (
+        lambda: LinearRegressor([COLUMN], optimizer="Ftrl"),
+        ValueError,
+        "one of Adagrad, Adam, RMSProp, SGD, got 'Ftrl'",
+    ),
     "dropout": (lambda: DNNRegressor([1], [COLUMN], dropout=1.0), ValueError, "below 1"),
     "not compiled": (
         lambda: model_to_estimator(nd.Sequential([nd.layers.Dense(1)])),
