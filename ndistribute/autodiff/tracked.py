@@ -276,6 +276,8 @@ def stop_gradient(value: Any) -> Any:
 def _constant(leaf: Any) -> Any:
     if getattr(leaf, "is_distributed_variable", False):
         return read_only(leaf.raw_array())
+    if hasattr(leaf, "stop_gradient"):  # A tensor of a graph.
+        return leaf.stop_gradient()
     return read_only(leaf.value) if isinstance(leaf, Tracked) else leaf
 
 

@@ -28,7 +28,10 @@ from ndistribute.tree import map_leaves
 
 
 def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> Any:
-    """Return a function with TensorFlow's keywords, whose operands and result are tensors."""
+    """Return a function with TensorFlow's keywords, whose operands and result are tensors.
+
+    If the keyword ``name`` is among the ignored ones, it names the result in a graph.
+    """
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +39,10 @@ def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> 
         if operands and not args:
             args = (own.pop(next(iter(own))),)
         tensors = map(convert_to_tensor, args[:operands])
-        return tensor_if_array(function(*tensors, *args[operands:], **own))
+        found = tensor_if_array(function(*tensors, *args[operands:], **own))
+        if "name" in ignored and kwargs.get("name") and isinstance(found, Symbolic):
+            return graph.identity(found, kwargs["name"])
+        return found
 
     return call
 
@@ -50,6 +56,10 @@ def subclass(kind: Any, *ignored: str, **attributes: Any) -> Any:
     """Return a subclass with more attributes, whose constructor ignores some keywords."""
     init = {"__init__": adapted(kind.__init__, *ignored)} if ignored else {}
     return type(kind.__name__, (kind,), {**init, **attributes})
+
+
+def _is_whole(*values: Any) -> bool:
+    return all(one.dtype is not None and np.dtype(one.dtype).kind in "iu" for one in values)
 
 
 class Tensor(np.ndarray[Any, Any]):
@@ -236,12 +246,15 @@ ADAPTERS: dict[str, Any] = {
         dimension="axis",
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
-    "joining": lambda join: unary(lambda x, axis=0: join([*map(convert_to_tensor, x)], axis), 0),
+    "joining": lambda join: unary(
+        lambda values, axis=0: join([*map(convert_to_tensor, values)], axis), 0, concat_dim="axis"
+    ),
     "last_axis": lambda operation: unary(lambda logits, axis=-1: operation(logits, axis)),
     "loss": lambda kind: (
         subclass(kind, __call__=adapted(kind.__call__)) if isinstance(kind, type) else adapted(kind)
     ),
     "metric": lambda kind: subclass(kind, "dtype", result=adapted(kind.result)),
+    "operation": lambda function: unary(function, 0),
     "optimizer": lambda kind: subclass(kind, learning_rate=rate, lr=rate),
     "random": random,
     "reduction": reduction,
@@ -274,6 +287,8 @@ add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
 cast = unary(lambda tensor, dtype: tensor.astype(np.dtype(dtype)))
 clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
 constant = graphs.either(graph.constant, eager_constant)
+cumsum = unary(lambda x, axis=0: np.cumsum(x, axis))
+div = unary(lambda x, y: np.floor_divide(x, y) if _is_whole(x, y) else np.divide(x, y), 2)
 executing_eagerly = adapted(lambda: not graphs.uses_graphs())
 eye = unary(
     lambda num_rows, num_columns=None, dtype=np.float32: np.eye(num_rows, num_columns, dtype=dtype),
@@ -304,6 +319,12 @@ load_model = adapted(
     ),
     "compile",
 )
+matmul = unary(
+    lambda a, b, transpose_a=False, transpose_b=False: np.matmul(
+        np.swapaxes(a, -1, -2) if transpose_a else a, np.swapaxes(b, -1, -2) if transpose_b else b
+    ),
+    2,
+)
 nothing = adapted(lambda *args, **options: None)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 numbers = unary(
@@ -327,6 +348,10 @@ slice_ = unary(
         tuple(slice(b, None if n == -1 else b + n) for b, n in zip(begin, size, strict=True))
     ],
     input_="x",
+)
+squeeze = unary(
+    lambda input_, axis=None: np.squeeze(input_, tuple(axis) if isinstance(axis, list) else axis),
+    squeeze_dims="axis",
 )
 split = unary(
     lambda value, n, axis=0: np.split(value, np.cumsum(n)[:-1] if np.ndim(n) else n, axis),

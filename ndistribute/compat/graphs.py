@@ -147,7 +147,6 @@ def conv2d(
     filter: Any = None,  # noqa: A002
     strides: Any = 1,
     padding: str = "SAME",
-    name: Any = None,
     filters: Any = None,
 ) -> Any:
     """Return the convolution of images, ``(batch, height, width, channels)``."""
@@ -155,12 +154,12 @@ def conv2d(
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
-def max_pool(value: Any, ksize: Any, strides: Any, padding: str, name: Any = None) -> Any:
+def max_pool(value: Any, ksize: Any, strides: Any, padding: str) -> Any:
     """Return the greatest element of each window."""
     return nn.max_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
-def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, name: Any = None) -> Any:
+def avg_pool(value: Any, ksize: Any, strides: Any, padding: str) -> Any:
     """Return the mean of each window."""
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
@@ -181,6 +180,13 @@ group = either(graph.group, lambda *_, name=None: None)
 latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 
 
+def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = None) -> Any:  # noqa: N803
+    """Return the results of a Python function, as many as there are dtypes."""
+    results = len(Tout) if isinstance(Tout, list | tuple) else 1
+    found = graph.py_function(func, inp, results, name or "py_func")
+    return [found] if results == 1 and isinstance(Tout, list | tuple) else found
+
+
 def _method(name: str) -> Callable[..., Any]:
     """Return a function that calls a method of a variable."""
     return lambda ref, value, *_, **__: getattr(ref, name)(value)
@@ -190,7 +196,7 @@ assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_s
 
 
 def _cast_to(dtype: type) -> Callable[..., Any]:
-    return lambda x, name=None: x.astype(dtype)
+    return lambda x: x.astype(dtype)
 
 
 to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))
@@ -216,7 +222,6 @@ def dropout(
     keep_prob: Any = None,
     noise_shape: Any = None,
     seed: int | None = None,
-    name: Any = None,
     rate: Any = None,
 ) -> Any:
     """Return the tensor with elements of zero, and the others divided by the part that is kept."""
@@ -225,18 +230,18 @@ def dropout(
     return np.where(np.less(drawn, kept), x / kept, 0.0)
 
 
-def in_top_k(predictions: Any, targets: Any, k: int, name: Any = None) -> Any:
+def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
     """Return for each row whether fewer than `k` predictions exceed that of its target."""
     own = np.take_along_axis(predictions, targets[:, None], 1)
     return np.less(np.sum(np.greater(predictions, own).astype(np.int32), 1), k)
 
 
-def zero_fraction(value: Any, name: Any = None) -> Any:
+def zero_fraction(value: Any) -> Any:
     """Return which part of the elements is zero."""
     return np.mean(np.equal(value, 0).astype(np.float32))
 
 
-def global_norm(t_list: Any, name: Any = None) -> Any:
+def global_norm(t_list: Any) -> Any:
     """Return the norm of all tensors together."""
     return np.sqrt(sum(np.sum(np.square(one)) for one in t_list if one is not None))
 
@@ -292,7 +297,7 @@ def numpy_input_fn(
     return input_fn
 
 
-def xw_plus_b(x: Any, weights: Any, biases: Any, name: Any = None) -> Any:
+def xw_plus_b(x: Any, weights: Any, biases: Any) -> Any:
     """Return ``x @ weights + biases``."""
     return x @ weights + biases
 

@@ -94,27 +94,27 @@ _TABLE = """
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .compat.adapters: to_categorical
-[linalg] numpy: einsum  numpy/binary: matmul tensordot  numpy.linalg/unary: det inv norm
-    numpy.linalg/binary: solve  .compat.adapters: eye
+[linalg] numpy: einsum  numpy/binary: tensordot  numpy.linalg/unary: det inv norm
+    numpy.linalg/binary: solve  .compat.adapters: eye matmul
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
     .compat.graphs: debug error info set_verbosity warn=warning warning
 [losses]
     .compat.graphs/graph: mean_squared_error softmax_cross_entropy sparse_softmax_cross_entropy
 [math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
-        logical_not negative round sign sin sinh sqrt square tan
-    numpy/binary: add divide equal greater greater_equal less less_equal logical_and logical_or
-        matmul maximum minimum multiply not_equal pow=power subtract
+        logical_not negative round sign sin sinh sqrt square tan tanh
+    numpy/binary: add divide equal floordiv=floor_divide floormod=remainder greater greater_equal
+        less less_equal logical_and logical_or maximum minimum mod=remainder multiply not_equal
+        pow=power subtract
     numpy/reduction: reduce_all=all reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min
         reduce_prod=prod reduce_std=std reduce_sum=sum reduce_variance=var
     numpy/index: argmax argmin  ndistribute/unary: reduce_logsumexp=logsumexp
-    .models.activations/unary: softplus  .models.nn/unary: sigmoid  .compat.adapters: add_n
+    .models.activations/unary: softplus  .models.nn/unary: sigmoid  .compat.adapters: add_n cumsum
 [metrics] .graph.metrics/graph: accuracy mean mean_absolute_error mean_squared_error precision
         recall root_mean_squared_error
 [nest] .tree: flatten map_structure=map_leaves
 [nn] .models.activations/unary: elu gelu silu softplus swish=silu
     .models.nn/unary: relu sigmoid  numpy/unary: tanh  numpy/binary: bias_add=add
-    .compat.graphs: avg_pool conv2d max_pool xw_plus_b
-    .compat.graphs/graph: dropout in_top_k zero_fraction
+    .compat.graphs/operation: avg_pool conv2d dropout in_top_k max_pool xw_plus_b zero_fraction
     .models.losses: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
     .compat.adapters: embedding_lookup=gather l2_loss leaky_relu
@@ -138,13 +138,14 @@ _TABLE = """
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
         get_checkpoint_state get_or_create_global_step
         piecewise_constant polynomial_decay replica_device_setter
-[] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye norm tensordot
+[] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm
+        tensordot
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization
         custom_gradient stop_gradient
     .compat.adapters: Tensor TensorSpec Variable clip_by_value constant convert_to_tensor
         executing_eagerly fill function gather identity one_hot range=numbers
-        slice=slice_ split tile transpose
-    numpy/unary: expand_dims ones_like reshape squeeze zeros_like  numpy/ternary: where
+        slice=slice_ split squeeze tile transpose
+    numpy/unary: expand_dims ones_like reshape zeros_like  numpy/ternary: where
     numpy/joining: concat=concatenate stack  numpy/filled: ones zeros
     numpy/counted: rank=ndim shape size  numpy: newaxis  builtins: TensorShape=tuple print
     contextlib: init_scope=nullcontext
@@ -153,8 +154,9 @@ _TABLE = """
         while_loop
     .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
         clip_by_global_norm control_dependencies get_collection global_norm
-        glorot_uniform_initializer no_op random_normal_initializer random_uniform_initializer
-        set_random_seed to_float to_int32 to_int64 truncated_normal_initializer
+        glorot_uniform_initializer no_op py_func py_function=py_func random_normal_initializer
+        random_uniform_initializer set_random_seed truncated_normal_initializer
+    .compat.graphs/operation: to_float to_int32 to_int64
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
         zeros_initializer=Zeros
     types: GPUOptions=SimpleNamespace RunMetadata=SimpleNamespace RunOptions=SimpleNamespace
@@ -163,16 +165,15 @@ _TABLE = """
         get_default_graph get_variable get_variable_scope global_variables
         global_variables_initializer gradients
         initialize_all_variables=global_variables_initializer local_variables placeholder
-        py_func=py_function py_function random_normal random_uniform
+        random_normal random_uniform
         report_uninitialized_variables reset_default_graph
         trainable_variables truncated_normal variable_scope variables_initializer
     .graph.summary/graph: histogram_summary=histogram image_summary=image
         merge_all_summaries=merge_all merge_summary=merge scalar_summary=scalar
     .compat.graphs/graph: initialize_local_variables=local_variables_initializer
         local_variables_initializer
-    numpy/binary: div=divide mul=multiply sub=subtract truediv=divide
-    numpy/unary: diag neg=negative
-    numpy/joining: pack=stack  .compat.adapters: unpack=unstack unstack
+    numpy/binary: mul=multiply sub=subtract truediv=divide  numpy/unary: diag neg=negative
+    numpy/joining: pack=stack  .compat.adapters: div unpack=unstack unstack
 [compat]
 [compat.v1] .compat.tf/graph: *
 """

@@ -8,7 +8,10 @@ these tables. The arguments of a function are a template: nested lists of plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -23,17 +26,57 @@ from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 __all__ = [
     "BodyDef",
     "OperationDef",
+    "Shape",
     "Value",
     "call_template",
     "filler",
     "pack",
     "sendable",
+    "source_line",
     "unpack",
 ]
 
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+
+
+class Dimension(int):
+    """The length of an axis, which TensorFlow 1 calls its value."""
+
+    value = property(int)
+
+
+class Shape(tuple[Any, ...]):
+    """A shape with the methods of `tf.TensorShape`.
+
+    >>> shape = Shape([None, 3])
+    >>> shape.as_list(), shape.ndims, shape[1].value, shape.is_fully_defined()
+    ([None, 3], 2, 3, False)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, lengths: Iterable[int | None]) -> Shape:
+        return super().__new__(cls, [None if n is None else Dimension(n) for n in lengths])
+
+    @property
+    def ndims(self) -> int:
+        """The number of axes."""
+        return len(self)
+
+    def as_list(self) -> list[int | None]:
+        """Return the lengths."""
+        return [None if n is None else int(n) for n in self]
+
+    def is_fully_defined(self) -> bool:
+        """Return whether all lengths are known."""
+        return None not in self
+
+    def num_elements(self) -> int | None:
+        """Return the number of elements, None if it is not known."""
+        return math.prod(self) if self.is_fully_defined() else None
 
 
 class Value(Record, frozen=True):
@@ -232,3 +275,11 @@ def unpack(value: Value) -> Any:
     if value.indices is not None and value.array is not None:
         return IndexedSlices(value.array, value.indices, value.shape)
     return value.array
+
+
+def source_line() -> str:
+    """Return the line of the user's program that is now running."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -8,14 +8,14 @@ graph may come from another process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.rules.elementwise import cast
 
-__all__ = ["function_named", "name_of", "register"]
+__all__ = ["function_named", "name_of", "number_of_parts", "register"]
 
 Function = Callable[..., Any]
 
@@ -24,6 +24,8 @@ _EXCLUDED = frozenset(
     "fill_diagonal may_share_memory piecewise place put put_along_axis putmask save savetxt savez "
     "savez_compressed shares_memory".split()
 )
+# Functions with a list of results, whose number their second argument tells.
+_SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
 _UFUNC_METHODS = ("accumulate", "outer", "reduce")
 
 _registered: dict[str, Function] = {}
@@ -97,3 +99,10 @@ def _names() -> dict[Function, str]:
 
 def _getitem(array: Any, index: Any) -> Any:
     return array[index]
+
+
+def number_of_parts(function: Any, args: Sequence[Any]) -> int:
+    """Return the number of results of a call of `np.split`; 0: of another function, or unknown."""
+    if function not in _SPLITTING or len(args) < 2 or hasattr(args[1], "graph"):
+        return 0
+    return len(args[1]) + 1 if np.ndim(args[1]) else int(args[1])

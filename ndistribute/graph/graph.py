@@ -8,10 +8,8 @@ keeps what the surrounding `device`, `name_scope`, `control_dependencies` and `c
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -19,8 +17,16 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ndistribute.errors import InvalidArgumentError
-from ndistribute.graph.definition import BodyDef, Input, OperationDef, call_template, pack
-from ndistribute.graph.functions import name_of
+from ndistribute.graph.definition import (
+    BodyDef,
+    Input,
+    OperationDef,
+    Shape,
+    call_template,
+    pack,
+    source_line,
+)
+from ndistribute.graph.functions import name_of, number_of_parts
 from ndistribute.graph.placement import DeviceFunction, merge_device
 
 __all__ = [
@@ -38,19 +44,25 @@ __all__ = [
     "reset_default_graph",
 ]
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
-
-# Functions with a list of results, whose number their second argument tells.
-_SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
-
 
 class Symbolic(NDArrayOperatorsMixin):
     """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""
 
     __slots__ = ()
     __array_priority__ = 2000.0
+    dtype: Any
+    op: Operation
     shape: Any
-    graph: Any
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that it belongs to."""
+        return self.op.graph
+
+    @property
+    def device(self) -> str:
+        """The full name of the device on which its operation was placed; empty if on none."""
+        return self.op.device
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if kwargs.pop("out", None) is not None:
@@ -60,13 +72,19 @@ class Symbolic(NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             refuse_writing(function.__name__)
-        count = _number_of_parts(args[1]) if function in _SPLITTING and len(args) > 1 else 0
+        count = number_of_parts(function, args)
         if count == 1:
             return [as_tensor(args[0])]
         return apply(function, args, kwargs, outputs=count or 1)
 
     def __getitem__(self, index: Any) -> Any:
         return apply_named("getitem", "getitem", (self, index), {})
+
+    def stop_gradient(self, name: str = "stop_gradient") -> Tensor:
+        """Return a tensor with the same value, which is a constant for gradients."""
+        made = self.graph.add("stop_gradient", [self], name=name).outputs[0]
+        made.dtype, made.shape = self.dtype, self.shape
+        return made
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         refuse_writing("x[i] = v")
@@ -100,6 +118,19 @@ class Symbolic(NDArrayOperatorsMixin):
 
     def __ne__(self, other: object) -> Any:
         return self is not other
+
+    def get_shape(self) -> Shape:
+        """Return the shape, with None for unknown lengths.
+
+        Raises:
+            ValueError: only a run can tell the number of axes.
+        """
+        if self.shape is None:
+            raise ValueError(
+                f"only a run can tell the shape of {self!r}: say it by set_shape(), or compute "
+                "with np.shape() of it."
+            )
+        return Shape(self.shape)
 
     def astype(self, dtype: Any) -> Any:
         """Return the tensor cast to a dtype."""
@@ -163,24 +194,10 @@ class Tensor(Symbolic):
         """The name of the operation and the position among its results, such as ``"add:0"``."""
         return f"{self.op.name}:{self.index}"
 
-    @property
-    def graph(self) -> Graph:
-        """The graph of the operation."""
-        return self.op.graph
-
-    @property
-    def device(self) -> str:
-        """The full name of the device on which the operation was placed; empty if on none."""
-        return self.op.device
-
     def __repr__(self) -> str:
         shape = "" if self.shape is None else f", shape={self.shape}"
         dtype = "" if self.dtype is None else f", dtype={self.dtype}"
         return f"<Tensor {self.name!r}{shape}{dtype}>"
-
-    def get_shape(self) -> tuple[int | None, ...] | None:
-        """Return `shape`."""
-        return self.shape
 
     def set_shape(self, shape: Sequence[int | None]) -> None:
         """Say what the shape is, where only a run could tell."""
@@ -391,7 +408,7 @@ class Graph:
             attributes=attributes or {},
             value=None if value is None else pack(value),
             bodies=tuple(bodies),
-            source=_source(),
+            source=source_line(),
         )
         op = Operation(self, definition, tensors, controls)
         if device is None:
@@ -469,13 +486,6 @@ class Graph:
             op.set_device(merge_device(op.device, wanted or ""))
 
 
-def _number_of_parts(given: Any) -> int:
-    """Return the number of parts for an argument of `np.split`; 0 if only a run can tell."""
-    if isinstance(given, Symbolic):
-        return 0
-    return len(given) + 1 if np.ndim(given) else int(given)
-
-
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1) -> Any:
     """Add the operation that calls a function, and return its result or the list of its results."""
     path = name_of(function)
@@ -536,14 +546,6 @@ def _operation(value: Any) -> Operation:
 def refuse_writing(what: str) -> NoReturn:
     """Raise the error for code that would change a tensor in place."""
     raise TypeError(f"{what} on a tensor of a graph, which is read-only: compute a new tensor.")
-
-
-def _source() -> str:
-    """Return the line of the user's program that is now running."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class _Stacks(threading.local):

@@ -69,19 +69,15 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
 
 def identity(value: Any, name: str = "identity") -> Tensor:
     """Return a tensor with the same value, computed after the current control dependencies."""
-    return _same(value, "identity", name)
+    tensor = as_tensor(value)
+    made = tensor.graph.add("identity", [tensor], name=name).outputs[0]
+    made.dtype, made.shape = tensor.dtype, tensor.shape
+    return made
 
 
 def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
     """Return a tensor with the same value, which is a constant for gradients."""
-    return _same(value, "stop_gradient", name)
-
-
-def _same(value: Any, kind: str, name: str) -> Tensor:
-    tensor = as_tensor(value)
-    made = tensor.graph.add(kind, [tensor], name=name).outputs[0]
-    made.dtype, made.shape = tensor.dtype, tensor.shape
-    return made
+    return as_tensor(value).stop_gradient(name)
 
 
 def group(*operations: Any, name: str = "group") -> Operation:

@@ -99,16 +99,6 @@ class Variable(Symbolic):
         return f"{self.op.name}:0"
 
     @property
-    def graph(self) -> Graph:
-        """The graph that it belongs to."""
-        return self.op.graph
-
-    @property
-    def device(self) -> str:
-        """The full name of its device."""
-        return self.op.device
-
-    @property
     def graph_element(self) -> Tensor:
         """The tensor that stands for it in operations."""
         controls = self.graph.has_control_dependencies()
@@ -151,10 +141,6 @@ class Variable(Symbolic):
     def eval(self, session: Any = None) -> Any:
         """Return its value in the default session, or another one."""
         return (session or default_session()).run(self)
-
-    def get_shape(self) -> tuple[int | None, ...] | None:
-        """Return its shape."""
-        return self.shape  # type: ignore[no-any-return]
 
     def __getitem__(self, index: Any) -> Any:
         """Return a part of it; only the part leaves its task."""

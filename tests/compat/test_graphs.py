@@ -104,6 +104,33 @@ def test_names_of_classic_networks_compute_what_they_say() -> None:
     assert tf.get_collection(tf.GraphKeys.LOSSES) == [loss]
 
 
+def test_names_shapes_and_keywords_are_those_of_the_first_generation() -> None:
+    x = tf.placeholder(tf.float32, [None, 6], name="x")
+    assert x.get_shape().as_list() == [None, 6]
+    assert x.get_shape()[1].value == 6
+    assert tf.get_variable("w", [2, 3]).get_shape().num_elements() == 6
+    softmax = tf.nn.softmax(x, name="softmax_tensor")
+    with pytest.raises(ValueError, match=r"'softmax_tensor:0'.*set_shape"):
+        softmax.get_shape()
+    value = np.arange(12, dtype=np.float32).reshape(2, 6)
+    frozen = tf.stop_gradient(x)
+    doubled = tf.py_func(lambda a: 2 * a, [x], tf.float32)
+    with tf.Session() as session:
+
+        def run(fetches: object) -> object:
+            return session.run(fetches, {x: value})
+
+        assert run("softmax_tensor:0").sum() == pytest.approx(2.0)
+        np.testing.assert_array_equal(run(tf.gradients(x * frozen, x)[0]), value)
+        np.testing.assert_array_equal(run(doubled), 2 * value)
+        products = tf.matmul(x, x, transpose_a=True)
+        np.testing.assert_array_equal(run(products), value.T @ value)
+        joined = tf.concat(axis=0, values=[x, x])
+        assert run([joined, tf.squeeze(x[:1], [0]), tf.div(7, 2)])[2] == 3
+        assert run([tf.mod(-7, 3), tf.floordiv(-7, 2)]) == [2, -4]
+        np.testing.assert_array_equal(run(tf.cumsum(x, axis=1)), np.cumsum(value, 1))
+
+
 def test_an_estimator_takes_numpy_input_and_an_optimizer_by_name(tmp_path: Path) -> None:
     x = {"x": np.linspace(0, 1, 20, dtype=np.float32)}
     of = tf.estimator.inputs.numpy_input_fn
