@@ -265,6 +265,7 @@ ADAPTERS: dict[str, Any] = {
     ),
     "ternary": lambda operation: unary(operation, 3),
     "unary": unary,
+    "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
 }
 Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")
 Options = subclass(

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -70,6 +71,12 @@ class Session(graph.Session):
         with self.graph.as_default():
             known = tree.map_leaves(_as_fetch, fetches)
         return tree.map_leaves(_as_bytes, super().run(known, feed_dict))
+
+
+class RunOptions(SimpleNamespace):
+    """Options of a run; they have no effect."""
+
+    NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
 
 
 class InteractiveSession(Session):

@@ -124,12 +124,13 @@ _TABLE = """
         sparse_softmax_cross_entropy_with_logits=softmax_loss
 [random] ndistribute: set_seed  text/random: normal uniform
 [saved_model] .compat.adapters: load=load_model save=save_model
-[summary] .graph.summary/graph: FileWriter histogram image merge merge_all scalar
+[summary] .graph.summary/graph: histogram image merge merge_all scalar
+    .graph.summary/writer: FileWriter
 [train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
     .compat.adapters: Checkpoint start_queue_runners=nothing
     .compat.graphs: latest_checkpoint
     .compat.graphs/graph: get_global_step global_step
-    .graph.summary/graph: SummaryWriter=FileWriter
+    .compat.tf.summary: SummaryWriter=FileWriter
     .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator FinalOpsHook
         GlobalStepWaiterHook GradientDescentOptimizer LoggingTensorHook MomentumOptimizer
         MonitoredTrainingSession NanLossDuringTrainingError NanTensorHook Optimizer
@@ -159,7 +160,7 @@ _TABLE = """
     .compat.graphs/operation: to_float to_int32 to_int64
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
         zeros_initializer=Zeros
-    types: GPUOptions=SimpleNamespace RunMetadata=SimpleNamespace RunOptions=SimpleNamespace
+    .compat.graphs: RunOptions  types: GPUOptions=SimpleNamespace RunMetadata=SimpleNamespace
     .graph: AUTO_REUSE Graph Operation
     .graph/graph: ConfigProto all_variables=global_variables
         get_default_graph get_variable get_variable_scope global_variables

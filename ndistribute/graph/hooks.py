@@ -383,7 +383,8 @@ class LoggingTensorHook(SessionRunHook):
     ) -> None:
         if not isinstance(tensors, Mapping):
             tensors = {getattr(one, "name", str(one)): one for one in tensors}
-        self._tensors, self._formatter, self._at_end = dict(tensors), formatter, at_end
+        self._tensors = {label: _tensor(one) for label, one in tensors.items()}
+        self._formatter, self._at_end = formatter, at_end
         alone = at_end and every_n_iter is None and every_n_secs is None
         self._timer = None if alone else Timer(every_n_iter, every_n_secs)
         self._runs = 0
@@ -407,6 +408,11 @@ class LoggingTensorHook(SessionRunHook):
         _log.info("%s", self._formatter(values) if self._formatter else plain)
 
 
+def _tensor(given: Any) -> Any:
+    """Return a tensor or its name; the name of an operation stands for its first result."""
+    return f"{given}:0" if isinstance(given, str) and ":" not in given else given
+
+
 class NanLossDuringTrainingError(RuntimeError):
     """The loss is not a number any more."""
 
@@ -420,7 +426,7 @@ class NanTensorHook(SessionRunHook):
     """
 
     def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True) -> None:
-        self._loss, self._fails = loss_tensor, fail_on_nan_loss
+        self._loss, self._fails = _tensor(loss_tensor), fail_on_nan_loss
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return SessionRunArgs(self._loss)

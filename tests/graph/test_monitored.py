@@ -172,7 +172,7 @@ def test_hooks_log_count_and_end(caplog: pytest.LogCaptureFixture, tmp_path: Pat
         step, loss = model()
         ops = hooks.FinalOpsHook(loss)
         watching = [
-            hooks.LoggingTensorHook({"loss": loss}, every_n_iter=2),
+            hooks.LoggingTensorHook({"loss": loss.op.name}, every_n_iter=2),
             hooks.StepCounterHook(every_n_steps=2),
             hooks.StopAtStepHook(num_steps=3),
             hooks.SummarySaverHook(
