@@ -326,7 +326,7 @@ matmul = unary(
     ),
     2,
 )
-nothing = adapted(lambda *args, **options: None)
+nothing: Any = adapted(lambda *args, **options: None)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 numbers = unary(
     lambda start, limit=None, delta=1, dtype=None: convert_to_tensor(
