@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.context import current_frame, told_apart
+from ndistribute.context import current_frame, get_replica_context, told_apart
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
 from ndistribute.parameter_server.messages import Apply, Gradient
@@ -40,7 +40,7 @@ from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_
 from ndistribute.variables.sharded import ShardedVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["LearningRate", "Optimizer", "Options"]
+__all__ = ["LearningRate", "Optimizer", "Options", "check_whole", "divided", "sum_over"]
 
 LearningRate = float | Callable[[int], float]
 # For each variable and each memory: the variable and its slots, writable; and the step's rate.
@@ -199,16 +199,16 @@ class Optimizer:
         """
         gradients, variables = _checked(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
-        if replica is None or self._bound:
-            _check_whole(variables)
+        if replica is None:
+            check_whole(variables, "apply its gradients inside run.")
         on_servers = isinstance(variables[0], ServedVariable)
         if not on_servers:
             gradients = [self._summable(gradient) for gradient in gradients]
         if replica is not None and not summed and (on_servers or self._bound):
             # A norm needs the whole sum.
-            gradients, summed = replica.all_reduce("sum", gradients), True
+            gradients, summed = sum_over(replica, gradients, variables), True
         if self._bound and (replica is None or summed):
-            gradients = _clipped(*self._bound, gradients)
+            gradients = _clipped(*self._bound, gradients, variables)
         if on_servers:
             self._push(variables, gradients, replica)
         elif replica is None:
@@ -326,7 +326,7 @@ class Optimizer:
         """Sum gradients with the other replicas, and update the part that this replica owns."""
         communicator = replica.communicator
         homes = [variable.home_of[replica.local_replica_id] for variable in variables]
-        own = [i for i, v in enumerate(variables) if isinstance(v, ShardedVariable)]
+        own = divided(variables)
         sparse = [i for i, g in enumerate(gradients) if isinstance(g, IndexedSlices)]
         dense = [i for i in range(len(gradients)) if i not in {*own, *sparse}]
         joined = [gradients[i] for i in sparse]
@@ -489,14 +489,30 @@ def _check_home(variables: Sequence[Any]) -> None:
         )
 
 
-def _check_whole(variables: Sequence[Any]) -> None:
-    """Raise a `ValueError` if a variable is divided among replicas, which have its gradients."""
-    for variable in variables:
-        if isinstance(variable, ShardedVariable) and len(variable.home_of) > 1:
-            raise ValueError(
-                f"variable {variable.name!r} is sharded over replicas: apply its gradients inside "
-                "run, with an optimizer that does not clip."
-            )
+def divided(variables: Sequence[Any]) -> list[int]:
+    """Return which variables are divided among replicas: each replica has its shard's gradient."""
+    return [
+        index
+        for index, variable in enumerate(variables)
+        if isinstance(variable, ShardedVariable)
+        and variable.distribute_strategy.num_replicas_in_sync > 1
+    ]
+
+
+def check_whole(variables: Sequence[Any], advice: str) -> None:
+    """Raise a `ValueError` with an advice if a variable is divided among replicas."""
+    for index in divided(variables):
+        raise ValueError(f"variable {variables[index].name!r} is sharded over replicas: {advice}")
+
+
+def sum_over(replica: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Return gradients summed over replicas; those of shards are complete already."""
+    own, made = divided(variables), list(gradients)
+    shared = [index for index in range(len(made)) if index not in own]
+    sums = replica.all_reduce("sum", [made[index] for index in shared])
+    for index, total in zip(shared, sums, strict=True):
+        made[index] = total
+    return made
 
 
 def _has_servers(strategy: Any) -> bool:
@@ -513,12 +529,20 @@ def _one_bound(**bounds: float | None) -> tuple[str, float] | None:
     return given[0] if given else None
 
 
-def _clipped(kind: str, bound: float, gradients: Sequence[Any]) -> list[Any]:
+def _clipped(
+    kind: str, bound: float, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
     """Return clipped gradients, 16-bit ones as float32; the given ones do not change."""
     wide = [_summed(map_values(_widened, gradient)) for gradient in gradients]
     if kind == "clipvalue":
         return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
     norms = [_norm(gradient) for gradient in wide]
+    own = divided(variables)
+    if own:  # Of which each replica has a part of the norm.
+        replica: Any = get_replica_context()
+        squares = replica.all_reduce("sum", np.array([norms[index] ** 2 for index in own]))
+        for index, square in zip(own, squares, strict=True):
+            norms[index] = math.sqrt(square)
     if kind == "global_clipnorm":
         norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
     return [

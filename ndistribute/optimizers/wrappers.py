@@ -14,7 +14,7 @@ import numpy as np
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import get_replica_context
 from ndistribute.devices import array_namespace, as_array
-from ndistribute.optimizers.optimizer import Optimizer
+from ndistribute.optimizers.optimizer import Optimizer, check_whole, divided, sum_over
 from ndistribute.variables.policy import map_values
 from ndistribute.variables.variable import Variable
 
@@ -99,6 +99,7 @@ class GradientAccumulation(_Wrapper):
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the slots and the sums; otherwise the first call does."""
         wanted = list(variables)
+        check_whole(wanted, "its gradients cannot be accumulated.")
         self.inner.build(wanted)
         for variable in wanted:
             if variable not in self._sums:
@@ -208,18 +209,21 @@ class LossScale(_Wrapper):
     ) -> None:
         """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
         pairs = list(grads_and_vars)
+        variables = [variable for gradient, variable in pairs if gradient is not None]
         gradients = [
             map_values(_widened, gradient) for gradient, _ in pairs if gradient is not None
         ]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
-            gradients = replica.all_reduce("sum", gradients)  # So all replicas decide alike.
+            gradients = sum_over(replica, gradients, variables)  # So all replicas decide alike.
+        is_finite = all(_is_finite(gradient) for gradient in gradients)
+        if replica is not None and divided(variables):  # Of which each replica has seen its own.
+            is_finite = bool(replica.all_reduce("min", float(is_finite)))
         me = _local_id()
         scale, steps = self._states.get(me, self._first)
-        if not all(_is_finite(gradient) for gradient in gradients):
+        if not is_finite:
             self._states[me] = max(1.0, scale / 2), 0
             return
-        variables = [variable for gradient, variable in pairs if gradient is not None]
         unscaled = [map_values(lambda array: array / scale, one) for one in gradients]
         self.inner.apply_gradients(
             zip(unscaled, variables, strict=True), skip_gradients_aggregation=True

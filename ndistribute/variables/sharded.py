@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any, Self
 
@@ -27,10 +28,11 @@ class ShardedVariable(MirroredVariable):
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         Variable._set_up(self, strategy, array, policy)
         count, axis = strategy.num_replicas_in_sync, policy.shard_axis or 0
-        if array.ndim <= axis or array.shape[axis] < count:
+        if not 0 <= axis < array.ndim or array.shape[axis] < count:
             raise ValueError(
                 f"variable {policy.name!r} of shape {array.shape} cannot be cut along axis {axis} "
-                f"into a shard for each of {count} replicas: make it longer, or do not shard it."
+                f"into a shard for each of {count} replicas: pass an axis, counted from 0, that is "
+                "at least so long, or do not shard it."
             )
         contexts = strategy.replica_contexts
         self.home_of = list(range(len(contexts)))
@@ -106,7 +108,7 @@ def sharded_variable(
 
     Args:
         initial_value: the whole, or a function that returns it.
-        axis: the axis to cut; its length is at least the number of replicas.
+        axis: the axis to cut, from 0; its length is at least the number of replicas.
         name: as for `Variable`.
         dtype: as for `Variable`.
 
@@ -119,6 +121,8 @@ def sharded_variable(
     ...     strategy.local_results(strategy.run(lambda: w + 0)), w.numpy()
     ((array([0., 1., 2.]), array([3., 4., 5.])), array([0., 1., 2., 3., 4., 5.]))
     """
-    policy = replace(VariablePolicy.parse(name, True, "auto", "none"), shard_axis=axis)
+    policy = replace(
+        VariablePolicy.parse(name, True, "auto", "none"), shard_axis=operator.index(axis)
+    )
     made: Variable = create_variable(initial_value, dtype, policy)
     return made

@@ -290,7 +290,7 @@ class Variable(ArrayLike):
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self._shape))
+        return int(np.prod(self.shape))
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -30,12 +30,13 @@ def network(wide=layers.Dense, narrow=layers.Dense, **options):
     return model
 
 
-def test_divided_layers_train_as_whole_ones(replicated, tmp_path):
-    whole = network()
+@pytest.mark.parametrize("clipping", [{}, {"clipnorm": 0.1}, {"global_clipnorm": 0.1}], ids=str)
+def test_divided_layers_train_as_whole_ones(replicated, clipping):
+    whole = network(**clipping)
     expected = whole.fit(X, Y, batch_size=16, epochs=3, verbose=0).history
     predicted = whole.predict(X)
     with replicated.scope():
-        model = network(layers.ColumnParallelDense, layers.RowParallelDense)
+        model = network(layers.ColumnParallelDense, layers.RowParallelDense, **clipping)
         history = model.fit(X, Y, batch_size=16, epochs=3, verbose=0).history
         np.testing.assert_allclose(history["loss"], expected["loss"], atol=1e-12)
         for ours, theirs in zip(model.get_weights(), whole.get_weights(), strict=True):
@@ -54,6 +55,21 @@ def test_each_replica_stores_a_shard_of_the_weights_and_of_their_slots(replicate
     np.testing.assert_array_equal(w.numpy(), -np.ones((2, 7)))
 
 
+def test_a_scaled_loss_leaves_shards_apart_and_an_overflow_in_one_skips_the_step_on_all():
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
+        w = sharded_variable(np.zeros(4), axis=0)
+        optimizer = nd.optimizers.LossScale(nd.optimizers.SGD(1.0), initial_scale=2.0)
+
+        def step(*gradients):
+            rank = nd.get_replica_context().replica_id_in_sync_group
+            optimizer.apply_gradients([(np.full(2, gradients[rank]), w)])
+            return optimizer.scale
+
+        assert both.local_results(both.run(step, args=(2.0, 4.0))) == (2.0, 2.0)
+        assert both.local_results(both.run(step, args=(2.0, np.inf))) == (1.0, 1.0)
+        np.testing.assert_array_equal(w.numpy(), [-1.0, -1.0, -2.0, -2.0])
+
+
 def test_a_checkpoint_goes_to_another_number_of_replicas():
     with nd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as three:
         model = network(layers.ColumnParallelDense)
@@ -70,16 +86,24 @@ def test_a_checkpoint_goes_to_another_number_of_replicas():
 def test_mistakes_with_shards_say_what_to_do():
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
         w = sharded_variable(np.ones(4), axis=0, name="w")
-        sgd, clipping = nd.optimizers.SGD(0.1), nd.optimizers.SGD(0.1, clipnorm=1.0)
+        sgd = nd.optimizers.SGD(0.1)
         with pytest.raises(RuntimeError, match="'w' inside run: assign the whole value outside"):
             both.run(lambda: w.assign(np.ones(2)))
         with pytest.raises(ValueError, match="apply its gradients inside run"):
             sgd.apply_gradients([(np.ones(4), w)])
-        with pytest.raises(ValueError, match="does not clip"):
-            both.run(lambda: clipping.apply_gradients([(np.ones(2), w)]))
+        with pytest.raises(ValueError, match=r"'w' is sharded.*cannot be accumulated"):
+            nd.optimizers.GradientAccumulation(sgd, 2).build([w])
         with pytest.raises(ValueError, match="cannot be cut along axis 0 into a shard"):
             sharded_variable(np.ones(1), axis=0)
         with pytest.raises(ValueError, match="put a Flatten before it"):
             layers.ColumnParallelDense(4)(np.ones((2, 3, 4), np.float32))
+        with pytest.raises(ValueError, match="cannot be regularized"):
+            layers.RowParallelDense(4, kernel_regularizer="l2")(np.ones((2, 3), np.float32))
+        with pytest.raises(ValueError, match="along axis -1"):
+            sharded_variable(np.ones((2, 2)), axis=-1)
+        layer = layers.RowParallelDense(4)
+        layer(np.ones((2, 6), np.float32))
+        with pytest.raises(ValueError, match="the layer was built for 6 features"):
+            both.run(lambda: layer(np.ones((2, 8), np.float32)))
     with nd.ParameterServerStrategy(), pytest.raises(ValueError, match="variable_partitioner"):
         sharded_variable(np.ones(4), axis=0)

@@ -79,7 +79,7 @@ class Dense(KernelLayer):
         **options: Any,
     ) -> None:
         super().__init__(activation, use_bias, **options)
-        self.units = positive(units, "Dense: units")
+        self.units = positive(units, f"{type(self).__name__}: units")
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""

@@ -13,42 +13,45 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.context import get_replica_context
 from ndistribute.models import activations, initializers
-from ndistribute.models.layers.core import as_floats, positive
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.core import Dense
 from ndistribute.models.operations import dense
 from ndistribute.variables.sharded import sharded_variable
 
 __all__ = ["ColumnParallelDense", "RowParallelDense"]
 
 
-class _ParallelDense(Layer):
-    """What the two layers share: the arguments of a dense layer, and its weights in shards."""
+class _ParallelDense(Dense):
+    """A dense layer with weights in shards."""
 
-    def __init__(
-        self,
-        units: int,
-        activation: str | Callable[[Any], Any] | None = None,
-        use_bias: bool = True,
-        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
-        bias_initializer: str | Callable[..., Any] = "zeros",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.units = positive(units, f"{type(self).__name__}: units")
-        self.activation = activations.get(activation)
-        self._use_bias = use_bias
-        self._initializers = kernel_initializer, bias_initializer
-        self.kernel: Any = None
-        self.bias: Any = None
+    _features: int
+
+    def _whole_batch(self, inputs: Any, context: Any) -> tuple[Any, slice | None]:
+        """Return the examples of all replicas, and which are this one's; None if it is alone."""
+        if inputs.ndim != 2:
+            raise ValueError(
+                f"{self.name}: a parallel dense layer needs an input of two axes, got shape "
+                f"{inputs.shape}: put a Flatten before it."
+            )
+        inputs = self.checked(inputs, self._features, "features")
+        if context is None or context.num_replicas_in_sync == 1:
+            return inputs, None
+        lengths = context.all_gather(np.array([len(inputs)]), axis=0)
+        start = int(lengths[: context.replica_id_in_sync_group].sum())
+        return context.all_gather(inputs, axis=0), slice(start, start + len(inputs))
 
     def _sharded(self, name: str, shape: Sequence[int], initializer: Any, axis: int) -> Any:
+        if self.kernel_regularizer or self.bias_regularizer:
+            raise ValueError(
+                f"{self.name}: a parallel dense layer cannot be regularized, as each replica would "
+                "penalize a part of the weights."
+            )
         make = initializers.get(initializer)
         return sharded_variable(
             lambda: make(tuple(shape), self.dtype),
@@ -68,9 +71,7 @@ class ColumnParallelDense(_ParallelDense):
         units: the length of the output's last axis, at least the number of replicas.
         activation: as for `Dense`.
         use_bias: as for `Dense`.
-        kernel_initializer: as for `Dense`.
-        bias_initializer: as for `Dense`.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: as for `Dense`, but for regularizers.
 
     >>> ColumnParallelDense(4)(np.ones((2, 3), np.float32)).shape
     (2, 4)
@@ -79,7 +80,8 @@ class ColumnParallelDense(_ParallelDense):
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
         of_kernel, of_bias = self._initializers
-        shape = input_shape[-1], self.units
+        self._features = int(input_shape[-1])
+        shape = self._features, self.units
         self.kernel = self._sharded("kernel", shape, of_kernel, axis=1)
         if self._use_bias:
             self.bias = self._sharded("bias", (self.units,), of_bias, axis=0)
@@ -87,7 +89,7 @@ class ColumnParallelDense(_ParallelDense):
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(batch, units)``."""
         context: Any = get_replica_context()
-        whole, own = _whole_batch(as_floats(inputs, self.kernel), context)
+        whole, own = self._whole_batch(inputs, context)
         part = dense(whole, self.kernel, self.bias, activations.get(None))
         if own is not None:
             part = context.all_gather(part, axis=1)[own]
@@ -104,9 +106,7 @@ class RowParallelDense(_ParallelDense):
         units: the length of the output's last axis.
         activation: as for `Dense`.
         use_bias: as for `Dense`.
-        kernel_initializer: as for `Dense`.
-        bias_initializer: as for `Dense`.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: as for `Dense`, but for regularizers.
 
     >>> RowParallelDense(2)(np.ones((2, 3), np.float32)).shape
     (2, 2)
@@ -124,7 +124,7 @@ class RowParallelDense(_ParallelDense):
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(batch, units)``."""
         context: Any = get_replica_context()
-        whole, own = _whole_batch(as_floats(inputs, self.kernel), context)
+        whole, own = self._whole_batch(inputs, context)
         if own is None:
             total = whole @ self.kernel
         else:
@@ -132,17 +132,3 @@ class RowParallelDense(_ParallelDense):
             part = slice(self._features * rank // count, self._features * (rank + 1) // count)
             total = context.all_reduce("sum", whole[:, part] @ self.kernel)[own]
         return self.activation(total if self.bias is None else total + self.bias)
-
-
-def _whole_batch(inputs: Any, context: Any) -> tuple[Any, slice | None]:
-    """Return the examples of all replicas, and which are this one's; None if it is alone."""
-    if inputs.ndim != 2:
-        raise ValueError(
-            f"a parallel dense layer needs an input of two axes, got shape {inputs.shape}: put a "
-            "Flatten before it."
-        )
-    if context is None or context.num_replicas_in_sync == 1:
-        return inputs, None
-    lengths = context.all_gather(np.array([len(inputs)]), axis=0)
-    start = int(lengths[: context.replica_id_in_sync_group].sum())
-    return context.all_gather(inputs, axis=0), slice(start, start + len(inputs))
