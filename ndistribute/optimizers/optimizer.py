@@ -327,8 +327,9 @@ class Optimizer:
         communicator = replica.communicator
         homes = [variable.home_of[replica.local_replica_id] for variable in variables]
         own = divided(variables)
-        sparse = [i for i, g in enumerate(gradients) if isinstance(g, IndexedSlices)]
-        dense = [i for i in range(len(gradients)) if i not in {*own, *sparse}]
+        shared = [i for i in range(len(gradients)) if i not in own]
+        sparse = [i for i in shared if isinstance(gradients[i], IndexedSlices)]
+        dense = [i for i in shared if i not in sparse]
         joined = [gradients[i] for i in sparse]
         if joined and not summed:
             joined = communicator.all_reduce("sum", joined)

@@ -55,6 +55,19 @@ def test_each_replica_stores_a_shard_of_the_weights_and_of_their_slots(replicate
     np.testing.assert_array_equal(w.numpy(), -np.ones((2, 7)))
 
 
+def test_rows_of_a_shard_are_updated_once():
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
+        table, optimizer = sharded_variable(np.zeros((4, 2)), axis=0), nd.optimizers.SGD(1.0)
+
+        def step():
+            with nd.GradientTape() as tape:
+                loss = np.sum(table[[1, 1]])
+            optimizer.apply_gradients([(tape.gradient(loss, table), table)])
+
+        both.run(step)
+        np.testing.assert_array_equal(table.numpy()[:, 0], [0.0, -2.0, 0.0, -2.0])
+
+
 def test_a_scaled_loss_leaves_shards_apart_and_an_overflow_in_one_skips_the_step_on_all():
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
         w = sharded_variable(np.zeros(4), axis=0)
