@@ -188,6 +188,8 @@ class Plan:
         self._empty = [None] * (size - self._feeds)
         self._steps = 0
         types = {node.type for node in self.nodes}
+        self.sources = {one.attributes.get("from") for one in self.nodes if one.type == "recv"}
+        """The tasks that send values to these operations."""
         self._is_bound = is_bound or not types.isdisjoint(_BOUND)
         self._is_parallel = not self._is_bound and not types.isdisjoint({*_WAITING, "recv"})
 

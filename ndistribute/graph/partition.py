@@ -167,7 +167,8 @@ def cut(
             part_of(tasks[producer]).operations.append(
                 OperationDef(name, "send", inputs, controls, 0, attributes=attributes)
             )
-            part_of(to).operations.append(OperationDef(receiver, "recv", attributes={"key": key}))
+            attributes = {"key": key, "from": tasks[producer]}
+            part_of(to).operations.append(OperationDef(receiver, "recv", attributes=attributes))
         return receiver
 
     for one in operations:

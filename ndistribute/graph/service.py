@@ -16,10 +16,10 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from ndistribute.errors import (
     AbortedError,
@@ -88,6 +88,8 @@ class GraphService:
         self._connections: dict[str, int] = {}  # The number of a client's connections.
         self._near: WeakValueDictionary[str, Client] = WeakValueDictionary()
         """The clients in this process, which may end without closing their sessions."""
+        self._callers: WeakSet[Client] = WeakSet()
+        """Connections with replies; on the others come the values of other tasks."""
         self._sessions: dict[str, _Session] = {}
         self._parts: dict[str, dict[str, Plan]] = {}  # By session.
         self._masters: dict[str, str] = {}  # Of the sessions with parts here.
@@ -105,6 +107,8 @@ class GraphService:
 
     def disconnected(self, peer: Client, died: bool) -> None:
         """Drop the sessions of a client, or their parts of a master, that has ended."""
+        if died and peer not in self._callers:
+            self._lose(peer.name)
         with self._lock:
             self._connections[peer.name] -= 1
             if self._connections[peer.name]:
@@ -132,6 +136,7 @@ class GraphService:
             if isinstance(request, m.Forget):
                 self._forget(request.session)
                 return None
+            self._callers.add(peer)
             if isinstance(request, m.RunPart):
                 return self._run_part(peer, request)
             if isinstance(request, m.Run):
@@ -153,7 +158,7 @@ class GraphService:
         self, plan: Plan, session: str, number: str, values: Any, check: Any, ends: float
     ) -> tuple[Value, ...]:
         """Run a part of a step in this task; return the values of its fetches."""
-        outside = _Outside(self, number, check, ends)
+        outside = _Outside(self, number, check, ends, plan.sources)
         step = Step(self.resources, session=session, outside=outside)
         with self._lock:  # An abort that comes now meets either the step or its refusal.
             failure = self.rendezvous.begin(number)
@@ -208,6 +213,16 @@ class GraphService:
 
         values = [unpack(value) for value in request.values]
         return m.Values(self.run_plan(plan, session, request.step, values, check, math.inf))
+
+    def _lose(self, name: str) -> None:
+        """Abort the steps that get values from a task whose connection broke: some may be lost."""
+        task = "/job:" + name.partition("#")[0].replace(":", "/task:")
+        with self._lock:
+            steps = list(self._steps.values())
+        for step in steps:
+            if step.outside is not None and task in step.outside.sources:
+                why = f"the connection from {task} broke. A new session can go on."
+                step.abort(UnavailableError(why, task=task))
 
     def _abort(self, request: m.Abort) -> None:
         with self._lock:
@@ -475,10 +490,15 @@ class _Outside:
     """The other tasks, for one step."""
 
     def __init__(
-        self, service: GraphService, number: str, check: Callable[[Step], None], ends: float
+        self,
+        service: GraphService,
+        number: str,
+        check: Callable[[Step], None],
+        ends: float,
+        sources: Container[Any],
     ) -> None:
         self._service, self._number, self._ends = service, number, ends
-        self.check = check
+        self.check, self.sources = check, sources
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
         packed = {key: sendable(key, value) for key, value in values.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -108,6 +108,9 @@ class Resources:
 
 class Outside(Protocol):
     """The other tasks that take part in a step."""
+
+    sources: Container[Any]
+    """Those that send values to this one."""
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
         """Send values, by their keys, to another task."""

@@ -183,6 +183,26 @@ def test_a_server_that_is_stopped_ends_the_steps_of_its_own_process(
             run.result(AT_ONCE)
 
 
+@pytest.mark.parametrize("master", ["ps", "worker"])
+def test_a_step_ends_when_the_connection_breaks_on_which_it_gets_values(
+    cluster: Any, master: str
+) -> None:
+    with get_default_graph().device(PS):
+        zero = identity(constant(0.0))
+        endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [zero])[0]
+    with get_default_graph().device(WORKER):
+        waits = endless + 1.0
+    sender, receiver = cluster["ps"]._graphs, cluster["worker"]._graphs
+    with Session(cluster[master].target) as session, ThreadPoolExecutor(1) as threads:
+        address = sender.tasks[WORKER]
+        sender.lanes.tell(address)  # Connects, if nobody has.
+        run = threads.submit(session.run, waits)
+        wait_until(lambda: sender._steps and receiver._steps)
+        sender.lanes._one_way[address].abort("cut")
+        with pytest.raises(errors.UnavailableError, match="connection from /job:ps/task:0 broke"):
+            run.result(AT_ONCE)
+
+
 @pytest.fixture
 def silent() -> Iterator[str]:
     """Return an address where connections are taken and nothing is answered."""
