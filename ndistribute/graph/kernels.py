@@ -19,7 +19,7 @@ from ndistribute.autodiff.tape import vjp
 from ndistribute.autodiff.tracked import Tracked, stop_gradient
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
-from ndistribute.errors import FailedPreconditionError, InvalidArgumentError
+from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
 from ndistribute.graph.step import Node, SharedVariable, Step, read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 
@@ -53,7 +53,7 @@ def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     )
 
 
-_CHANGES = {"assign_add": np.add, "assign_max": np.maximum, "assign_sub": np.subtract}
+_CHANGES = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
 @kernel("stop_gradient")
@@ -95,7 +95,6 @@ def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 
 @kernel("assign_add")
-@kernel("assign_max")
 @kernel("assign_sub")
 def _assign_changed(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     variable = step.resources.variable(node.attributes["variable"])
@@ -243,6 +242,27 @@ def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[An
     with aggregate.changed:
         aggregate.begin(int(inputs[0]))
     return []
+
+
+@kernel("count_step")
+def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Set the step count to the step that all variables have reached.
+
+    Who contributed to a variable's last step had counted the one before: a variable that is further
+    collects for the steps of a training from before the count was set back.
+    """
+    reached, furthest = inputs
+    count = step.resources.variable(node.attributes["variable"])
+    with count.lock:
+        old = _initialized(count, node)
+        if furthest > old + 1:
+            raise AbortedError(
+                f"gradients are collected for step {furthest}, but global_step is {old}: the chief "
+                "must run chief_init_op after it has initialised or restored the variables, as the "
+                "hook of make_session_run_hook() does. A new session can go on then."
+            )
+        count.array = np.maximum(old, reached).astype(old.dtype)
+        return read_only(count.array)
 
 
 @kernel("local_step")

@@ -98,11 +98,15 @@ class SyncReplicasOptimizer(Optimizer):
                 )
             self.chief_init_op = group(*restarted, name="chief_init")
             # The last of the variables tells the step; those of a late worker may be further.
-            reached: Any = np.min(np.stack(made))
+            steps: Any = np.stack(made)
+            reached, furthest = np.min(steps), np.max(steps)
             kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})
             attributes = {"variable": global_step.op.name}
             return graph.add(
-                "assign_max", kept.outputs, attributes=attributes, device=global_step.device
+                "count_step",
+                [*kept.outputs, furthest],
+                attributes=attributes,
+                device=global_step.device,
             )
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SessionRunHook:

@@ -207,6 +207,26 @@ def test_workers_go_on_together_from_a_step_that_the_chief_restores() -> None:
     assert results == [(5, pytest.approx(10.0 - 4 * 0.2))] * 2
 
 
+def test_a_chief_that_begins_anew_without_its_hook_is_told_so() -> None:
+    server = nd.Server.create_local_server()
+    for hook in (True, False, True):
+        with Graph().as_default(), Session(server.target) as session:
+            w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
+            optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 1)
+            step = optimizer.apply_gradients([(constant(np.float64(1.0)), w)], count)
+            session.run(global_variables_initializer())
+            if hook:
+                optimizer.make_session_run_hook(is_chief=True).after_create_session(session, None)
+                for _ in range(2):
+                    session.run(step)
+                assert session.run([count, w]) == [2, pytest.approx(-0.2)]
+            else:
+                with pytest.raises(errors.AbortedError, match="make_session_run_hook"):
+                    session.run(step)
+                assert session.run([count, w]) == [0, 0.0]
+    server.stop()
+
+
 def gradients_for(server: nd.Server) -> list[Any]:
     """Return the gradients of variable w that wait for others."""
     graphs: Any = server._graphs
