@@ -8,6 +8,7 @@ graph may come from another process.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from ndistribute.autodiff.rules.elementwise import cast
 
-__all__ = ["function_named", "name_of", "number_of_parts", "register"]
+__all__ = ["function_named", "name_of", "number_of_parts", "register", "written_argument"]
 
 Function = Callable[..., Any]
 
@@ -106,3 +107,21 @@ def number_of_parts(function: Any, args: Sequence[Any]) -> int:
     if function not in _SPLITTING or len(args) < 2 or hasattr(args[1], "graph"):
         return 0
     return len(args[1]) + 1 if np.ndim(args[1]) else int(args[1])
+
+
+def written_argument(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Return the argument with which a call of a NumPy function would change an array, or None."""
+    for name, value in (dict(zip(_positional(function), args, strict=False)) | kwargs).items():
+        into = name == "out" and value is not None
+        replaces = name == "copy" and function is np.nan_to_num and not value
+        if into or replaces or (name == "overwrite_input" and value):
+            return f"{name}={value!r}"
+    return None
+
+
+@functools.cache
+def _positional(function: Any) -> list[str]:
+    """Return the names of the arguments that a function takes by position."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [one.name for one in parameters if one.kind in kinds]

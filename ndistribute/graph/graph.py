@@ -26,7 +26,7 @@ from ndistribute.graph.definition import (
     pack,
     source_line,
 )
-from ndistribute.graph.functions import name_of, number_of_parts
+from ndistribute.graph.functions import name_of, number_of_parts, written_argument
 from ndistribute.graph.placement import DeviceFunction, merge_device
 
 __all__ = [
@@ -70,8 +70,8 @@ class Symbolic(NDArrayOperatorsMixin):
         return apply(ufunc if method == "__call__" else getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            refuse_writing(function.__name__)
+        if (changed := written_argument(function, args, kwargs)) is not None:
+            refuse_writing(f"{function.__name__} with {changed}")
         count = number_of_parts(function, args)
         if count == 1:
             return [as_tensor(args[0])]

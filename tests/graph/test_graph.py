@@ -203,6 +203,17 @@ MISTAKES = {
     "truth": (lambda: 1 if constant(1.0) else 2, TypeError, "cond"),
     "conversion": (lambda: float(constant(1.0)), TypeError, "Session.run"),
     "writing": (lambda: np.add(constant(1.0), 1.0, out=np.zeros(1)), TypeError, "read-only"),
+    "writing by position": (
+        lambda: np.cumsum(x := constant(1.0), 0, None, x),
+        TypeError,
+        "cumsum with out=",
+    ),
+    "replacing": (lambda: np.nan_to_num(constant(1.0), False), TypeError, "with copy=False"),
+    "overwriting": (
+        lambda: np.median(constant([1.0]), overwrite_input=True),
+        TypeError,
+        "overwrite_input=True",
+    ),
     "files": (lambda: np.save("x", constant(1.0)), TypeError, "save cannot be an operation"),
     "second order": (
         lambda: gradients(gradients((x := placeholder(float)) ** 3, x), x),
