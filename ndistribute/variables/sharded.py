@@ -36,13 +36,13 @@ class ShardedVariable(MirroredVariable):
             )
         contexts = strategy.replica_contexts
         self.home_of = list(range(len(contexts)))
-        self._cuts = [self._cut(context.replica_id_in_sync_group) for context in contexts]
+        self._cuts = [self.cut(context.replica_id_in_sync_group) for context in contexts]
         self._cells = [
             Cell(array[cut], context.device)
             for cut, context in zip(self._cuts, contexts, strict=True)
         ]
 
-    def _cut(self, rank: int) -> tuple[slice, ...]:
+    def cut(self, rank: int) -> tuple[slice, ...]:
         """Return the index of a replica's shard in the whole."""
         axis = self._policy.shard_axis or 0
         count, length = self._strategy.num_replicas_in_sync, self._shape[axis]

@@ -128,7 +128,6 @@ class RowParallelDense(_ParallelDense):
         if own is None:
             total = whole @ self.kernel
         else:
-            rank, count = context.replica_id_in_sync_group, context.num_replicas_in_sync
-            part = slice(self._features * rank // count, self._features * (rank + 1) // count)
+            part, *_ = self.kernel.cut(context.replica_id_in_sync_group)
             total = context.all_reduce("sum", whole[:, part] @ self.kernel)[own]
         return self.activation(total if self.bias is None else total + self.bias)
