@@ -79,10 +79,7 @@ class Node:
         self.bodies: Sequence[Body] = [_plan_of(body) for body in definition.bodies]
         found = KERNELS.get(definition.kind)
         if found is not None:
-            kernel = found
-            self.compute: Callable[[Step, Sequence[Any]], Any] = lambda step, inputs: kernel(
-                step, self, inputs
-            )
+            self.compute: Callable[[Step, Any, Sequence[Any]], Any] = found
             return
         try:
             function = function_named(definition.kind)
@@ -93,7 +90,7 @@ class Node:
             ) from None
         fill = filler(definition.call, len(definition.inputs))
 
-        def compute(step: Step, inputs: Sequence[Any]) -> Any:
+        def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
             args, kwargs = fill(inputs)
             return function(*args, **kwargs)
 
@@ -102,14 +99,15 @@ class Node:
     def run(self, step: Step, values: list[Any]) -> None:
         """Compute the outputs and store them among the values of the step."""
         inputs = [values[k] for k in self.inputs]
+        compute = run_recorded if self.gradients else self.compute
         try:
             if self.place is None:
-                result = self._computed(step, inputs)
+                result = compute(step, self, inputs)
             else:
                 is_gradient = self.type == "gradient"
                 near = step.pullbacks[self.attributes["of"]][0] if is_gradient else inputs
                 near = list(map(untrack, near))
-                result = self.place.run(functools.partial(self._computed, step), inputs, near)
+                result = self.place.run(functools.partial(compute, step, self), inputs, near)
         except OperationError as error:
             if error.op is None and self.type != "send":  # Which no program made.
                 error.op = self.name
@@ -132,9 +130,6 @@ class Node:
                     op=self.name,
                 )
             values[self.slot : self.slot + self.outputs] = result
-
-    def _computed(self, step: Step, inputs: Sequence[Any]) -> Any:
-        return run_recorded(step, self, inputs) if self.gradients else self.compute(step, inputs)
 
 
 class Plan:
@@ -161,18 +156,22 @@ class Plan:
         is_bound: bool = False,
     ) -> None:
         slots: dict[str, int] = {name: k for k, name in enumerate(feeds)}
-        self._feeds = len(slots)
-        self.nodes: list[Node] = []
-        size = len(slots)
         fed = set(feeds)
-        ordered = in_order(definitions, fed)
-        position = {definition.name: k for k, definition in enumerate(ordered)}
-        for definition in ordered:
+        self.nodes: list[Node] = []
+        self._first: list[Any] = []  # The values after those of the feeds when a step begins.
+        position: dict[str, int] = {}
+        ordered: list[OperationDef] = []  # Of the nodes.
+        for definition in in_order(definitions, fed):
             node = _made(definition, soft)
-            node.slot = size
+            node.slot = len(feeds) + len(self._first)
             for k in range(definition.outputs):
-                slots.setdefault(f"{definition.name}:{k}", size + k)
-            size += definition.outputs
+                slots.setdefault(f"{definition.name}:{k}", node.slot + k)
+            if _is_known(node, definition):
+                self._first.append(node.constant)
+                continue
+            self._first += [None] * definition.outputs
+            position[definition.name] = len(ordered)
+            ordered.append(definition)
             self.nodes.append(node)
         for k, (node, definition) in enumerate(zip(self.nodes, ordered, strict=True)):
             node.inputs = [_slot(slots, name) for name in definition.inputs]
@@ -181,11 +180,10 @@ class Plan:
             for earlier in before:
                 self.nodes[earlier].next.append(k)
             if node.type == "gradient":
-                self.nodes[position[node.attributes["of"]]].gradients += 1
+                self.nodes[_place_of(node, position)].gradients += 1
         self.fetches = fetches
         self._fetches = [_slot(slots, name) for name in fetches]
-        self._uses = self._count_uses(size)
-        self._empty = [None] * (size - self._feeds)
+        self._uses = self._count_uses(len(feeds) + len(self._first))
         self._steps = 0
         types = {node.type for node in self.nodes}
         self.sources = {one.attributes.get("from") for one in self.nodes if one.type == "recv"}
@@ -199,7 +197,7 @@ class Plan:
         Raises:
             OperationError: an operation failed.
         """
-        values = [*fed, *self._empty]
+        values = [*fed, *self._first]
         if self._is_parallel:
             _Parallel(self.nodes, step, values, self._uses).run()
         elif self._steps < _TRIALS:
@@ -374,10 +372,11 @@ class _Parallel:
         start = time.perf_counter()
         try:
             node.run(self._step, self._values)
-            self._step.check()
+            node.seconds = time.perf_counter() - start
+            if node.seconds > _LONG_SECONDS:
+                self._step.check()
         except BaseException as error:
             self._step.abort(error)
-        node.seconds = time.perf_counter() - start
 
     def _run_alone(self, node: Node) -> None:
         self._run_node(node)
@@ -418,6 +417,20 @@ def _made(definition: OperationDef, soft: bool) -> Node:
         raise InvalidArgumentError(
             f"operation {definition.name!r} ({definition.kind}): {error}", op=definition.name
         ) from error
+
+
+def _place_of(gradient: Node, position: Mapping[str, int]) -> int:
+    """Return the place of the operation whose gradient one computes."""
+    of = gradient.attributes["of"]
+    if of not in position:
+        raise InvalidArgumentError(f"{of!r} is a constant, which has no gradient.")
+    return position[of]
+
+
+def _is_known(node: Node, definition: OperationDef) -> bool:
+    """Return True if the value of an operation is the same in all steps."""
+    is_constant = node.type == "constant" and node.constant is not None and node.outputs == 1
+    return is_constant and node.place is None and not definition.controls
 
 
 def _is_long(node: Node) -> bool:

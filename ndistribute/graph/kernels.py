@@ -359,12 +359,12 @@ def _truncated(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
 
 def run_recorded(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Run a node whose gradient is an operation of the same step, and keep the way back."""
-    if any(isinstance(one, Tracked) for one in inputs):
+    if Tracked in map(type, inputs):
         raise InvalidArgumentError(
             f"the gradient of {node.name!r} is computed inside a cond or while_loop whose own "
             "gradient is needed: gradients of gradients are not computed."
         )
-    result, pullback = vjp(functools.partial(node.compute, step), inputs)
+    result, pullback = vjp(functools.partial(node.compute, step, node), inputs)
     step.pullbacks[node.name] = inputs, pullback, node.gradients > 1
     return result
 

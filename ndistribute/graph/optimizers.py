@@ -155,7 +155,8 @@ class Optimizer:
             "hyperparameters": hyperparameters,
             "rows_alone": self._rows_alone,
         }
-        rate = as_tensor(self._learning_rate, name="learning_rate")
+        with variable.graph.colocate_with(variable.op):  # A number need not go there in each step.
+            rate = as_tensor(self._learning_rate, name="learning_rate")
         return variable.graph.add(
             kind,
             [*inputs, rate],

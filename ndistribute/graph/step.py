@@ -36,7 +36,7 @@ class Node(Protocol):
     constant: Any
     bodies: Sequence[Body]
     gradients: int  # The number of operations that compute its gradients.
-    compute: Callable[[Step, Sequence[Any]], Any]
+    compute: Callable[[Step, Any, Sequence[Any]], Any]
 
 
 class SharedVariable(ArrayOwner):
