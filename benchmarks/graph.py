@@ -33,34 +33,23 @@ class Library(NamedTuple):
     train: Any
     server: Callable[[], Any]  # Returns that of this process.
     local_server: Callable[[], Any]
-    relu: Callable[[Any], Any]
-    loss: Callable[[Any, Any], Any]  # The sum over a batch of the cross entropies.
+    names: Any  # With TensorFlow's names for functions.
 
 
 def library(side: str) -> Library:
     """Return the library of a side."""
     if side == OURS:
         import ndistribute as nd
+        import ndistribute.compat.tf as names
 
         # The socket that this process got is for the server of its task.
         environ = {key: value for key, value in os.environ.items() if key != LISTEN}
         local = functools.partial(nd.Server.create_local_server, environ=environ)
-        return Library(nd.graph, nd.graph, serve, local, lambda x: np.maximum(x, 0), _loss)
+        return Library(nd.graph, nd.graph, serve, local, names)
     tf = peer.tensorflow()
     v1 = tf.compat.v1
     v1.disable_eager_execution()
-
-    def loss(logits: Any, labels: Any) -> Any:
-        losses = tf.nn.softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-        return tf.reduce_sum(losses)
-
-    return Library(v1, v1.train, peer.server, v1.train.Server.create_local_server, tf.nn.relu, loss)
-
-
-def _loss(logits: Any, labels: Any) -> Any:
-    shifted = logits - np.max(logits, axis=1, keepdims=True)
-    log_total = np.log(np.sum(np.exp(shifted), axis=1, keepdims=True))
-    return -np.sum(labels * (shifted - log_total))
+    return Library(v1, v1.train, peer.server, v1.train.Server.create_local_server, tf)
 
 
 @contextmanager
@@ -97,7 +86,7 @@ def transfer(side: str, size: int) -> Iterator[Prepared]:
 def trainer(side: str, batch: int) -> Iterator[Prepared]:
     """Set up the training step of a worker."""
     used = library(side)
-    g, server, (_, index) = used.graph, used.server(), task()
+    g, nn, server, (_, index) = used.graph, used.names.nn, used.server(), task()
     cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]
     setter = used.train.replica_device_setter(
         cluster=used.train.ClusterSpec(cluster) if side == TF else cluster,
@@ -111,9 +100,10 @@ def trainer(side: str, batch: int) -> Iterator[Prepared]:
             x, y = g.placeholder(np.float32), g.placeholder(np.float32)
             x.set_shape([None, 784])
             y.set_shape([None, 10])
-            hidden = used.relu(x @ w1 + b1)
-            hidden = used.relu(hidden @ w2 + b2)
-            loss = used.loss(hidden @ w3 + b3, y) / batch
+            hidden = nn.relu(x @ w1 + b1)
+            hidden = nn.relu(hidden @ w2 + b2)
+            losses = nn.softmax_cross_entropy_with_logits(labels=y, logits=hidden @ w3 + b3)
+            loss = used.names.reduce_sum(losses) / batch
             step = used.train.GradientDescentOptimizer(RATE).minimize(loss)
         images, labels = batch_of(batch)
         feeds = {x: images, y: labels}

@@ -165,10 +165,8 @@ class _Found:
         gradient = self.gradients[source]
         if gradient is None:
             return None
-        if type(gradient) is SparseGradient:
-            return gradient.to_slices()
-        if isinstance(gradient, np.generic):
-            return np.asarray(gradient)
+        if isinstance(gradient, SparseGradient | np.generic):
+            return finished(gradient)
         if self.entries[source] is not None or not self.owned[source]:
             # If the source is a result, the gradient of its argument may be the same array.
             return gradient.copy()
@@ -197,6 +195,13 @@ class _Found:
     def _own(self, index: int, gradient: Any) -> None:
         self.gradients[index] = gradient
         self.owned[index] = 1
+
+
+def finished(gradient: Any) -> Any:
+    """Return what a rule gave as the gradient of a source: an array or rows."""
+    if type(gradient) is SparseGradient:
+        return gradient.to_slices() if gradient.is_rows else gradient.to_dense()
+    return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
 
 
 def _count_alone() -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff import collectives
-from ndistribute.autodiff.backward import Component, Entry, Spans, backpropagate
+from ndistribute.autodiff.backward import Component, Entry, Spans, backpropagate, finished
 from ndistribute.autodiff.diagnostics import refuse_read
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
@@ -410,21 +410,45 @@ def vjp(function: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[Any, 
     finally:
         frame.recorder = outer
     results = list(result) if isinstance(result, list | tuple) else [result]
+    rule_of = _rules_of_one(graph, result)
 
     def pullback(
         gradients: Sequence[Any], positions: Sequence[int], again: bool = False
     ) -> list[Any]:
+        sources = [leaves[k] for k in positions]
+        if rule_of and current_frame().replica is None and gradients[0] is not None:
+            seed = _seed(results[0].value, gradients[0], copied=False)
+            return [_gradient_of(source, rule_of, seed) for source in sources]
         seeds: dict[int, Any] = {}
         for target, gradient in zip(results, gradients, strict=True):
             if gradient is not None and isinstance(target, Tracked):
-                _add_seed(seeds, target.index, _seed(target.value, gradient))
-        sources = [leaves[k] for k in positions]
+                _add_seed(seeds, target.index, _seed(target.value, gradient, copied=False))
         places = [one.index if isinstance(one, Tracked) else None for one in sources]
         spans = [(0, len(graph.entries))]
         found = _backward(graph.entries, seeds, places, spans, free=not again)
         return _results(sources, places, found, zero=True)
 
     return untrack(result), pullback
+
+
+def _rules_of_one(graph: Graph, result: Any) -> dict[int, Any]:
+    """Return the rules by argument if a graph has one operation; most have, and need no pass."""
+    if not isinstance(result, Tracked) or result.index == 0:
+        return {}
+    *leaves, last = graph.entries
+    if last is None or any(leaves) or type(last[1]) is not tuple:
+        return {}
+    parents, rules = last
+    return dict(zip(parents, rules, strict=True)) if len(set(parents)) == len(parents) else {}
+
+
+def _gradient_of(source: Any, rule_of: Mapping[int, Any], seed: Any) -> Any:
+    """Return the gradient of an argument of the only operation."""
+    rule = rule_of.get(source.index) if isinstance(source, Tracked) else None
+    gradient = None if rule is None else finished(rule(seed))
+    if gradient is None:
+        return np.zeros_like(_raw(source))
+    return np.conj(gradient) if gradient.dtype.kind == "c" else gradient
 
 
 def _backward(
@@ -473,8 +497,11 @@ def _is_variable(value: Any) -> bool:
     return getattr(value, "is_distributed_variable", False)
 
 
-def _seed(value: Any, gradient: Any) -> Any:
-    """Return the gradient of a target, in its shape and dtype; ones if the user passed none."""
+def _seed(value: Any, gradient: Any, copied: bool = True) -> Any:
+    """Return the gradient of a target, in its shape and dtype; ones if the user passed none.
+
+    Rules may keep it: it is a copy, if the user may change theirs.
+    """
     if gradient is None:
         return type(value)(1) if isinstance(value, np.generic) else np.ones_like(value)
     gradient = as_array(untrack(gradient))
@@ -483,7 +510,7 @@ def _seed(value: Any, gradient: Any) -> Any:
             f"output_gradients has shape {gradient.shape}, but the target has {value.shape}: they "
             "must be the same."
         )
-    gradient = gradient.astype(value.dtype)  # Rules may keep it, and the user may change theirs.
+    gradient = gradient.astype(value.dtype, copy=copied)
     return np.conj(gradient) if value.dtype.kind == "c" else gradient
 
 

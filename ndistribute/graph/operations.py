@@ -81,10 +81,23 @@ def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
 
 
 def group(*operations: Any, name: str = "group") -> Operation:
-    """Return an operation that is done when others are done."""
+    """Return an operation that is done when others are done.
+
+    A task tells another one once that all of its operations are done.
+    """
     flat = [one for part in operations for one in (part if isinstance(part, list) else [part])]
-    graph = get_default_graph()
-    with graph.control_dependencies([one for one in flat if one is not None]):
+    of_device: dict[str, list[Any]] = {}
+    for one in flat:
+        if one is not None:
+            of_device.setdefault(getattr(one, "device", ""), []).append(one)
+    graph, ends = get_default_graph(), []
+    for device, some in of_device.items():
+        if device and len(some) > 1:
+            with graph.control_dependencies(some):
+                ends.append(graph.add("group", name=f"{name}_part", outputs=0, device=device))
+        else:
+            ends += some
+    with graph.control_dependencies(ends):
         return graph.add("group", name=name, outputs=0)
 
 

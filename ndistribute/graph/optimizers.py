@@ -121,7 +121,9 @@ class Optimizer:
             ]
             if global_step is None:
                 return group(*updates, name="update")
-            with graph.control_dependencies(updates):
+            with graph.colocate_with(global_step.op):
+                updated = group(*updates, name="update")
+            with graph.control_dependencies([updated]):
                 return global_step.assign_add(1).op
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
