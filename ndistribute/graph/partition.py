@@ -171,7 +171,7 @@ def cut(
             part_of(to).operations.append(OperationDef(receiver, "recv", attributes=attributes))
         return receiver
 
-    for one in operations:
+    for one in _with_free_ends(operations, tasks, fed):
         task = tasks[one.name]
         part, inputs, controls = part_of(task), [], []
         for tensor in one.inputs:
@@ -194,6 +194,22 @@ def cut(
     for tensor in dict.fromkeys(fetches):
         part_of(tasks[tensor.rpartition(":")[0]]).fetches.append(tensor)
     return parts
+
+
+def _with_free_ends(
+    operations: Sequence[OperationDef], tasks: Mapping[str, str], fed: set[str]
+) -> Iterator[OperationDef]:
+    """Yield the operations; groups for which nothing waits do not wait for other tasks.
+
+    The step ends when all tasks have told that their operations are done.
+    """
+    awaited = {name for one in operations for name in needs(one, fed)}
+    for one in operations:
+        if one.kind == "group" and one.name not in awaited:
+            near = [name for name in one.controls if tasks.get(name) == tasks[one.name]]
+            yield msgspec.structs.replace(one, controls=tuple(near))
+        else:
+            yield one
 
 
 def _gradient_of(definition: OperationDef) -> str:
