@@ -16,6 +16,7 @@ from ndistribute.graph.executor import Plan
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph
 from ndistribute.graph.operations import cond, constant, group, identity, placeholder
+from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.partition import Part, cut, placed, pruned
 from ndistribute.graph.step import Resources, Step
 from ndistribute.graph.variables import Variable, global_variables_initializer
@@ -152,6 +153,27 @@ def test_a_value_goes_once_to_each_task_that_uses_it() -> None:
     kinds = {task: [one.kind for one in part.operations] for task, part in parts.items()}
     assert [kinds[task].count("send") for task in TASKS] == [2, 0, 0]
     assert [kinds[task].count("recv") for task in TASKS] == [0, 1, 1]
+
+
+def test_a_training_step_moves_gradients_and_nothing_else_for_its_updates() -> None:
+    with Graph().as_default() as graph:
+        with graph.device(TASKS[0]):
+            variables = [Variable(np.zeros(2), name=f"w{k}") for k in range(3)]
+        with graph.device(TASKS[1]):
+            variables.append(Variable(np.zeros(2), name="w3"))
+        with graph.device(TASKS[2]):
+            pairs = [(constant(np.ones(2)), variable) for variable in variables]
+            step = GradientDescentOptimizer(0.1).apply_gradients(pairs)
+            after = group(step, name="after")
+        definitions = {op.name: op.definition for op in graph.get_operations()}
+
+    def sends(target: str) -> list[int]:
+        needed = pruned(definitions, [], [target], [])
+        parts = cut(needed, {one.name: one.device for one in needed}, [], [])
+        return [[one.kind for one in parts[task].operations].count("send") for task in TASKS]
+
+    assert sends(step.name) == [0, 0, 4]  # Its end is the end of the step.
+    assert sends(after.name) == [1, 1, 4]  # Each task tells once that its updates are done.
 
 
 def test_what_runs_after_a_fed_tensor_runs_on_any_task() -> None:
