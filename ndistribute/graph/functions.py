@@ -10,13 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ndistribute.autodiff.rules.elementwise import cast
 
-__all__ = ["function_named", "name_of", "number_of_parts", "register", "written_argument"]
+__all__ = [
+    "function_named",
+    "name_of",
+    "number_of_parts",
+    "refuse_writing",
+    "register",
+    "written_argument",
+]
 
 Function = Callable[..., Any]
 
@@ -107,6 +114,11 @@ def number_of_parts(function: Any, args: Sequence[Any]) -> int:
     if function not in _SPLITTING or len(args) < 2 or hasattr(args[1], "graph"):
         return 0
     return len(args[1]) + 1 if np.ndim(args[1]) else int(args[1])
+
+
+def refuse_writing(what: str) -> NoReturn:
+    """Raise the error for code that would change a tensor in place."""
+    raise TypeError(f"{what} on a tensor of a graph, which is read-only: compute a new tensor.")
 
 
 def written_argument(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:

@@ -26,7 +26,7 @@ from ndistribute.graph.definition import (
     pack,
     source_line,
 )
-from ndistribute.graph.functions import name_of, number_of_parts, written_argument
+from ndistribute.graph.functions import name_of, number_of_parts, refuse_writing, written_argument
 from ndistribute.graph.placement import DeviceFunction, merge_device
 
 __all__ = [
@@ -48,11 +48,20 @@ __all__ = [
 class Symbolic(NDArrayOperatorsMixin):
     """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""
 
-    __slots__ = ()
+    __slots__ = ("_shape",)
     __array_priority__ = 2000.0
     dtype: Any
     op: Operation
-    shape: Any
+    _shape: Shape | None
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape, with None for unknown lengths; None if only a run can tell it."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: Iterable[int | None] | None) -> None:
+        self._shape = None if shape is None else Shape(shape)
 
     @property
     def graph(self) -> Graph:
@@ -130,7 +139,7 @@ class Symbolic(NDArrayOperatorsMixin):
                 f"only a run can tell the shape of {self!r}: say it by set_shape(), or compute "
                 "with np.shape() of it."
             )
-        return Shape(self.shape)
+        return self.shape
 
     def astype(self, dtype: Any) -> Any:
         """Return the tensor cast to a dtype."""
@@ -182,12 +191,12 @@ class Tensor(Symbolic):
     ('sum:0', True)
     """
 
-    __slots__ = ("dtype", "index", "op", "shape")
+    __slots__ = ("dtype", "index", "op")
 
     def __init__(self, op: Operation, index: int, dtype: Any = None, shape: Any = None) -> None:
         self.op, self.index = op, index
         self.dtype = None if dtype is None else np.dtype(dtype)
-        self.shape: tuple[int | None, ...] | None = None if shape is None else tuple(shape)
+        self.shape = shape
 
     @property
     def name(self) -> str:
@@ -201,7 +210,7 @@ class Tensor(Symbolic):
 
     def set_shape(self, shape: Sequence[int | None]) -> None:
         """Say what the shape is, where only a run could tell."""
-        self.shape = tuple(shape)
+        self.shape = Shape(shape)
 
     def eval(self, feed_dict: Any = None, session: Any = None) -> Any:
         """Return the value that the default session, or another one, computes."""
@@ -541,11 +550,6 @@ def _operation(value: Any) -> Operation:
     if not isinstance(op, Operation):
         raise TypeError(f"{value!r} is no operation, tensor or variable of a graph.")
     return op
-
-
-def refuse_writing(what: str) -> NoReturn:
-    """Raise the error for code that would change a tensor in place."""
-    raise TypeError(f"{what} on a tensor of a graph, which is read-only: compute a new tensor.")
 
 
 class _Stacks(threading.local):

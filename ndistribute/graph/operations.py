@@ -46,7 +46,7 @@ def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Ten
     """
     tensor = get_default_graph().add("placeholder", name=name).outputs[0]
     tensor.dtype = np.dtype(dtype)
-    tensor.shape = None if shape is None else tuple(shape)
+    tensor.shape = shape
     return tensor
 
 

@@ -135,8 +135,9 @@ def program() -> m.Run:
             step = w.assign_sub(slope)
         definitions = tuple(one.definition for one in get_default_graph().get_operations())
     fetches = (loop.name, slope.name, step.name, text.name)
-    feeds = {"feeds": (x.name,), "values": (pack(np.ones(2)),), "targets": (w.initializer.name,)}
-    return run_of(*definitions, fetch=loop.name, **(feeds | {"fetches": fetches}))
+    options = {"feeds": (x.name,), "values": (pack(np.ones(2)),), "targets": (w.initializer.name,)}
+    options |= {"fetches": fetches, "timeout": 1.0}  # A changed loop may not end.
+    return run_of(*definitions, fetch=loop.name, **options)
 
 
 def messages() -> list[m.Request]:
