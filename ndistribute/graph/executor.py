@@ -180,7 +180,7 @@ class Plan:
             for earlier in before:
                 self.nodes[earlier].next.append(k)
             if node.type == "gradient":
-                self.nodes[_place_of(node, position)].gradients += 1
+                self.nodes[_differentiated(node, position)].gradients += 1
         self.fetches = fetches
         self._fetches = [_slot(slots, name) for name in fetches]
         self._uses = self._count_uses(len(feeds) + len(self._first))
@@ -419,7 +419,7 @@ def _made(definition: OperationDef, soft: bool) -> Node:
         ) from error
 
 
-def _place_of(gradient: Node, position: Mapping[str, int]) -> int:
+def _differentiated(gradient: Node, position: Mapping[str, int]) -> int:
     """Return the place of the operation whose gradient one computes."""
     of = gradient.attributes["of"]
     if of not in position:
