@@ -432,11 +432,11 @@ def vjp(function: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[Any, 
 
 
 def _rules_of_one(graph: Graph, result: Any) -> dict[int, Any]:
-    """Return the rules by argument if a graph has one operation; most have, and need no pass."""
-    if not isinstance(result, Tracked) or result.index == 0:
-        return {}
-    *leaves, last = graph.entries
+    """Return the rules by argument if one operation gave a result; most have, and need no pass."""
+    *leaves, last = graph.entries or [None]
     if last is None or any(leaves) or type(last[1]) is not tuple:
+        return {}
+    if not isinstance(result, Tracked) or result.index < len(leaves):
         return {}
     parents, rules = last
     return dict(zip(parents, rules, strict=True)) if len(set(parents)) == len(parents) else {}
