@@ -122,6 +122,7 @@ def test_names_shapes_and_keywords_are_those_of_the_first_generation() -> None:
 
         assert run("softmax_tensor:0").sum() == pytest.approx(2.0)
         np.testing.assert_array_equal(run(tf.gradients(x * frozen, x)[0]), value)
+        np.testing.assert_array_equal(run(tf.gradients(tf.sign(x), x)[0]), 0 * value)
         np.testing.assert_array_equal(run(doubled), 2 * value)
         products = tf.matmul(x, x, transpose_a=True)
         np.testing.assert_array_equal(run(products), value.T @ value)
