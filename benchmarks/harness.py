@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import report, worker
 from benchmarks.machine import busy_seconds, machine, seconds_of
+from ndistribute.launcher import doctor
 from tests.processes import Ranks
 
 OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
@@ -166,6 +167,9 @@ def measure(
     save: Callable[[dict[str, Any]], None] = lambda written: None,
 ) -> dict[str, Any]:
     """Run a benchmark and return what its JSON file holds; `save` gets it after each group."""
+    for finding in doctor.examine():
+        if finding.state == "slow":
+            _log.warning("%s", finding)
     groups = [one for one in benchmark.groups(options.quick) if options.only in one.name]
     with contextlib.closing(_Run(benchmark, options)) as run:
         run.describe({one.side for group in groups for one in group.contenders})
