@@ -415,23 +415,24 @@ def vjp(function: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[Any, 
     def pullback(
         gradients: Sequence[Any], positions: Sequence[int], again: bool = False
     ) -> list[Any]:
-        sources = [leaves[k] for k in positions]
-        if rule_of and current_frame().replica is None and gradients[0] is not None:
-            seed = _seed(results[0].value, gradients[0], copied=False)
-            return [_gradient_of(source, rule_of, seed) for source in sources]
         seeds: dict[int, Any] = {}
         for target, gradient in zip(results, gradients, strict=True):
             if gradient is not None and isinstance(target, Tracked):
                 _add_seed(seeds, target.index, _seed(target.value, gradient, copied=False))
+        sources = [leaves[k] for k in positions]
         places = [one.index if isinstance(one, Tracked) else None for one in sources]
-        spans = [(0, len(graph.entries))]
-        found = _backward(graph.entries, seeds, places, spans, free=not again)
+        if rule_of and seeds and current_frame().replica is None:
+            (seed,) = seeds.values()
+            found = {k: finished(rule_of[k](seed)) for k in places if k in rule_of}
+        else:
+            spans = [(0, len(graph.entries))]
+            found = _backward(graph.entries, seeds, places, spans, free=not again)
         return _results(sources, places, found, zero=True)
 
     return untrack(result), pullback
 
 
-def _rules_of_one(graph: Graph, result: Any) -> dict[int, Any]:
+def _rules_of_one(graph: Graph, result: Any) -> dict[Any, Any]:
     """Return the rules by argument if one operation gave a result; most have, and need no pass."""
     *leaves, last = graph.entries or [None]
     if last is None or any(leaves) or type(last[1]) is not tuple:
@@ -442,22 +443,13 @@ def _rules_of_one(graph: Graph, result: Any) -> dict[int, Any]:
     return dict(zip(parents, rules, strict=True)) if len(set(parents)) == len(parents) else {}
 
 
-def _gradient_of(source: Any, rule_of: Mapping[int, Any], seed: Any) -> Any:
-    """Return the gradient of an argument of the only operation."""
-    rule = rule_of.get(source.index) if isinstance(source, Tracked) else None
-    gradient = None if rule is None else finished(rule(seed))
-    if gradient is None:
-        return np.zeros_like(_raw(source))
-    return np.conj(gradient) if gradient.dtype.kind == "c" else gradient
-
-
 def _backward(
     entries: list[Entry | None],
     seeds: Mapping[int, Any],
     places: Sequence[int | None],
     spans: Spans,
     free: bool,
-) -> dict[int, Any]:
+) -> dict[Any, Any]:
     """Return the gradients at some places, in the memory that this replica reduces, if any."""
     replica = current_frame().replica
     memory = None if replica is None else replica.communicator.gradient_memory

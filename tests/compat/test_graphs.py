@@ -132,6 +132,23 @@ def test_names_shapes_and_keywords_are_those_of_the_first_generation() -> None:
         np.testing.assert_array_equal(run(tf.cumsum(x, axis=1)), np.cumsum(value, 1))
 
 
+def test_gradients_of_a_table_are_clipped_by_their_rows() -> None:
+    with tf.Graph().as_default():
+        ids = tf.placeholder(tf.int64, [None])
+        table = tf.Variable(np.zeros((4, 2)))
+        loss = tf.reduce_sum(tf.nn.embedding_lookup(table, ids) * np.array([3.0, 4.0]))
+        clipped, norm = tf.clip_by_global_norm(tf.gradients(loss, [table]), 1.0)
+        x = tf.constant([3.0, 4.0])
+        through = tf.gradients(tf.clip_by_global_norm([x], 10.0)[0][0], x)[0]
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            rows, found, slope = session.run([clipped[0], norm, through], {ids: [1, 1, 3]})
+    assert found == pytest.approx(np.sqrt(3 * 25.0))
+    expected = np.array([[0, 0], [6, 8], [0, 0], [3, 4]]) / found
+    np.testing.assert_allclose(rows.to_dense(), expected)
+    np.testing.assert_allclose(slope, 1.0)
+
+
 def test_an_estimator_takes_numpy_input_and_an_optimizer_by_name(tmp_path: Path) -> None:
     x = {"x": np.linspace(0, 1, 20, dtype=np.float32)}
     of = tf.estimator.inputs.numpy_input_fn
