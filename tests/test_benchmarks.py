@@ -105,7 +105,8 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_process():
     ) as running:
         assert running.stderr is not None
         try:
-            assert "reduce_update" in running.stderr.readline()
+            # What slows this machine may be said first.
+            assert any("reduce_update" in line for line in running.stderr)
             assert "all_reduce" in running.stderr.readline()  # Now processes are at work.
             running.terminate()
             running.communicate(timeout=60)
