@@ -8,9 +8,8 @@ these tables. The arguments of a function are a template: nested lists of plain 
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,7 +25,6 @@ from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 __all__ = [
     "BodyDef",
     "OperationDef",
-    "Shape",
     "Value",
     "call_template",
     "filler",
@@ -40,43 +38,6 @@ _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-
-
-class Dimension(int):
-    """The length of an axis, which TensorFlow 1 calls its value."""
-
-    value = property(int)
-
-
-class Shape(tuple[Any, ...]):
-    """A shape with the methods of `tf.TensorShape`.
-
-    >>> shape = Shape([None, 3])
-    >>> shape.as_list(), shape.ndims, shape[1].value, shape.is_fully_defined()
-    ([None, 3], 2, 3, False)
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, lengths: Iterable[int | None]) -> Shape:
-        return super().__new__(cls, [None if n is None else Dimension(n) for n in lengths])
-
-    @property
-    def ndims(self) -> int:
-        """The number of axes."""
-        return len(self)
-
-    def as_list(self) -> list[int | None]:
-        """Return the lengths."""
-        return [None if n is None else int(n) for n in self]
-
-    def is_fully_defined(self) -> bool:
-        """Return whether all lengths are known."""
-        return None not in self
-
-    def num_elements(self) -> int | None:
-        """Return the number of elements, None if it is not known."""
-        return math.prod(self) if self.is_fully_defined() else None
 
 
 class Value(Record, frozen=True):

@@ -139,7 +139,7 @@ def _propagate(
         device=op.device,
     )
     for k, gradient in zip(wanted, node.outputs, strict=True):
-        gradient.dtype, gradient.shape = op.inputs[k].dtype, op.inputs[k].shape
+        gradient.known = (op.inputs[k],)
         upstream.setdefault(op.inputs[k], []).append(gradient)
 
 
@@ -148,6 +148,6 @@ def _sum(parts: list[Tensor]) -> Any:
     if len(parts) < 2:
         return parts[0] if parts else None
     first = parts[0]
-    op = first.graph.add("add_gradients", parts, device=first.device)
-    op.outputs[0].dtype, op.outputs[0].shape = first.dtype, first.shape
-    return op.outputs[0]
+    total = first.graph.add("add_gradients", parts, device=first.device).outputs[0]
+    total.known = (first,)
+    return total

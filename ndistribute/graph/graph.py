@@ -21,13 +21,13 @@ from ndistribute.graph.definition import (
     BodyDef,
     Input,
     OperationDef,
-    Shape,
     call_template,
     pack,
     source_line,
 )
 from ndistribute.graph.functions import name_of, number_of_parts, refuse_writing, written_argument
 from ndistribute.graph.placement import DeviceFunction, merge_device
+from ndistribute.graph.shapes import Known, Shape, known_of
 
 __all__ = [
     "Graph",
@@ -48,20 +48,11 @@ __all__ = [
 class Symbolic(NDArrayOperatorsMixin):
     """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""
 
-    __slots__ = ("_shape",)
+    __slots__ = ()
     __array_priority__ = 2000.0
     dtype: Any
     op: Operation
-    _shape: Shape | None
-
-    @property
-    def shape(self) -> Shape | None:
-        """The shape, with None for unknown lengths; None if only a run can tell it."""
-        return self._shape
-
-    @shape.setter
-    def shape(self, shape: Iterable[int | None] | None) -> None:
-        self._shape = None if shape is None else Shape(shape)
+    shape: Any
 
     @property
     def graph(self) -> Graph:
@@ -91,8 +82,9 @@ class Symbolic(NDArrayOperatorsMixin):
 
     def stop_gradient(self, name: str = "stop_gradient") -> Tensor:
         """Return a tensor with the same value, which is a constant for gradients."""
-        made = self.graph.add("stop_gradient", [self], name=name).outputs[0]
-        made.dtype, made.shape = self.dtype, self.shape
+        tensor = as_tensor(self)
+        made = self.graph.add("stop_gradient", [tensor], name=name).outputs[0]
+        made.known = (tensor,)
         return made
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
@@ -139,13 +131,11 @@ class Symbolic(NDArrayOperatorsMixin):
                 f"only a run can tell the shape of {self!r}: say it by set_shape(), or compute "
                 "with np.shape() of it."
             )
-        return self.shape
+        return self.shape  # type: ignore[no-any-return]
 
     def astype(self, dtype: Any) -> Any:
         """Return the tensor cast to a dtype."""
-        made = apply_named("cast", "cast", (self, np.dtype(dtype)), {})
-        made.dtype, made.shape = np.dtype(dtype), self.shape
-        return made
+        return apply_named("cast", "cast", (self, np.dtype(dtype)), {})
 
     def reshape(self, *shape: Any) -> Any:
         """Return the tensor with another shape, given as one tuple or as several integers."""
@@ -180,23 +170,31 @@ class Tensor(Symbolic):
 
     Attributes:
         op: the operation that computes it.
-        dtype: its dtype, or None if only a run can tell.
-        shape: its shape with None for unknown lengths, or None if only a run can tell.
+        known: what is known of it before a run, or the tensors that tell it; None: its operation.
 
     >>> graph = Graph()
     >>> with graph.as_default():
     ...     x = as_tensor(np.ones(3))
-    ...     y = np.sum(2 * x[1:])
-    >>> y.name, y.graph is graph
-    ('sum:0', True)
+    ...     y = 2 * x[1:]
+    >>> y.name, y.graph is graph, y.shape
+    ('multiply:0', True, (2,))
     """
 
-    __slots__ = ("dtype", "index", "op")
+    __slots__ = ("index", "known", "op")
 
-    def __init__(self, op: Operation, index: int, dtype: Any = None, shape: Any = None) -> None:
+    def __init__(self, op: Operation, index: int) -> None:
         self.op, self.index = op, index
-        self.dtype = None if dtype is None else np.dtype(dtype)
-        self.shape = shape
+        self.known: Known | tuple[Tensor, ...] | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype, None if only a run can tell it."""
+        return known_of(self).dtype
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape, with None for unknown lengths; None if only a run can tell it."""
+        return known_of(self).shape
 
     @property
     def name(self) -> str:
@@ -210,7 +208,7 @@ class Tensor(Symbolic):
 
     def set_shape(self, shape: Sequence[int | None]) -> None:
         """Say what the shape is, where only a run could tell."""
-        self.shape = Shape(shape)
+        self.known = Known(self.dtype, Shape(shape))
 
     def eval(self, feed_dict: Any = None, session: Any = None) -> Any:
         """Return the value that the default session, or another one, computes."""
@@ -532,9 +530,8 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
     if isinstance(element, Tensor):
         return element
     array = np.array(value, dtype)  # A copy: the program may change what it passed.
-    op = get_default_graph().add("constant", name=name, value=array)
-    tensor = op.outputs[0]
-    tensor.dtype, tensor.shape = array.dtype, array.shape
+    tensor = get_default_graph().add("constant", name=name, value=array).outputs[0]
+    tensor.known = Known.value(array)
     return tensor
 
 

@@ -19,6 +19,7 @@ from ndistribute.graph.graph import (
     as_tensor,
     get_default_graph,
 )
+from ndistribute.graph.shapes import Known, Shape
 
 __all__ = [
     "cond",
@@ -45,8 +46,7 @@ def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Ten
         name: its name in the current scope.
     """
     tensor = get_default_graph().add("placeholder", name=name).outputs[0]
-    tensor.dtype = np.dtype(dtype)
-    tensor.shape = shape
+    tensor.known = Known(np.dtype(dtype), None if shape is None else Shape(shape))
     return tensor
 
 
@@ -71,7 +71,7 @@ def identity(value: Any, name: str = "identity") -> Tensor:
     """Return a tensor with the same value, computed after the current control dependencies."""
     tensor = as_tensor(value)
     made = tensor.graph.add("identity", [tensor], name=name).outputs[0]
-    made.dtype, made.shape = tensor.dtype, tensor.shape
+    made.known = (tensor,)
     return made
 
 
@@ -170,11 +170,7 @@ def _random(
         "seed": int(np.random.SeedSequence(sources).generate_state(1)[0]),
     }
     lengths = as_tensor(shape if isinstance(shape, Tensor) else np.array(shape, np.int64))
-    tensor = graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]
-    tensor.dtype = np.dtype(dtype)
-    if not isinstance(shape, Tensor):
-        tensor.shape = tuple(np.array(shape, int).reshape(-1).tolist())
-    return tensor
+    return graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]
 
 
 def register(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,6 +228,8 @@ def cond(
         )
     bodies = [one.definition(0) for one in traced]
     op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
+    for made, *results in zip(op.outputs, *(one.results for one in traced), strict=True):
+        made.known = tuple(results)
     return op.outputs[0] if traced[0].single else list(op.outputs)
 
 
@@ -274,6 +272,8 @@ def while_loop(
         attributes={"maximum_iterations": maximum_iterations},
         bodies=[one.definition(len(first)) for one in traced],
     )
+    for made, *values in zip(op.outputs, first, traced[1].results, strict=True):
+        made.known = tuple(values)
     return list(op.outputs)
 
 
@@ -332,7 +332,7 @@ class _Traced(Graph):
     def _argument(self, like: Tensor) -> Tensor:
         with self.as_default():
             made = super().add("placeholder", name="argument").outputs[0]
-        made.dtype, made.shape = like.dtype, like.shape
+        made.known = (like,)
         return made
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002

@@ -400,7 +400,7 @@ def _mean_over_replicas(graph: Graph, gradients: Sequence[Any]) -> Sequence[Any]
         return gradients
     means = graph.add("all_reduce", gradients, outputs=len(gradients)).outputs
     for mean, gradient in zip(means, gradients, strict=True):
-        mean.dtype, mean.shape = gradient.dtype, gradient.shape
+        mean.known = (gradient,)
     return means
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, NotFoundError
 from ndistribute.graph.operations import group, placeholder
+from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
 
 __all__ = ["CheckpointState", "Saver", "get_checkpoint_state", "latest_checkpoint"]
@@ -59,8 +60,8 @@ class Saver:
             self._values = {}
             restored = []
             for name, variable in self._variables.items():
-                value = placeholder(variable.dtype, variable.shape, name="value")
-                value.dtype = variable.dtype  # None where only a run can tell.
+                value = placeholder(variable.dtype, name="value")
+                value.known = Known(variable.dtype, variable.shape)
                 self._values[name] = value
                 restored.append(variable.assign(self._values[name]).op)
             self._restore = group(*restored, name="restore")

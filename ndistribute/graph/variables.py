@@ -17,6 +17,7 @@ from ndistribute.graph.graph import (
     default_session,
     get_default_graph,
 )
+from ndistribute.graph.shapes import Known, Shape
 
 __all__ = [
     "GLOBAL_STEP",
@@ -163,8 +164,9 @@ class Variable(Symbolic):
         graph = around if kind.startswith("assign") and around.encloses(self.graph) else self.graph
         op = graph.add(kind, inputs, attributes=attributes, device=self.device)
         tensor = op.outputs[0]
-        if kind != "is_initialized":
-            tensor.dtype, tensor.shape = self.dtype, self.shape
+        tensor.known = Known(self.dtype, self.shape)
+        if kind == "is_initialized":
+            tensor.known = Known(np.dtype(bool), Shape(()))
         return tensor
 
     def _static(self) -> dict[str, Any]:

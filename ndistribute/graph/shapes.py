@@ -1,0 +1,186 @@
+"""What is known of tensors before a run: their dtypes and shapes.
+
+The function of an operation is called twice: with zeros in the shapes of its inputs, and with ones
+that have another length where a length is not known. What both results share is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ndistribute.graph.definition import OperationDef, filler
+from ndistribute.graph.functions import function_named
+
+__all__ = ["Known", "Shape", "known_of"]
+
+_UNKNOWN_LENGTHS = (4, 8)  # Of two calls, for axes whose length is not known.
+_SMALL = 1024  # The most elements of values that are kept, such as computed shapes.
+_MOST = 1 << 25  # Elements of inputs on which functions are called.
+_ELEMENTWISE = frozenset("cast numpy.clip numpy.ones_like numpy.where numpy.zeros_like".split())
+"""Functions beside ufuncs whose results have the shape to which their arguments broadcast."""
+_OF_SHAPES = frozenset({"numpy.ndim", "numpy.shape", "numpy.size"})
+"""Functions whose values only depend on shapes."""
+_OF_VALUES = frozenset(
+    "numpy.intersect1d numpy.setdiff1d numpy.setxor1d numpy.union1d numpy.unique numpy.unique_all "
+    "numpy.unique_counts numpy.unique_inverse numpy.unique_values".split()
+)
+"""Functions whose results have the same shape for zeros and for ones, and another for the rest."""
+
+
+class Dimension(int):
+    """The length of an axis, which TensorFlow 1 calls its value."""
+
+    value = property(int)
+
+
+class Shape(tuple[Any, ...]):
+    """A shape with the methods of `tf.TensorShape`.
+
+    >>> shape = Shape([None, 3])
+    >>> shape.as_list(), shape.ndims, shape[1].value, shape[1:].num_elements()
+    ([None, 3], 2, 3, 3)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, lengths: Iterable[int | None]) -> Shape:
+        return super().__new__(cls, [None if n is None else Dimension(n) for n in lengths])
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the length of an axis, or the shape of several."""
+        found = super().__getitem__(index)
+        return Shape(found) if isinstance(index, slice) else found
+
+    @property
+    def ndims(self) -> int:
+        """The number of axes."""
+        return len(self)
+
+    def as_list(self) -> list[int | None]:
+        """Return the lengths."""
+        return [None if n is None else int(n) for n in self]
+
+    def is_fully_defined(self) -> bool:
+        """Return whether all lengths are known."""
+        return None not in self
+
+    def num_elements(self) -> int | None:
+        """Return the number of elements, None if it is not known."""
+        return math.prod(self) if self.is_fully_defined() else None
+
+
+class Known(NamedTuple):
+    """What is known of a tensor before a run; None stands for what is not."""
+
+    dtype: np.dtype[Any] | None = None
+    shape: Shape | None = None
+    values: tuple[Any, Any] | None = None
+    """Its value for each of the two unknown lengths, if nothing else decides it."""
+
+    @staticmethod
+    def value(array: np.ndarray[Any, Any]) -> Known:
+        """Return what is known of a constant."""
+        values = (array, array) if array.size <= _SMALL else None
+        return Known(array.dtype, Shape(array.shape), values)
+
+    def samples(self) -> tuple[Any, Any]:
+        """Return two arrays with this dtype and shape."""
+        if self.values is not None:
+            return self.values
+        zeros, ones = (
+            np.broadcast_to(fill((), self.dtype), [n or length for n in self.shape or ()])
+            for fill, length in zip((np.zeros, np.ones), _UNKNOWN_LENGTHS, strict=True)
+        )
+        return zeros, ones
+
+
+def known_of(tensor: Any) -> Known:
+    """Return what is known of a tensor, and note it for those from which it is computed."""
+    stack = [tensor]
+    while stack:
+        one = stack[-1]
+        if isinstance(one.known, Known):
+            stack.pop()
+            continue
+        sources = one.op.inputs if one.known is None else one.known
+        missing = [source for source in sources if not isinstance(source.known, Known)]
+        if missing:
+            stack += missing
+        elif one.known is not None:
+            one.known = _shared([source.known for source in sources])
+        else:
+            results = _results(one.op.definition, [source.known for source in sources])
+            for output, known in zip(one.op.outputs, results, strict=True):
+                output.known = known if output.known is None else output.known
+    return tensor.known  # type: ignore[no-any-return]
+
+
+def _shared(several: Sequence[Known]) -> Known:
+    """Return what is the same for several tensors."""
+    first, *others = several
+    dtype = first.dtype if all(one.dtype == first.dtype for one in others) else None
+    if any(one.shape is None or len(one.shape) != len(first.shape or ()) for one in several):
+        return Known(dtype)
+    lengths = zip(*(one.shape or () for one in several), strict=True)
+    shape = Shape(each[0] if len(set(each)) == 1 else None for each in lengths)
+    return Known(dtype, shape, first.values if not others else None)
+
+
+def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
+    """Return what is known of the results of an operation."""
+    kind, unknown = definition.kind, [Known()] * definition.outputs
+    if kind == "random" and inputs[0].values is not None:
+        dtype = np.dtype(definition.attributes["dtype"])
+        return [_shared([Known(dtype, Shape(lengths)) for lengths in inputs[0].values])]
+    if kind in _OF_VALUES or any(one.dtype is None or one.shape is None for one in inputs):
+        return unknown
+    is_value = kind in _OF_SHAPES or all(one.values is not None for one in inputs)
+    samples = [one.samples() for one in inputs]
+    try:
+        call = _caller(definition, sum(one.size for _, one in samples))
+        with np.errstate(all="ignore"):
+            calls = [call(arrays) for arrays in zip(*samples, strict=True)]
+    except Exception:  # It is a kernel, or does not take such values.
+        return unknown
+    if definition.outputs == 1:
+        calls = [[one] for one in calls]
+    return [_common(one, other, is_value) for one, other in zip(*calls, strict=True)]
+
+
+def _caller(definition: OperationDef, size: int) -> Callable[[Sequence[Any]], Any]:
+    """Return a function from inputs of so many elements to a result of the same shape and dtype.
+
+    Raises:
+        KeyError: the operation is no function of a table.
+        ValueError: its results are too expensive.
+    """
+    function = function_named(definition.kind)
+    fill = filler(definition.call, len(definition.inputs))
+
+    def call(arrays: Sequence[Any]) -> Any:
+        args, kwargs = fill(arrays)
+        return function(*args, **kwargs)
+
+    def call_one(arrays: Sequence[Any]) -> Any:
+        one = call([array[(slice(1),) * array.ndim] for array in arrays])
+        return np.broadcast_to(one, np.broadcast_shapes(*(array.shape for array in arrays)))
+
+    is_ufunc = isinstance(function, np.ufunc) and function.signature is None
+    if size > _SMALL and (is_ufunc or definition.kind in _ELEMENTWISE):
+        return call_one
+    if size > _MOST and definition.kind != "getitem":  # Which copies nothing.
+        raise ValueError
+    return call
+
+
+def _common(first: Any, second: Any, is_value: bool) -> Known:
+    """Return what is known of a result that is one of two arrays."""
+    arrays = np.asarray(first), np.asarray(second)
+    shared = _shared([Known(one.dtype, Shape(one.shape)) for one in arrays])
+    if shared.dtype is None or shared.dtype == object:  # An object is no array, such as rows.
+        return Known()
+    return shared._replace(values=arrays if is_value and arrays[1].size <= _SMALL else None)
