@@ -23,7 +23,7 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.hooks import global_step_of_graph
-from ndistribute.graph.scopes import glorot_uniform
+from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
 from ndistribute.models import nn
 from ndistribute.variables.policy import map_values
 
@@ -295,6 +295,27 @@ def softmax_cross_entropy(onehot_labels: Any, logits: Any) -> Any:
 def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
     """Return the mean cross entropy of class numbers."""
     return _mean_loss(nn.softmax_cross_entropy(logits, labels))
+
+
+def sigmoid_cross_entropy(multi_class_labels: Any, logits: Any) -> Any:
+    """Return the mean cross entropy of probabilities that do not exclude each other."""
+    return _mean_loss(nn.sigmoid_cross_entropy(logits, multi_class_labels))
+
+
+def get_regularization_loss(scope: str | None = None) -> Any:
+    """Return the sum of the losses that regularizers of variables gave."""
+    return sum(get_collection(REGULARIZATION_LOSSES, scope), start=0.0)
+
+
+def get_total_loss(add_regularization_losses: bool = True) -> Any:
+    """Return the sum of the losses in the collection ``"losses"``, and of regularizers."""
+    losses = sum(get_collection("losses"), start=0.0)
+    return losses + get_regularization_loss() if add_regularization_losses else losses
+
+
+def l2_regularizer(scale: float) -> Callable[[Any], Any]:
+    """Return a function of a variable: half the sum of its squares, times a number."""
+    return lambda variable: scale * np.sum(np.square(variable)) / 2
 
 
 def numpy_input_fn(

@@ -17,7 +17,8 @@ _TABLE = """
     .compat.adapters: enable_op_determinism=nothing set_memory_growth=nothing
 [contrib]
 [contrib.framework] .graph/graph: get_or_create_global_step
-[contrib.layers] .compat.graphs/graph: xavier_initializer=glorot_uniform_initializer
+[contrib.layers] .compat.graphs/graph: l2_regularizer xavier_initializer=glorot_uniform_initializer
+    .compat.layers/graph: flatten
 [contrib.training] .graph/graph: GreedyLoadBalancingStrategy byte_size_load_fn
 [data] .compat.adapters: Dataset Options  .data.transformations: AUTOTUNE
 [data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
@@ -94,12 +95,15 @@ _TABLE = """
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .compat.adapters: to_categorical
+[layers] .compat.layers/graph: average_pooling2d batch_normalization conv2d dense dropout flatten
+        max_pooling2d
 [linalg] numpy: einsum  numpy/binary: tensordot  numpy.linalg/unary: det inv norm
     numpy.linalg/binary: solve  .compat.adapters: eye matmul
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
     .compat.graphs: debug error info set_verbosity warn=warning warning
 [losses]
-    .compat.graphs/graph: mean_squared_error softmax_cross_entropy sparse_softmax_cross_entropy
+    .compat.graphs/graph: get_regularization_loss get_total_loss mean_squared_error
+        sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
 [math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
         logical_not negative round sign sin sinh sqrt square tan tanh
     numpy/binary: add divide equal floordiv=floor_divide floormod=remainder greater greater_equal

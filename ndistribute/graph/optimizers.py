@@ -174,7 +174,12 @@ class Optimizer:
         slots = self._slots[variable] = {}
         rule, prefix = self._rule, f"{variable.op.name}/{self._name}"
         dtype = None if variable.dtype is None else computing_dtype(variable.dtype)
-        with variable.graph.name_scope(None), variable.graph.colocate_with(variable.op):
+        graph = variable.graph
+        with (
+            graph.name_scope(None),
+            graph.control_dependencies(None),
+            graph.colocate_with(variable.op),
+        ):
             for name in rule.slot_names:
                 start = self._starts.get(name, rule.initial_slot(name))
                 # Only a run may know the shape of the variable.

@@ -54,7 +54,7 @@ def get_variable_scope() -> VariableScope:
 
 @contextlib.contextmanager
 def variable_scope(
-    name_or_scope: str | VariableScope,
+    name_or_scope: str | VariableScope | None,
     default_name: str | None = None,
     values: Any = None,
     *,

@@ -1,0 +1,237 @@
+"""`tf.layers`: layers of graphs, whose weights are variables in a scope of the layer's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ndistribute import graph
+from ndistribute.compat import graphs
+from ndistribute.graph.graph import Symbolic
+from ndistribute.graph.scopes import get_variable, variable_scope
+from ndistribute.models import nn
+
+_UPDATES = "update_ops"
+
+
+def dense(inputs: Any, units: int, activation: Any = None, **options: Any) -> Any:
+    """Return ``activation(inputs @ kernel + bias)``.
+
+    Args:
+        inputs: a tensor whose last axis has a known length.
+        units: the length of the last axis of the result.
+        activation: a function of a tensor; None: none.
+        options: those of all layers with weights; see `_weighted`.
+    """
+    return _weighted("dense", inputs, (), units, np.matmul, activation, **options)
+
+
+def conv2d(
+    inputs: Any,
+    filters: int,
+    kernel_size: Any,
+    strides: Any = (1, 1),
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    dilation_rate: Any = (1, 1),
+    activation: Any = None,
+    **options: Any,
+) -> Any:
+    """Return ``activation(convolution + bias)`` of images, ``(batch, height, width, channels)``."""
+    _check_format(data_format)
+    if graphs.windows(dilation_rate) != (1, 1):
+        raise ValueError(f"conv2d: dilation_rate must be 1, got {dilation_rate!r}.")
+
+    def convolve(images: Any, kernel: Any) -> Any:
+        return nn.conv2d(images, kernel, strides=graphs.windows(strides), padding=padding.lower())
+
+    size = graphs.windows(kernel_size)
+    return _weighted("conv2d", inputs, size, filters, convolve, activation, **options)
+
+
+def _weighted(
+    kind: str,
+    inputs: Any,
+    size: tuple[int, ...],
+    units: int,
+    combine: Callable[[Any, Any], Any],
+    activation: Callable[[Any], Any] | None,
+    use_bias: bool = True,
+    kernel_initializer: Any = None,
+    bias_initializer: Any = np.zeros,
+    kernel_regularizer: Any = None,
+    bias_regularizer: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Any = None,
+) -> Any:
+    """Return what a layer with a kernel and a bias makes of its inputs.
+
+    Args:
+        kind: its name, if it gets none.
+        inputs: a tensor whose last axis has a known length.
+        size: the first lengths of the kernel.
+        units: the length of the last axis of the result.
+        combine: a function of the inputs and the kernel.
+        activation: a function of the result; None: none.
+        use_bias: whether a bias is added.
+        kernel_initializer: see `get_variable`, as are those below.
+        bias_initializer: None or not given: zeros.
+        kernel_regularizer: a function whose result is one of the regularization losses.
+        bias_regularizer: the same for the bias.
+        trainable: whether optimizers change the weights by default.
+        name: the scope of the weights; None: a new one.
+        reuse: whether the weights exist; see `variable_scope`.
+    """
+    inputs = graph.as_tensor(inputs)
+    shape = [*size, _channels(inputs), units]
+    with variable_scope(name, kind, reuse=reuse):
+        kernel = get_variable(
+            "kernel",
+            shape,
+            inputs.dtype,
+            kernel_initializer,
+            trainable,
+            regularizer=kernel_regularizer,
+        )
+        outputs = combine(inputs, kernel)
+        if use_bias:
+            outputs = outputs + get_variable(
+                "bias",
+                [units],
+                inputs.dtype,
+                bias_initializer,
+                trainable,
+                regularizer=bias_regularizer,
+            )
+        return outputs if activation is None else activation(outputs)
+
+
+def batch_normalization(
+    inputs: Any,
+    axis: int = -1,
+    momentum: float = 0.99,
+    epsilon: float = 1e-3,
+    center: bool = True,
+    scale: bool = True,
+    training: Any = False,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Any = None,
+    **_: Any,
+) -> Any:
+    """Return inputs with the mean 0 and variance 1 in each channel, scaled and moved.
+
+    In training these are the moments of the batch, else their moving averages, which are updated
+    by the operations in the collection ``"update_ops"``. After Ioffe and Szegedy (2015).
+
+    Args:
+        inputs: a tensor whose last axis has a known length.
+        axis: the axis of the channels: the last one.
+        momentum: of the moving averages.
+        epsilon: added to the variance.
+        center: whether `beta` is added.
+        scale: whether the result is multiplied by `gamma`.
+        training: whether to use the moments of the batch: a truth value, or a tensor of one.
+        trainable: whether optimizers change `beta` and `gamma` by default.
+        name: the scope of the variables; None: a new one.
+        reuse: whether the variables exist; see `variable_scope`.
+    """
+    inputs = graph.as_tensor(inputs)
+    channels = _channels(inputs)
+    if axis not in (-1, len(inputs.shape) - 1):
+        raise ValueError(f"batch_normalization: axis must be the last one, got {axis}.")
+    with variable_scope(name, "batch_normalization", reuse=reuse):
+
+        def weight(label: str, start: Callable[..., Any], trains: bool) -> Any:
+            return get_variable(label, [channels], inputs.dtype, start, trains)
+
+        gamma = weight("gamma", np.ones, trainable) if scale else 1.0
+        beta = weight("beta", np.zeros, trainable) if center else 0.0
+        moving = [weight("moving_mean", np.zeros, False), weight("moving_variance", np.ones, False)]
+        moments: list[Any] = moving
+        if training is not False:
+            axes = tuple(range(len(inputs.shape) - 1))
+            of_batch: list[Any] = [np.mean(inputs, axis=axes), np.var(inputs, axis=axes)]
+            if isinstance(training, Symbolic):
+                moments = [np.where(training, *pair) for pair in zip(of_batch, moving, strict=True)]
+            elif training:
+                moments = of_batch
+            for average, moment in zip(moving, moments, strict=True):
+                if moment is not average:
+                    update = average.assign_sub((average - moment) * (1.0 - momentum))
+                    graph.get_default_graph().add_to_collection(_UPDATES, update)
+        mean, variance = moments
+        return (inputs - mean) * (gamma / np.sqrt(variance + epsilon)) + beta
+
+
+def dropout(
+    inputs: Any,
+    rate: float = 0.5,
+    noise_shape: Any = None,
+    seed: int | None = None,
+    training: Any = False,
+    name: str | None = None,
+) -> Any:
+    """Return inputs of which a part is zero in training, and the others are scaled up.
+
+    Args:
+        inputs: a tensor.
+        rate: the part that is zero.
+        noise_shape: the shape of the random numbers; None: that of the inputs.
+        seed: the seed of the random numbers.
+        training: a truth value, or a tensor of one.
+        name: ignored.
+    """
+
+    def dropped() -> Any:
+        return graphs.dropout(inputs, 1.0 - rate, noise_shape, seed)
+
+    if isinstance(training, Symbolic):
+        return graph.cond(training, dropped, lambda: inputs)
+    return dropped() if training else inputs
+
+
+def flatten(inputs: Any, name: str | None = None) -> Any:
+    """Return inputs with all axes but the first one in one."""
+    inputs = graph.as_tensor(inputs)
+    length = inputs.get_shape()[1:].num_elements()
+    return inputs.reshape(np.shape(inputs)[0] if length is None else -1, length or -1)
+
+
+def _pooling(pool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer that calls a function of images, windows, strides and padding."""
+
+    def layer(
+        inputs: Any,
+        pool_size: Any,
+        strides: Any,
+        padding: str = "valid",
+        data_format: str = "channels_last",
+        name: str | None = None,
+    ) -> Any:
+        _check_format(data_format)
+        sizes = graphs.windows(pool_size), graphs.windows(strides)
+        return pool(inputs, *sizes, padding.lower())
+
+    return layer
+
+
+average_pooling2d = _pooling(nn.average_pool2d)
+max_pooling2d = _pooling(nn.max_pool2d)
+
+
+def _channels(inputs: Any) -> int:
+    length = inputs.get_shape()[-1]
+    if length is None:
+        raise ValueError(
+            f"a layer needs the length of the last axis of {inputs!r}: say it by set_shape()."
+        )
+    return int(length)
+
+
+def _check_format(data_format: str) -> None:
+    if data_format != "channels_last":
+        raise ValueError(f"data_format must be 'channels_last', got {data_format!r}.")
