@@ -92,3 +92,14 @@ def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
 def limited_blas(threads: int | None) -> AbstractContextManager[None]:
     """Limit the number of BLAS threads in a ``with`` block; None sets no limit."""
     return nullcontext() if threads is None else _blas.limited(threads)
+
+
+def shared_blas(
+    sharing: int, environ: Mapping[str, str] = os.environ
+) -> AbstractContextManager[None]:
+    """Limit BLAS in a ``with`` block to the share of one of the processes that compute on its host.
+
+    No limit is set for a single process, or if an environment variable sets the number of threads.
+    """
+    free = sharing < 2 or set_by_user(environ)
+    return limited_blas(None if free else max(1, cores() // sharing))

@@ -101,6 +101,22 @@ def task_names(cluster: ClusterSpec) -> list[str]:
     return [f"{job}:{index}" for job in cluster.jobs for index in cluster.task_indices(job)]
 
 
+def num_sharing_host(cluster: ClusterSpec, job: str, index: int) -> int:
+    """Return how many tasks compute on the host of one: those with its address, but for ``ps``.
+
+    It is 1 for a task that the cluster does not list, such as an evaluator.
+
+    >>> num_sharing_host(ClusterSpec({"ps": ["a:1"], "worker": ["a:2", "a:3", "b:2"]}), "worker", 0)
+    2
+    """
+    if job not in cluster.jobs:
+        return 1
+    host = cluster.task_address(job, index).rpartition(":")[0]
+    jobs = [job for job in cluster.jobs if job != "ps"]
+    addresses = [one for job in jobs for one in cluster.job_tasks(job) if one is not None]
+    return sum(one.rpartition(":")[0] == host for one in addresses)
+
+
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
     """Return a job and a task index; None selects the only one, or raises ValueError."""
     jobs = cluster.jobs if job is None else [job]

@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
+from ndistribute.blas import shared_blas
 from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_of
-from ndistribute.cluster.spec import ClusterSpec, only_task, task_names
+from ndistribute.cluster.spec import ClusterSpec, num_sharing_host, only_task, task_names
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.graph.service import PURPOSE, GraphService
@@ -235,6 +236,7 @@ class Server:
         self._rpc: RpcServer | None = None
         self._service: StoreService | WorkerService | None = None
         self._graphs: GraphService | None = None
+        self._held = contextlib.ExitStack()
         if start:
             self.start()
 
@@ -275,6 +277,8 @@ class Server:
                 raise
             self.target = f"{self._address.rpartition(':')[0]}:{self._rpc.port}"
             self._graphs.listens_at(self.target)
+            sharing = num_sharing_host(self.cluster_spec, self._job, self._index)
+            self._held.enter_context(shared_blas(sharing, self._environ))
             _log.info("%s listens at %s", self.name, self.target)
 
     def join(self, timeout: float | None = None) -> bool:
@@ -329,6 +333,7 @@ class Server:
         with self._lock:
             rpc, self._rpc = self._rpc, None
             try:
+                self._held.close()
                 if rpc is not None:
                     if self._graphs is not None:
                         self._graphs.close()

@@ -6,6 +6,7 @@ the chief creates it and sends functions to the workers through a `ClusterCoordi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ndistribute import tree
+from ndistribute.blas import shared_blas
 from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.cluster.resolvers import current_task
-from ndistribute.cluster.spec import task_names
+from ndistribute.cluster.spec import num_sharing_host, task_names
 from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.worker import keep
@@ -193,8 +195,12 @@ class ParameterServerStrategy(Strategy):
         self.handles = weakref.WeakValueDictionary()
         """The variables of this process, by their names on the servers."""
         super().__init__(resolve_devices(devices), resolver)
+        held = contextlib.ExitStack()
+        self._give_cores_back = weakref.finalize(self, held.close)
         if self._cluster is not None:
             identify(self._role.task, task_names(self._cluster))
+            job, _, index = self._role.task.partition(":")
+            held.enter_context(shared_blas(num_sharing_host(self._cluster, job, int(index))))
         self._servers = Servers(self.connect())
         self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
@@ -397,6 +403,7 @@ class ParameterServerStrategy(Strategy):
                 held = itertools.chain(*(variable.cached for variable in self.handles.values()))
                 self._copies.pull(dict.fromkeys(held))
         finally:
+            self._give_cores_back()
             self._copies.is_final = True  # Without its lock, which a waiting thread may hold.
             self._servers.close()
             self._forgotten()

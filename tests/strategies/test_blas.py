@@ -7,7 +7,7 @@ import pytest
 import threadpoolctl
 
 import ndistribute as nd
-from ndistribute.blas import cores
+from ndistribute.blas import THREAD_VARIABLES, cores, shared_blas
 from tests.kinds import closing, in_thread, inside_worker, mirrored, raised_in
 from tests.processes import Ranks
 
@@ -64,3 +64,37 @@ def test_workers_of_one_host_share_its_cores_unless_the_user_has_said_how(given)
     for inside, after in found:
         assert inside == (after if given else max(1, cores() // 2))
         assert given or after == cores()
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "2"}])
+def test_tasks_with_one_address_share_the_cores_of_their_host(given):
+    before = threads()
+    spec = {"ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:1", "127.0.0.1:2", "elsewhere:3"]}
+    environ = {"NDISTRIBUTE_SECRET": "0" * 32, **given}
+    for job in "ps", "worker":
+        with nd.Server({**spec, job: ["127.0.0.1:0", *spec[job][1:]]}, job, 0, environ=environ):
+            shared = all(count <= max(1, cores() // 2) for count in threads())
+            assert shared or given
+            assert not given or threads() == before
+        assert threads() == before
+
+
+def test_a_task_alone_on_its_host_keeps_all_cores():
+    before = threads()
+    with shared_blas(1):
+        assert threads() == before
+
+
+def test_a_worker_of_parameter_servers_shares_cores_until_it_closes_its_strategy(monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "0" * 32)
+    monkeypatch.setenv("NDISTRIBUTE_JOB_ID", "this one")
+    for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = threads()
+    with nd.Server({"ps": ["127.0.0.1:0"]}) as server:
+        assert threads() == before
+        cluster = {"ps": [server.target], "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+        resolver = nd.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+        with nd.ParameterServerStrategy(resolver):
+            assert all(count <= max(1, cores() // 2) for count in threads())
+        assert threads() == before
