@@ -108,7 +108,7 @@ class NotFoundError(OperationError, LookupError):
     """A tensor, file or variable that is not there."""
 
 
-class OutOfRangeError(OperationError, IndexError):
+class OutOfRangeError(OperationError, StopIteration):
     """The end of the input."""
 
 

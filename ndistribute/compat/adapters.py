@@ -157,6 +157,12 @@ class Dataset(nd.Dataset):
 
     as_numpy_iterator = nd.Dataset.__iter__
 
+    def make_one_shot_iterator(self) -> Any:
+        """Return an iterator whose `get_next` gives tensors of a graph."""
+        return graphs.only_in_graphs(graph.DatasetIterator)(self)
+
+    make_initializable_iterator = make_one_shot_iterator
+
     def __iter__(self) -> Any:
         return map(functools.partial(map_leaves, tensor_if_array), super().__iter__())
 

@@ -21,6 +21,7 @@ _TABLE = """
     .compat.layers/graph: flatten
 [contrib.training] .graph/graph: GreedyLoadBalancingStrategy byte_size_load_fn
 [data] .compat.adapters: Dataset Options  .data.transformations: AUTOTUNE
+    .graph/graph: make_initializable_iterator=DatasetIterator make_one_shot_iterator=DatasetIterator
 [data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
 [debugging] .compat.adapters: set_log_device_placement=nothing
 [distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues

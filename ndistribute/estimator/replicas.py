@@ -21,6 +21,7 @@ from ndistribute.data.dataset import as_dataset
 from ndistribute.devices import to_host
 from ndistribute.estimator.spec import EstimatorSpec
 from ndistribute.graph.graph import Graph, Tensor
+from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.metrics import METRIC_VARIABLES
 from ndistribute.graph.operations import placeholder
 from ndistribute.graph.session import Session
@@ -177,15 +178,35 @@ def dataset_of(given: Any, *, repeated: bool) -> Dataset:
     """Return what an input function returned as a dataset of batches.
 
     Args:
-        given: a dataset, another re-iterable of batches, or one batch: an array, a dict of arrays,
-            or a tuple of features and labels.
+        given: a dataset, another re-iterable of batches, the tensors of a `DatasetIterator`, or one
+            batch: an array, a dict of arrays, or a tuple of features and labels.
         repeated: whether one batch is given again and again.
     """
+    if any(isinstance(leaf, Tensor) for leaf in tree.flatten(given)):
+        return _dataset_behind(given)
     if not isinstance(given, tuple | dict) and not hasattr(given, "dtype"):
         return as_dataset(given)
     one = given[0] if isinstance(given, tuple) and len(given) == 2 and given[1] is None else given
     dataset = Dataset.from_tensors(tree.map_leaves(np.asarray, one))
     return dataset.repeat() if repeated else dataset
+
+
+def _dataset_behind(nest: Any) -> Dataset:
+    """Return the dataset of batches like a nest of tensors that an iterator gives."""
+    leaves = tree.flatten(nest)
+    sources = {iterator_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves}
+    iterator = sources.pop()
+    if iterator is None or sources:
+        raise ValueError(
+            "input_fn returned tensors that are not the results of one get_next(): compute with "
+            "them in the model function, or with arrays in dataset.map()."
+        )
+
+    def like_nest(*batch: Any) -> Any:
+        arrays = tree.flatten(batch)
+        return tree.unflatten(nest, [arrays[leaf.index] for leaf in leaves])
+
+    return as_dataset(iterator.dataset).map(like_nest)
 
 
 def is_empty(batch: Any) -> bool:

@@ -33,6 +33,7 @@ from ndistribute.graph.hooks import (
     StopAtStepHook,
     SummarySaverHook,
 )
+from ndistribute.graph.iterators import DatasetIterator
 from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
 from ndistribute.graph.operations import (
     cond,
@@ -83,6 +84,7 @@ __all__ = [
     "CheckpointSaverListener",
     "ConfigProto",
     "Coordinator",
+    "DatasetIterator",
     "FinalOpsHook",
     "GlobalStepWaiterHook",
     "GradientDescentOptimizer",

@@ -322,7 +322,8 @@ def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     if function is None:
         raise InvalidArgumentError(
             f"{node.name!r} calls a Python function, which exists in the client's process alone: "
-            "run it in a session without a target, and feed its result."
+            "place it on the task of a server in that process, use a session without a target, or "
+            "feed its result."
         )
     result = function(*inputs)
     if node.outputs == 1:

@@ -104,18 +104,21 @@ def group(*operations: Any, name: str = "group") -> Operation:
 def py_function(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: int = 1, name: str = "py_function"
 ) -> Any:
-    """Return the result of a Python function of arrays; only sessions of this process can run it.
+    """Return the result of a Python function of arrays, which is called in this process.
+
+    A session without a target runs it, and one whose target is a server of this process, on the
+    task of that server.
 
     Args:
         function: takes the values of the inputs as arrays; returns an array, or a sequence of them.
         inputs: tensors.
-        outputs: the number of its results.
+        outputs: the number of its results; with 0, the operation is returned.
         name: its name in the current scope.
     """
     op = get_default_graph().add("py_function", inputs, name=name, outputs=outputs)
     op.definition.attributes["function"] = op.name
     op.graph.functions[op.name] = function
-    return op.outputs[0] if outputs == 1 else op.outputs
+    return op.outputs[0] if outputs == 1 else op.outputs or op
 
 
 def random_normal(

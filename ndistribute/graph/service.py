@@ -38,7 +38,7 @@ from ndistribute.graph.placement import task_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.transport.secret import Credentials
 
-__all__ = ["PURPOSE", "GraphService", "service_at"]
+__all__ = ["PURPOSE", "GraphService", "LocalClient", "service_at"]
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
@@ -63,6 +63,16 @@ class Client(Protocol):
     @property
     def is_open(self) -> bool:
         """Return True until it is known to have ended."""
+
+
+@dataclass(eq=False)
+class LocalClient:
+    """The client of a session in the same process, which cannot be lost."""
+
+    name: str
+    functions: Mapping[str, Callable[..., Any]]
+    """The Python functions of its graph, by operation."""
+    is_open = True
 
 
 class GraphService:
@@ -155,11 +165,18 @@ class GraphService:
             return m.failure_of(error, self.task)
 
     def run_plan(
-        self, plan: Plan, session: str, number: str, values: Any, check: Any, ends: float
+        self,
+        plan: Plan,
+        session: str,
+        number: str,
+        values: Any,
+        check: Any,
+        ends: float,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> tuple[Value, ...]:
         """Run a part of a step in this task; return the values of its fetches."""
         outside = _Outside(self, number, check, ends, plan.sources)
-        step = Step(self.resources, session=session, outside=outside)
+        step = Step(self.resources, session=session, outside=outside, functions=functions)
         with self._lock:  # An abort that comes now meets either the step or its refusal.
             failure = self.rendezvous.begin(number)
             self._steps[number] = step
@@ -396,8 +413,9 @@ class _Running:
                 self._pending[task] = service.lanes.start(service.tasks[task], request, self._ends)
             if made.own is not None:
                 given = [unpack(values[k]) for k in made.own_feeds]
+                functions = self._peer.functions if isinstance(self._peer, LocalClient) else None
                 found = service.run_plan(
-                    made.own, session, self._number, given, self._check, self._ends
+                    made.own, session, self._number, given, self._check, self._ends, functions
                 )
                 results.update(zip(made.own.fetches, found, strict=True))
         except Exception as error:

@@ -32,7 +32,7 @@ from ndistribute.graph.graph import (
 from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import CPU, moved, task_of
-from ndistribute.graph.service import service_at
+from ndistribute.graph.service import LocalClient, service_at
 from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
@@ -93,7 +93,7 @@ class Session:
         self.graph = graph or get_default_graph()
         self.target, self.config = target, config
         self._runner: _Remote | _InProcess | None = (
-            _Remote(target, config) if target else _InProcess(config)
+            _Remote(target, config, self.graph) if target else _InProcess(config)
         )
         self._entered: list[Any] = []
 
@@ -189,24 +189,15 @@ class _InProcess:
         self._resources.clear()
 
 
-class _Client:
-    """The client of a session, for a server in the same process: it cannot be lost."""
-
-    is_open = True
-
-    def __init__(self) -> None:
-        self.name = f"client#{secrets.token_hex(6)}"
-
-
 class _Remote:
     """Runs steps on the tasks of a cluster; the server of the target is the master.
 
     A server in this process is called without a connection.
     """
 
-    def __init__(self, target: str, config: Any) -> None:
+    def __init__(self, target: str, config: Any, graph: Graph) -> None:
         self._address, self._lanes = address_of(target), _lanes_to(target)
-        self._client = _Client()
+        self._client = LocalClient(f"client#{secrets.token_hex(6)}", graph.functions)
         self._session = secrets.token_hex(8)
         self._known = 0  # The number of operations that the master has.
         self._soft, self._log, self._timeout = _options(config)

@@ -250,3 +250,17 @@ def test_a_classic_trainer_runs_from_four_command_lines(how: list[str]) -> None:
     assert [process.returncode for process in running] == [0] * 4
     for said in printed[2:]:
         assert float(said.split()[-1]) > 0.88
+
+
+def test_a_dataset_gives_its_batches_to_the_steps() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(([1.0, 2.0, 3.0], [0, 1, 0])).batch(2)
+    x, y = dataset.make_one_shot_iterator().get_next()
+    total = tf.reduce_sum(x) + tf.to_float(tf.reduce_max(y))
+    iterator = tf.compat.v1.data.make_initializable_iterator(dataset.map(lambda x, y: x))
+    later = iterator.get_next()
+    with tf.Session() as session:
+        session.run(iterator.initializer)
+        assert [session.run(total) for _ in range(2)] == [4.0, 3.0]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            session.run(total)
+        assert session.run(later).tolist() == [1.0, 2.0]

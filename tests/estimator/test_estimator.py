@@ -26,6 +26,7 @@ from ndistribute.graph.hooks import (
     SessionRunArgs,
     SessionRunHook,
 )
+from ndistribute.graph.iterators import DatasetIterator
 from ndistribute.graph.operations import random_normal
 from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.variables import Variable, get_or_create_global_step
@@ -104,6 +105,26 @@ def test_steps_on_replicas_are_those_of_one_on_all_their_batches(
     assert model.get_variable_value("global_step") == 8
     for found, expected in zip(weights(model), trained(start, 7, 24), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_an_input_function_may_return_the_tensors_of_an_iterator(
+    tmp_path: Path, strategy: Any
+) -> None:
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+
+    def input_fn() -> Any:
+        batches = nd.Dataset.from_tensor_slices((X, Y)).batch(24 // replicas).repeat()
+        x, y = DatasetIterator(batches).get_next()
+        return {"x": x}, y
+
+    model = estimator(tmp_path, train_distribute=strategy)
+    model.train(input_fn, steps=1)
+    start = weights(model)
+    model.train(input_fn, steps=3)
+    for found, expected in zip(weights(model), trained(start, 3, 24), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"dataset\.map"):
+        model.train(lambda: tuple(1 * one for one in input_fn()[0].values()), steps=1)
 
 
 def test_metrics_are_those_of_all_examples_on_any_number_of_replicas(
