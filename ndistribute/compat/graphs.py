@@ -19,13 +19,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ndistribute import graph, models, tree
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.hooks import global_step_of_graph
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
 from ndistribute.models import nn
-from ndistribute.variables.policy import map_values
 
 _program = {"has graphs": False}
 _log = logging.getLogger("ndistribute")
@@ -248,31 +246,6 @@ def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
 def zero_fraction(value: Any) -> Any:
     """Return which part of the elements is zero."""
     return np.mean(np.equal(value, 0).astype(np.float32))
-
-
-def _squares_of(x: Any) -> Any:
-    return np.sum(np.square(x.values if isinstance(x, IndexedSlices) else x))
-
-
-# Gradients may be rows, of which only a run can tell.
-_squares = graph.register("compat.squares", _squares_of)
-_scaled = graph.register(
-    "compat.scaled", lambda x, scale: map_values(lambda values: values * scale, x)
-)
-
-
-def global_norm(t_list: Any) -> Any:
-    """Return the norm of all tensors together; of rows, before those of one index are added."""
-    return np.sqrt(sum(_squares(one) for one in t_list if one is not None))
-
-
-def clip_by_global_norm(
-    t_list: Any, clip_norm: Any, use_norm: Any = None, name: Any = None
-) -> tuple[list[Any], Any]:
-    """Return tensors scaled so that their norm is at most `clip_norm`, and the norm before."""
-    norm = global_norm(t_list) if use_norm is None else use_norm
-    scale = clip_norm / np.maximum(norm, clip_norm)
-    return [None if one is None else _scaled(one, scale) for one in t_list], norm
 
 
 def _mean_loss(losses: Any) -> Any:

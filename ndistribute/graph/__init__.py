@@ -8,7 +8,7 @@ from ndistribute.graph.devices import (
     device,
     replica_device_setter,
 )
-from ndistribute.graph.gradients import gradients
+from ndistribute.graph.gradients import clip_by_global_norm, global_norm, gradients
 from ndistribute.graph.graph import (
     Graph,
     Operation,
@@ -114,6 +114,7 @@ __all__ = [
     "Variable",
     "as_tensor",
     "byte_size_load_fn",
+    "clip_by_global_norm",
     "cond",
     "constant",
     "device",
@@ -123,6 +124,7 @@ __all__ = [
     "get_or_create_global_step",
     "get_variable",
     "get_variable_scope",
+    "global_norm",
     "global_variables",
     "global_variables_initializer",
     "gradients",

@@ -116,6 +116,8 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
 def _encoded(value: Any) -> Any:
     if isinstance(value, Input):
         return ["input", value.k]
+    if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
+        return value.item()
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list | tuple):
@@ -126,8 +128,6 @@ def _encoded(value: Any) -> Any:
         return ["ellipsis"]
     if isinstance(value, complex | np.complexfloating):
         return ["complex", value.real, value.imag]
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, np.dtype) or (isinstance(value, type) and _is_dtype(value)):
         return ["dtype", np.dtype(value).name]
     raise TypeError(

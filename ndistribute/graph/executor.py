@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ndistribute.autodiff.tracked import untrack
+from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, unpack
 from ndistribute.graph.functions import function_named
-from ndistribute.graph.kernels import KERNELS, run_recorded
+from ndistribute.graph.kernels import KERNELS, dense, run_recorded
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import place_of
 from ndistribute.graph.step import Body, Step, read_only
@@ -91,6 +92,8 @@ class Node:
         fill = filler(definition.call, len(definition.inputs))
 
         def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
+            if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.
+                inputs = list(map(dense, inputs))
             args, kwargs = fill(inputs)
             return function(*args, **kwargs)
 

@@ -36,6 +36,12 @@ _EXCLUDED = frozenset(
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
 _UFUNC_METHODS = ("accumulate", "outer", "reduce")
 
+# Their values are arrays, as those of all operations are.
+_COUNTS: dict[str, Function] = {
+    f"numpy.{count.__name__}": lambda *args, count=count: np.array(count(*args))
+    for count in (np.ndim, np.shape, np.size)
+}
+
 _registered: dict[str, Function] = {}
 
 
@@ -53,7 +59,7 @@ def function_named(name: str) -> Function:
     Raises:
         KeyError: there is none.
     """
-    found = _registered.get(name)
+    found = _registered.get(name) or _COUNTS.get(name)
     return _functions()[name] if found is None else found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.variables import Variable
 
-__all__ = ["gradients"]
+__all__ = ["clip_by_global_norm", "global_norm", "gradients"]
 
 # Their results do not depend smoothly on their inputs.
 _CONSTANT = frozenset(
@@ -63,6 +63,43 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
         for op in reversed(between):  # All that adds to the gradients of its results comes before.
             _propagate(op, between, upstream, reached)
         return [_sum([g for one in group for g in upstream.get(one, [])]) for group in ends]
+
+
+def global_norm(t_list: Sequence[Any]) -> Any:
+    """Return the norm of all tensors together; of rows, before those of one index are added.
+
+    Args:
+        t_list: tensors, rows of tensors, and None for those to leave out.
+    """
+    squares = [_added("sum_of_squares", one) for one in t_list if one is not None]
+    return np.sqrt(sum(squares))
+
+
+def clip_by_global_norm(
+    t_list: Sequence[Any], clip_norm: Any, use_norm: Any = None, name: str | None = None
+) -> tuple[list[Any], Any]:
+    """Return tensors scaled so that their norm is at most `clip_norm`, and the norm before.
+
+    Args:
+        t_list: see `global_norm`.
+        clip_norm: the greatest norm of the results.
+        use_norm: the norm, if it is known.
+        name: ignored.
+    """
+    norm = global_norm(t_list) if use_norm is None else use_norm
+    factor = clip_norm / np.maximum(norm, clip_norm)
+    # If a gradient is infinite, all are NaN, as in TensorFlow: zeros would hide it.
+    scale: Any = np.where(np.isfinite(norm), factor, np.nan)
+    return [None if one is None else _added("scaled", one, scale) for one in t_list], norm
+
+
+def _added(kernel: str, gradient: Any, *more: Any) -> Tensor:
+    """Return the result of a kernel, which takes rows as well as arrays."""
+    tensor = as_tensor(gradient)
+    made = tensor.graph.add(kernel, [tensor, *more]).outputs[0]
+    if more:
+        made.known = (tensor,)
+    return made
 
 
 def _listed(values: Any) -> list[Any]:

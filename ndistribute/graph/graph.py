@@ -170,6 +170,7 @@ class Tensor(Symbolic):
 
     Attributes:
         op: the operation that computes it.
+        name: the operation's name and the position among its results, such as ``"add:0"``.
         known: what is known of it before a run, or the tensors that tell it; None: its operation.
 
     >>> graph = Graph()
@@ -180,10 +181,10 @@ class Tensor(Symbolic):
     ('multiply:0', True, (2,))
     """
 
-    __slots__ = ("index", "known", "op")
+    __slots__ = ("index", "known", "name", "op")
 
     def __init__(self, op: Operation, index: int) -> None:
-        self.op, self.index = op, index
+        self.op, self.index, self.name = op, index, f"{op.name}:{index}"
         self.known: Known | tuple[Tensor, ...] | None = None
 
     @property
@@ -195,11 +196,6 @@ class Tensor(Symbolic):
     def shape(self) -> Shape | None:
         """The shape, with None for unknown lengths; None if only a run can tell it."""
         return known_of(self).shape
-
-    @property
-    def name(self) -> str:
-        """The name of the operation and the position among its results, such as ``"add:0"``."""
-        return f"{self.op.name}:{self.index}"
 
     def __repr__(self) -> str:
         shape = "" if self.shape is None else f", shape={self.shape}"
@@ -336,6 +332,9 @@ class Graph:
         """Return a context manager whose operations run after others; None: after no others."""
         outer = () if inputs is None else self._scopes.controls
         added = tuple(_operation(one) for one in inputs or ())
+        for op in added:
+            if not self.encloses(op.graph):
+                raise ValueError(f"{op!r} belongs to another graph.")
         with self._scoped("controls", (*outer, *added)):
             yield
 

@@ -22,8 +22,9 @@ from ndistribute.devices import as_array, to_host
 from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
 from ndistribute.graph.step import Node, SharedVariable, Step, read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
+from ndistribute.variables.policy import map_values
 
-__all__ = ["KERNELS", "kernel", "run_recorded"]
+__all__ = ["KERNELS", "dense", "kernel", "run_recorded"]
 
 Kernel = Callable[[Step, Node, Sequence[Any]], Any]
 
@@ -173,7 +174,7 @@ def _update(step: Step, options: dict[str, Any], gradient: Any, learning_rate: A
             rows = gradient.summed()
             update_rows(rule, arrays, rows.values, rows.indices, rate)
         else:
-            update_whole(rule, arrays, _dense(gradient), rate)
+            update_whole(rule, arrays, dense(gradient), rate)
 
 
 class _Aggregate:
@@ -327,8 +328,8 @@ def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         )
     result = function(*inputs)
     if node.outputs == 1:
-        return as_array(result)
-    return [as_array(one) for one in (result if node.outputs else ())]
+        return as_array(result).copy()  # The function may change it later.
+    return [as_array(one).copy() for one in (result if node.outputs else ())]
 
 
 @kernel("random")
@@ -377,12 +378,13 @@ def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     _, pullback, again = step.pullbacks[of]
     if not again:  # No other gradient needs what it keeps.
         del step.pullbacks[of]
-    seeds = [_dense(next(given)) if there else None for there in node.attributes["upstream"]]
+    seeds = [dense(next(given)) if there else None for there in node.attributes["upstream"]]
     gradients = pullback(seeds, node.attributes["inputs"], again)
     return gradients[0] if node.outputs == 1 else gradients
 
 
-def _dense(gradient: Any) -> Any:
+def dense(gradient: Any) -> Any:
+    """Return rows as an array with zeros for the others, and an array as it is."""
     return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
 
 
@@ -397,15 +399,27 @@ def _total(gradients: Sequence[Any]) -> Any:
         values = np.concatenate([one.values for one in gradients])
         indices = np.concatenate([one.indices for one in gradients])
         return IndexedSlices(values, indices, gradients[0].dense_shape)
-    total = _dense(gradients[0])
+    total = dense(gradients[0])
     for one in gradients[1:]:
-        total = total + _dense(one)
+        total = total + dense(one)
     return total
+
+
+@kernel("sum_of_squares")
+def _sum_of_squares(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Return the sum of the squares; of rows, before those of one index are added."""
+    return np.sum(np.square(getattr(inputs[0], "values", inputs[0])))
+
+
+@kernel("scaled")
+def _scaled(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    """Return an array or rows times a number."""
+    return map_values(lambda values: values * inputs[1], inputs[0])
 
 
 @kernel("summary")
 def _summary(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    tag, kind, value = node.attributes["tag"], node.attributes["kind"], to_host(inputs[0])
+    tag, kind, value = node.attributes["tag"], node.attributes["kind"], to_host(dense(inputs[0]))
     if kind == "scalar":
         return _bytes(event_files.scalar(tag, float(value)))
     if kind == "histogram":

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.graph import functions
 from ndistribute.graph.definition import BodyDef
 from ndistribute.graph.graph import (
@@ -85,9 +86,8 @@ def group(*operations: Any, name: str = "group") -> Operation:
 
     A task tells another one once that all of its operations are done.
     """
-    flat = [one for part in operations for one in (part if isinstance(part, list) else [part])]
     of_device: dict[str, list[Any]] = {}
-    for one in flat:
+    for one in tree.flatten(list(operations)):
         if one is not None:
             of_device.setdefault(getattr(one, "device", ""), []).append(one)
     graph, ends = get_default_graph(), []
@@ -230,7 +230,8 @@ def cond(
             "the same number."
         )
     bodies = [one.definition(0) for one in traced]
-    op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
+    with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
+        op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
     for made, *results in zip(op.outputs, *(one.results for one in traced), strict=True):
         made.known = tuple(results)
     return op.outputs[0] if traced[0].single else list(op.outputs)
@@ -267,14 +268,15 @@ def while_loop(
             f"the body of while_loop() returns {len(traced[1].results)} tensors, expected one for "
             f"each of the {len(first)} loop variables."
         )
-    op = graph.add(
-        "while",
-        [*first, *captured],
-        name=name,
-        outputs=len(first),
-        attributes={"maximum_iterations": maximum_iterations},
-        bodies=[one.definition(len(first)) for one in traced],
-    )
+    with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
+        op = graph.add(
+            "while",
+            [*first, *captured],
+            name=name,
+            outputs=len(first),
+            attributes={"maximum_iterations": maximum_iterations},
+            bodies=[one.definition(len(first)) for one in traced],
+        )
     for made, *values in zip(op.outputs, first, traced[1].results, strict=True):
         made.known = tuple(values)
     return list(op.outputs)
@@ -295,6 +297,8 @@ class _Traced(Graph):
         self._inner: dict[Tensor, Tensor] = {}
         self.results: list[Tensor] = []
         self.single = False
+        self.awaited: list[Operation] = []
+        """Operations of graphs around, after which some in this one run."""
 
     def trace(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
         # Names of its own, because a step keeps records, functions and generators by name.
@@ -339,4 +343,5 @@ class _Traced(Graph):
         return made
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
+        self.awaited += [op for op in self._scopes.controls if op.graph is not self]
         return super().add(type, [self.inside(as_tensor(one)) for one in inputs], **options)

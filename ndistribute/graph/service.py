@@ -297,17 +297,17 @@ class _Session:
     def __init__(self, service: GraphService, name: str, client: str) -> None:
         self.name, self.client = name, client
         self.others: dict[str, str] = {}  # The instances of the other tasks that take part.
-        self._service = service
+        self.service = service
         self._lock = threading.Lock()
         self._operations: dict[str, OperationDef] = {}
         self._cuts: dict[Any, _Cut] = {}
         self._numbers = itertools.count(1)
-        self._ended = False
+        self.has_ended = False
 
     def end(self) -> list[str]:
         """Register no more parts, and return the other tasks that may have some."""
         with self._lock:
-            self._ended = True
+            self.has_ended = True
             return list(self.others)
 
     def run(self, peer: Client, request: m.Run) -> m.Reply:
@@ -318,18 +318,17 @@ class _Session:
         cut_ = self._prepared(request)
         ends = math.inf if request.timeout is None else time.monotonic() + request.timeout
         number = f"{self.name}/{next(self._numbers)}"
-        step = _Running(self._service, cut_, number, peer, ends)
-        return step.run(self.name, request.values)
+        return _Running(self, cut_, number, peer, ends).run(request.values)
 
     def _prepared(self, request: m.Run) -> _Cut:
         key = (request.fetches, request.targets, request.feeds)
         with self._lock:
-            if self._ended:
+            if self.has_ended:
                 raise CancelledError("the session was closed.")
             if request.known + len(request.operations) > len(self._operations):
                 new = request.operations[len(self._operations) - request.known :]
                 if request.known > len(self._operations):
-                    raise restarted(self._service.task)
+                    raise restarted(self.service.task)
                 self._operations.update({one.name: one for one in new})
             found = self._cuts.get(key)
             if found is None:
@@ -337,7 +336,7 @@ class _Session:
             return found
 
     def _cut(self, request: m.Run) -> _Cut:
-        service = self._service
+        service = self.service
         feeds, fetches = list(request.feeds), list(request.fetches)
         needed = pruned(self._operations, fetches, request.targets, feeds)
         tasks = placed(
@@ -369,7 +368,7 @@ class _Session:
 
     def _register(self, requests: dict[str, m.Register], timeout: float | None) -> None:
         """Give tasks their parts; those that are stopped are not waited for as long as others."""
-        lanes, tasks = self._service.lanes, self._service.tasks
+        lanes, tasks = self.service.lanes, self.service.tasks
         seconds = _REGISTER_SECONDS if timeout is None else timeout + _GIVE_UP_SECONDS
         until = time.monotonic() + min(_REGISTER_SECONDS, seconds)
         pending: dict[str, Pending] = {}
@@ -395,18 +394,34 @@ class _Running:
     """One step of a session: the calls to the other tasks, and the first failure."""
 
     def __init__(
-        self, service: GraphService, cut_: _Cut, number: str, peer: Client, ends: float
+        self, session: _Session, cut_: _Cut, number: str, peer: Client, ends: float
     ) -> None:
-        self._service, self._cut, self._number = service, cut_, number
+        self._session, self._service = session, session.service
+        self._cut, self._number = cut_, number
         self._peer, self._ends = peer, ends
         self._pending: dict[str, Pending] = {}
         self._replies: dict[str, m.Values] = {}
         self._failure: m.Failure | None = None
         self._looking = threading.Lock()
 
-    def run(self, session: str, values: tuple[Any, ...]) -> m.Reply:
+    def run(self, values: tuple[Any, ...]) -> m.Reply:
+        try:
+            results = self._compute(values)
+            self._collect()
+        except BaseException:  # Such as Ctrl-C on a client in this process.
+            why = CancelledError("the step was interrupted.")
+            self._fail(m.failure_of(why, self._service.task))
+            self._collect()
+            raise
+        if self._failure is not None:
+            return self._failure
+        for task, _, _, fetches in self._cut.others:
+            results.update(zip(fetches, self._replies[task].values, strict=True))
+        return m.Values(tuple(results[name] for name in self._cut.fetches))
+
+    def _compute(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Let the other tasks begin, and return the values that this task computes."""
         service, made = self._service, self._cut
-        results: dict[str, Any] = {}
         try:
             for task, part, feeds, _ in made.others:
                 request = m.RunPart(part, self._number, tuple(values[k] for k in feeds))
@@ -415,22 +430,19 @@ class _Running:
                 given = [unpack(values[k]) for k in made.own_feeds]
                 functions = self._peer.functions if isinstance(self._peer, LocalClient) else None
                 found = service.run_plan(
-                    made.own, session, self._number, given, self._check, self._ends, functions
+                    made.own,
+                    self._session.name,
+                    self._number,
+                    given,
+                    self._check,
+                    self._ends,
+                    functions,
                 )
-                results.update(zip(made.own.fetches, found, strict=True))
+                return dict(zip(made.own.fetches, found, strict=True))
         except Exception as error:
             self._check_ends(str(error))
             self._fail(m.failure_of(error, service.task))
-        except BaseException:  # Such as Ctrl-C on a client in this process.
-            self._fail(m.failure_of(CancelledError("the step was interrupted."), service.task))
-            self._collect()
-            raise
-        self._collect()
-        if self._failure is not None:
-            return self._failure
-        for task, _, _, fetches in made.others:
-            results.update(zip(fetches, self._replies[task].values, strict=True))
-        return m.Values(tuple(results[name] for name in made.fetches))
+        return {}
 
     def _collect(self) -> None:
         """Wait for the replies of the other tasks; after a failure, not for long."""
@@ -471,6 +483,8 @@ class _Running:
             error = DeadlineExceededError(f"the step took longer than its timeout{why}")
         elif self._service.is_closed:  # A client in this process does not notice by itself.
             error = UnavailableError(f"{task} was stopped.")
+        elif self._session.has_ended:
+            error = CancelledError("the session was closed.")
         elif not self._peer.is_open:
             error = CancelledError("the client of the session is gone.")
         if error is not None:

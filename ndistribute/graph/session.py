@@ -17,7 +17,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array
-from ndistribute.errors import InvalidArgumentError, OperationError
+from ndistribute.errors import CancelledError, InvalidArgumentError, OperationError
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
@@ -33,6 +33,7 @@ from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import CPU, moved, task_of
 from ndistribute.graph.service import LocalClient, service_at
+from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
@@ -166,6 +167,7 @@ class _InProcess:
     def __init__(self, config: Any) -> None:
         self._resources = Resources()
         self._plans: dict[Any, Plan] = {}
+        self._steps: set[Step] = set()  # Those that are running.
         self._soft, self._log, self._timeout = _options(config)
 
     def run(
@@ -182,9 +184,15 @@ class _InProcess:
                     _log.info("%s: %s", one.name, one.device or HERE)
             plan = self._plans[key] = Plan(needed, list(feeds), fetches, self._soft)
         step = Step(self._resources, functions=graph.functions, timeout=self._timeout)
-        return [_own(value) for value in plan.run(step, list(feeds.values()))]
+        self._steps.add(step)
+        try:
+            return _owned(plan.run(step, list(feeds.values())))
+        finally:
+            self._steps.discard(step)
 
     def close(self) -> None:
+        for step in list(self._steps):
+            step.abort(CancelledError("the session was closed."))
         self._plans.clear()
         self._resources.clear()
 
@@ -224,9 +232,9 @@ class _Remote:
         )
         # The master ends a step that takes too long, unless it is stopped itself.
         seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
-        results = map(_own, _values_of(self._call(request, seconds)))
+        results = iter(_values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
-        return [_own(feeds[one]) if one in feeds else next(results) for one in fetches]
+        return _owned([feeds[one] if one in feeds else next(results) for one in fetches])
 
     def close(self) -> None:
         with contextlib.suppress(OperationError):
@@ -238,6 +246,20 @@ class _Remote:
         if service is not None:
             return service.handle(self._client, 0, request)
         return self._lanes.call(self._address, request, timeout)
+
+
+def _owned(values: Sequence[Any]) -> list[Any]:
+    """Return values that the caller may change, each without changing another one."""
+    found = [_own(value) for value in values]
+    if len(found) > 1:
+        owners: set[int] = set()
+        for k, value in enumerate(found):
+            if isinstance(value, np.ndarray):
+                owner = id(value.base) if isinstance(value.base, np.ndarray) else id(value)
+                if owner in owners:
+                    found[k] = value.copy()
+                owners.add(owner)
+    return found
 
 
 def _own(value: Any) -> Any:
@@ -283,15 +305,14 @@ def _fed(tensor: Any, value: Any) -> Any:
         raise TypeError(f"{tensor!r} is no tensor: only tensors can be fed.")
     if isinstance(value, Tensor):
         raise TypeError(f"the value for {tensor!r} is a tensor: feed an array.")
-    array = as_array(value)
-    if tensor.dtype is not None and array.dtype != tensor.dtype:
+    array, (dtype, shape, _) = as_array(value), known_of(tensor)
+    if dtype is not None and array.dtype != dtype:
         try:
-            array = array.astype(tensor.dtype)
+            array = array.astype(dtype)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(
-                f"the value for {tensor.name!r} has dtype {array.dtype}, expected {tensor.dtype}."
+                f"the value for {tensor.name!r} has dtype {array.dtype}, expected {dtype}."
             ) from error
-    shape = tensor.shape
     if shape is not None and (
         len(shape) != array.ndim
         or any(n is not None and n != m for n, m in zip(shape, array.shape, strict=True))

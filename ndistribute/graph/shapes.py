@@ -100,6 +100,8 @@ class Known(NamedTuple):
 
 def known_of(tensor: Any) -> Known:
     """Return what is known of a tensor, and note it for those from which it is computed."""
+    if type(tensor.known) is Known:
+        return tensor.known
     stack = [tensor]
     while stack:
         one = stack[-1]

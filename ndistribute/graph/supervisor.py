@@ -200,8 +200,8 @@ class Supervisor:
         self,
         timer_interval_secs: float | None,
         target: Callable[..., Any],
-        args: Any = (),
-        **kwargs: Any,
+        args: Any = None,
+        kwargs: Any = None,
     ) -> threading.Thread:
         """Start a thread that calls a function now, and every so many seconds until the stop.
 
@@ -213,7 +213,7 @@ class Supervisor:
                 due = time.monotonic()
                 while not self.coord.wait_for_stop(max(0.0, due - time.monotonic())):
                     due += timer_interval_secs or 0.0
-                    target(*args, **kwargs)
+                    target(*(args or ()), **(kwargs or {}))
 
         thread = threading.Thread(target=work, name="supervisor", daemon=True)
         self.coord.register_thread(thread)

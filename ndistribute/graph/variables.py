@@ -102,7 +102,9 @@ class Variable(Symbolic):
     @property
     def graph_element(self) -> Tensor:
         """The tensor that stands for it in operations."""
-        controls = self.graph.has_control_dependencies()
+        around = get_default_graph()
+        controls = around.encloses(self.graph) and around.has_control_dependencies()
+        controls = controls or self.graph.has_control_dependencies()
         return self.read_value() if controls else self._snapshot
 
     def value(self) -> Tensor:
@@ -160,8 +162,10 @@ class Variable(Symbolic):
         attributes = {"variable": self.op.name}
         if kind == "assign":
             attributes |= self._static()
-        around = get_default_graph()  # In a branch of `cond`, only that branch makes the change.
-        graph = around if kind.startswith("assign") and around.encloses(self.graph) else self.graph
+        around = get_default_graph()
+        # A change in a branch of `cond` is made by that branch alone, and a read may come after it.
+        inside = kind.startswith("assign") or (kind == "read" and around.has_control_dependencies())
+        graph = around if inside and around.encloses(self.graph) else self.graph
         op = graph.add(kind, inputs, attributes=attributes, device=self.device)
         tensor = op.outputs[0]
         tensor.known = Known(self.dtype, self.shape)

@@ -89,8 +89,13 @@ class Decoder(Generic[T]):
             _buffers.now = []
 
 
-def _write_array(value: Any) -> Any:
+def _write_other(value: Any) -> Any:
+    """Return what is sent for a number of NumPy, the length of an axis, or an array."""
     if not isinstance(value, np.ndarray):
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, int):
+            return int(value)
         raise NotImplementedError(f"a {type(value).__name__} cannot be sent.")
     name = name_of(value.dtype)
     if value.ndim > MAX_DIMENSIONS:
@@ -134,4 +139,4 @@ def _dtype_of(name: str) -> np.dtype[Any]:
         raise ValueError(str(error)) from error
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_write_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_write_other)

@@ -144,6 +144,9 @@ def test_gradients_of_a_table_are_clipped_by_their_rows() -> None:
         with tf.Session() as session:
             session.run(tf.global_variables_initializer())
             rows, found, slope = session.run([clipped[0], norm, through], {ids: [1, 1, 3]})
+        infinite = tf.clip_by_global_norm([x, tf.constant([np.inf])], 1.0)[0]
+        with tf.Session() as session:
+            assert all(np.isnan(one).all() for one in session.run(infinite))
     assert found == pytest.approx(np.sqrt(3 * 25.0))
     expected = np.array([[0, 0], [6, 8], [0, 0], [3, 4]]) / found
     np.testing.assert_allclose(rows.to_dense(), expected)
@@ -264,3 +267,17 @@ def test_a_dataset_gives_its_batches_to_the_steps() -> None:
         with pytest.raises(tf.errors.OutOfRangeError):
             session.run(total)
         assert session.run(later).tolist() == [1.0, 2.0]
+
+
+def test_rows_of_a_gradient_are_an_array_for_other_operations() -> None:
+    with tf.Graph().as_default(), tf.Session() as session:
+        table = tf.Variable(np.ones((4, 2), np.float32))
+        taken = tf.nn.embedding_lookup(table, tf.constant([1, 1, 3]))
+        rows = tf.gradients(tf.reduce_sum(taken * taken), [table])[0]
+        whole = np.array([[0, 0], [4, 4], [0, 0], [2, 2]], np.float32)
+        fetches = [rows * 0.5, tf.square(rows), tf.nn.l2_loss(rows), tf.zeros_like(rows), rows[1]]
+        session.run(tf.global_variables_initializer())
+        expected = [whole / 2, whole**2, np.sum(whole**2) / 2, 0 * whole, whole[1]]
+        for found, value in zip(session.run(fetches), expected, strict=True):
+            np.testing.assert_array_equal(found, value)
+        assert session.run(tf.summary.histogram("gradient", rows))

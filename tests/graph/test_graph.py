@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ import pytest
 from ndistribute import errors
 from ndistribute.graph import executor, service
 from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Graph, as_tensor
+from ndistribute.graph.graph import Graph, as_tensor, get_default_graph
 from ndistribute.graph.operations import (
     cond,
     constant,
     group,
+    identity,
     placeholder,
     py_function,
     random_normal,
@@ -309,3 +311,79 @@ def test_values_of_steps_that_never_began_end_with_their_session() -> None:
     kept.deliver("b/1", {"x:0": np.ones(1)})
     kept.forget("a")
     assert list(kept._steps) == ["b/1"]
+
+
+def test_what_surrounds_a_branch_may_come_before_what_is_in_it(session: Session) -> None:
+    v = Variable(1.0, name="v")
+    taken = placeholder(np.bool_, ())
+    add = v.assign_add(1.0)
+    graph = add.graph
+
+    def after() -> Any:
+        with get_default_graph().control_dependencies([group(add)]):
+            return constant(1.0)
+
+    def changed() -> Any:
+        with get_default_graph().control_dependencies([v.assign(5.0)]):
+            return v.read_value() + v
+
+    def count(i: Any, total: Any) -> Any:
+        with get_default_graph().control_dependencies([v.assign_add(1.0)]):
+            return [i + 1, total + v]
+
+    waits = cond(taken, after, lambda: constant(0.0))
+    reads = cond(taken, changed, lambda: constant(0.0))
+    sums = while_loop(lambda i, _: np.less(i, 3), count, [np.int64(0), np.float32(0)])[1]
+    session.run(global_variables_initializer())
+    session.run(waits, {taken: True})
+    assert session.run(v) == 2.0
+    assert session.run(reads, {taken: True}) == 10.0
+    assert session.run(sums) == 6.0 + 7.0 + 8.0
+    with (
+        Graph().as_default() as other,
+        pytest.raises(ValueError, match="belongs to another graph"),
+        other.control_dependencies([add]),
+    ):
+        pass
+    assert graph.get_operations()  # It is as it was.
+
+
+def test_what_a_run_returns_shares_no_memory(session: Session) -> None:
+    x, buffer = placeholder(np.float64, [None, 2]), np.zeros(2)
+
+    def count() -> Any:
+        buffer[:] += 1
+        return buffer
+
+    doubled, counted = 2 * x, py_function(count, [])
+    fetches = [doubled, identity(doubled), np.reshape(doubled, -1), counted, identity(counted)]
+    found = session.run(fetches, {x: [[1.0, 2.0]]})
+    for value in found:
+        before = [one.copy() for one in found]
+        np.add(value, 10, out=value)
+        for one, kept in zip(found, before, strict=True):
+            assert one is value or np.array_equal(one, kept)
+    assert session.run(counted).tolist() == buffer.tolist() == [2.0, 2.0]
+
+
+def test_counts_are_arrays_and_groups_take_nests(session: Session) -> None:
+    x = placeholder(np.float32, [None, 3])
+    rows = np.shape(x)[0].astype(np.float32)  # type: ignore[attr-defined]
+    fetches = [rows, np.shape(x), np.size(x), np.size(x, 1), np.ndim(x)]
+    found = session.run(fetches, {x: np.ones((2, 3))})
+    assert [np.asarray(one).tolist() for one in found] == [2.0, [2, 3], 6, 3, 2]
+    v = Variable(0.0, name="v")
+    session.run(v.initializer)
+    session.run(group((v.assign_add(1.0), [v.assign_add(2.0).op]), None))
+    assert session.run(v) == 3.0
+
+
+def test_a_session_that_closes_ends_its_steps(session: Session) -> None:
+    going = while_loop(lambda i: np.greater_equal(i, 0), lambda i: i * 1, [np.int64(1)])
+    other = Session()
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(other.run, going)
+        wait_until(lambda: other._runner._steps)  # type: ignore[union-attr]
+        other.close()
+        with pytest.raises(errors.CancelledError, match="closed"):
+            running.result(AT_ONCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
-from tests.processes import free_addresses
+from tests.processes import AT_ONCE, free_addresses
 
 
 def model() -> tuple[Any, Tensor]:
@@ -240,6 +241,20 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> 
         supervisor = Supervisor()
     with pytest.raises(errors.InvalidArgumentError, match=r"numpy\.add"):
         train_badly(supervisor, bad)
+
+
+def test_a_supervisor_calls_functions_until_it_stops() -> None:
+    called: queue.Queue[Any] = queue.Queue()
+    with Graph().as_default():
+        Variable(0.0)
+        supervisor = Supervisor()
+        with supervisor.managed_session():
+            thread = supervisor.loop(None, lambda *a, **k: called.put((a, k)), (1,), {"b": 2})
+            assert [called.get(timeout=AT_ONCE) for _ in range(3)] == 3 * [((1,), {"b": 2})]
+            supervisor.loop(0.001, lambda: called.put("no arguments"))
+            while called.get(timeout=AT_ONCE) != "no arguments":
+                pass
+        assert not thread.is_alive()
 
 
 def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path: Path) -> None:

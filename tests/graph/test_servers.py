@@ -26,7 +26,15 @@ from ndistribute.graph.executor import Plan
 from ndistribute.graph.functions import register
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.operations import cond, constant, identity, placeholder, while_loop
+from ndistribute.graph.operations import (
+    cond,
+    constant,
+    group,
+    identity,
+    placeholder,
+    random_uniform,
+    while_loop,
+)
 from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
 from tests.processes import AT_ONCE, free_addresses, wait_until
@@ -110,6 +118,45 @@ def test_an_interrupted_step_ends_on_all_tasks(cluster: Any) -> None:
             session.run(waits)
         wait_until(lambda: not cluster["ps"]._graphs._steps)
         assert session.run(begun) == 0.0
+
+
+@pytest.mark.parametrize("how", ["an interrupt", "closing the session"])
+def test_what_ends_a_step_ends_it_on_tasks_that_wait_for_none_of_the_others(how: str) -> None:
+    spec = free_addresses({"ps": 2, "worker": 1})
+    with contextlib.ExitStack() as stack:
+        tasks = [("ps", 0), ("ps", 1), ("worker", 0)]
+        servers = [stack.enter_context(nd.Server(spec, *task)) for task in tasks]
+        graph = stack.enter_context(Graph().as_default())
+        ends = []
+        for k in range(2):
+            with graph.device(f"/job:ps/task:{k}"):
+                ends += while_loop(lambda i: np.less(i, 1 << 40), lambda i: i + 1, [np.int64(0)])
+        session = stack.enter_context(Session(servers[2].target))
+        threads = stack.enter_context(ThreadPoolExecutor())
+
+        def end() -> None:
+            wait_until(lambda: all(one._graphs._steps for one in servers[:2]))  # type: ignore[union-attr]
+            (_thread.interrupt_main if how == "an interrupt" else session.close)()
+
+        threads.submit(end)
+        with pytest.raises((KeyboardInterrupt, errors.CancelledError)):
+            session.run(group(*ends))
+        wait_until(lambda: not any(one._graphs._steps for one in servers))  # type: ignore[union-attr]
+
+
+def test_numbers_of_numpy_and_lengths_of_axes_are_sent(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "service_at", lambda address: None)
+    x = placeholder(np.float32, [None, 3, 4])
+    with get_default_graph().device(PS):
+        flat = np.reshape(x * np.float64(0.5), [-1, x.shape[1] * 4])
+        drawn = random_uniform([x.shape[2]], maxval=np.float64(2.0))
+        loop = while_loop(lambda i: True, lambda i: i + 1, [0], maximum_iterations=x.shape[1])
+    with Session(cluster["worker"].target) as session:
+        found = session.run([flat, drawn, loop], {x: np.ones((2, 3, 4))})
+    assert (found[0].shape, found[0].dtype, found[1].shape) == ((2, 12), np.float32, (4,))
+    assert found[2] == [3]
 
 
 def test_a_failure_in_any_task_fails_the_step_and_says_where(cluster: Any) -> None:
