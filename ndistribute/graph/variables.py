@@ -102,10 +102,8 @@ class Variable(Symbolic):
     @property
     def graph_element(self) -> Tensor:
         """The tensor that stands for it in operations."""
-        around = get_default_graph()
-        controls = around.encloses(self.graph) and around.has_control_dependencies()
-        controls = controls or self.graph.has_control_dependencies()
-        return self.read_value() if controls else self._snapshot
+        controls = self.graph.has_control_dependencies()
+        return self.read_value() if controls or self._changes_around() else self._snapshot
 
     def value(self) -> Tensor:
         """Return its value as a tensor."""
@@ -163,8 +161,8 @@ class Variable(Symbolic):
         if kind == "assign":
             attributes |= self._static()
         around = get_default_graph()
-        # A change in a branch of `cond` is made by that branch alone, and a read may come after it.
-        inside = kind.startswith("assign") or (kind == "read" and around.has_control_dependencies())
+        # In a branch of `cond`, only that branch makes the change, and later reads are there, too.
+        inside = kind.startswith("assign") or (kind == "read" and self._changes_around())
         graph = around if inside and around.encloses(self.graph) else self.graph
         op = graph.add(kind, inputs, attributes=attributes, device=self.device)
         tensor = op.outputs[0]
@@ -172,6 +170,14 @@ class Variable(Symbolic):
         if kind == "is_initialized":
             tensor.known = Known(np.dtype(bool), Shape(()))
         return tensor
+
+    def _changes_around(self) -> bool:
+        """Return True in a branch that changes the variable before what is added now."""
+        around, changes = get_default_graph(), ("assign", "assign_add", "assign_sub")
+        if around is self.graph or not around.has_control_dependencies():
+            return False
+        inside = [op.definition for op in around.get_operations() if op.type in changes]
+        return any(one.attributes["variable"] == self.op.name for one in inside)
 
     def _static(self) -> dict[str, Any]:
         """Return its dtype and shape as plain values, None where only a run can tell."""

@@ -331,12 +331,17 @@ def test_what_surrounds_a_branch_may_come_before_what_is_in_it(session: Session)
         with get_default_graph().control_dependencies([v.assign_add(1.0)]):
             return [i + 1, total + v]
 
+    def ordered() -> Any:
+        with get_default_graph().control_dependencies([constant(1.0)]):
+            return v * v
+
+    slope = gradients(cond(taken, ordered, lambda: v), v)[0]
     waits = cond(taken, after, lambda: constant(0.0))
     reads = cond(taken, changed, lambda: constant(0.0))
     sums = while_loop(lambda i, _: np.less(i, 3), count, [np.int64(0), np.float32(0)])[1]
     session.run(global_variables_initializer())
     session.run(waits, {taken: True})
-    assert session.run(v) == 2.0
+    assert session.run([v, slope], {taken: True}) == [2.0, 4.0]
     assert session.run(reads, {taken: True}) == 10.0
     assert session.run(sums) == 6.0 + 7.0 + 8.0
     with (
