@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -27,19 +27,17 @@ class _BlasThreads:
         self._libraries: list[Any] = []
         self._own: dict[str, int] = {}  # By file, the number of threads without a limit.
 
-    @contextmanager
-    def limited(self, threads: int) -> Iterator[None]:
+    def add(self, threads: int) -> None:
         with self._lock:
             if not self._limits:
                 self._own.clear()
             self._limits.append(threads)
             self._apply()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._limits.remove(threads)
-                self._apply()
+
+    def remove(self, threads: int) -> None:
+        with self._lock:
+            self._limits.remove(threads)
+            self._apply()
 
     def _apply(self) -> None:
         # A search takes milliseconds; a new library can only have been loaded with a new module.
@@ -59,6 +57,19 @@ class _BlasThreads:
 
 
 _blas = _BlasThreads()
+
+
+class _Limited(AbstractContextManager[None]):
+    """One limit. Unlike a generator, it runs nothing if the interpreter ends within the block."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def __enter__(self) -> None:
+        _blas.add(self._threads)
+
+    def __exit__(self, *error: object) -> None:
+        _blas.remove(self._threads)
 
 
 def core_numbers() -> list[int]:
@@ -91,7 +102,7 @@ def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
 
 def limited_blas(threads: int | None) -> AbstractContextManager[None]:
     """Limit the number of BLAS threads in a ``with`` block; None sets no limit."""
-    return nullcontext() if threads is None else _blas.limited(threads)
+    return nullcontext() if threads is None else _Limited(threads)
 
 
 def shared_blas(

@@ -291,7 +291,7 @@ Variable = graphs.either(
     adapted(eager_variable, "validate_shape", "caching_device", "shape"),
 )
 add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
-cast = unary(lambda tensor, dtype: tensor.astype(np.dtype(dtype)))
+cast = unary(lambda tensor, dtype: tensor.astype(graphs.dtype_of(dtype)))
 clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
 constant = graphs.either(graph.constant, eager_constant)
 cumsum = unary(lambda x, axis=0: np.cumsum(x, axis))

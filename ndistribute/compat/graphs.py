@@ -122,6 +122,17 @@ control_dependencies = _of_default_graph("control_dependencies")
 get_collection = _of_default_graph("get_collection")
 
 
+def dtype_of(given: Any) -> np.dtype[Any]:
+    """Return a dtype; a ``"float"`` of TensorFlow has 32 bits."""
+    is_float = given is float or (isinstance(given, str) and given == "float")
+    return np.dtype(np.float32 if is_float else given)
+
+
+def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
+    """Return a tensor whose value each run must feed; see `ndistribute.graph.placeholder`."""
+    return graph.placeholder(dtype_of(dtype), shape, name)
+
+
 def no_op(name: str = "no_op") -> Any:
     """Return an operation that does nothing."""
     return graph.group(name=name)

@@ -159,9 +159,9 @@ _TABLE = """
         disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
         while_loop
     .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
-        control_dependencies get_collection
-        glorot_uniform_initializer no_op py_func py_function=py_func random_normal_initializer
-        random_uniform_initializer set_random_seed truncated_normal_initializer
+        control_dependencies get_collection glorot_uniform_initializer no_op placeholder py_func
+        py_function=py_func random_normal_initializer random_uniform_initializer set_random_seed
+        truncated_normal_initializer
     .compat.graphs/operation: to_float to_int32 to_int64
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
         zeros_initializer=Zeros
@@ -170,7 +170,7 @@ _TABLE = """
     .graph/graph: ConfigProto all_variables=global_variables clip_by_global_norm global_norm
         get_default_graph get_variable get_variable_scope global_variables
         global_variables_initializer gradients
-        initialize_all_variables=global_variables_initializer local_variables placeholder
+        initialize_all_variables=global_variables_initializer local_variables
         random_normal random_uniform
         report_uninitialized_variables reset_default_graph
         trainable_variables truncated_normal variable_scope variables_initializer

@@ -197,6 +197,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(resolve_devices(devices), resolver)
         held = contextlib.ExitStack()
         self._give_cores_back = weakref.finalize(self, held.close)
+        self._give_cores_back.atexit = False
         if self._cluster is not None:
             identify(self._role.task, task_names(self._cluster))
             job, _, index = self._role.task.partition(":")

@@ -105,7 +105,8 @@ def test_names_of_classic_networks_compute_what_they_say() -> None:
 
 
 def test_names_shapes_and_keywords_are_those_of_the_first_generation() -> None:
-    x = tf.placeholder(tf.float32, [None, 6], name="x")
+    x = tf.placeholder("float", [None, 6], name="x")
+    assert x.dtype == tf.cast(x > 0, "float").dtype == np.float32
     assert x.shape.as_list() == x.get_shape().as_list() == [None, 6]
     assert x.get_shape()[1].value == x.shape[1].value == 6
     assert tf.get_variable("w", [2, 3]).get_shape().num_elements() == 6

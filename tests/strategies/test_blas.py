@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import threadpoolctl
 
 import ndistribute as nd
-from ndistribute.blas import THREAD_VARIABLES, cores, shared_blas
+from ndistribute import blas
+from ndistribute.blas import THREAD_VARIABLES, cores, limited_blas, shared_blas
 from tests.kinds import closing, in_thread, inside_worker, mirrored, raised_in
 from tests.processes import Ranks
 
@@ -98,3 +101,15 @@ def test_a_worker_of_parameter_servers_shares_cores_until_it_closes_its_strategy
         with nd.ParameterServerStrategy(resolver):
             assert all(count <= max(1, cores() // 2) for count in threads())
         assert threads() == before
+
+
+def test_a_limit_runs_nothing_when_it_is_dropped_at_the_end_of_the_interpreter():
+    before, limit = threads(), limited_blas(1)
+    limit.__enter__()
+    try:
+        del limit
+        gc.collect()
+        assert set(threads()) == {1}
+    finally:
+        blas._blas.remove(1)
+    assert threads() == before
