@@ -137,6 +137,32 @@ def reduction(operation: Any) -> Any:
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
 
 
+def joining(operation: Any) -> Any:
+    """Return a function that joins tensors; before TensorFlow 1.0 the axis came first."""
+
+    def join(values: Any, axis: Any = 0) -> Any:
+        values, axis = (axis, values) if isinstance(values, int) else (values, axis)
+        return operation([*map(convert_to_tensor, values)], axis)
+
+    return unary(join, 0, concat_dim="axis")
+
+
+def _split(value: Any, n: Any, axis: Any = 0) -> Any:
+    value, axis = (axis, value) if isinstance(value, int) else (value, axis)
+    return np.split(convert_to_tensor(value), np.cumsum(n)[:-1] if np.ndim(n) else n, axis)
+
+
+def cross_entropy(loss: Any) -> Any:
+    """Return a loss that takes labels first, or logits in graphs: before TensorFlow 1.0."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        order = ("logits", "labels") if graphs.uses_graphs() else ("labels", "logits")
+        given = dict(zip(order, args, strict=False)) | kwargs
+        return loss(given["logits"], given["labels"])
+
+    return unary(call, 0, targets="labels")
+
+
 def random(draw: str) -> Any:
     """Return a function that draws from the generator of the replica."""
 
@@ -252,9 +278,7 @@ ADAPTERS: dict[str, Any] = {
         dimension="axis",
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
-    "joining": lambda join: unary(
-        lambda values, axis=0: join([*map(convert_to_tensor, values)], axis), 0, concat_dim="axis"
-    ),
+    "joining": joining,
     "last_axis": lambda operation: unary(lambda logits, axis=-1: operation(logits, axis)),
     "loss": lambda kind: (
         subclass(kind, __call__=adapted(kind.__call__)) if isinstance(kind, type) else adapted(kind)
@@ -348,8 +372,8 @@ one_hot = unary(
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 save_model = Model.save
-sigmoid_loss = unary(lambda labels, logits: nn.sigmoid_cross_entropy(logits, labels), 0)
-softmax_loss = unary(lambda labels, logits: nn.softmax_cross_entropy(logits, labels), 0)
+sigmoid_loss = cross_entropy(nn.sigmoid_cross_entropy)
+softmax_loss = cross_entropy(nn.softmax_cross_entropy)
 slice_ = unary(
     lambda x, begin, size: x[
         tuple(slice(b, None if n == -1 else b + n) for b, n in zip(begin, size, strict=True))
@@ -360,10 +384,7 @@ squeeze = unary(
     lambda input_, axis=None: np.squeeze(input_, tuple(axis) if isinstance(axis, list) else axis),
     squeeze_dims="axis",
 )
-split = unary(
-    lambda value, n, axis=0: np.split(value, np.cumsum(n)[:-1] if np.ndim(n) else n, axis),
-    num_or_size_splits="n",
-)
+split = unary(_split, 0, num_or_size_splits="n", num_split="n", split_dim="axis")
 tile = unary(np.tile, multiples="reps")
 to_categorical = adapted(lambda x, num_classes=None: one_hot(x, num_classes or int(np.max(x)) + 1))
 unstack = unary(

@@ -136,14 +136,14 @@ _TABLE = """
     .compat.graphs: latest_checkpoint
     .compat.graphs/graph: get_global_step global_step
     .compat.tf.summary: SummaryWriter=FileWriter
-    .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator FinalOpsHook
-        GlobalStepWaiterHook GradientDescentOptimizer LoggingTensorHook MomentumOptimizer
-        MonitoredTrainingSession NanLossDuringTrainingError NanTensorHook Optimizer
-        RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook
-        SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
+    .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator
+        ExponentialMovingAverage FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer
+        LoggingTensorHook MomentumOptimizer MonitoredTrainingSession NanLossDuringTrainingError
+        NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext
+        SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
-        get_checkpoint_state get_or_create_global_step
-        piecewise_constant polynomial_decay replica_device_setter
+        get_checkpoint_state get_or_create_global_step piecewise_constant polynomial_decay
+        replica_device_setter
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm
         tensordot
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization

@@ -35,6 +35,7 @@ from ndistribute.graph.hooks import (
 )
 from ndistribute.graph.iterators import DatasetIterator
 from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
+from ndistribute.graph.moving_averages import ExponentialMovingAverage
 from ndistribute.graph.operations import (
     cond,
     constant,
@@ -85,6 +86,7 @@ __all__ = [
     "ConfigProto",
     "Coordinator",
     "DatasetIterator",
+    "ExponentialMovingAverage",
     "FinalOpsHook",
     "GlobalStepWaiterHook",
     "GradientDescentOptimizer",

@@ -282,3 +282,53 @@ def test_rows_of_a_gradient_are_an_array_for_other_operations() -> None:
         for found, value in zip(session.run(fetches), expected, strict=True):
             np.testing.assert_array_equal(found, value)
         assert session.run(tf.summary.histogram("gradient", rows))
+
+
+def test_the_orders_of_arguments_before_the_first_version_are_known() -> None:
+    value = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with tf.Graph().as_default(), tf.Session() as session:
+        x, labels = tf.constant(value), tf.constant([0, 1, 2, 0])
+        new = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=x)
+        old = tf.nn.sparse_softmax_cross_entropy_with_logits(x, labels)
+        parts = tf.split(0, 2, x) + tf.split(x, 2) + tf.split(x, [1, 2], 1)
+        found = session.run([tf.concat(1, [x, x]), tf.concat([x, x], 1), new, old, parts])
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[2], found[3])
+    assert [one.shape for one in found[4]] == [(2, 3)] * 4 + [(4, 1), (4, 2)]
+    tf.enable_eager_execution()
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits([0, 1, 2, 0], value)
+    np.testing.assert_allclose(losses, found[2])
+
+
+def test_moving_averages_are_kept_restored_and_follow_each_update(tmp_path: Path) -> None:
+    with tf.Graph().as_default():
+        w = tf.Variable(np.zeros(2), name="w")
+        step = tf.train.get_or_create_global_step()
+        x = tf.placeholder(tf.float64, [2])
+        loss = tf.reduce_sum(x)
+        train = tf.group(w.assign_add(x), step.assign_add(1))
+        slow = tf.train.ExponentialMovingAverage(0.9, step)
+        with tf.control_dependencies([train]):
+            update = slow.apply(tf.trainable_variables() + [loss])
+        saver = tf.train.Saver()
+        expected, weight, mean, value = np.zeros(2), 0.0, 0.0, np.zeros(2)
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            for k in range(1, 5):
+                batch = np.array([1.0, k])
+                session.run(update, {x: batch})
+                decay = min(0.9, (1 + k) / (10 + k))
+                value = value + batch
+                expected += (1 - decay) * (value - expected)
+                weight = decay * weight + 1 - decay
+                mean += (1 - decay) / weight * (batch.sum() - mean)
+            found = session.run([slow.average(w), slow.average(loss)])
+            np.testing.assert_allclose(found[0], expected)
+            np.testing.assert_allclose(found[1], mean)
+            path = saver.save(session, str(tmp_path / "model"))
+        assert slow.average(step) is None
+    with tf.Graph().as_default(), tf.Session() as session:
+        w = tf.Variable(np.zeros(2), name="w")
+        averages = tf.train.ExponentialMovingAverage(0.9)
+        tf.train.Saver(averages.variables_to_restore()).restore(session, path)
+        np.testing.assert_allclose(session.run(w), expected)

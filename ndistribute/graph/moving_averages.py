@@ -1,0 +1,105 @@
+"""`ExponentialMovingAverage`: smooth values of variables and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.graph.graph import Operation, Tensor, get_default_graph
+from ndistribute.graph.operations import group
+from ndistribute.graph.variables import Variable, global_variables, trainable_variables
+
+__all__ = ["ExponentialMovingAverage"]
+
+
+class ExponentialMovingAverage:
+    """Keep averages of values: each update moves them by ``(1 - decay) * (value - average)``.
+
+    The average of a variable begins with its initial value. That of a tensor is the weighted mean
+    of the values of all updates.
+
+    Args:
+        decay: between 0 and 1; near 1, the average changes slowly.
+        num_updates: the number of updates so far, with which the decay grows: it is at most
+            ``(1 + num_updates) / (10 + num_updates)``; None: the decay is always the same.
+        name: the last part of the names of the averages.
+
+    >>> from ndistribute.graph.graph import Graph
+    >>> from ndistribute.graph.session import Session
+    >>> from ndistribute.graph.variables import global_variables_initializer
+    >>> with Graph().as_default(), Session() as session:
+    ...     w = Variable(np.float64(1.0), name="w")
+    ...     averages = ExponentialMovingAverage(0.75)
+    ...     update = averages.apply([w])
+    ...     session.run(global_variables_initializer())
+    ...     session.run(w.assign(5.0).op)
+    ...     session.run(update)
+    ...     averages.average(w).name, float(session.run(averages.average(w)))
+    ('w/ExponentialMovingAverage:0', 2.0)
+    """
+
+    def __init__(
+        self, decay: Any, num_updates: Any = None, name: str = "ExponentialMovingAverage"
+    ) -> None:
+        self._decay, self._num_updates, self.name = decay, num_updates, name
+        self._averages: dict[Any, Variable] = {}
+
+    def apply(self, var_list: Sequence[Any] | None = None) -> Operation:
+        """Return an operation that updates the averages, which are made at the first call.
+
+        Args:
+            var_list: variables and tensors; None: the trainable variables.
+        """
+        graph, decay = get_default_graph(), self._decay
+        if self._num_updates is not None:
+            updates = 1.0 * self._num_updates
+            decay = np.minimum(decay, (1.0 + updates) / (10.0 + updates))
+        changes = []
+        for value in trainable_variables() if var_list is None else var_list:
+            with graph.colocate_with(value):
+                if value not in self._averages:
+                    with graph.control_dependencies(None):
+                        self._averages[value] = self._made(value)
+                average, rate = self._averages[value], 1.0 - decay
+                if not isinstance(value, Variable):  # The weights of all values add up to 1.
+                    rate = self._rate(average, decay, rate)
+                changes.append(average.assign_sub((average - value) * rate))
+        return group(*changes, name=self.name)
+
+    def average(self, var: Any) -> Variable | None:
+        """Return the variable that holds the average of a value; None if there is none."""
+        return self._averages.get(var)
+
+    def average_name(self, var: Any) -> str:
+        """Return the name that the average of a variable has in checkpoints."""
+        return f"{var.op.name}/{self.name}"
+
+    def variables_to_restore(
+        self, moving_avg_variables: Sequence[Variable] | None = None
+    ) -> dict[str, Variable]:
+        """Return what a `Saver` needs to read the averages into the variables themselves.
+
+        Args:
+            moving_avg_variables: the variables with averages; None: the trainable ones.
+        """
+        chosen = trainable_variables() if moving_avg_variables is None else moving_avg_variables
+        kept = {self.average_name(one): one for one in chosen}
+        others = [one for one in global_variables() if one not in set(chosen)]
+        return kept | {one.op.name: one for one in others}
+
+    def _made(self, value: Any) -> Variable:
+        if isinstance(value, Variable):
+            initial: Any = value.initialized_value()
+        else:
+            initial = np.zeros(value.get_shape().as_list(), value.dtype)
+        with get_default_graph().name_scope(None):
+            return Variable(initial, trainable=False, name=self.average_name(value))
+
+    def _rate(self, average: Variable, decay: Any, rate: Any) -> Tensor:
+        """Return the part of a tensor's value in its average after this update."""
+        with get_default_graph().control_dependencies(None):
+            weight = Variable(np.float64(0.0), trainable=False, name=f"{average.op.name}/weight")
+        total = weight.assign_add((1.0 - weight) * rate)
+        return (rate / total).astype(average.dtype)  # type: ignore[no-any-return]
