@@ -20,8 +20,12 @@ __all__ = ["Known", "Shape", "known_of"]
 _UNKNOWN_LENGTHS = (4, 8)  # Of two calls, for axes whose length is not known.
 _SMALL = 1024  # The most elements of values that are kept, such as computed shapes.
 _MOST = 1 << 25  # Elements of inputs on which functions are called.
-_ELEMENTWISE = frozenset("cast numpy.clip numpy.ones_like numpy.where numpy.zeros_like".split())
+_ELEMENTWISE = frozenset(
+    "cast nn.relu nn.sigmoid numpy.clip numpy.ones_like numpy.where numpy.zeros_like".split()
+)
 """Functions beside ufuncs whose results have the shape to which their arguments broadcast."""
+_BY_IMAGE = frozenset({"nn.average_pool2d", "nn.conv2d", "nn.max_pool2d"})
+"""Functions that have a result for each image of their first input."""
 _OF_SHAPES = frozenset({"numpy.ndim", "numpy.shape", "numpy.size"})
 """Functions whose values only depend on shapes."""
 _OF_VALUES = frozenset(
@@ -171,9 +175,16 @@ def _caller(definition: OperationDef, size: int) -> Callable[[Sequence[Any]], An
         one = call([array[(slice(1),) * array.ndim] for array in arrays])
         return np.broadcast_to(one, np.broadcast_shapes(*(array.shape for array in arrays)))
 
+    def call_image(arrays: Sequence[Any]) -> Any:
+        images, *others = arrays
+        one = call([images[:1], *others])
+        return np.broadcast_to(one, (len(images), *one.shape[1:]))
+
     is_ufunc = isinstance(function, np.ufunc) and function.signature is None
     if size > _SMALL and (is_ufunc or definition.kind in _ELEMENTWISE):
         return call_one
+    if size > _SMALL and definition.kind in _BY_IMAGE:
+        return call_image
     if size > _MOST and definition.kind != "getitem":  # Which copies nothing.
         raise ValueError
     return call
