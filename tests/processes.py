@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import resource
 import secrets
 import shutil
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
@@ -578,6 +579,18 @@ def free_addresses(jobs: Mapping[str, int]) -> dict[str, list[str]]:
         return _reserve(jobs, held)
 
 
+def _own_ports() -> Iterator[int]:
+    """Yield ports that neither other tests take nor outgoing connections, in a random order."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    ports = range(10_000 + worker, lowest, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    while True:
+        yield from random.sample(ports, len(ports)) or [0]
+
+
+_ports = _own_ports()
+
+
 def _reserve(jobs: Mapping[str, int], held: contextlib.ExitStack) -> dict[str, list[str]]:
     """Return such a cluster; while it is held, the system gives its ports to nobody else."""
     cluster: dict[str, list[str]] = {}
@@ -585,7 +598,10 @@ def _reserve(jobs: Mapping[str, int], held: contextlib.ExitStack) -> dict[str, l
         for _ in range(count):
             bound = held.enter_context(socket.socket())
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(("127.0.0.1", 0))
+            for port in _ports:
+                with contextlib.suppress(OSError):  # Somebody listens there.
+                    bound.bind(("127.0.0.1", port))
+                    break
             cluster.setdefault(job, []).append(f"127.0.0.1:{bound.getsockname()[1]}")
     return cluster
 

@@ -73,6 +73,14 @@ class Session(graph.Session):
         return tree.map_leaves(_as_bytes, super().run(known, feed_dict))
 
 
+class MonitoredTrainingSession(graph.MonitoredTrainingSession):
+    """A session with hooks, whose text is bytes."""
+
+    def run(self, fetches: Any, feed_dict: Any = None, *_: Any, **__: Any) -> Any:
+        """Return the values of fetches; see `ndistribute.graph.MonitoredTrainingSession`."""
+        return tree.map_leaves(_as_bytes, super().run(fetches, feed_dict))
+
+
 class RunOptions(SimpleNamespace):
     """Options of a run; they have no effect."""
 
@@ -259,6 +267,16 @@ def zero_fraction(value: Any) -> Any:
     return np.mean(np.equal(value, 0).astype(np.float32))
 
 
+def _check_ranks(labels: Any, predictions: Any) -> None:
+    """Raise ValueError if labels have another number of axes, which would be broadcast."""
+    shapes = [graph.as_tensor(one).shape for one in (labels, predictions)]
+    if None not in shapes and len({len(shape or ()) for shape in shapes}) > 1:
+        raise ValueError(
+            f"labels of shape {shapes[0]} and predictions of shape {shapes[1]} would be broadcast: "
+            "reshape one of them."
+        )
+
+
 def _mean_loss(losses: Any) -> Any:
     """Return the mean of losses, which the collection ``"losses"`` gets."""
     loss = np.mean(losses)
@@ -268,6 +286,7 @@ def _mean_loss(losses: Any) -> Any:
 
 def mean_squared_error(labels: Any, predictions: Any) -> Any:
     """Return the mean of the squared differences."""
+    _check_ranks(labels, predictions)
     return _mean_loss(np.square(predictions - labels))
 
 
@@ -278,11 +297,13 @@ def softmax_cross_entropy(onehot_labels: Any, logits: Any) -> Any:
 
 def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
     """Return the mean cross entropy of class numbers."""
-    return _mean_loss(nn.softmax_cross_entropy(logits, labels))
+    numbers = np.reshape(graph.as_tensor(labels), np.shape(logits)[:-1])
+    return _mean_loss(nn.softmax_cross_entropy(logits, numbers))
 
 
 def sigmoid_cross_entropy(multi_class_labels: Any, logits: Any) -> Any:
     """Return the mean cross entropy of probabilities that do not exclude each other."""
+    _check_ranks(multi_class_labels, logits)
     return _mean_loss(nn.sigmoid_cross_entropy(logits, multi_class_labels))
 
 

@@ -116,11 +116,18 @@ def batch_normalization(
     epsilon: float = 1e-3,
     center: bool = True,
     scale: bool = True,
+    beta_initializer: Any = np.zeros,
+    gamma_initializer: Any = np.ones,
+    moving_mean_initializer: Any = np.zeros,
+    moving_variance_initializer: Any = np.ones,
+    beta_regularizer: Any = None,
+    gamma_regularizer: Any = None,
+    *,
     training: Any = False,
     trainable: bool = True,
     name: str | None = None,
     reuse: Any = None,
-    **_: Any,
+    fused: bool | None = None,
 ) -> Any:
     """Return inputs with the mean 0 and variance 1 in each channel, scaled and moved.
 
@@ -134,10 +141,17 @@ def batch_normalization(
         epsilon: added to the variance.
         center: whether `beta` is added.
         scale: whether the result is multiplied by `gamma`.
+        beta_initializer: see `get_variable`, as are those below.
+        gamma_initializer: the same.
+        moving_mean_initializer: the same.
+        moving_variance_initializer: the same.
+        beta_regularizer: a function whose result is one of the regularization losses.
+        gamma_regularizer: the same.
         training: whether to use the moments of the batch: a truth value, or a tensor of one.
         trainable: whether optimizers change `beta` and `gamma` by default.
         name: the scope of the variables; None: a new one.
         reuse: whether the variables exist; see `variable_scope`.
+        fused: ignored.
     """
     inputs = graph.as_tensor(inputs)
     channels = _channels(inputs)
@@ -145,12 +159,17 @@ def batch_normalization(
         raise ValueError(f"batch_normalization: axis must be the last one, got {axis}.")
     with variable_scope(name, "batch_normalization", reuse=reuse):
 
-        def weight(label: str, start: Callable[..., Any], trains: bool) -> Any:
-            return get_variable(label, [channels], inputs.dtype, start, trains)
+        def weight(label: str, start: Any, trains: bool, regularizer: Any = None) -> Any:
+            return get_variable(
+                label, [channels], inputs.dtype, start, trains, regularizer=regularizer
+            )
 
-        gamma = weight("gamma", np.ones, trainable) if scale else 1.0
-        beta = weight("beta", np.zeros, trainable) if center else 0.0
-        moving = [weight("moving_mean", np.zeros, False), weight("moving_variance", np.ones, False)]
+        gamma = weight("gamma", gamma_initializer, trainable, gamma_regularizer) if scale else 1.0
+        beta = weight("beta", beta_initializer, trainable, beta_regularizer) if center else 0.0
+        moving = [
+            weight("moving_mean", moving_mean_initializer, False),
+            weight("moving_variance", moving_variance_initializer, False),
+        ]
         moments: list[Any] = moving
         if training is not False:
             axes = tuple(range(len(inputs.shape) - 1))

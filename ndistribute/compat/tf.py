@@ -134,11 +134,11 @@ _TABLE = """
 [train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
     .compat.adapters: Checkpoint start_queue_runners=nothing
     .compat.graphs: latest_checkpoint
-    .compat.graphs/graph: get_global_step global_step
+    .compat.graphs/graph: MonitoredTrainingSession get_global_step global_step
     .compat.tf.summary: SummaryWriter=FileWriter
     .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator
         ExponentialMovingAverage FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer
-        LoggingTensorHook MomentumOptimizer MonitoredTrainingSession NanLossDuringTrainingError
+        LoggingTensorHook MomentumOptimizer NanLossDuringTrainingError
         NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext
         SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step

@@ -20,6 +20,7 @@ from ndistribute.graph.optimizers import (
     GradientDescentOptimizer,
     RMSPropOptimizer,
 )
+from ndistribute.graph.scopes import variable_scope
 from ndistribute.graph.variables import Variable
 
 __all__ = ["DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor"]
@@ -168,8 +169,8 @@ class _Network:
 
     def __call__(self, features: Any, units: int, mode: str) -> Any:
         graph = get_default_graph()
-        with graph.name_scope("dnn"):
-            with graph.name_scope("input_from_feature_columns"):
+        with variable_scope("dnn"):
+            with variable_scope("input_from_feature_columns"):
                 values = input_layer(features, self._columns)
             width = sum(column.width for column in self._columns)
             for k, size in enumerate(self._hidden):
@@ -197,7 +198,7 @@ def _linear(head: Head, columns: Iterable[Any], optimizer: Any) -> Callable[...,
     known = sorted_columns(columns)
 
     def logits(features: Any, units: int, mode: str) -> Any:
-        with get_default_graph().name_scope("linear"):
+        with variable_scope("linear"):
             return linear_model(features, known, units)
 
     return _model_fn(head, logits, optimizer, min(0.2, len(known) ** -0.5))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import inspect
 import itertools
 import logging
@@ -30,7 +32,7 @@ from ndistribute.estimator.spec import EstimatorSpec, ModeKeys, check_input, che
 from ndistribute.event_files import EventFile
 from ndistribute.graph import metrics
 from ndistribute.graph.devices import replica_device_setter
-from ndistribute.graph.graph import get_default_graph
+from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import (
     CheckpointSaverHook,
     LoggingTensorHook,
@@ -38,7 +40,7 @@ from ndistribute.graph.hooks import (
     StopAtStepHook,
 )
 from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
-from ndistribute.graph.saver import Saver, latest_checkpoint
+from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.variables import get_or_create_global_step
 from ndistribute.models.checkpoint import by_chief, read_newest
 
@@ -98,7 +100,7 @@ class Estimator:
             raise TypeError(f"config must be a RunConfig, got {config!r}.")
         self.config = _with_directory(config or RunConfig(), model_dir)
         self.model_dir = str(self.config.model_dir)
-        self.params = dict(params or {})
+        self.params = copy.deepcopy(dict(params or {}))
         self.model_fn = model_fn
         _check_model_fn(model_fn, params)
 
@@ -243,6 +245,8 @@ class Estimator:
                 replica = replicas.current()
                 replica.run(replica.spec.train_op, part)
 
+            if first.session.should_stop():  # A hook has asked for it with the new session.
+                return
             for batch in batches.full():
                 strategy.run(step, (batch,))
                 after_step()
@@ -260,7 +264,8 @@ class Estimator:
         if config.log_step_count_steps:
             shown = {"loss": spec.loss, "step": step}
             watching.append(LoggingTensorHook(shown, every_n_iter=config.log_step_count_steps))
-        scaffold = spec.scaffold or Scaffold(saver=Saver(max_to_keep=config.keep_checkpoint_max))
+        scaffold = spec.scaffold or Scaffold()
+        scaffold.max_to_keep = config.keep_checkpoint_max
         saving = []
         if config.save_checkpoints_steps or config.save_checkpoints_secs:
             saving.append(
@@ -313,6 +318,8 @@ class Estimator:
 
             for batch in itertools.islice(batches, steps):
                 strategy.run(step, (batch,))
+                if first.session.should_stop():
+                    break
             replicas.sum_up_metrics()
             found = first.raw.run(results[0][0])
         return {key: one.item() if np.ndim(one) == 0 else one for key, one in found.items()}
@@ -343,6 +350,8 @@ class Estimator:
             for one in itertools.chain([batch], batches):
                 found = replica.run(fetches, one[0] if isinstance(one, tuple) else one)
                 yield from examples(found) if single else [found]
+                if replica.session.should_stop():
+                    break
         finally:
             replica.session.close()
 
@@ -367,8 +376,9 @@ class Estimator:
         )
 
     def _input(self, input_fn: InputFn, mode: str, context: InputContext) -> Any:
-        known = {"mode": mode, "params": self.params, "config": self.config}
-        return _called(input_fn, {**known, "input_context": context})
+        known = {"mode": mode, "params": copy.deepcopy(self.params), "config": self.config}
+        with Graph().as_default():  # The graph of a training that is under way is final.
+            return _called(input_fn, {**known, "input_context": context})
 
     def _replicas(self, strategy: Any, batches: Batches, mode: str) -> Replicas:
         def make(features: Any, labels: Any) -> EstimatorSpec:
@@ -400,8 +410,8 @@ class Estimator:
 
     def _call(self, features: Any, labels: Any, mode: str) -> EstimatorSpec:
         """Return what the model function makes of features and labels."""
-        known = {"mode": mode, "params": self.params, "config": self.config}
-        if "labels" in inspect.signature(self.model_fn).parameters:
+        known = {"mode": mode, "params": copy.deepcopy(self.params), "config": self.config}
+        if "labels" in _arguments(self.model_fn):
             known["labels"] = labels
         elif labels is not None:
             raise ValueError("input_fn gave labels, and the model function does not take any.")
@@ -451,7 +461,7 @@ def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None)
 def _check_model_fn(model_fn: Any, params: Any) -> None:
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
-    arguments = inspect.signature(model_fn).parameters
+    arguments = _arguments(model_fn)
     known = {"features", "labels", "mode", "params", "config"}
     if "features" not in arguments:
         raise ValueError(f"model_fn must have an argument features; it has {list(arguments)}.")
@@ -464,8 +474,14 @@ def _check_model_fn(model_fn: Any, params: Any) -> None:
 
 def _called(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
     """Return the result of a function, called with those of the arguments that it takes."""
-    arguments = inspect.signature(function).parameters
+    arguments = _arguments(function)
     return function(**{name: value for name, value in known.items() if name in arguments})
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of a function, but for those that a `partial` gives."""
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    return [name for name in inspect.signature(function).parameters if name not in given]
 
 
 def _with_metrics(replica: Replica) -> tuple[dict[str, Any], dict[str, Any]]:

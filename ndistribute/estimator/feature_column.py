@@ -18,8 +18,9 @@ import numpy as np
 
 from ndistribute.devices import to_host
 from ndistribute.graph.functions import register
-from ndistribute.graph.graph import Tensor, apply_named, as_tensor, get_default_graph
+from ndistribute.graph.graph import Tensor, apply_named, as_tensor
 from ndistribute.graph.operations import truncated_normal
+from ndistribute.graph.scopes import get_variable, variable_scope
 from ndistribute.graph.variables import Variable
 
 __all__ = [
@@ -120,7 +121,8 @@ def bucketized_column(source_column: DenseColumn, boundaries: Sequence[float]) -
     ascending = all(a < b for a, b in itertools.pairwise(boundaries))
     if not len(boundaries) or not ascending:
         raise ValueError(f"bucketized_column: boundaries must ascend, got {boundaries!r}.")
-    bounds, width = np.array(boundaries, source_column.dtype), source_column.width
+    dtype = np.result_type(source_column.dtype, np.float32)  # Between integers, too.
+    bounds, width = np.array(boundaries, dtype), source_column.width
     size = len(bounds) + 1
 
     def ids(features: Features) -> Any:
@@ -243,7 +245,9 @@ def embedding_column(
             if initializer is None
             else initializer(shape, np.dtype(dtype))
         )
-        table = Variable(initial, trains and trainable, "embedding_weights", dtype)
+        table = get_variable(
+            "embedding_weights", None, dtype, initial, trainable=trains and trainable
+        )
         return _combined(table, source.ids(features), combiner)
 
     return DenseColumn(f"{source.name}_embedding", dimension, np.dtype(dtype), values)
@@ -270,15 +274,15 @@ def input_layer(
     array([[0. , 1. , 0. , 1.5],
            [0. , 0. , 1. , 2. ]], dtype=float32)
     """
-    graph, parts = get_default_graph(), []
-    with graph.name_scope("input_layer"):
+    parts = []
+    with variable_scope(None, "input_layer"):
         for column in sorted_columns(feature_columns):
             if not isinstance(column, DenseColumn):
                 raise ValueError(
                     f"input_layer got the categorical column {column.name!r}: wrap it in "
                     "indicator_column or embedding_column."
                 )
-            with graph.name_scope(column.name):
+            with variable_scope(None, column.name):
                 parts.append(column.values(features, trainable))
         return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
@@ -301,17 +305,18 @@ def linear_model(features: Features, feature_columns: Any, units: int = 1) -> An
     """
     columns = sorted_columns(feature_columns)
     dtype = dtype_of(columns)
-    graph = get_default_graph()
-    with graph.name_scope("linear_model"):
-        total: Any = Variable(np.zeros(units, dtype), name="bias_weights")
+    with variable_scope(None, "linear_model"):
+        total: Any = get_variable("bias_weights", initializer=np.zeros(units, dtype))
         for column in columns:
-            with graph.name_scope(column.name):
+            with variable_scope(None, column.name):
                 if isinstance(column, CategoricalColumn):
-                    weights = Variable(np.zeros((column.buckets, units), dtype), name="weights")
+                    start = np.zeros((column.buckets, units), dtype)
+                    weights = get_variable("weights", initializer=start)
                     total = total + _combined(weights, column.ids(features), "sum")
                 else:
                     values = column.values(features, True)
-                    weights = Variable(np.zeros((column.width, units), dtype), name="weights")
+                    start = np.zeros((column.width, units), dtype)
+                    weights = get_variable("weights", initializer=start)
                     total = total + values @ weights
     return total
 
@@ -386,7 +391,7 @@ def _rows(values: Any) -> Any:
 
 
 def _numbers(values: Any, key: str, sizes: Sequence[int]) -> Any:
-    if tuple(values.shape[1:]) not in (tuple(sizes), () if math.prod(sizes) == 1 else None):
+    if math.prod(values.shape[1:]) != math.prod(sizes):
         raise ValueError(
             f"the feature {key!r} has shape {values.shape}, and its numeric_column expects "
             f"{('batch', *sizes)}: set shape."
@@ -400,7 +405,7 @@ def _checked(values: Any, buckets: int, default: int | None) -> Any:
         raise ValueError(f"ids must be integers, and are {ids.dtype}.")
     outside = (ids >= buckets) | (ids < -1 if default is None else ids < 0)
     if default is not None:
-        return np.where(outside, default, ids)
+        return np.where(outside & (ids != -1), default, ids)
     if outside.any():
         raise ValueError(
             f"the id {ids[outside][0]} is not below num_buckets={buckets}: raise num_buckets, or "

@@ -171,7 +171,7 @@ def _classes(labels: Any, count: int, words: Any) -> Any:
     ids = to_host(labels).reshape(-1, 1)
     if words is not None:
         ids = feature_column.lookup(ids, words, -1, 0)
-    outside = (ids < 0) | (ids >= count)
+    outside = (ids < 0) | (ids >= count) | (ids != np.floor(ids))  # NaN is none of them.
     if outside.any():
         wrong = to_host(labels).reshape(-1, 1)[outside].tolist()[0]
         known = f"one of {words.tolist()}" if words is not None else f"0 to {count - 1}"

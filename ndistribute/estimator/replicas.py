@@ -20,10 +20,11 @@ from ndistribute.data import Dataset, InputContext
 from ndistribute.data.dataset import as_dataset
 from ndistribute.devices import to_host
 from ndistribute.estimator.spec import EstimatorSpec
-from ndistribute.graph.graph import Graph, Tensor
+from ndistribute.graph.graph import Graph, Tensor, as_tensor
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.metrics import METRIC_VARIABLES
 from ndistribute.graph.operations import placeholder
+from ndistribute.graph.partition import pruned
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import (
     GLOBAL_VARIABLES,
@@ -183,7 +184,7 @@ def dataset_of(given: Any, *, repeated: bool) -> Dataset:
         repeated: whether one batch is given again and again.
     """
     if any(isinstance(leaf, Tensor) for leaf in tree.flatten(given)):
-        return _dataset_behind(given)
+        return _dataset_behind(given, repeated)
     if not isinstance(given, tuple | dict) and not hasattr(given, "dtype"):
         return as_dataset(given)
     one = given[0] if isinstance(given, tuple) and len(given) == 2 and given[1] is None else given
@@ -191,16 +192,24 @@ def dataset_of(given: Any, *, repeated: bool) -> Dataset:
     return dataset.repeat() if repeated else dataset
 
 
-def _dataset_behind(nest: Any) -> Dataset:
-    """Return the dataset of batches like a nest of tensors that an iterator gives."""
+def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
+    """Return the dataset of batches like a nest of tensors: of an iterator, or of constants."""
     leaves = tree.flatten(nest)
-    sources = {iterator_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sources = {iterator_of(leaf) for leaf in tensors}
     iterator = sources.pop()
-    if iterator is None or sources:
-        raise ValueError(
-            "input_fn returned tensors that are not the results of one get_next(): compute with "
-            "them in the model function, or with arrays in dataset.map()."
-        )
+    if iterator is None or sources or len(tensors) < len(leaves):
+        graph = tensors[0].graph
+        definitions = {op.name: op.definition for op in graph.get_operations()}
+        needed = pruned(definitions, [one.name for one in tensors], [], [])
+        if not {one.kind for one in needed}.isdisjoint(("next_batch", "py_function", "random")):
+            raise ValueError(
+                "input_fn returned tensors that are neither constant nor the results of one "
+                "get_next(): compute with them in the model function, or with arrays in "
+                "dataset.map()."
+            )
+        with graph.as_default(), contextlib.closing(Session()) as session:
+            return dataset_of(session.run(tree.map_leaves(as_tensor, nest)), repeated=repeated)
 
     def like_nest(*batch: Any) -> Any:
         arrays = tree.flatten(batch)

@@ -68,8 +68,8 @@ class RunConfig:
         object.__setattr__(self, "save_checkpoints_secs", seconds)
         object.__setattr__(self, "save_checkpoints_steps", None if steps is _UNSET else steps)
         for name in ("save_checkpoints_steps", "save_checkpoints_secs", "keep_checkpoint_max"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
+            value, least = getattr(self, name), 0 if name == "keep_checkpoint_max" else 1e-9
+            if value is not None and value < least:
                 raise ValueError(f"RunConfig: {name} must be above 0, got {value}.")
         self.resolver  # noqa: B018 - A wrong TF_CONFIG is an error now.
 

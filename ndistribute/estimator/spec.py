@@ -112,6 +112,8 @@ class TrainSpec:
     saving_listeners: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
+        for name in ("hooks", "saving_listeners"):
+            object.__setattr__(self, name, getattr(self, name) or ())
         check_steps(self.max_steps, "TrainSpec: max_steps")
         check_input(self.input_fn, "TrainSpec")
 

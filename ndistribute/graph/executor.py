@@ -30,7 +30,7 @@ __all__ = ["Plan"]
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
-_WAITING = frozenset({"await_aggregate", "py_function"})
+_WAITING = frozenset({"await_aggregate", "next_batch", "py_function"})
 """Types of operations that may wait for others, each of which gets a thread."""
 _BOUND = frozenset({"all_reduce"})
 """Types of operations that only the thread of the step can run, which is that of its replica."""

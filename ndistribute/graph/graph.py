@@ -8,8 +8,9 @@ keeps what the surrounding `device`, `name_scope`, `control_dependencies` and `c
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -203,8 +204,8 @@ class Tensor(Symbolic):
         return f"<Tensor {self.name!r}{shape}{dtype}>"
 
     def set_shape(self, shape: Sequence[int | None]) -> None:
-        """Say what the shape is, where only a run could tell."""
-        self.known = Known(self.dtype, Shape(shape))
+        """Say what the shape is, where only a run could tell; another one is a ValueError."""
+        self.known = Known(self.dtype, Shape(shape).merged(self.shape))
 
     def eval(self, feed_dict: Any = None, session: Any = None) -> Any:
         """Return the value that the default session, or another one, computes."""
@@ -275,8 +276,8 @@ class Graph:
         self._collections: dict[str, list[Any]] = {}
         self._scopes = _Scopes()
         self._finalized = False
-        self.functions: dict[str, Callable[..., Any]] = {}
-        """The Python functions of `py_function`, by operation."""
+        self.functions: dict[str, Any] = {}
+        """The functions of `py_function` and the iterators of datasets, by operation."""
         self.seed: int | None = None
         """The seed of the graph's random operations; None: a new one for each."""
         self.replicated = False
@@ -442,7 +443,10 @@ class Graph:
     def get_tensor_by_name(self, name: str) -> Tensor:
         """Return a tensor, whose name is ``operation:index``."""
         op, _, index = name.rpartition(":")
-        outputs = self.get_operation_by_name(op).outputs
+        found = self.get_operation_by_name(op)
+        if found.type == "variable" and index == "0":  # Its name stands for its value.
+            return self.get_tensor_by_name(f"{op}/read:0")
+        outputs = found.outputs
         if not index.isdigit() or int(index) >= len(outputs):
             raise KeyError(f"operation {op!r} has no result {index!r}: it has {len(outputs)}.")
         return outputs[int(index)]
@@ -468,7 +472,7 @@ class Graph:
     def get_collection(self, name: str, scope: str | None = None) -> list[Any]:
         """Return a copy of the list of a name, or of its values whose names begin with `scope`."""
         found = self._collections.get(name, [])
-        return [one for one in found if not scope or getattr(one, "name", "").startswith(scope)]
+        return [one for one in found if not scope or re.match(scope, getattr(one, "name", ""))]
 
     def get_collection_ref(self, name: str) -> list[Any]:
         """Return the list of a name itself."""

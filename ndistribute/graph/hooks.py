@@ -15,7 +15,7 @@ from ndistribute.event_files import scalar
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
-from ndistribute.graph.variables import GLOBAL_STEP, Variable
+from ndistribute.graph.variables import Variable, find_global_step
 
 __all__ = [
     "CheckpointSaverHook",
@@ -97,13 +97,13 @@ def global_step_of_graph(graph: Graph | None = None) -> Variable:
     Raises:
         RuntimeError: the graph has none.
     """
-    found = (graph or get_default_graph()).get_collection(GLOBAL_STEP)
-    if not found:
+    found = find_global_step(graph or get_default_graph())
+    if found is None:
         raise RuntimeError(
             "the graph has no global step: call get_or_create_global_step() and pass it to "
             "minimize(..., global_step)."
         )
-    return found[0]  # type: ignore[no-any-return]
+    return found
 
 
 class Timer:
@@ -204,8 +204,8 @@ class CheckpointSaverListener:
     def before_save(self, session: Any, global_step_value: int) -> None:
         """Called before each checkpoint is written."""
 
-    def after_save(self, session: Any, global_step_value: int) -> None:
-        """Called after each checkpoint is written."""
+    def after_save(self, session: Any, global_step_value: int) -> Any:
+        """Called after each checkpoint is written; a true result ends the training."""
 
     def end(self, session: Any, global_step_value: int) -> None:
         """Called once at the end, unless the training failed."""
@@ -249,8 +249,8 @@ class CheckpointSaverHook(_StepHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = self._timer.step_if_due(run_context, run_values)
-        if step is not None:
-            self._save(run_context.session, step)
+        if step is not None and self._save(run_context.session, step):
+            run_context.request_stop()
 
     def end(self, session: Any) -> None:
         step = int(session.run(self._step))
@@ -259,14 +259,15 @@ class CheckpointSaverHook(_StepHook):
         for one in self._listeners:
             one.end(session, step)
 
-    def _save(self, session: Any, step: int) -> None:
+    def _save(self, session: Any, step: int) -> bool:
+        """Save, and return whether a listener asks to stop."""
         self._timer.mark(step)
         for one in self._listeners:
             one.before_save(session, step)
         scaffold = self._scaffold or session.graph.get_collection(SCAFFOLD)[0]
         (self._saver or scaffold.saver).save(session, self._path, step)
-        for one in self._listeners:
-            one.after_save(session, step)
+        stops = [one.after_save(session, step) for one in self._listeners]
+        return any(stops)
 
 
 class WritingHook(_StepHook):
@@ -329,7 +330,9 @@ class SummarySaverHook(WritingHook):
             step = int(run_context.session.run(self._step))
             self._timer.mark(step)
             if self._writer is not None:
-                self._writer.add_summary(run_values.results["summary"], step)
+                found = run_values.results["summary"]
+                for one in found if isinstance(found, list | tuple) else [found]:
+                    self._writer.add_summary(one, step)
         self._next = step + 1
 
 
@@ -388,6 +391,11 @@ class LoggingTensorHook(SessionRunHook):
         alone = at_end and every_n_iter is None and every_n_secs is None
         self._timer = None if alone else Timer(every_n_iter, every_n_secs)
         self._runs = 0
+
+    def begin(self) -> None:
+        self._runs = 0
+        if self._timer is not None:
+            self._timer.last_step = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._asked = self._timer is not None and self._timer.is_due(self._runs)

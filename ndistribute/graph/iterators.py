@@ -11,15 +11,19 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.errors import OutOfRangeError
-from ndistribute.graph.graph import Operation
-from ndistribute.graph.operations import py_function
+from ndistribute.graph.graph import Operation, get_default_graph
 from ndistribute.graph.shapes import Known, Shape
 
 __all__ = ["DatasetIterator", "iterator_of"]
 
+_numbers = itertools.count()
+
 
 class DatasetIterator:
     """Give the batches of a dataset to the steps of a session, one after another.
+
+    Each session without a target begins with the first batch. On a server of this process, sessions
+    go on where the last one ended, as a training does that recovers.
 
     Args:
         dataset: a re-iterable of nests of arrays, which begin with an axis of any length.
@@ -36,12 +40,16 @@ class DatasetIterator:
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self.dataset = dataset
+        self.number = f"iterator {next(_numbers)}"
+        """Its name in this process."""
         self._lock = threading.Lock()
         batches = iter(dataset)
         self._like = next(batches, None)
         if self._like is None:
             raise ValueError("the dataset of an iterator is empty.")
-        self._batches: Iterator[Any] = itertools.chain([self._like], batches)
+        self._first: Iterator[Any] | None = itertools.chain([self._like], batches)
+        self.initializer: Operation = self._operation("first_batch", 0, "initializer")
+        """The operation after which the first batch comes again."""
 
     def get_next(self, name: str = "get_next") -> Any:
         """Return a nest of tensors like a batch; a step that needs any of them takes the next one.
@@ -50,32 +58,42 @@ class DatasetIterator:
         are computed in the client's process alone.
         """
         leaves = [np.asarray(leaf) for leaf in tree.flatten(self._like)]
-        found = py_function(self._take, [], len(leaves), name)
-        tensors = found if len(leaves) > 1 else [found]
+        tensors = self._operation("next_batch", len(leaves), name).outputs
         for tensor, leaf in zip(tensors, leaves, strict=True):
             tensor.known = Known(leaf.dtype, Shape([None, *leaf.shape[1:]] if leaf.ndim else []))
         return tree.unflatten(self._like, tensors)
 
-    @property
-    def initializer(self) -> Operation:
-        """A new operation after which the first batch comes again."""
-        return py_function(self._begin, [], 0, "initializer")  # type: ignore[no-any-return]
-
-    def _begin(self) -> None:
+    def begin(self) -> list[Iterator[Any]]:
+        """Return the position of a session that begins: an iterator, in a list."""
         with self._lock:
-            self._batches = iter(self.dataset)
+            first, self._first = self._first, None
+        return [iter(self.dataset) if first is None else first]
 
-    def _take(self) -> Any:
+    def restart(self, position: list[Iterator[Any]]) -> None:
+        """Let the first batch come next."""
         with self._lock:
-            batch = next(self._batches, None)
+            position[0] = iter(self.dataset)
+
+    def take(self, position: list[Iterator[Any]]) -> list[Any]:
+        """Return the arrays of the next batch, which the dataset may change later.
+
+        Raises:
+            OutOfRangeError: there is none.
+        """
+        with self._lock:
+            batch = next(position[0], None)
         if batch is None:
             raise OutOfRangeError("the dataset has no more batches.")
-        leaves = tree.flatten(batch)
-        return leaves if len(leaves) > 1 else leaves[0]
+        return [np.array(leaf) for leaf in tree.flatten(batch)]
+
+    def _operation(self, kernel: str, outputs: int, name: str) -> Operation:
+        op = get_default_graph().add(kernel, name=name, outputs=outputs)
+        op.definition.attributes["function"] = op.name
+        op.graph.functions[op.name] = self
+        return op
 
 
 def iterator_of(tensor: Any) -> DatasetIterator | None:
     """Return the iterator that gives a tensor; None if something else does."""
-    take = tensor.graph.functions.get(tensor.op.name)
-    iterator = getattr(take, "__self__", None)
-    return iterator if isinstance(iterator, DatasetIterator) else None
+    found = tensor.graph.functions.get(tensor.op.name)
+    return found if isinstance(found, DatasetIterator) else None

@@ -317,16 +317,36 @@ def _while(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return loop[0] if node.outputs == 1 else loop
 
 
-@kernel("py_function")
-def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    function = step.functions.get(node.attributes["function"])
-    if function is None:
+def _of_client(step: Step, node: Node) -> Any:
+    """Return the function or iterator of the client's process that an operation calls."""
+    found = step.functions.get(node.attributes["function"])
+    if found is None:
         raise InvalidArgumentError(
             f"{node.name!r} calls a Python function, which exists in the client's process alone: "
             "place it on the task of a server in that process, use a session without a target, or "
             "feed its result."
         )
-    result = function(*inputs)
+    return found
+
+
+@kernel("next_batch")
+def _next_batch(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    iterator = _of_client(step, node)
+    position = step.resources.get("position", iterator.number, iterator.begin)
+    batch = iterator.take(position)
+    return batch[0] if node.outputs == 1 else batch
+
+
+@kernel("first_batch")
+def _first_batch(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    iterator = _of_client(step, node)
+    iterator.restart(step.resources.get("position", iterator.number, iterator.begin))
+    return []
+
+
+@kernel("py_function")
+def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    result = _of_client(step, node)(*inputs)
     if node.outputs == 1:
         return as_array(result).copy()  # The function may change it later.
     return [as_array(one).copy() for one in (result if node.outputs else ())]

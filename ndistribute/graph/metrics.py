@@ -109,7 +109,11 @@ def _share_where(there: Any, counted: Any, weights: Any, name: str) -> Metric:
 
 
 def _spread(weights: Any, values: Any) -> Any:
-    return np.broadcast_to(as_tensor(weights), np.shape(values))
+    weights, values = as_tensor(weights), as_tensor(values)
+    if weights.shape and values.shape is not None:  # One of them may lack a last axis.
+        more = len(values.shape) - len(weights.shape)
+        weights = weights[..., None] if more == 1 else weights[..., 0] if more == -1 else weights
+    return np.broadcast_to(weights, np.shape(values))
 
 
 def _ratio(total: Any, count: Any) -> Metric:

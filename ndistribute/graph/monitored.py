@@ -85,6 +85,7 @@ class Scaffold:
         self.init_op, self.init_feed_dict, self.init_fn = init_op, init_feed_dict, init_fn
         self.ready_op, self.local_init_op = ready_op, local_init_op
         self.summary_op, self.saver = summary_op, saver
+        self.max_to_keep: int | None = 5  # Of the saver that is made if there is none.
 
     def finalize(self) -> Self:
         """Make what was not given, and the graph read-only; return the scaffold.
@@ -108,7 +109,7 @@ class Scaffold:
             if self.summary_op is None:
                 self.summary_op = summary.merge_all()
             if self.saver is None and variables:
-                self.saver = Saver()
+                self.saver = Saver(max_to_keep=self.max_to_keep)
             earlier.append(self)
             graph.finalize()
         return self
@@ -313,7 +314,8 @@ class MonitoredTrainingSession:
 
     def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
         """Return the result of a function of an object with a `session` and `request_stop`."""
-        context = SessionRunContext(SessionRunArgs(None), self._session)
+        context: Any = SessionRunContext(SessionRunArgs(None), self._session)
+        context.run_with_hooks = self.run
         result = step_fn(context)
         if context.stop_requested:
             self.coordinator.request_stop()
@@ -351,7 +353,8 @@ class MonitoredTrainingSession:
         for k, hook in enumerate(self._hooks):
             added = hook.before_run(context)
             if added is not None:
-                wanted[str(k)] = added.fetches
+                if added.fetches is not None:
+                    wanted[str(k)] = added.fetches
                 for tensor, value in (added.feed_dict or {}).items():
                     if tensor in feeds:
                         name = type(hook).__name__

@@ -20,7 +20,7 @@ from ndistribute.graph.graph import (
     as_tensor,
     get_default_graph,
 )
-from ndistribute.graph.shapes import Known, Shape
+from ndistribute.graph.shapes import Known, Shape, known_of
 
 __all__ = [
     "cond",
@@ -246,6 +246,8 @@ def while_loop(
 ) -> Any:
     """Return the loop variables after a body has run as long as a condition holds.
 
+    In the body they are known to have the shapes of the first values.
+
     Args:
         condition: a function of the loop variables that returns a boolean tensor.
         body: a function of the loop variables that returns their next values.
@@ -277,8 +279,10 @@ def while_loop(
             attributes={"maximum_iterations": maximum_iterations},
             bodies=[one.definition(len(first)) for one in traced],
         )
-    for made, *values in zip(op.outputs, first, traced[1].results, strict=True):
-        made.known = tuple(values)
+    pairs = list(zip(first, traced[1].results, strict=True))
+    if all(known_of(before)[:2] == known_of(after)[:2] for before, after in pairs):
+        for made, before in zip(op.outputs, first, strict=True):
+            made.known = (before,)  # No round changes it.
     return list(op.outputs)
 
 

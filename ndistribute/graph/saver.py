@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute import tensor_files
-from ndistribute.errors import CheckpointCorruptError, NotFoundError
+from ndistribute.errors import CheckpointCorruptError, InvalidArgumentError, NotFoundError
 from ndistribute.graph.operations import group, placeholder
 from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
@@ -121,6 +121,13 @@ class Saver:
                 f"checkpoint {os.fspath(save_path)!r} lacks {', '.join(missing)}: it has "
                 f"{', '.join(sorted(saved.tensors))}."
             )
+        for name, variable in self._variables.items():
+            dtype = saved.tensors[name].dtype
+            if variable.dtype is not None and not np.can_cast(dtype, variable.dtype, "same_kind"):
+                raise InvalidArgumentError(
+                    f"{name!r} is {dtype} in checkpoint {os.fspath(save_path)!r}, which its dtype "
+                    f"here, {variable.dtype}, would cut."
+                )
         sess.run(self._restore, {self._values[name]: saved.tensors[name] for name in self._values})
 
     def restore_latest(self, sess: Any, directory: str | os.PathLike[str]) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,7 @@ class VariableScope:
     name: str = ""
     reuse: Any = None  # None and False: variables are new; True: they exist; AUTO_REUSE: either.
     initializer: Any = None
+    inner: set[str] = field(default_factory=set)  # The names of the scopes that were made in it.
 
     def reuse_variables(self) -> None:
         """Make `get_variable` return variables that exist already, up to the end of the scope."""
@@ -80,13 +82,14 @@ def variable_scope(
     if isinstance(name_or_scope, VariableScope):
         entered, label = name_or_scope, f"{name_or_scope.name}/" if name_or_scope.name else None
     else:
-        label = name_or_scope or f"{graph.unique_name(default_name or 'scope')}/"
-        own = name_or_scope or label[:-1].rpartition("/")[2]
-        entered = VariableScope(f"{outer.name}/{own}" if outer.name else own)
+        own = label = name_or_scope or _unused(default_name or "scope", outer.inner)
+        outer.inner.add(own)
+        entered = VariableScope(f"{outer.name}/{own}" if outer.name else own, outer.reuse)
     scope = VariableScope(
         entered.name,
-        reuse or entered.reuse or outer.reuse,
+        reuse or entered.reuse,
         initializer or entered.initializer or outer.initializer,
+        set(outer.inner) if entered.name == outer.name else set(),
     )
     _current.scopes[graph] = scope
     try:
@@ -94,6 +97,12 @@ def variable_scope(
             yield scope
     finally:
         _current.scopes[graph] = outer
+
+
+def _unused(name: str, used: set[str]) -> str:
+    """Return a name, with a number if it is used."""
+    numbered = (f"{name}_{k}" for k in itertools.count(1))
+    return next(one for one in itertools.chain([name], numbered) if one not in used)
 
 
 def get_variable(

@@ -17,7 +17,8 @@ from ndistribute.graph.functions import function_named
 
 __all__ = ["Known", "Shape", "known_of"]
 
-_UNKNOWN_LENGTHS = (4, 8)  # Of two calls, for axes whose length is not known.
+_UNKNOWN_LENGTHS = (1, 12), (4, 12)
+"""Of two calls, for axes whose length is not known; not all functions take one of length 1."""
 _SMALL = 1024  # The most elements of values that are kept, such as computed shapes.
 _MOST = 1 << 25  # Elements of inputs on which functions are called.
 _ELEMENTWISE = frozenset(
@@ -29,10 +30,11 @@ _BY_IMAGE = frozenset({"nn.average_pool2d", "nn.conv2d", "nn.max_pool2d"})
 _OF_SHAPES = frozenset({"numpy.ndim", "numpy.shape", "numpy.size"})
 """Functions whose values only depend on shapes."""
 _OF_VALUES = frozenset(
-    "numpy.intersect1d numpy.setdiff1d numpy.setxor1d numpy.union1d numpy.unique numpy.unique_all "
-    "numpy.unique_counts numpy.unique_inverse numpy.unique_values".split()
+    "numpy.bincount numpy.delete numpy.intersect1d numpy.setdiff1d numpy.setxor1d numpy.union1d "
+    "numpy.unique numpy.unique_all numpy.unique_counts numpy.unique_inverse "
+    "numpy.unique_values".split()
 )
-"""Functions whose results have the same shape for zeros and for ones, and another for the rest."""
+"""Functions whose results may have one shape for zeros and for ones, and others for the rest."""
 
 
 class Dimension(int):
@@ -68,6 +70,15 @@ class Shape(tuple[Any, ...]):
         """Return the lengths."""
         return [None if n is None else int(n) for n in self]
 
+    def merged(self, other: Shape | None) -> Shape:
+        """Return the lengths that are known here or there, and must agree where both are."""
+        if other is None:
+            return self
+        pairs = list(zip(self, other, strict=False))
+        if len(self) != len(other) or any(None not in two and two[0] != two[1] for two in pairs):
+            raise ValueError(f"the shape is {other}, which is not {self}.")
+        return Shape(b if a is None else a for a, b in pairs)
+
     def is_fully_defined(self) -> bool:
         """Return whether all lengths are known."""
         return None not in self
@@ -91,13 +102,13 @@ class Known(NamedTuple):
         values = (array, array) if array.size <= _SMALL else None
         return Known(array.dtype, Shape(array.shape), values)
 
-    def samples(self) -> tuple[Any, Any]:
-        """Return two arrays with this dtype and shape."""
+    def samples(self, unknown: tuple[int, int]) -> tuple[Any, Any]:
+        """Return two arrays with this dtype and shape, and these lengths for unknown ones."""
         if self.values is not None:
             return self.values
         zeros, ones = (
             np.broadcast_to(fill((), self.dtype), [n or length for n in self.shape or ()])
-            for fill, length in zip((np.zeros, np.ones), _UNKNOWN_LENGTHS, strict=True)
+            for fill, length in zip((np.zeros, np.ones), unknown, strict=True)
         )
         return zeros, ones
 
@@ -142,23 +153,36 @@ def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
     if kind == "random" and inputs[0].values is not None:
         dtype = np.dtype(definition.attributes["dtype"])
         return [_shared([Known(dtype, Shape(lengths)) for lengths in inputs[0].values])]
-    if kind in _OF_VALUES or any(one.dtype is None or one.shape is None for one in inputs):
+    if not inputs or kind in _OF_VALUES:
+        return unknown
+    if any(one.dtype is None or one.shape is None for one in inputs):
         return unknown
     is_value = kind in _OF_SHAPES or all(one.values is not None for one in inputs)
-    samples = [one.samples() for one in inputs]
-    try:
-        call = _caller(definition, sum(one.size for _, one in samples))
-        with np.errstate(all="ignore"):
-            calls = [call(arrays) for arrays in zip(*samples, strict=True)]
-    except Exception:  # It is a kernel, or does not take such values.
-        return unknown
-    if definition.outputs == 1:
-        calls = [[one] for one in calls]
-    return [_common(one, other, is_value) for one, other in zip(*calls, strict=True)]
+    blind = [k for k, one in enumerate(inputs) if one.values is None]
+    for lengths in _UNKNOWN_LENGTHS:
+        zeros, ones = zip(*(one.samples(lengths) for one in inputs), strict=True)
+        try:
+            call = _caller(definition, sum(one.size for one in ones), blind)
+            with np.errstate(all="ignore"):
+                calls = call(zeros, slice(0, 0)), call(ones, slice(None))
+        except Exception:  # It is a kernel, or does not take such values.
+            continue
+        results = zip(*calls, strict=True) if definition.outputs > 1 else [calls]
+        return [_common(*pair, is_value) for pair in results]
+    return unknown
 
 
-def _caller(definition: OperationDef, size: int) -> Callable[[Sequence[Any]], Any]:
-    """Return a function from inputs of so many elements to a result of the same shape and dtype.
+def _caller(
+    definition: OperationDef, size: int, blind: Sequence[int]
+) -> Callable[[Sequence[Any], slice], Any]:
+    """Return a function that computes an operation's results, or others of the same shapes.
+
+    It takes the inputs, and what to use for slices whose bounds only a run can tell.
+
+    Args:
+        definition: the operation.
+        size: the number of elements of the inputs.
+        blind: the inputs whose values only a run can tell.
 
     Raises:
         KeyError: the operation is no function of a table.
@@ -167,17 +191,19 @@ def _caller(definition: OperationDef, size: int) -> Callable[[Sequence[Any]], An
     function = function_named(definition.kind)
     fill = filler(definition.call, len(definition.inputs))
 
-    def call(arrays: Sequence[Any]) -> Any:
+    def call(arrays: Sequence[Any], cut: slice) -> Any:
         args, kwargs = fill(arrays)
+        if definition.kind == "getitem":
+            args = [args[0], _with_cuts(args[1], [arrays[k] for k in blind], cut)]
         return function(*args, **kwargs)
 
-    def call_one(arrays: Sequence[Any]) -> Any:
-        one = call([array[(slice(1),) * array.ndim] for array in arrays])
+    def call_one(arrays: Sequence[Any], cut: slice) -> Any:
+        one = call([array[(slice(1),) * array.ndim] for array in arrays], cut)
         return np.broadcast_to(one, np.broadcast_shapes(*(array.shape for array in arrays)))
 
-    def call_image(arrays: Sequence[Any]) -> Any:
+    def call_image(arrays: Sequence[Any], cut: slice) -> Any:
         images, *others = arrays
-        one = call([images[:1], *others])
+        one = call([images[:1], *others], cut)
         return np.broadcast_to(one, (len(images), *one.shape[1:]))
 
     is_ufunc = isinstance(function, np.ufunc) and function.signature is None
@@ -188,6 +214,17 @@ def _caller(definition: OperationDef, size: int) -> Callable[[Sequence[Any]], An
     if size > _MOST and definition.kind != "getitem":  # Which copies nothing.
         raise ValueError
     return call
+
+
+def _with_cuts(index: Any, blind: Sequence[Any], cut: slice) -> Any:
+    """Return an index with another slice for those with a bound among some arrays."""
+    if isinstance(index, tuple | list):
+        return type(index)(_with_cuts(one, blind, cut) for one in index)
+    if isinstance(index, slice):
+        bounds = (index.start, index.stop, index.step)
+        if any(bound is array for bound in bounds for array in blind):
+            return cut
+    return index
 
 
 def _common(first: Any, second: Any, is_value: bool) -> Known:

@@ -17,7 +17,7 @@ from ndistribute.graph.monitored import Scaffold, prepare_session, retried, wait
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
-from ndistribute.graph.variables import GLOBAL_STEP
+from ndistribute.graph.variables import find_global_step
 
 __all__ = ["Supervisor"]
 
@@ -85,8 +85,9 @@ class Supervisor:
         self._grace = stop_grace_secs
         self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
-            found = self.graph.get_collection(GLOBAL_STEP)
-            self.global_step = global_step if global_step is not None else (found or [None])[0]
+            self.global_step = (
+                global_step if global_step is not None else find_global_step(self.graph)
+            )
             self._scaffold = Scaffold(
                 init_op,
                 init_feed_dict,

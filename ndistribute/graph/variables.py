@@ -196,19 +196,19 @@ def _narrow(value: Any) -> Any:
     return {"f": np.float32, "i": np.int32}.get(kind)
 
 
-def global_variables() -> list[Variable]:
+def global_variables(scope: str | None = None) -> list[Variable]:
     """Return the variables of the default graph, but for local ones."""
-    return get_default_graph().get_collection(GLOBAL_VARIABLES)
+    return get_default_graph().get_collection(GLOBAL_VARIABLES, scope)
 
 
-def local_variables() -> list[Variable]:
+def local_variables(scope: str | None = None) -> list[Variable]:
     """Return the variables of the default graph that each client has for itself."""
-    return get_default_graph().get_collection(LOCAL_VARIABLES)
+    return get_default_graph().get_collection(LOCAL_VARIABLES, scope)
 
 
-def trainable_variables() -> list[Variable]:
+def trainable_variables(scope: str | None = None) -> list[Variable]:
     """Return the variables of the default graph that optimizers change."""
-    return get_default_graph().get_collection(TRAINABLE_VARIABLES)
+    return get_default_graph().get_collection(TRAINABLE_VARIABLES, scope)
 
 
 def variables_initializer(variables: list[Variable], name: str = "init") -> Operation:
@@ -247,12 +247,18 @@ def report_uninitialized_variables(
         return names[np.logical_not(have)]  # type: ignore[no-any-return]
 
 
+def find_global_step(graph: Graph) -> Variable | None:
+    """Return the variable that counts the steps: of the collection, or of the name; None: none."""
+    named = [one for one in graph.get_collection(GLOBAL_VARIABLES) if one.name == "global_step:0"]
+    return next(iter([*graph.get_collection(GLOBAL_STEP), *named]), None)
+
+
 def get_or_create_global_step(graph: Graph | None = None) -> Variable:
     """Return the int64 variable that counts the training steps, made at the first call."""
     graph = graph or get_default_graph()
-    found = graph.get_collection(GLOBAL_STEP)
-    if found:
-        return found[0]  # type: ignore[no-any-return]
+    found = find_global_step(graph)
+    if found is not None:
+        return found
     with graph.as_default(), graph.name_scope(None), graph.control_dependencies(None):
         step = Variable(np.int64(0), trainable=False, name="global_step")
     graph.add_to_collection(GLOBAL_STEP, step)

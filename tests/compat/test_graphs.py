@@ -332,3 +332,42 @@ def test_moving_averages_are_kept_restored_and_follow_each_update(tmp_path: Path
         averages = tf.train.ExponentialMovingAverage(0.9)
         tf.train.Saver(averages.variables_to_restore()).restore(session, path)
         np.testing.assert_allclose(session.run(w), expected)
+
+
+def test_losses_do_not_broadcast_labels() -> None:
+    with tf.Graph().as_default(), tf.Session() as session:
+        logits = tf.constant([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
+        numbers = tf.constant([0, 1])
+        column = tf.losses.sparse_softmax_cross_entropy(tf.reshape(numbers, [2, 1]), logits)
+        flat = tf.losses.sparse_softmax_cross_entropy(numbers, logits)
+        assert session.run(column) == session.run(flat) == pytest.approx(0.2887, abs=1e-4)
+        for loss in tf.losses.mean_squared_error, tf.losses.sigmoid_cross_entropy:
+            with pytest.raises(ValueError, match="reshape one of them"):
+                loss(tf.constant([1.0, 2.0]), tf.constant([[1.0], [2.0]]))
+
+
+def test_a_monitored_session_runs_as_a_session_does() -> None:
+    with tf.Graph().as_default():
+        step, text = tf.train.get_or_create_global_step(), tf.constant("a")
+        add = step.assign_add(1)
+        stop = tf.train.StopAtStepHook(last_step=2)
+        with tf.train.MonitoredTrainingSession(hooks=[stop]) as session:
+            assert session.run(text, options=tf.RunOptions(), run_metadata=None) == b"a"
+            session.run_step_fn(lambda context: context.run_with_hooks(add))
+            assert not session.should_stop()
+            session.run(add)
+            assert session.should_stop()
+
+
+def test_variables_are_found_by_name_and_collections_by_patterns() -> None:
+    with tf.Graph().as_default() as graph, tf.Session() as session:
+        v = tf.Variable(2.0, name="scope/v")
+        tf.Variable(3.0, name="other")
+        session.run(tf.global_variables_initializer())
+        assert session.run("scope/v:0") == session.run(graph.get_tensor_by_name("scope/v:0")) == 2.0
+        assert graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES, ".*v") == [v]
+        x = tf.placeholder(tf.float32, [5, None])
+        x.set_shape([None, 3])
+        assert x.shape == (5, 3)
+        with pytest.raises(ValueError, match=r"is \(5, 3\)"):
+            x.set_shape([None, 4])

@@ -141,3 +141,42 @@ def test_lengths_of_which_weights_depend_must_be_known() -> None:
     with pytest.raises(ValueError, match="the last one"):
         tf.layers.batch_normalization(tf.zeros([1, 2, 4, 4]), axis=1)
     assert graph.get_default_graph().get_collection(tf.GraphKeys.GLOBAL_VARIABLES) == []
+
+
+def test_layers_are_numbered_by_variable_scopes_and_shared_when_these_are_entered_again() -> None:
+    def net(x: Any) -> Any:
+        return tf.layers.dense(tf.layers.dense(x, 3), 3)
+
+    x = tf.placeholder(tf.float32, [None, 3])
+    with tf.name_scope("a"):
+        tf.layers.dense(x, 2)
+    with tf.name_scope("b"):
+        tf.layers.dense(x, 2)
+    with tf.variable_scope("net") as scope:
+        first = net(x)
+    with tf.variable_scope(scope, reuse=True):
+        second = net(x)
+    with tf.variable_scope("other", reuse=True), tf.variable_scope(scope):
+        assert tf.get_variable("new", [1]).name == "net/new:0"  # The scope that is entered counts.
+    names = [one.op.name for one in tf.trainable_variables() if one.name.endswith("kernel:0")]
+    assert names == ["dense/kernel", "dense_1/kernel", "net/dense/kernel", "net/dense_1/kernel"]
+    assert [one.name for one in tf.trainable_variables("net/dense/")] == [
+        "net/dense/kernel:0",
+        "net/dense/bias:0",
+    ]
+    np.testing.assert_array_equal(*run([first, second], {x: rng.normal(size=(4, 3))}))
+
+
+def test_options_of_batch_normalization_count() -> None:
+    x = tf.placeholder(tf.float32, [None, 2])
+    y = tf.layers.batch_normalization(
+        x,
+        beta_initializer=tf.constant_initializer(2.0),
+        gamma_initializer=tf.zeros_initializer(),
+        gamma_regularizer=tf.contrib.layers.l2_regularizer(1.0),
+        fused=True,
+    )
+    np.testing.assert_array_equal(run(y, {x: [[1, 5]]}), [[2, 2]])
+    assert run(tf.losses.get_regularization_loss()) == 0.0
+    with pytest.raises(TypeError, match="renorm"):
+        tf.layers.batch_normalization(x, renorm=True)

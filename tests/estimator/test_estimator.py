@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ndistribute.estimator import (
     train_and_evaluate,
 )
 from ndistribute.graph import metrics
+from ndistribute.graph.graph import as_tensor
 from ndistribute.graph.hooks import (
     CheckpointSaverListener,
     NanLossDuringTrainingError,
@@ -27,6 +30,7 @@ from ndistribute.graph.hooks import (
     SessionRunHook,
 )
 from ndistribute.graph.iterators import DatasetIterator
+from ndistribute.graph.monitored import Scaffold
 from ndistribute.graph.operations import random_normal
 from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.variables import Variable, get_or_create_global_step
@@ -347,3 +351,81 @@ def test_the_task_and_the_cluster_come_from_tf_config(monkeypatch: pytest.Monkey
     assert (config.task_type, config.task_id, config.master) == ("worker", 1, "c:1")
     assert (config.num_ps_replicas, config.num_worker_replicas) == (1, 3)
     assert not config.is_chief
+
+
+class Stopping(SessionRunHook):
+    """Ask to stop after so many runs; none: before the first one."""
+
+    def __init__(self, runs: int) -> None:
+        self.left, self.seen = runs, 0
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        if not self.left:
+            coord.request_stop()
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self.seen, self.left = self.seen + 1, self.left - 1
+        if self.left <= 0:
+            run_context.request_stop()
+
+
+def test_a_hook_stops_training_evaluation_and_prediction(tmp_path: Path) -> None:
+    model = estimator(tmp_path)
+    model.train(inputs(12, repeated=True), hooks=[Stopping(2)])
+    assert model.get_variable_value("global_step") == 2
+    model.train(inputs(12, repeated=True), hooks=[Stopping(0)])
+    assert model.get_variable_value("global_step") == 2
+    for work in (model.evaluate, lambda *args, **more: list(model.predict(*args, **more))):
+        stopping = Stopping(2)
+        work(inputs(12), hooks=[stopping])
+        assert stopping.seen == 2
+
+
+def test_functions_may_be_partial_and_change_their_params(tmp_path: Path) -> None:
+    def model_fn(features: Any, labels: Any, mode: str, params: Any, unit: float) -> EstimatorSpec:
+        return linear(features, labels, mode, {"rate": params.pop("rate") * unit})
+
+    def input_fn(params: Any) -> Any:
+        return inputs(params["size"])()
+
+    bound = functools.partial(model_fn, unit=1.0)
+    model = Estimator(bound, tmp_path, params={"rate": RATE})
+    model.train(functools.partial(input_fn, params={"size": 12}), steps=1)
+    assert model.evaluate(inputs(12))["global_step"] == 1
+    assert model.params == {"rate": RATE}
+
+
+def test_a_training_with_variables_of_hooks_goes_on_and_keeps_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    class Counting(SessionRunHook):
+        def begin(self) -> None:
+            Variable(0.0, trainable=False, name="of_hook")
+
+    def model_fn(features: Any, labels: Any, mode: str, params: Any) -> EstimatorSpec:
+        spec = linear(features, labels, mode, params)
+        scaffold = Scaffold(init_fn=lambda scaffold, session: None)
+        return dataclasses.replace(spec, scaffold=scaffold)
+
+    config = RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=2)
+    model = Estimator(model_fn, tmp_path, config, {"rate": RATE})
+    for _ in range(2):
+        model.train(inputs(12, repeated=True), steps=4, hooks=[Counting()])
+    assert model.get_variable_value("global_step") == 8
+    assert len(list(tmp_path.glob("model.ckpt-*"))) == 2
+    everything = RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
+    model = Estimator(linear, tmp_path / "all", everything, {"rate": RATE})
+    model.train(inputs(12, repeated=True), steps=7)
+    assert len(list((tmp_path / "all").glob("model.ckpt-*"))) == 8
+
+
+def test_an_input_function_may_return_constants(tmp_path: Path) -> None:
+    def input_fn() -> Any:
+        return {"x": as_tensor(X)}, as_tensor(Y) * 1.0
+
+    model = estimator(tmp_path)
+    spec = TrainSpec(input_fn, max_steps=3, hooks=None, saving_listeners=None)
+    train_and_evaluate(model, spec, EvalSpec(input_fn, steps=1, throttle_secs=0))
+    assert model.get_variable_value("global_step") == 3
+    with pytest.raises(ValueError, match=r"dataset\.map"):
+        model.train(lambda: ({"x": random_normal((4, 3), dtype=np.float64)}, Y[:4]), steps=1)

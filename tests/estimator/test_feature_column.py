@@ -10,6 +10,7 @@ import pytest
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.estimator import feature_column as fc
 from ndistribute.graph.graph import Graph
+from ndistribute.graph.scopes import AUTO_REUSE, variable_scope
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import global_variables, global_variables_initializer
 
@@ -50,6 +51,18 @@ DENSE = {
             fc.categorical_column_with_vocabulary_list("word", ["a", "b"], default_value=1)
         ),
         [[1, 1], [0, 1], [1, 1]],
+    ),
+    "bucketized integers": (
+        fc.bucketized_column(fc.numeric_column("age", dtype=np.int64), [5.5, 17.5]),
+        [[1, 0, 0], [0, 0, 1], [0, 0, 1]],
+    ),
+    "a matrix of another form": (
+        fc.numeric_column("pair", shape=(2, 1)),
+        [[0, 1], [2, 3], [4, 5]],
+    ),
+    "ids with a default": (
+        fc.indicator_column(fc.categorical_column_with_identity("id", 2, default_value=1)),
+        [[1, 1], [0, 1], [2, 0]],
     ),
     "ids": (fc.indicator_column(ID), [[1, 0, 1], [0, 1, 0], [2, 0, 0]]),
 }
@@ -166,3 +179,17 @@ def test_mistakes_say_what_to_do(mistake: str) -> None:
     program, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         computed(program)
+
+
+def test_columns_of_a_scope_that_is_entered_again_share_their_weights() -> None:
+    with Graph().as_default():
+        for _ in range(2):
+            with variable_scope("tower", reuse=AUTO_REUSE):
+                fc.input_layer(FEATURES, fc.embedding_column(ID, 2))
+                fc.linear_model(FEATURES, [ID, AGE])
+        assert [one.op.name for one in global_variables()] == [
+            "tower/input_layer/id_embedding/embedding_weights",
+            "tower/linear_model/bias_weights",
+            "tower/linear_model/age/weights",
+            "tower/linear_model/id/weights",
+        ]

@@ -11,7 +11,7 @@ import ndistribute as nd
 from ndistribute.errors import InvalidArgumentError, OutOfRangeError
 from ndistribute.graph.devices import device
 from ndistribute.graph.graph import Graph
-from ndistribute.graph.hooks import FinalOpsHook
+from ndistribute.graph.hooks import FinalOpsHook, SessionRunHook
 from ndistribute.graph.iterators import DatasetIterator
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import py_function
@@ -92,3 +92,19 @@ def test_another_task_calls_no_function_of_the_client() -> None:
 def test_a_dataset_without_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         DatasetIterator([])
+
+
+def test_each_session_begins_with_the_first_batch_and_a_hook_may_begin_again() -> None:
+    iterator = DatasetIterator(NUMBERS.batch(4))
+    x = iterator.get_next()["x"]
+
+    class Again(SessionRunHook):
+        def after_create_session(self, session: object, coord: object) -> None:
+            session.run(iterator.initializer)  # type: ignore[attr-defined]
+
+    for _ in range(2):
+        with Session() as session:
+            assert session.run(x).tolist() == [0, 1, 2, 3]
+    get_or_create_global_step()
+    with MonitoredTrainingSession(hooks=[Again()]) as monitored:
+        assert monitored.run(x).tolist() == [0, 1, 2, 3]

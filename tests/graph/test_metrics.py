@@ -59,3 +59,12 @@ def test_numbers_other_than_zero_are_true_and_weights_are_spread(name: str) -> N
         _, update = metric(*pair, weights=0.5)
         session.run(variables_initializer(local_variables()))
         assert session.run(update) == pytest.approx(2 / 3)
+
+
+def test_weights_may_lack_the_last_axis_or_have_one_more() -> None:
+    with Graph().as_default(), Session() as session:
+        rows = np.arange(9.0).reshape(3, 3)
+        _, update = metrics.mean(rows, np.array([1.0, 0.0, 0.0]))
+        _, share = metrics.accuracy(np.array([1, 0, 3]), np.array([1, 2, 3]), np.eye(3)[:, :1])
+        session.run(variables_initializer(local_variables()))
+        assert session.run([update, share]) == [1.0, 1.0]

@@ -308,3 +308,61 @@ def test_who_waits_for_the_chief_says_so_at_the_deadline(
         with Session(server.target, Graph()) as other:
             assert other.graph is not None
     server.stop()
+
+
+class Feeding(hooks.SessionRunHook):
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def before_run(self, run_context: Any) -> Any:
+        return hooks.SessionRunArgs(None, {self._tensor: 2.0})
+
+
+def test_a_hook_may_only_feed_and_the_step_is_found_by_its_name() -> None:
+    with Graph().as_default():
+        x = placeholder(np.float64, ())
+        step = Variable(np.int64(0), trainable=False, name="global_step")
+        assert get_or_create_global_step() is step
+        doubled, add = 2 * x, step.assign_add(1)
+        stop = hooks.StopAtStepHook(last_step=1)
+        with MonitoredTrainingSession(hooks=[Feeding(x), stop]) as session:
+            assert session.run([doubled, add]) == [4.0, 1]
+            assert session.should_stop()
+
+
+def test_a_listener_ends_the_training(tmp_path: Path) -> None:
+    class Listener(hooks.CheckpointSaverListener):
+        def after_save(self, session: Any, global_step_value: int) -> bool:
+            return global_step_value >= 4
+
+    with Graph().as_default():
+        step, _ = model()
+        saving = hooks.CheckpointSaverHook(tmp_path, save_steps=2, listeners=[Listener()])
+        with MonitoredTrainingSession(hooks=[saving]) as session:
+            while not session.should_stop():
+                last = session.run([step, get_or_create_global_step()])[1]
+    assert last in (3, 4)
+
+
+def test_hooks_take_lists_of_summaries_and_may_be_used_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    written: list[int] = []
+
+    class Writer:
+        def add_summary(self, value: bytes, step: int) -> None:
+            written.append(step)
+
+        def flush(self) -> None: ...
+
+    caplog.set_level(logging.INFO, "ndistribute")
+    shown = hooks.LoggingTensorHook(["global_step"], every_n_iter=100)
+    for _ in range(3):
+        with Graph().as_default():
+            step, loss = model()
+            several = [summary.scalar("a", loss), summary.scalar("b", loss)]
+            saving = hooks.SummarySaverHook(10, summary_writer=Writer(), summary_op=several)
+            with MonitoredTrainingSession(hooks=[shown, saving]) as session:
+                session.run(step)
+    assert written == [1, 1] * 3
+    assert sum("global_step = " in record.getMessage() for record in caplog.records) == 3

@@ -206,3 +206,15 @@ def test_a_saver_that_goes_on_removes_no_checkpoints_of_other_names(
         best,
         *(str(tmp_path / f"model-{step}") for step in (3, 4)),
     }
+
+
+def test_values_that_a_variable_would_cut_are_not_restored(program: Any, tmp_path: Path) -> None:
+    session, saver, *_ = program
+    path = saver.save(session, tmp_path / "model")
+    with Graph().as_default(), Session() as other:
+        w = Variable(np.zeros(3, np.int64), name="layer/w")
+        wide = Variable(np.float32(0.0), name="count")
+        Saver([wide]).restore(other, path)
+        assert other.run(wide) == 7.0
+        with pytest.raises(ValueError, match=r"'layer/w' is float64 in .*int64, would cut"):
+            Saver([w]).restore(other, path)

@@ -35,10 +35,13 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "mask": lambda x: x[x > 5],
     "matmul": lambda x: np.tanh(x) @ np.tanh(np.swapaxes(x, -1, -2)),
     "nonzero": lambda x: np.argwhere(np.greater(x, 5)),
+    "one row": lambda x: x[:1],
     "product": lambda x: x @ np.ones((4, 2), np.float32),
     "rows": lambda x: x[1:],
     "softmax": lambda x: nn.softmax(x, -1),
+    "rows to 2": lambda x: x[:2],
     "split": lambda x: np.split(x, 2, -1)[1],
+    "squeeze": np.squeeze,
     "sum": lambda x: np.sum(x, axis=-1, keepdims=True),
     "transpose": lambda x: x.T,
     "unique": np.unique,
@@ -101,6 +104,10 @@ def test_what_only_a_run_can_tell_stays_unknown() -> None:
         assert py_function(np.sum, [x]).shape is None
         assert (py_function(np.sum, [x]) + x).dtype is None
         size = placeholder(np.int64, ())
+        assert x[size : size + 2].shape == x[size * 4 : size * 4 + 4].shape == (None, 4)
+        assert x[:, size:].shape == (None, None)
+        assert np.squeeze(placeholder(np.float32, (None, 1))).shape is None
+        assert np.delete(x, size, axis=1).shape is None
         assert np.reshape(x, (size, -1)).shape is None
         assert np.broadcast_to(x[0], (size, 4)).shape == (None, 4)
         assert random_normal(np.stack([size, 3])).shape is None
@@ -118,7 +125,9 @@ def test_branches_and_loops_have_what_all_their_values_have() -> None:
             lambda i, y: (i + 1, np.concatenate([y, y])),
             [np.int64(0), np.ones((1, 4))],
         )
-        assert [one.shape for one in grown] == [(), (None, 4)]
+        assert [one.shape for one in grown] == [None, None]
+        kept = while_loop(lambda i, _: np.less(i, 3), lambda i, y: (i + 1, 2 * y), [np.int64(0), x])
+        assert [one.shape for one in kept] == [(), (None, 4)]
 
 
 def test_large_values_take_no_memory() -> None:
