@@ -96,10 +96,8 @@ def clip_by_global_norm(
 def _added(kernel: str, gradient: Any, *more: Any) -> Tensor:
     """Return the result of a kernel, which takes rows as well as arrays."""
     tensor = as_tensor(gradient)
-    made = tensor.graph.add(kernel, [tensor, *more]).outputs[0]
-    if more:
-        made.known = (tensor,)
-    return made
+    known = (tensor,) if more else None
+    return tensor.graph.add(kernel, [tensor, *more], known=known).outputs[0]
 
 
 def _listed(values: Any) -> list[Any]:
@@ -185,6 +183,5 @@ def _sum(parts: list[Tensor]) -> Any:
     if len(parts) < 2:
         return parts[0] if parts else None
     first = parts[0]
-    total = first.graph.add("add_gradients", parts, device=first.device).outputs[0]
-    total.known = (first,)
-    return total
+    op = first.graph.add("add_gradients", parts, device=first.device, known=(first,))
+    return op.outputs[0]

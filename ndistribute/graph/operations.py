@@ -46,9 +46,8 @@ def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Ten
         shape: the shape, with None for any length; None: any shape.
         name: its name in the current scope.
     """
-    tensor = get_default_graph().add("placeholder", name=name).outputs[0]
-    tensor.known = Known(np.dtype(dtype), None if shape is None else Shape(shape))
-    return tensor
+    known = Known(np.dtype(dtype), None if shape is None else Shape(shape))
+    return get_default_graph().add("placeholder", name=name, known=known).outputs[0]
 
 
 def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "constant") -> Tensor:
@@ -71,9 +70,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
 def identity(value: Any, name: str = "identity") -> Tensor:
     """Return a tensor with the same value, computed after the current control dependencies."""
     tensor = as_tensor(value)
-    made = tensor.graph.add("identity", [tensor], name=name).outputs[0]
-    made.known = (tensor,)
-    return made
+    return tensor.graph.add("identity", [tensor], name=name, known=(tensor,)).outputs[0]
 
 
 def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
@@ -195,7 +192,7 @@ def register(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(one, Symbolic) for one in (*args, *kwargs.values())):
-            return apply_named(name, name.rpartition(".")[2], args, kwargs)
+            return apply_named(name, args, kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -338,9 +335,7 @@ class _Traced(Graph):
 
     def _argument(self, like: Tensor) -> Tensor:
         with self.as_default():
-            made = super().add("placeholder", name="argument").outputs[0]
-        made.known = (like,)
-        return made
+            return super().add("placeholder", name="argument", known=(like,)).outputs[0]
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
         self.awaited += [op for op in self._scopes.controls if op.graph is not self]

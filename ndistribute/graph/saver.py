@@ -15,7 +15,8 @@ import numpy as np
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, NotFoundError
-from ndistribute.graph.operations import group, placeholder
+from ndistribute.graph.graph import Tensor
+from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
 
@@ -57,12 +58,11 @@ class Saver:
         """The paths of the checkpoints that this saver wrote and kept, the newest last."""
         graph = next(iter(self._variables.values())).graph
         with graph.as_default(), graph.name_scope("save"), graph.control_dependencies(None):
-            self._values = {}
+            self._values: dict[str, Tensor] = {}
             restored = []
             for name, variable in self._variables.items():
-                value = placeholder(variable.dtype, name="value")
-                value.known = Known(variable.dtype, variable.shape)
-                self._values[name] = value
+                known = Known(variable.dtype, variable.shape)
+                self._values[name] = graph.add("placeholder", name="value", known=known).outputs[0]
                 restored.append(variable.assign(self._values[name]).op)
             self._restore = group(*restored, name="restore")
 
