@@ -42,27 +42,6 @@ _GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what c
 class Node:
     """An operation of a plan."""
 
-    __slots__ = (
-        "arguments",
-        "attributes",
-        "bodies",
-        "compute",
-        "constant",
-        "device",
-        "gradients",
-        "inputs",
-        "last",
-        "name",
-        "next",
-        "outputs",
-        "place",
-        "seconds",
-        "slot",
-        "source",
-        "type",
-        "waits",
-    )
-
     def __init__(self, definition: OperationDef, soft: bool) -> None:
         self.name, self.type = definition.name, definition.kind
         self.device, self.source = definition.device, definition.source
@@ -240,9 +219,8 @@ class Plan:
                 values[k] = None
             step.check()
         self._steps += 1
-        long = [node for node in self.nodes if _is_long(node)]
         if self._steps == _TRIALS and not self._is_bound and (os.cpu_count() or 1) > 1:
-            self._is_parallel = _can_overlap(self.nodes, long)
+            self._is_parallel = _can_overlap(self.nodes)
 
 
 class _Parallel:
@@ -258,8 +236,7 @@ class _Parallel:
             k for k, node in enumerate(nodes) if not node.waits and node.type != "recv"
         )
         self._left = len(nodes)
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._is_waiting = False  # Whether the thread of the step waits for a change.
         self._helpers: list[threading.Thread] = []
         self._most = os.cpu_count() or 1
@@ -278,9 +255,9 @@ class _Parallel:
 
     def _run(self) -> None:
         self._step.on_abort.append(self._notify)
-        for k, node in enumerate(self._nodes):
+        for node in self._nodes:
             if node.type == "recv":
-                self._step.receive(node.attributes["key"], functools.partial(self._received, k))
+                self._step.receive(node.attributes["key"], functools.partial(self._received, node))
         while True:
             self._work()
             with self._changed:
@@ -298,14 +275,14 @@ class _Parallel:
         with self._changed:
             self._changed.notify_all()
 
-    def _received(self, k: int, value: Any) -> None:
+    def _received(self, node: Node, value: Any) -> None:
         """Take the value of another task, on the thread of its connection."""
-        self._values[self._nodes[k].slot] = value
-        with self._lock:
-            self._finish([self._nodes[k]])
+        self._values[node.slot] = value
+        with self._changed:
+            self._finish([node])
 
     def _finish(self, nodes: Sequence[Node]) -> None:
-        """Note that operations have ended; the caller holds the lock."""
+        """Note that operations have ended; the caller holds the lock of `_changed`."""
         for node in nodes:
             self._left -= 1
             for k in node.inputs:
@@ -323,7 +300,7 @@ class _Parallel:
         """Run ready operations until none is ready."""
         nodes: list[Node] = []
         while True:
-            with self._lock:
+            with self._changed:
                 self._finish(nodes)
                 if not self._ready or self._step.error is not None:
                     return
@@ -383,7 +360,7 @@ class _Parallel:
 
     def _run_alone(self, node: Node) -> None:
         self._run_node(node)
-        with self._lock:
+        with self._changed:
             self._finish([node])
 
     def _help(self, node: Node) -> None:
@@ -447,12 +424,12 @@ def _slot(slots: Mapping[str, int], name: str) -> int:
     return slots[name]
 
 
-def _can_overlap(nodes: Sequence[Node], long: Sequence[Node]) -> bool:
-    """Return True if two of the long operations can run at the same time."""
+def _can_overlap(nodes: Sequence[Node]) -> bool:
+    """Return True if two operations that take long can run at the same time."""
     reach = [0] * len(nodes)  # Bit sets of the operations after each one.
     for k in range(len(nodes) - 1, -1, -1):
         reach[k] = 1 << k
         for later in nodes[k].next:
             reach[k] |= reach[later]
-    places = [k for k, node in enumerate(nodes) if node in long]
-    return any(not reach[a] >> b & 1 for a, b in itertools.combinations(places, 2))
+    long = [k for k, node in enumerate(nodes) if _is_long(node)]
+    return any(not reach[a] >> b & 1 for a, b in itertools.combinations(long, 2))

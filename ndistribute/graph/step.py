@@ -125,19 +125,6 @@ class Outside(Protocol):
 class Step:
     """One run of a plan: what its kernels need to know, and the way to end it early."""
 
-    __slots__ = (
-        "_ends",
-        "_lock",
-        "_looks",
-        "error",
-        "functions",
-        "on_abort",
-        "outside",
-        "pullbacks",
-        "resources",
-        "session",
-    )
-
     def __init__(
         self,
         resources: Resources,
