@@ -217,16 +217,14 @@ def cond(
     """
     graph = get_default_graph()
     captured: list[Tensor] = []
-    traced = [_Traced(graph, captured) for _ in range(2)]
-    for one, function in zip(traced, (true_fn, false_fn), strict=True):
-        one.trace(function, [])
+    traced = [_Traced(graph, captured, function, []) for function in (true_fn, false_fn)]
     counts = [len(one.results) for one in traced]
     if counts[0] != counts[1]:
         raise ValueError(
             f"the functions of cond() return {counts[0]} and {counts[1]} tensors: they must return "
             "the same number."
         )
-    bodies = [one.definition(0) for one in traced]
+    bodies = [one.definition() for one in traced]
     with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
         op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
     for made, *results in zip(op.outputs, *(one.results for one in traced), strict=True):
@@ -257,9 +255,7 @@ def while_loop(
     graph = get_default_graph()
     first = [as_tensor(one) for one in loop_vars]
     captured: list[Tensor] = []
-    traced = [_Traced(graph, captured) for _ in range(2)]
-    for one, function in zip(traced, (condition, body), strict=True):
-        one.trace(function, first)
+    traced = [_Traced(graph, captured, function, first) for function in (condition, body)]
     if len(traced[1].results) != len(first):
         raise ValueError(
             f"the body of while_loop() returns {len(traced[1].results)} tensors, expected one for "
@@ -272,7 +268,7 @@ def while_loop(
             name=name,
             outputs=len(first),
             attributes={"maximum_iterations": maximum_iterations},
-            bodies=[one.definition(len(first)) for one in traced],
+            bodies=[one.definition() for one in traced],
         )
     for made, *values in zip(op.outputs, first, traced[1].results, strict=True):
         made.known = tuple(values)
@@ -285,29 +281,29 @@ class _Traced(Graph):
     Functions that are traced with the same list `captured` have the same inputs.
     """
 
-    def __init__(self, outer: Graph, captured: list[Tensor]) -> None:
+    def __init__(
+        self,
+        outer: Graph,
+        captured: list[Tensor],
+        function: Callable[..., Any],
+        arguments: Sequence[Tensor],
+    ) -> None:
         super().__init__()
         self.outer, self._captured = outer, captured
-        self.functions = outer.functions
-        self.seed = outer.seed
-        self._arguments: list[Tensor] = []
+        self.functions, self.seed = outer.functions, outer.seed
         self._inner: dict[Tensor, Tensor] = {}
-        self.results: list[Tensor] = []
-        self.single = False
         self.awaited: list[Operation] = []
         """Operations of graphs around, after which some in this one run."""
-
-    def trace(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
         # Names of its own, because a step keeps records, functions and generators by name.
-        scope = f"{self.outer.unique_name('body')}/"
+        scope = f"{outer.unique_name('body')}/"
         with self.as_default(), self.name_scope(scope):
             self._arguments = [self._argument(one) for one in arguments]
             results = function(*self._arguments)
             self.single = not isinstance(results, list | tuple)
-            self.results = [as_tensor(one) for one in ([results] if self.single else results)]
-            self.results = [self.inside(one) for one in self.results]
+            tensors = [as_tensor(one) for one in ([results] if self.single else results)]
+            self.results = [self.inside(one) for one in tensors]
 
-    def definition(self, arguments: int) -> BodyDef:
+    def definition(self) -> BodyDef:
         for tensor in self._captured:
             self.inside(tensor)
         inputs = [*self._arguments, *(self._inner[tensor] for tensor in self._captured)]
