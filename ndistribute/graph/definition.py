@@ -98,13 +98,11 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
     Raises:
         MalformedError: the template is not one, or refers to an input that is not among `count`.
     """
-    if template is None:
+    if template in (None, [[["input", k] for k in range(count)], {}]):
         return lambda inputs: (inputs, {})
     if not isinstance(template, list) or list(map(type, template)) != [list, dict]:
         raise _no_template()
     args, kwargs = template
-    if args == [["input", k] for k in range(count)] and not kwargs:
-        return lambda inputs: (inputs, {})
     parts = [_decoded(arg, count) for arg in args]
     named = {str(name): _decoded(value, count) for name, value in kwargs.items()}
     return lambda inputs: (
