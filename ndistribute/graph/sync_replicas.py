@@ -77,7 +77,7 @@ class SyncReplicasOptimizer(Optimizer):
                 "SyncReplicasOptimizer needs global_step, by which it tells late gradients: pass "
                 "get_or_create_global_step()."
             )
-        pairs = zip(*with_gradients(grads_and_vars), strict=True)
+        pairs = with_gradients(grads_and_vars)
         graph = global_step.graph
         with graph.as_default(), graph.name_scope(name or "sync_replicas"):
             self.local_step_init_op = group(name="init")
