@@ -270,9 +270,8 @@ class GraphService:
         self.resources.clear()
         for task, address in self.tasks.items() if everywhere else ():
             if task != self.task:
-                reply = self.lanes.call(address, m.Reset(everywhere=False), _REGISTER_SECONDS)
-                if isinstance(reply, m.Failure):
-                    raise m.error_of(reply)
+                reset = m.Reset(everywhere=False)
+                m.values_of(self.lanes.call(address, reset, _REGISTER_SECONDS))
 
 
 def restarted(task: str) -> AbortedError:
@@ -383,8 +382,7 @@ class _Session:
                 reply = call.result(until)
                 if reply is None:
                     raise lanes.unavailable(tasks[task], "it did not take its part of the graph")
-                if isinstance(reply, m.Failure):
-                    raise m.error_of(reply)
+                m.values_of(reply)
         finally:
             for call in pending.values():
                 call.cancel()
