@@ -119,7 +119,8 @@ class Place:
         """Return what a function of inputs computes here, or where the values `near` are."""
         device = self._device
         if device is None:
-            on_gpu = [one for one in map(_array_of, near) if is_gpu_array(one)]
+            arrays = (getattr(one, "values", one) for one in near)  # Of rows, their values.
+            on_gpu = [one for one in arrays if is_gpu_array(one)]
             device = device_of(on_gpu[0]) if on_gpu else CPU
         with working_on(device):
             result = compute([moved(one, device) for one in inputs])
@@ -163,7 +164,3 @@ def moved(value: Any, device: Device) -> Any:
     if is_gpu_array(value) or (isinstance(value, np.ndarray) and value.dtype.kind not in "USO"):
         return copy_to(value, device)
     return value
-
-
-def _array_of(value: Any) -> Any:
-    return value.values if isinstance(value, IndexedSlices) else value

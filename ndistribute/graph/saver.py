@@ -136,15 +136,15 @@ class Saver:
             CheckpointCorruptError: there are checkpoints, and all are damaged.
         """
         damaged: CheckpointCorruptError | None = None
-        for path in reversed(_checkpoints(directory)):
+        found = _checkpoints(directory)
+        for path in reversed(found):
             try:
                 self.restore(sess, path)
             except CheckpointCorruptError as error:
                 damaged = error
                 continue
-            series = _series(path)
-            found = _checkpoints(directory)
-            self.recover_last_checkpoints([one for one in found if _series(one) == series])
+            same = [one for one in found if _series(one) == _series(path)]
+            self.recover_last_checkpoints(same)
             return path
         if damaged is not None:
             raise damaged
