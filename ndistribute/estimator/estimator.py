@@ -367,8 +367,7 @@ class Estimator:
         )
 
     def _input(self, input_fn: InputFn, mode: str, context: InputContext) -> Any:
-        known = {"mode": mode, "params": self.params, "config": self.config}
-        return _called(input_fn, {**known, "input_context": context})
+        return self._called(input_fn, mode, input_context=context)
 
     def _replicas(self, strategy: Any, batches: Batches, mode: str) -> Replicas:
         def make(features: Any, labels: Any) -> EstimatorSpec:
@@ -400,17 +399,21 @@ class Estimator:
 
     def _call(self, features: Any, labels: Any, mode: str) -> EstimatorSpec:
         """Return what the model function makes of features and labels."""
-        known = {"mode": mode, "params": self.params, "config": self.config}
-        if "labels" in inspect.signature(self.model_fn).parameters:
-            known["labels"] = labels
-        elif labels is not None:
+        takes_labels = "labels" in inspect.signature(self.model_fn).parameters
+        if labels is not None and not takes_labels:
             raise ValueError("input_fn gave labels, and the model function does not take any.")
-        spec = _called(self.model_fn, {"features": features, **known})
+        spec = self._called(self.model_fn, mode, features=features, labels=labels)
         if not isinstance(spec, EstimatorSpec):
             raise TypeError(f"the model function must return an EstimatorSpec, got {spec!r}.")
         if spec.mode != mode:
             raise ValueError(f"the EstimatorSpec is for mode {spec.mode!r}, expected {mode!r}.")
         return spec
+
+    def _called(self, function: Callable[..., Any], mode: str, **more: Any) -> Any:
+        """Return the result of a function, called with those of the arguments that it takes."""
+        known = {"mode": mode, "params": self.params, "config": self.config, **more}
+        arguments = inspect.signature(function).parameters
+        return function(**{name: value for name, value in known.items() if name in arguments})
 
     def _path(self, given: str | os.PathLike[str] | None) -> str | None:
         path = self.latest_checkpoint() if given is None else str(given)
@@ -460,12 +463,6 @@ def _check_model_fn(model_fn: Any, params: Any) -> None:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise ValueError(f"model_fn has unknown arguments {unknown}: use any of {sorted(known)}.")
-
-
-def _called(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """Return the result of a function, called with those of the arguments that it takes."""
-    arguments = inspect.signature(function).parameters
-    return function(**{name: value for name, value in known.items() if name in arguments})
 
 
 def _with_metrics(replica: Replica) -> tuple[dict[str, Any], dict[str, Any]]:
