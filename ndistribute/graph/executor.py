@@ -43,8 +43,7 @@ class Node:
     """An operation of a plan."""
 
     def __init__(self, definition: OperationDef, soft: bool) -> None:
-        self.name, self.type = definition.name, definition.kind
-        self.device, self.source = definition.device, definition.source
+        self.definition, self.name, self.type = definition, definition.name, definition.kind
         self.attributes, self.outputs = definition.attributes, definition.outputs
         self.inputs: list[int] = []  # The places of the inputs among the step's values.
         self.slot = 0  # The place of the first output.
@@ -53,7 +52,7 @@ class Node:
         self.waits = 0  # The number of operations that this one waits for.
         self.gradients = 0  # The number of operations that compute its gradients.
         self.seconds = 0.0
-        self.place = place_of(self.device, soft, on_cpu="variable" in self.attributes)
+        self.place = place_of(definition.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
         self.constant = None if value is None else read_only(unpack(value))
         self.bodies: Sequence[Body] = [_plan_of(body) for body in definition.bodies]
@@ -89,14 +88,15 @@ class Node:
                 is_gradient = self.type == "gradient"
                 near = step.pullbacks[self.attributes["of"]][0] if is_gradient else inputs
                 near = list(map(untrack, near))
-                result = self.place.run(functools.partial(compute, step, self), inputs, near)
+                result = self.place(functools.partial(compute, step, self), inputs, near)
         except OperationError as error:
             if error.op is None and self.type != "send":  # Which no program made.
                 error.op = self.name
             raise
         except Exception as error:
-            where = f" on {self.device}" if self.device else ""
-            made = f" It was made in {self.source}." if self.source else ""
+            device, source = self.definition.device, self.definition.source
+            where = f" on {device}" if device else ""
+            made = f" It was made in {source}." if source else ""
             raise InvalidArgumentError(
                 f"operation {self.name!r} ({self.type}){where} failed: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}.{made}",
@@ -142,22 +142,20 @@ class Plan:
         self.nodes: list[Node] = []
         self._first: list[Any] = []  # The values after those of the feeds when a step begins.
         position: dict[str, int] = {}
-        ordered: list[OperationDef] = []  # Of the nodes.
         for definition in in_order(definitions, fed):
             node = _made(definition, soft)
             node.slot = len(feeds) + len(self._first)
             for k in range(definition.outputs):
                 slots.setdefault(f"{definition.name}:{k}", node.slot + k)
-            if _is_known(node, definition):
+            if _is_known(node):
                 self._first.append(node.constant)
                 continue
             self._first += [None] * definition.outputs
-            position[definition.name] = len(ordered)
-            ordered.append(definition)
+            position[node.name] = len(self.nodes)
             self.nodes.append(node)
-        for k, (node, definition) in enumerate(zip(self.nodes, ordered, strict=True)):
-            node.inputs = [_slot(slots, name) for name in definition.inputs]
-            before = {position[name] for name in needs(definition, fed) if name in position}
+        for k, node in enumerate(self.nodes):
+            node.inputs = [_slot(slots, name) for name in node.definition.inputs]
+            before = {position[name] for name in needs(node.definition, fed) if name in position}
             node.waits = len(before)
             for earlier in before:
                 self.nodes[earlier].next.append(k)
@@ -407,10 +405,10 @@ def _differentiated(gradient: Node, position: Mapping[str, int]) -> int:
     return position[of]
 
 
-def _is_known(node: Node, definition: OperationDef) -> bool:
+def _is_known(node: Node) -> bool:
     """Return True if the value of an operation is the same in all steps."""
     is_constant = node.type == "constant" and node.constant is not None and node.outputs == 1
-    return is_constant and node.place is None and not definition.controls
+    return is_constant and node.place is None and not node.definition.controls
 
 
 def _is_long(node: Node) -> bool:
