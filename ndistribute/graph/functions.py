@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -99,7 +100,7 @@ def _listed() -> Iterator[tuple[str, Function]]:
             for method in _UFUNC_METHODS if is_ufunc and function.nin == 2 else ():
                 yield f"{path}.{method}", getattr(function, method)
     yield "cast", cast
-    yield "getitem", _getitem
+    yield "getitem", operator.getitem
 
 
 @functools.cache
@@ -109,10 +110,6 @@ def _names() -> dict[Function, str]:
     for name, function in (_functions() | _registered).items():
         names.setdefault(function, name)
     return names
-
-
-def _getitem(array: Any, index: Any) -> Any:
-    return array[index]
 
 
 def number_of_parts(function: Any, args: Sequence[Any]) -> int:

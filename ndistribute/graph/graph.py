@@ -519,7 +519,11 @@ def apply_named(
         return value
 
     template = call_template([*map(symbolic, args)], {k: symbolic(v) for k, v in kwargs.items()})
-    op = _graph_of(found).add(function, found, outputs=outputs, call=template)
+    # The graph is that of the inputs, or one that is traced around it.
+    default = get_default_graph()
+    graphs = (one.graph for one in found if isinstance(one, Symbolic))
+    graph = next((one for one in graphs if not default.encloses(one)), default)
+    op = graph.add(function, found, outputs=outputs, call=template)
     return op.outputs[0] if outputs == 1 else op.outputs
 
 
@@ -531,13 +535,6 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
     array = np.array(value, dtype)  # A copy: the program may change what it passed.
     op = get_default_graph().add("constant", name=name, value=array, known=Known.value(array))
     return op.outputs[0]
-
-
-def _graph_of(values: Sequence[Any]) -> Graph:
-    """Return the graph for an operation: that of its inputs, or one that is traced around it."""
-    default = get_default_graph()
-    graphs: list[Graph] = [value.graph for value in values if isinstance(value, Symbolic)]
-    return next((one for one in graphs if not default.encloses(one)), default)
 
 
 def _operation(value: Any) -> Operation:
