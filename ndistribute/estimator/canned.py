@@ -23,8 +23,6 @@ from ndistribute.graph.optimizers import (
 from ndistribute.graph.scopes import glorot_uniform
 from ndistribute.graph.variables import Variable
 
-__all__ = ["DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor"]
-
 _NAMED = {
     "Adagrad": AdagradOptimizer,
     "Adam": AdamOptimizer,

@@ -42,8 +42,6 @@ from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.graph.variables import get_or_create_global_step
 from ndistribute.models.checkpoint import by_chief, read_newest
 
-__all__ = ["Estimator"]
-
 _log = logging.getLogger("ndistribute")
 
 InputFn = Callable[..., Any]

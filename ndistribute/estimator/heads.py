@@ -18,8 +18,6 @@ from ndistribute.graph.functions import register
 from ndistribute.graph.graph import apply_named, as_tensor
 from ndistribute.graph.variables import get_or_create_global_step
 
-__all__ = ["BinaryHead", "Head", "MultiClassHead", "RegressionHead"]
-
 Tensors = dict[str, Any]
 
 

@@ -34,8 +34,6 @@ from ndistribute.graph.variables import (
 )
 from ndistribute.models.checkpoint import on_any_worker
 
-__all__ = ["Batches", "Replica", "Replicas", "build", "dataset_of"]
-
 BuildModel = Callable[[Any, Any], EstimatorSpec]
 
 

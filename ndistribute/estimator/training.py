@@ -17,8 +17,6 @@ from ndistribute.estimator.spec import EvalSpec, TrainSpec
 from ndistribute.graph.hooks import CheckpointSaverListener
 from ndistribute.transport.address import split_address
 
-__all__ = ["train_and_evaluate"]
-
 _log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = 0.5

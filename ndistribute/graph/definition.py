@@ -22,18 +22,6 @@ from ndistribute.dtypes import dtype_named
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
-__all__ = [
-    "BodyDef",
-    "OperationDef",
-    "Value",
-    "call_template",
-    "filler",
-    "pack",
-    "sendable",
-    "source_line",
-    "unpack",
-]
-
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))

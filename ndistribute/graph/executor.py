@@ -26,8 +26,6 @@ from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import place_of
 from ndistribute.graph.step import Body, Step, read_only
 
-__all__ = ["Plan"]
-
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
 _WAITING = frozenset({"await_aggregate", "py_function"})

@@ -17,15 +17,6 @@ import numpy as np
 
 from ndistribute.autodiff.rules.elementwise import cast
 
-__all__ = [
-    "function_named",
-    "name_of",
-    "number_of_parts",
-    "refuse_writing",
-    "register",
-    "written_argument",
-]
-
 Function = Callable[..., Any]
 
 _EXCLUDED = frozenset(

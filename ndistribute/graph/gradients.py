@@ -14,8 +14,6 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.variables import Variable
 
-__all__ = ["clip_by_global_norm", "global_norm", "gradients"]
-
 # Their results do not depend smoothly on their inputs.
 _CONSTANT = frozenset(
     "stop_gradient is_initialized random numpy.argmax numpy.argmin numpy.argsort numpy.ceil "

@@ -29,21 +29,6 @@ from ndistribute.graph.functions import name_of, number_of_parts, refuse_writing
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
 
-__all__ = [
-    "Graph",
-    "Operation",
-    "Symbolic",
-    "Tensor",
-    "apply",
-    "apply_named",
-    "as_default_session",
-    "as_tensor",
-    "default_session",
-    "get_default_graph",
-    "in_default_of_a_block",
-    "reset_default_graph",
-]
-
 
 class Symbolic(NDArrayOperatorsMixin):
     """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""

@@ -15,8 +15,6 @@ from ndistribute.graph.graph import Operation
 from ndistribute.graph.operations import py_function
 from ndistribute.graph.shapes import Known, Shape
 
-__all__ = ["DatasetIterator", "iterator_of"]
-
 
 class DatasetIterator:
     """Give the batches of a dataset to the steps of a session, one after another.

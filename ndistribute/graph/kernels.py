@@ -24,8 +24,6 @@ from ndistribute.graph.step import Node, SharedVariable, Step, read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 from ndistribute.variables.policy import map_values
 
-__all__ = ["KERNELS", "dense", "kernel", "run_recorded"]
-
 Kernel = Callable[[Step, Node, Sequence[Any]], Any]
 
 KERNELS: dict[str, Kernel] = {}

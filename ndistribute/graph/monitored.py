@@ -41,14 +41,6 @@ from ndistribute.graph.variables import (
     variables_initializer,
 )
 
-__all__ = [
-    "MonitoredTrainingSession",
-    "Scaffold",
-    "prepare_session",
-    "retried",
-    "wait_for_session",
-]
-
 T = TypeVar("T")
 _RECOVERABLE = (AbortedError, UnavailableError)
 _POLL_SECONDS = 0.2

@@ -22,21 +22,6 @@ from ndistribute.graph.graph import (
 )
 from ndistribute.graph.shapes import Known, Shape
 
-__all__ = [
-    "cond",
-    "constant",
-    "group",
-    "identity",
-    "placeholder",
-    "py_function",
-    "random_normal",
-    "random_uniform",
-    "register",
-    "stop_gradient",
-    "truncated_normal",
-    "while_loop",
-]
-
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Tensor:
     """Return a tensor whose value each run must feed.

@@ -23,18 +23,6 @@ from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
 
-__all__ = [
-    "AdagradOptimizer",
-    "AdamOptimizer",
-    "GradientDescentOptimizer",
-    "MomentumOptimizer",
-    "Optimizer",
-    "RMSPropOptimizer",
-    "exponential_decay",
-    "piecewise_constant",
-    "polynomial_decay",
-]
-
 GradsAndVars = Sequence[tuple[Any, Variable]]
 
 

@@ -10,8 +10,6 @@ import msgspec
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
 
-__all__ = ["Part", "cut", "in_order", "needs", "placed", "pruned"]
-
 
 @dataclass
 class Part:

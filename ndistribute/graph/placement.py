@@ -19,16 +19,6 @@ from ndistribute.devices import Device, copy_to, device_of, is_gpu_array, list_d
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.stream import working_on
 
-__all__ = [
-    "CPU",
-    "DeviceFunction",
-    "merge_device",
-    "moved",
-    "parse_device",
-    "place_of",
-    "task_of",
-]
-
 CPU = Device("cpu:0")
 DeviceFunction = Callable[[Any], str | None]
 Place = Callable[[Callable[[Sequence[Any]], Any], Sequence[Any], Sequence[Any]], Any]

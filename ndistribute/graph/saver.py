@@ -20,8 +20,6 @@ from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
 
-__all__ = ["CheckpointState", "Saver", "get_checkpoint_state", "latest_checkpoint"]
-
 
 class Saver:
     """Save variables to files and restore them: each checkpoint whole or not at all, verified.

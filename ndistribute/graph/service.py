@@ -32,13 +32,11 @@ from ndistribute.errors import (
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
+from ndistribute.graph.lanes import Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.transport.secret import Credentials
-
-__all__ = ["PURPOSE", "GraphService", "LocalClient", "service_at"]
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0

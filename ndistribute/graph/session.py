@@ -21,14 +21,7 @@ from ndistribute.errors import CancelledError, InvalidArgumentError, OperationEr
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.graph import (
-    Graph,
-    Operation,
-    Tensor,
-    as_default_session,
-    default_session,
-    get_default_graph,
-)
+from ndistribute.graph.graph import Graph, Operation, Tensor, as_default_session, get_default_graph
 from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import CPU, moved, task_of
@@ -36,8 +29,6 @@ from ndistribute.graph.service import LocalClient, service_at
 from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
-
-__all__ = ["ConfigProto", "Session", "default_session"]
 
 HERE = "/job:localhost/task:0"
 """The only task of a session without a target."""

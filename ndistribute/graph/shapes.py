@@ -15,8 +15,6 @@ import numpy as np
 from ndistribute.graph.definition import OperationDef, filler
 from ndistribute.graph.functions import function_named
 
-__all__ = ["Known", "Shape", "known_of"]
-
 _UNKNOWN_LENGTHS = (4, 8)  # Of two calls, for axes whose length is not known.
 _SMALL = 1024  # The most elements of values that are kept, such as computed shapes.
 _MOST = 1 << 25  # Elements of inputs on which functions are called.

@@ -19,8 +19,6 @@ from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import GLOBAL_STEP
 
-__all__ = ["Supervisor"]
-
 _DEFAULT: Any = object()
 
 

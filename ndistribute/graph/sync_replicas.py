@@ -12,8 +12,6 @@ from ndistribute.graph.operations import group
 from ndistribute.graph.optimizers import GradsAndVars, Optimizer, with_gradients
 from ndistribute.graph.variables import Variable
 
-__all__ = ["SyncReplicasOptimizer"]
-
 
 class SyncReplicasOptimizer(Optimizer):
     """An optimizer that waits for the gradients of several workers and applies their mean.

@@ -19,21 +19,6 @@ from ndistribute.graph.graph import (
 )
 from ndistribute.graph.shapes import Known, Shape
 
-__all__ = [
-    "GLOBAL_STEP",
-    "GLOBAL_VARIABLES",
-    "LOCAL_VARIABLES",
-    "TRAINABLE_VARIABLES",
-    "Variable",
-    "get_or_create_global_step",
-    "global_variables",
-    "global_variables_initializer",
-    "local_variables",
-    "report_uninitialized_variables",
-    "trainable_variables",
-    "variables_initializer",
-]
-
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
 TRAINABLE_VARIABLES = "trainable_variables"
