@@ -165,7 +165,6 @@ class GraphService:
     def run_plan(
         self,
         plan: Plan,
-        session: str,
         number: str,
         values: Any,
         check: Any,
@@ -174,6 +173,7 @@ class GraphService:
     ) -> tuple[Value, ...]:
         """Run a part of a step in this task; return the values of its fetches."""
         outside = _Outside(self, number, check, ends, plan.sources)
+        session = number.partition("/")[0]
         step = Step(self.resources, session=session, outside=outside, functions=functions)
         with self._lock:  # An abort that comes now meets either the step or its refusal.
             failure = self.rendezvous.begin(number)
@@ -227,7 +227,7 @@ class GraphService:
                 step.abort(CancelledError("the master of the step is gone.", task=self.task))
 
         values = [unpack(value) for value in request.values]
-        return m.Values(self.run_plan(plan, session, request.step, values, check, math.inf))
+        return m.Values(self.run_plan(plan, request.step, values, check, math.inf))
 
     def _lose(self, name: str) -> None:
         """Abort the steps that get values from a task whose connection broke: some may be lost."""
@@ -426,13 +426,7 @@ class _Running:
                 given = [unpack(values[k]) for k in made.own_feeds]
                 functions = self._peer.functions if isinstance(self._peer, LocalClient) else None
                 found = service.run_plan(
-                    made.own,
-                    self._session.name,
-                    self._number,
-                    given,
-                    self._check,
-                    self._ends,
-                    functions,
+                    made.own, self._number, given, self._check, self._ends, functions
                 )
                 return dict(zip(made.own.fetches, found, strict=True))
         except Exception as error:
