@@ -157,18 +157,13 @@ def _propagate(
     if op.type == "identity":
         upstream.setdefault(op.inputs[0], []).append(seeds[0])
         return
-    attributes = {
-        "of": op.name,
-        "inputs": wanted,
-        "upstream": [seed is not None for seed in seeds],
-    }
-    given = [seed for seed in seeds if seed is not None]
+    there = [seed is not None for seed in seeds]
     node = op.graph.add(
         "gradient",
-        given,
+        [seed for seed in seeds if seed is not None],
         name=f"{op.name}_gradient",
         outputs=len(wanted),
-        attributes=attributes,
+        attributes={"of": op.name, "inputs": wanted, "upstream": there},
         device=op.device,
     )
     for k, gradient in zip(wanted, node.outputs, strict=True):

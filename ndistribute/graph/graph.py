@@ -262,9 +262,10 @@ class Graph:
         self._names: dict[str, int] = {}
         self._collections: dict[str, list[Any]] = {}
         self._scopes = _Scopes()
-        self._finalized = False
         self.functions: dict[str, Callable[..., Any]] = {}
         """The Python functions of `py_function`, by operation."""
+        self.finalized = False
+        """Whether no operation can be added any more."""
         self.seed: int | None = None
         """The seed of the graph's random operations; None: a new one for each."""
         self.replicated = False
@@ -275,18 +276,13 @@ class Graph:
         """The number of operations; it only grows."""
         return len(self._operations)
 
-    @property
-    def finalized(self) -> bool:
-        """Whether no operation can be added any more."""
-        return self._finalized
-
     def encloses(self, graph: Graph) -> bool:
         """Whether operations of this graph can use tensors of another one."""
         return graph is self
 
     def finalize(self) -> None:
         """Make the graph read-only."""
-        self._finalized = True
+        self.finalized = True
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[Graph]:
@@ -387,7 +383,7 @@ class Graph:
         Raises:
             RuntimeError: the graph is finalized.
         """
-        if self._finalized:
+        if self.finalized:
             raise RuntimeError("the graph is finalized: add all operations before it is run.")
         tensors = [as_tensor(one) for one in inputs]
         for tensor in tensors:
