@@ -81,8 +81,8 @@ class SyncReplicasOptimizer(Optimizer):
 
         def at(variable: Variable, kind: str, inputs: Sequence[Any], outputs: int = 1) -> Operation:
             """Return a new operation of a variable, on its device."""
-            options: Any = {"attributes": {"variable": variable.op.name}, "device": variable.device}
-            return graph.add(kind, inputs, outputs=outputs, **options)
+            attributes, device = {"variable": variable.op.name}, variable.device
+            return graph.add(kind, inputs, outputs=outputs, attributes=attributes, device=device)
 
         with graph.as_default(), graph.name_scope(name or "sync_replicas"):
             self.local_step_init_op = group(name="init")
