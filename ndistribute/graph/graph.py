@@ -502,7 +502,7 @@ def apply_named(
     template = call_template([*map(symbolic, args)], {k: symbolic(v) for k, v in kwargs.items()})
     # The graph is that of the inputs, or one that is traced around it.
     default = get_default_graph()
-    graphs = (one.graph for one in found if isinstance(one, Symbolic))
+    graphs = [one.graph for one in found if isinstance(one, Symbolic)]
     graph = next((one for one in graphs if not default.encloses(one)), default)
     op = graph.add(function, found, outputs=outputs, call=template)
     return op.outputs[0] if outputs == 1 else op.outputs
