@@ -96,8 +96,7 @@ class InteractiveSession(Session):
 
     def close(self) -> None:
         """End the session; a second call does nothing."""
-        while self._entered:
-            self._entered.pop().__exit__(None, None, None)
+        self._entered.close()
         super().close()
 
 

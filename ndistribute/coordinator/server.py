@@ -23,7 +23,8 @@ from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_o
 from ndistribute.cluster.spec import ClusterSpec, num_sharing_host, only_task, task_names
 from ndistribute.coordinator.worker import WorkerService
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.graph.service import PURPOSE, GraphService
+from ndistribute.graph.lanes import PURPOSE
+from ndistribute.graph.service import GraphService
 from ndistribute.parameter_server.server import StoreService
 from ndistribute.timeline import identify
 from ndistribute.transport.address import split_address

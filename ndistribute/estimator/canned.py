@@ -20,12 +20,9 @@ from ndistribute.graph.optimizers import (
     GradientDescentOptimizer,
     RMSPropOptimizer,
 )
-from ndistribute.graph.scopes import variable_scope
+from ndistribute.graph.scopes import glorot_uniform, variable_scope
 from ndistribute.graph.variables import Variable
 
-__all__ = ["DNNClassifier", "DNNRegressor", "LinearClassifier", "LinearRegressor"]
-
-_RATE = 0.05
 _NAMED = {
     "Adagrad": AdagradOptimizer,
     "Adam": AdamOptimizer,
@@ -122,8 +119,8 @@ class DNNRegressor(Estimator):
         config: RunConfig | None = None,
     ) -> None:
         head = RegressionHead(label_dimension, weight_column)
-        network = _Network(hidden_units, feature_columns, activation_fn, dropout)
-        super().__init__(_model_fn(head, network, optimizer, _RATE), model_dir, config)
+        network = _dense(head, hidden_units, feature_columns, activation_fn, dropout, optimizer)
+        super().__init__(network, model_dir, config)
 
 
 class DNNClassifier(Estimator):
@@ -146,55 +143,50 @@ class DNNClassifier(Estimator):
         config: RunConfig | None = None,
     ) -> None:
         head = _classes(n_classes, weight_column, label_vocabulary)
-        network = _Network(hidden_units, feature_columns, activation_fn, dropout)
-        super().__init__(_model_fn(head, network, optimizer, _RATE), model_dir, config)
+        network = _dense(head, hidden_units, feature_columns, activation_fn, dropout, optimizer)
+        super().__init__(network, model_dir, config)
 
 
-class _Network:
-    """The graph of a dense network."""
+def _dense(
+    head: Head,
+    hidden_units: Sequence[int],
+    columns: Iterable[Any],
+    activation: Callable[[Any], Any] | None,
+    dropout: float | None,
+    optimizer: Any,
+) -> Callable[..., EstimatorSpec]:
+    """Return the model function of a dense network."""
+    if dropout is not None and not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}.")
+    known, hidden, rate = sorted_columns(columns), tuple(hidden_units), dropout or 0.0
+    dtype = dtype_of(known)
 
-    def __init__(
-        self,
-        hidden_units: Sequence[int],
-        columns: Iterable[Any],
-        activation: Callable[[Any], Any] | None,
-        dropout: float | None,
-    ) -> None:
-        if dropout is not None and not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}.")
-        self._hidden, self._columns = tuple(hidden_units), sorted_columns(columns)
-        self._activation = activation or (lambda x: np.maximum(x, 0))
-        self._dropout = dropout
-        self._dtype = dtype_of(self._columns)
+    def layer(values: Any, width: int, units: int) -> Any:
+        kernel = Variable(glorot_uniform((width, units), dtype), name="kernel")
+        return values @ kernel + Variable(np.zeros(units, dtype), name="bias")
 
-    def __call__(self, features: Any, units: int, mode: str) -> Any:
+    def logits(features: Any, units: int, mode: str) -> Any:
         graph = get_default_graph()
         with variable_scope("dnn"):
             with variable_scope("input_from_feature_columns"):
-                values = input_layer(features, self._columns)
-            width = sum(column.width for column in self._columns)
-            for k, size in enumerate(self._hidden):
+                values = input_layer(features, known)
+            width = sum(column.width for column in known)
+            for k, size in enumerate(hidden):
                 with graph.name_scope(f"hiddenlayer_{k}"):
-                    values = self._activation(self._dense(values, width, size))
-                    if mode == ModeKeys.TRAIN and self._dropout:
-                        values = self._dropped(values)
+                    values = layer(values, width, size)
+                    values = activation(values) if activation else np.maximum(values, 0)
+                    if mode == ModeKeys.TRAIN and rate:
+                        kept = random_uniform(np.shape(values), dtype=dtype) >= rate
+                        values = np.where(kept, values / (1 - rate), 0)
                 width = size
             with graph.name_scope("logits"):
-                return self._dense(values, width, units)
+                return layer(values, width, units)
 
-    def _dense(self, values: Any, width: int, units: int) -> Any:
-        limit = (6 / (width + units)) ** 0.5  # Glorot and Bengio 2010.
-        initial = random_uniform((width, units), -limit, limit, self._dtype)
-        kernel = Variable(initial, name="kernel")
-        return values @ kernel + Variable(np.zeros(units, self._dtype), name="bias")
-
-    def _dropped(self, values: Any) -> Any:
-        rate = self._dropout or 0.0
-        kept = random_uniform(np.shape(values), dtype=self._dtype) >= rate
-        return np.where(kept, values / (1 - rate), 0)
+    return _model_fn(head, logits, optimizer, rate=0.05)
 
 
 def _linear(head: Head, columns: Iterable[Any], optimizer: Any) -> Callable[..., EstimatorSpec]:
+    """Return the model function of a linear model."""
     known = sorted_columns(columns)
 
     def logits(features: Any, units: int, mode: str) -> Any:

@@ -44,8 +44,6 @@ from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.variables import get_or_create_global_step
 from ndistribute.models.checkpoint import by_chief, read_newest
 
-__all__ = ["Estimator"]
-
 _log = logging.getLogger("ndistribute")
 
 InputFn = Callable[..., Any]
@@ -376,9 +374,8 @@ class Estimator:
         )
 
     def _input(self, input_fn: InputFn, mode: str, context: InputContext) -> Any:
-        known = {"mode": mode, "params": copy.deepcopy(self.params), "config": self.config}
         with Graph().as_default():  # The graph of a training that is under way is final.
-            return _called(input_fn, {**known, "input_context": context})
+            return self._called(input_fn, mode, input_context=context)
 
     def _replicas(self, strategy: Any, batches: Batches, mode: str) -> Replicas:
         def make(features: Any, labels: Any) -> EstimatorSpec:
@@ -410,17 +407,21 @@ class Estimator:
 
     def _call(self, features: Any, labels: Any, mode: str) -> EstimatorSpec:
         """Return what the model function makes of features and labels."""
-        known = {"mode": mode, "params": copy.deepcopy(self.params), "config": self.config}
-        if "labels" in _arguments(self.model_fn):
-            known["labels"] = labels
-        elif labels is not None:
+        if labels is not None and "labels" not in _arguments(self.model_fn):
             raise ValueError("input_fn gave labels, and the model function does not take any.")
-        spec = _called(self.model_fn, {"features": features, **known})
+        spec = self._called(self.model_fn, mode, features=features, labels=labels)
         if not isinstance(spec, EstimatorSpec):
             raise TypeError(f"the model function must return an EstimatorSpec, got {spec!r}.")
         if spec.mode != mode:
             raise ValueError(f"the EstimatorSpec is for mode {spec.mode!r}, expected {mode!r}.")
         return spec
+
+    def _called(self, function: Callable[..., Any], mode: str, **more: Any) -> Any:
+        """Return the result of a function, called with those of the arguments that it takes."""
+        params = copy.deepcopy(self.params)  # Which the function may change.
+        known = {"mode": mode, "params": params, "config": self.config, **more}
+        arguments = _arguments(function)
+        return function(**{name: value for name, value in known.items() if name in arguments})
 
     def _path(self, given: str | os.PathLike[str] | None) -> str | None:
         path = self.latest_checkpoint() if given is None else str(given)
@@ -470,12 +471,6 @@ def _check_model_fn(model_fn: Any, params: Any) -> None:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise ValueError(f"model_fn has unknown arguments {unknown}: use any of {sorted(known)}.")
-
-
-def _called(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """Return the result of a function, called with those of the arguments that it takes."""
-    arguments = _arguments(function)
-    return function(**{name: value for name, value in known.items() if name in arguments})
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

@@ -382,7 +382,7 @@ def _combined(table: Variable, ids: Any, combiner: str) -> Any:
 
 
 def _function(name: str, *args: Any) -> Any:
-    return apply_named(f"feature_column.{name}", name, args, {})
+    return apply_named(f"feature_column.{name}", args, {})
 
 
 def _rows(values: Any) -> Any:

@@ -18,8 +18,6 @@ from ndistribute.graph.functions import register
 from ndistribute.graph.graph import apply_named, as_tensor
 from ndistribute.graph.variables import get_or_create_global_step
 
-__all__ = ["BinaryHead", "Head", "MultiClassHead", "RegressionHead"]
-
 Tensors = dict[str, Any]
 
 
@@ -120,7 +118,7 @@ class MultiClassHead(Head):
 
     def labels(self, labels: Any) -> Any:
         words = np.array(self.vocabulary) if self.vocabulary else None
-        return apply_named("estimator.classes", "classes", (labels, self.classes, words), {})
+        return apply_named("estimator.classes", (labels, self.classes, words), {})
 
     def metrics(self, labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
         return {"accuracy": metrics.accuracy(labels, predicted["class_ids"], weights)}
@@ -163,7 +161,7 @@ class BinaryHead(MultiClassHead):
 
 
 def _log_softmax(logits: Any) -> Any:
-    return apply_named("estimator.log_softmax", "log_softmax", (logits,), {"axis": 1})
+    return apply_named("estimator.log_softmax", (logits,), {"axis": 1})
 
 
 def _classes(labels: Any, count: int, words: Any) -> Any:

@@ -21,8 +21,6 @@ from ndistribute.models.callbacks.callback import Callback
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief
 from ndistribute.models.model import Model
 
-__all__ = ["model_to_estimator"]
-
 
 def model_to_estimator(
     keras_model: Model,

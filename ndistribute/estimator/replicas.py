@@ -35,8 +35,6 @@ from ndistribute.graph.variables import (
 )
 from ndistribute.models.checkpoint import on_any_worker
 
-__all__ = ["Batches", "Replica", "Replicas", "build", "dataset_of"]
-
 BuildModel = Callable[[Any, Any], EstimatorSpec]
 
 
@@ -75,12 +73,9 @@ def build(
     with graph.as_default(), graph.device(device):
         get_or_create_global_step()
         features, labels = _split(batch)
-        inputs = [_input(one) for one in _arrays(batch)]
-        given = iter(inputs)
-        features = tree.map_leaves(lambda _: next(given), features)
-        if labels is not None:
-            labels = tree.map_leaves(lambda _: next(given), labels)
-        return Replica(graph, inputs, make(features, labels))
+        features = tree.map_leaves(_input, features)
+        labels = None if labels is None else tree.map_leaves(_input, labels)
+        return Replica(graph, _arrays((features, labels)), make(features, labels))
 
 
 class Replicas:

@@ -9,8 +9,6 @@ from typing import Any
 
 from ndistribute.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 
-__all__ = ["RunConfig"]
-
 _UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "default"})()
 _SAVE_SECONDS = 600
 

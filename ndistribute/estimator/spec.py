@@ -8,8 +8,6 @@ from typing import Any
 
 from ndistribute.graph.graph import Operation, Tensor
 
-__all__ = ["EstimatorSpec", "EvalSpec", "ModeKeys", "TrainSpec"]
-
 
 class ModeKeys:
     """What a model function builds a graph for."""

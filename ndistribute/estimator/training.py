@@ -17,8 +17,6 @@ from ndistribute.estimator.spec import EvalSpec, TrainSpec
 from ndistribute.graph.hooks import CheckpointSaverListener
 from ndistribute.transport.address import split_address
 
-__all__ = ["train_and_evaluate"]
-
 _log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = 0.5
@@ -66,23 +64,17 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         return None
     if len(cluster.addresses()) <= 1:
         return _train_alone(estimator, train_spec, eval_spec), []
-    if config.num_ps_replicas:
-        with Server(cluster, task, config.task_id):
-            _train(estimator, train_spec)
-            if config.is_chief:
-                _await_workers(config.resolver.worker_addresses[1:])
-    else:
-        _train(estimator, train_spec)
+    on_servers = config.num_ps_replicas > 0
+    with Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext():
+        estimator.train(
+            train_spec.input_fn,
+            hooks=train_spec.hooks,
+            max_steps=train_spec.max_steps,
+            saving_listeners=train_spec.saving_listeners,
+        )
+        if on_servers and config.is_chief:
+            _await_workers(config.resolver.worker_addresses[1:])
     return None
-
-
-def _train(estimator: Estimator, spec: TrainSpec) -> None:
-    estimator.train(
-        spec.input_fn,
-        hooks=spec.hooks,
-        max_steps=spec.max_steps,
-        saving_listeners=spec.saving_listeners,
-    )
 
 
 def _await_workers(addresses: Sequence[str]) -> None:

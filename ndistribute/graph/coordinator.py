@@ -10,8 +10,6 @@ from typing import Any
 
 from ndistribute.errors import OutOfRangeError
 
-__all__ = ["Coordinator"]
-
 
 class Coordinator:
     """Lets threads stop together: when one asks for it, or fails.

@@ -22,18 +22,6 @@ from ndistribute.dtypes import dtype_named
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
-__all__ = [
-    "BodyDef",
-    "OperationDef",
-    "Value",
-    "call_template",
-    "filler",
-    "pack",
-    "sendable",
-    "source_line",
-    "unpack",
-]
-
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
@@ -98,13 +86,11 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
     Raises:
         MalformedError: the template is not one, or refers to an input that is not among `count`.
     """
-    if template is None:
+    if template in (None, [[["input", k] for k in range(count)], {}]):
         return lambda inputs: (inputs, {})
     if not isinstance(template, list) or list(map(type, template)) != [list, dict]:
         raise _no_template()
     args, kwargs = template
-    if args == [["input", k] for k in range(count)] and not kwargs:
-        return lambda inputs: (inputs, {})
     parts = [_decoded(arg, count) for arg in args]
     named = {str(name): _decoded(value, count) for name, value in kwargs.items()}
     return lambda inputs: (

@@ -18,13 +18,6 @@ from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.graph.graph import Operation, get_default_graph
 from ndistribute.graph.placement import DeviceFunction, merge_device, parse_device
 
-__all__ = [
-    "GreedyLoadBalancingStrategy",
-    "byte_size_load_fn",
-    "device",
-    "replica_device_setter",
-]
-
 
 def device(
     device_name_or_function: str | DeviceFunction | None,

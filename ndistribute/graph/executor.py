@@ -26,8 +26,6 @@ from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import place_of
 from ndistribute.graph.step import Body, Step, read_only
 
-__all__ = ["Plan"]
-
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
 _WAITING = frozenset({"await_aggregate", "next_batch", "py_function"})
@@ -42,30 +40,8 @@ _GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what c
 class Node:
     """An operation of a plan."""
 
-    __slots__ = (
-        "arguments",
-        "attributes",
-        "bodies",
-        "compute",
-        "constant",
-        "device",
-        "gradients",
-        "inputs",
-        "last",
-        "name",
-        "next",
-        "outputs",
-        "place",
-        "seconds",
-        "slot",
-        "source",
-        "type",
-        "waits",
-    )
-
     def __init__(self, definition: OperationDef, soft: bool) -> None:
-        self.name, self.type = definition.name, definition.kind
-        self.device, self.source = definition.device, definition.source
+        self.definition, self.name, self.type = definition, definition.name, definition.kind
         self.attributes, self.outputs = definition.attributes, definition.outputs
         self.inputs: list[int] = []  # The places of the inputs among the step's values.
         self.slot = 0  # The place of the first output.
@@ -74,7 +50,7 @@ class Node:
         self.waits = 0  # The number of operations that this one waits for.
         self.gradients = 0  # The number of operations that compute its gradients.
         self.seconds = 0.0
-        self.place = place_of(self.device, soft, on_cpu="variable" in self.attributes)
+        self.place = place_of(definition.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
         self.constant = None if value is None else read_only(unpack(value))
         self.bodies: Sequence[Body] = [_plan_of(body) for body in definition.bodies]
@@ -110,14 +86,15 @@ class Node:
                 is_gradient = self.type == "gradient"
                 near = step.pullbacks[self.attributes["of"]][0] if is_gradient else inputs
                 near = list(map(untrack, near))
-                result = self.place.run(functools.partial(compute, step, self), inputs, near)
+                result = self.place(functools.partial(compute, step, self), inputs, near)
         except OperationError as error:
             if error.op is None and self.type != "send":  # Which no program made.
                 error.op = self.name
             raise
         except Exception as error:
-            where = f" on {self.device}" if self.device else ""
-            made = f" It was made in {self.source}." if self.source else ""
+            device, source = self.definition.device, self.definition.source
+            where = f" on {device}" if device else ""
+            made = f" It was made in {source}." if source else ""
             raise InvalidArgumentError(
                 f"operation {self.name!r} ({self.type}){where} failed: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}.{made}",
@@ -163,22 +140,20 @@ class Plan:
         self.nodes: list[Node] = []
         self._first: list[Any] = []  # The values after those of the feeds when a step begins.
         position: dict[str, int] = {}
-        ordered: list[OperationDef] = []  # Of the nodes.
         for definition in in_order(definitions, fed):
             node = _made(definition, soft)
             node.slot = len(feeds) + len(self._first)
             for k in range(definition.outputs):
                 slots.setdefault(f"{definition.name}:{k}", node.slot + k)
-            if _is_known(node, definition):
+            if _is_known(node):
                 self._first.append(node.constant)
                 continue
             self._first += [None] * definition.outputs
-            position[definition.name] = len(ordered)
-            ordered.append(definition)
+            position[node.name] = len(self.nodes)
             self.nodes.append(node)
-        for k, (node, definition) in enumerate(zip(self.nodes, ordered, strict=True)):
-            node.inputs = [_slot(slots, name) for name in definition.inputs]
-            before = {position[name] for name in needs(definition, fed) if name in position}
+        for k, node in enumerate(self.nodes):
+            node.inputs = [_slot(slots, name) for name in node.definition.inputs]
+            before = {position[name] for name in needs(node.definition, fed) if name in position}
             node.waits = len(before)
             for earlier in before:
                 self.nodes[earlier].next.append(k)
@@ -240,9 +215,8 @@ class Plan:
                 values[k] = None
             step.check()
         self._steps += 1
-        long = [node for node in self.nodes if _is_long(node)]
         if self._steps == _TRIALS and not self._is_bound and (os.cpu_count() or 1) > 1:
-            self._is_parallel = _can_overlap(self.nodes, long)
+            self._is_parallel = _can_overlap(self.nodes)
 
 
 class _Parallel:
@@ -258,8 +232,7 @@ class _Parallel:
             k for k, node in enumerate(nodes) if not node.waits and node.type != "recv"
         )
         self._left = len(nodes)
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._is_waiting = False  # Whether the thread of the step waits for a change.
         self._helpers: list[threading.Thread] = []
         self._most = os.cpu_count() or 1
@@ -278,9 +251,9 @@ class _Parallel:
 
     def _run(self) -> None:
         self._step.on_abort.append(self._notify)
-        for k, node in enumerate(self._nodes):
+        for node in self._nodes:
             if node.type == "recv":
-                self._step.receive(node.attributes["key"], functools.partial(self._received, k))
+                self._step.receive(node.attributes["key"], functools.partial(self._received, node))
         while True:
             self._work()
             with self._changed:
@@ -298,14 +271,14 @@ class _Parallel:
         with self._changed:
             self._changed.notify_all()
 
-    def _received(self, k: int, value: Any) -> None:
+    def _received(self, node: Node, value: Any) -> None:
         """Take the value of another task, on the thread of its connection."""
-        self._values[self._nodes[k].slot] = value
-        with self._lock:
-            self._finish([self._nodes[k]])
+        self._values[node.slot] = value
+        with self._changed:
+            self._finish([node])
 
     def _finish(self, nodes: Sequence[Node]) -> None:
-        """Note that operations have ended; the caller holds the lock."""
+        """Note that operations have ended; the caller holds the lock of `_changed`."""
         for node in nodes:
             self._left -= 1
             for k in node.inputs:
@@ -323,7 +296,7 @@ class _Parallel:
         """Run ready operations until none is ready."""
         nodes: list[Node] = []
         while True:
-            with self._lock:
+            with self._changed:
                 self._finish(nodes)
                 if not self._ready or self._step.error is not None:
                     return
@@ -383,7 +356,7 @@ class _Parallel:
 
     def _run_alone(self, node: Node) -> None:
         self._run_node(node)
-        with self._lock:
+        with self._changed:
             self._finish([node])
 
     def _help(self, node: Node) -> None:
@@ -430,10 +403,10 @@ def _differentiated(gradient: Node, position: Mapping[str, int]) -> int:
     return position[of]
 
 
-def _is_known(node: Node, definition: OperationDef) -> bool:
+def _is_known(node: Node) -> bool:
     """Return True if the value of an operation is the same in all steps."""
     is_constant = node.type == "constant" and node.constant is not None and node.outputs == 1
-    return is_constant and node.place is None and not definition.controls
+    return is_constant and node.place is None and not node.definition.controls
 
 
 def _is_long(node: Node) -> bool:
@@ -447,12 +420,12 @@ def _slot(slots: Mapping[str, int], name: str) -> int:
     return slots[name]
 
 
-def _can_overlap(nodes: Sequence[Node], long: Sequence[Node]) -> bool:
-    """Return True if two of the long operations can run at the same time."""
+def _can_overlap(nodes: Sequence[Node]) -> bool:
+    """Return True if two operations that take long can run at the same time."""
     reach = [0] * len(nodes)  # Bit sets of the operations after each one.
     for k in range(len(nodes) - 1, -1, -1):
         reach[k] = 1 << k
         for later in nodes[k].next:
             reach[k] |= reach[later]
-    places = [k for k, node in enumerate(nodes) if node in long]
-    return any(not reach[a] >> b & 1 for a, b in itertools.combinations(places, 2))
+    long = [k for k, node in enumerate(nodes) if _is_long(node)]
+    return any(not reach[a] >> b & 1 for a, b in itertools.combinations(long, 2))

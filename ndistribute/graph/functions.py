@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ndistribute.autodiff.rules.elementwise import cast
-
-__all__ = [
-    "function_named",
-    "name_of",
-    "number_of_parts",
-    "refuse_writing",
-    "register",
-    "written_argument",
-]
 
 Function = Callable[..., Any]
 
@@ -99,7 +91,7 @@ def _listed() -> Iterator[tuple[str, Function]]:
             for method in _UFUNC_METHODS if is_ufunc and function.nin == 2 else ():
                 yield f"{path}.{method}", getattr(function, method)
     yield "cast", cast
-    yield "getitem", _getitem
+    yield "getitem", operator.getitem
 
 
 @functools.cache
@@ -109,10 +101,6 @@ def _names() -> dict[Function, str]:
     for name, function in (_functions() | _registered).items():
         names.setdefault(function, name)
     return names
-
-
-def _getitem(array: Any, index: Any) -> Any:
-    return array[index]
 
 
 def number_of_parts(function: Any, args: Sequence[Any]) -> int:

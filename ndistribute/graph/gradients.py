@@ -14,8 +14,6 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.variables import Variable
 
-__all__ = ["clip_by_global_norm", "global_norm", "gradients"]
-
 # Their results do not depend smoothly on their inputs.
 _CONSTANT = frozenset(
     "stop_gradient is_initialized random numpy.argmax numpy.argmin numpy.argsort numpy.ceil "
@@ -96,10 +94,8 @@ def clip_by_global_norm(
 def _added(kernel: str, gradient: Any, *more: Any) -> Tensor:
     """Return the result of a kernel, which takes rows as well as arrays."""
     tensor = as_tensor(gradient)
-    made = tensor.graph.add(kernel, [tensor, *more]).outputs[0]
-    if more:
-        made.known = (tensor,)
-    return made
+    known = (tensor,) if more else None
+    return tensor.graph.add(kernel, [tensor, *more], known=known).outputs[0]
 
 
 def _listed(values: Any) -> list[Any]:
@@ -161,18 +157,13 @@ def _propagate(
     if op.type == "identity":
         upstream.setdefault(op.inputs[0], []).append(seeds[0])
         return
-    attributes = {
-        "of": op.name,
-        "inputs": wanted,
-        "upstream": [seed is not None for seed in seeds],
-    }
-    given = [seed for seed in seeds if seed is not None]
+    there = [seed is not None for seed in seeds]
     node = op.graph.add(
         "gradient",
-        given,
+        [seed for seed in seeds if seed is not None],
         name=f"{op.name}_gradient",
         outputs=len(wanted),
-        attributes=attributes,
+        attributes={"of": op.name, "inputs": wanted, "upstream": there},
         device=op.device,
     )
     for k, gradient in zip(wanted, node.outputs, strict=True):
@@ -185,6 +176,5 @@ def _sum(parts: list[Tensor]) -> Any:
     if len(parts) < 2:
         return parts[0] if parts else None
     first = parts[0]
-    total = first.graph.add("add_gradients", parts, device=first.device).outputs[0]
-    total.known = (first,)
-    return total
+    op = first.graph.add("add_gradients", parts, device=first.device, known=(first,))
+    return op.outputs[0]

@@ -30,21 +30,6 @@ from ndistribute.graph.functions import name_of, number_of_parts, refuse_writing
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
 
-__all__ = [
-    "Graph",
-    "Operation",
-    "Symbolic",
-    "Tensor",
-    "apply",
-    "apply_named",
-    "as_default_session",
-    "as_tensor",
-    "default_session",
-    "get_default_graph",
-    "in_default_of_a_block",
-    "reset_default_graph",
-]
-
 
 class Symbolic(NDArrayOperatorsMixin):
     """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""
@@ -79,14 +64,12 @@ class Symbolic(NDArrayOperatorsMixin):
         return apply(function, args, kwargs, outputs=count or 1)
 
     def __getitem__(self, index: Any) -> Any:
-        return apply_named("getitem", "getitem", (self, index), {})
+        return apply_named("getitem", (self, index), {})
 
     def stop_gradient(self, name: str = "stop_gradient") -> Tensor:
         """Return a tensor with the same value, which is a constant for gradients."""
         tensor = as_tensor(self)
-        made = self.graph.add("stop_gradient", [tensor], name=name).outputs[0]
-        made.known = (tensor,)
-        return made
+        return self.graph.add("stop_gradient", [tensor], name=name, known=(tensor,)).outputs[0]
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         refuse_writing("x[i] = v")
@@ -136,7 +119,7 @@ class Symbolic(NDArrayOperatorsMixin):
 
     def astype(self, dtype: Any) -> Any:
         """Return the tensor cast to a dtype."""
-        return apply_named("cast", "cast", (self, np.dtype(dtype)), {})
+        return apply_named("cast", (self, np.dtype(dtype)), {})
 
     def reshape(self, *shape: Any) -> Any:
         """Return the tensor with another shape, given as one tuple or as several integers."""
@@ -184,9 +167,9 @@ class Tensor(Symbolic):
 
     __slots__ = ("index", "known", "name", "op")
 
-    def __init__(self, op: Operation, index: int) -> None:
+    def __init__(self, op: Operation, index: int, known: Known | tuple[Tensor, ...] | None) -> None:
         self.op, self.index, self.name = op, index, f"{op.name}:{index}"
-        self.known: Known | tuple[Tensor, ...] | None = None
+        self.known = known
 
     @property
     def dtype(self) -> Any:
@@ -216,11 +199,16 @@ class Operation:
     """A node of a graph: it computes tensors from tensors, on one device."""
 
     def __init__(
-        self, graph: Graph, definition: OperationDef, inputs: Sequence[Tensor], controls: list[Any]
+        self,
+        graph: Graph,
+        definition: OperationDef,
+        inputs: list[Tensor],
+        controls: list[Operation],
+        known: Known | tuple[Tensor, ...] | None,
     ) -> None:
         self.graph, self.definition = graph, definition
-        self.inputs, self.control_inputs = list(inputs), controls
-        self.outputs = [Tensor(self, k) for k in range(definition.outputs)]
+        self.inputs, self.control_inputs = inputs, controls
+        self.outputs = [Tensor(self, k, known) for k in range(definition.outputs)]
 
     @property
     def name(self) -> str:
@@ -275,9 +263,10 @@ class Graph:
         self._names: dict[str, int] = {}
         self._collections: dict[str, list[Any]] = {}
         self._scopes = _Scopes()
-        self._finalized = False
         self.functions: dict[str, Any] = {}
         """The functions of `py_function` and the iterators of datasets, by operation."""
+        self.finalized = False
+        """Whether no operation can be added any more."""
         self.seed: int | None = None
         """The seed of the graph's random operations; None: a new one for each."""
         self.replicated = False
@@ -288,18 +277,13 @@ class Graph:
         """The number of operations; it only grows."""
         return len(self._operations)
 
-    @property
-    def finalized(self) -> bool:
-        """Whether no operation can be added any more."""
-        return self._finalized
-
     def encloses(self, graph: Graph) -> bool:
         """Whether operations of this graph can use tensors of another one."""
         return graph is self
 
     def finalize(self) -> None:
         """Make the graph read-only."""
-        self._finalized = True
+        self.finalized = True
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[Graph]:
@@ -381,6 +365,7 @@ class Graph:
         value: Any = None,
         bodies: Sequence[BodyDef] = (),
         device: str | None = None,
+        known: Known | tuple[Tensor, ...] | None = None,
     ) -> Operation:
         """Add an operation where the current scopes place it, and return it.
 
@@ -394,11 +379,12 @@ class Graph:
             value: the value of a constant.
             bodies: functions of tensors for the kernel.
             device: the device, whatever the scopes say; None: what they say.
+            known: what is known of each result, see `Tensor`.
 
         Raises:
             RuntimeError: the graph is finalized.
         """
-        if self._finalized:
+        if self.finalized:
             raise RuntimeError("the graph is finalized: add all operations before it is run.")
         tensors = [as_tensor(one) for one in inputs]
         for tensor in tensors:
@@ -417,7 +403,7 @@ class Graph:
             bodies=tuple(bodies),
             source=source_line(),
         )
-        op = Operation(self, definition, tensors, controls)
+        op = Operation(self, definition, tensors, controls, known)
         if device is None:
             self._place(op)
         else:
@@ -498,16 +484,11 @@ class Graph:
 
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1) -> Any:
     """Add the operation that calls a function, and return its result or the list of its results."""
-    path = name_of(function)
-    return apply_named(path, path.rpartition(".")[2], args, kwargs, outputs)
+    return apply_named(name_of(function), args, kwargs, outputs)
 
 
 def apply_named(
-    function: str,
-    name: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    outputs: int = 1,
+    function: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1
 ) -> Any:
     """Add an operation of a function in the table, whose arguments contain tensors and arrays."""
     found: list[Any] = []
@@ -523,7 +504,11 @@ def apply_named(
         return value
 
     template = call_template([*map(symbolic, args)], {k: symbolic(v) for k, v in kwargs.items()})
-    op = _graph_of(found).add(function, found, name=name, outputs=outputs, call=template)
+    # The graph is that of the inputs, or one that is traced around it.
+    default = get_default_graph()
+    graphs = [one.graph for one in found if isinstance(one, Symbolic)]
+    graph = next((one for one in graphs if not default.encloses(one)), default)
+    op = graph.add(function, found, outputs=outputs, call=template)
     return op.outputs[0] if outputs == 1 else op.outputs
 
 
@@ -533,16 +518,8 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
     if isinstance(element, Tensor):
         return element
     array = np.array(value, dtype)  # A copy: the program may change what it passed.
-    tensor = get_default_graph().add("constant", name=name, value=array).outputs[0]
-    tensor.known = Known.value(array)
-    return tensor
-
-
-def _graph_of(values: Sequence[Any]) -> Graph:
-    """Return the graph for an operation: that of its inputs, or one that is traced around it."""
-    default = get_default_graph()
-    graphs: list[Graph] = [value.graph for value in values if isinstance(value, Symbolic)]
-    return next((one for one in graphs if not default.encloses(one)), default)
+    op = get_default_graph().add("constant", name=name, value=array, known=Known.value(array))
+    return op.outputs[0]
 
 
 def _operation(value: Any) -> Operation:

@@ -17,23 +17,6 @@ from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import Variable, find_global_step
 
-__all__ = [
-    "CheckpointSaverHook",
-    "CheckpointSaverListener",
-    "FinalOpsHook",
-    "GlobalStepWaiterHook",
-    "LoggingTensorHook",
-    "NanLossDuringTrainingError",
-    "NanTensorHook",
-    "SessionRunArgs",
-    "SessionRunContext",
-    "SessionRunHook",
-    "SessionRunValues",
-    "StepCounterHook",
-    "StopAtStepHook",
-    "SummarySaverHook",
-]
-
 SCAFFOLD = "scaffold"
 """The collection with the scaffold of a finalized graph."""
 _POLL_SECONDS = 0.5

@@ -14,8 +14,6 @@ from ndistribute.errors import OutOfRangeError
 from ndistribute.graph.graph import Operation, get_default_graph
 from ndistribute.graph.shapes import Known, Shape
 
-__all__ = ["DatasetIterator", "iterator_of"]
-
 _numbers = itertools.count()
 
 

@@ -24,8 +24,6 @@ from ndistribute.graph.step import Node, SharedVariable, Step, read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 from ndistribute.variables.policy import map_values
 
-__all__ = ["KERNELS", "dense", "kernel", "run_recorded"]
-
 Kernel = Callable[[Step, Node, Sequence[Any]], Any]
 
 KERNELS: dict[str, Kernel] = {}
@@ -45,6 +43,8 @@ def kernel(name: str) -> Callable[[Kernel], Kernel]:
 KERNELS["identity"] = lambda step, node, inputs: inputs[0]
 KERNELS["constant"] = lambda step, node, inputs: node.constant
 KERNELS["group"] = KERNELS["variable"] = lambda step, node, inputs: []
+KERNELS["stop_gradient"] = lambda step, node, inputs: stop_gradient(inputs[0])
+KERNELS["add_gradients"] = lambda step, node, inputs: _total(inputs)
 
 
 @kernel("placeholder")
@@ -55,11 +55,6 @@ def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 
 _CHANGES = {"assign_add": np.add, "assign_sub": np.subtract}
-
-
-@kernel("stop_gradient")
-def _stop_gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return stop_gradient(inputs[0])
 
 
 @kernel("read")
@@ -214,7 +209,9 @@ def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         aggregate.gradients.append(gradient)
         if len(aggregate.gradients) >= options["replicas"]:
             try:
-                _update(step, options, _mean(aggregate.gradients), learning_rate)
+                total, count = _total(aggregate.gradients), len(aggregate.gradients)
+                mean = map_values(lambda values: values / count, total)
+                _update(step, options, mean, learning_rate)
             finally:
                 aggregate.begin(current + 1)
         return np.int64(contributed)
@@ -278,13 +275,6 @@ def _keep_local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     name = f"{step.session}/{node.attributes['of']}"
     step.resources.get("local step", name, lambda: [0])[0] = inputs[0]
     return inputs[0]
-
-
-def _mean(gradients: Sequence[Any]) -> Any:
-    total = _total(gradients)
-    if isinstance(total, IndexedSlices):
-        return IndexedSlices(total.values / len(gradients), total.indices, total.dense_shape)
-    return total / len(gradients)
 
 
 def _counted(step: Step, name: str | None) -> int:
@@ -406,11 +396,6 @@ def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 def dense(gradient: Any) -> Any:
     """Return rows as an array with zeros for the others, and an array as it is."""
     return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
-
-
-@kernel("add_gradients")
-def _add_gradients(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return _total(inputs)
 
 
 def _total(gradients: Sequence[Any]) -> Any:

@@ -22,8 +22,6 @@ from ndistribute.transport.handshake import Hello
 from ndistribute.transport.rpc import Failed
 from ndistribute.transport.secret import Credentials
 
-__all__ = ["PURPOSE", "Lanes", "Pending"]
-
 PURPOSE = "graph"
 _CONNECT_SECONDS = 10.0
 _ENDED = "this process has ended its connections."

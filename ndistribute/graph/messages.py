@@ -108,6 +108,13 @@ def failure_of(error: BaseException, task: str) -> Failure:
     return Failure("InvalidArgumentError", f"{type(error).__name__}: {error}", None, task)
 
 
+def values_of(reply: Reply) -> tuple[Value, ...]:
+    """Return the values of a reply, or raise the error of a failure."""
+    if isinstance(reply, Failure):
+        raise error_of(reply)
+    return reply.values
+
+
 def error_of(failure: Failure) -> errors.OperationError:
     """Return the error of a message."""
     kind = getattr(errors, failure.kind, None)

@@ -41,14 +41,6 @@ from ndistribute.graph.variables import (
     variables_initializer,
 )
 
-__all__ = [
-    "MonitoredTrainingSession",
-    "Scaffold",
-    "prepare_session",
-    "retried",
-    "wait_for_session",
-]
-
 T = TypeVar("T")
 _RECOVERABLE = (AbortedError, UnavailableError)
 _POLL_SECONDS = 0.2
@@ -269,9 +261,9 @@ class MonitoredTrainingSession:
             if folder is not None:
                 if log_step_count_steps:
                     self._hooks.append(StepCounterHook(log_step_count_steps, output_dir=folder))
-                every = _given(save_summaries_steps, save_summaries_secs, (100, None))
-                if any(every):
-                    writing = SummarySaverHook(*every, output_dir=folder, scaffold=self._scaffold)
+                steps, seconds = _given(save_summaries_steps, save_summaries_secs, (100, None))
+                if steps or seconds:
+                    writing = SummarySaverHook(steps, seconds, folder, scaffold=self._scaffold)
                     self._hooks.append(writing)
             steps, seconds = _given(save_checkpoint_steps, save_checkpoint_secs, (None, 600.0))
             if checkpoint_dir is not None and (steps or seconds):
@@ -397,10 +389,8 @@ class MonitoredTrainingSession:
             session.close()
 
 
-def _given(steps: Any, seconds: Any, default: tuple[Any, Any]) -> tuple[Any, Any]:
+def _given(steps: Any, seconds: Any, default: Sequence[Any]) -> Sequence[Any]:
     """Return what was given of two arguments, with None for the other one, or their defaults."""
     if steps is _DEFAULT and seconds is _DEFAULT:
         return default
-    return (None if steps is _DEFAULT else steps or None), (
-        None if seconds is _DEFAULT else seconds or None
-    )
+    return [None if one is _DEFAULT else one or None for one in (steps, seconds)]

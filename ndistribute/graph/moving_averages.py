@@ -11,8 +11,6 @@ from ndistribute.graph.graph import Operation, Tensor, get_default_graph
 from ndistribute.graph.operations import group
 from ndistribute.graph.variables import Variable, global_variables, trainable_variables
 
-__all__ = ["ExponentialMovingAverage"]
-
 
 class ExponentialMovingAverage:
     """Keep averages of values: each update moves them by ``(1 - decay) * (value - average)``.

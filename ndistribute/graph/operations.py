@@ -22,21 +22,6 @@ from ndistribute.graph.graph import (
 )
 from ndistribute.graph.shapes import Known, Shape, known_of
 
-__all__ = [
-    "cond",
-    "constant",
-    "group",
-    "identity",
-    "placeholder",
-    "py_function",
-    "random_normal",
-    "random_uniform",
-    "register",
-    "stop_gradient",
-    "truncated_normal",
-    "while_loop",
-]
-
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Tensor:
     """Return a tensor whose value each run must feed.
@@ -46,9 +31,8 @@ def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Ten
         shape: the shape, with None for any length; None: any shape.
         name: its name in the current scope.
     """
-    tensor = get_default_graph().add("placeholder", name=name).outputs[0]
-    tensor.known = Known(np.dtype(dtype), None if shape is None else Shape(shape))
-    return tensor
+    known = Known(np.dtype(dtype), None if shape is None else Shape(shape))
+    return get_default_graph().add("placeholder", name=name, known=known).outputs[0]
 
 
 def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "constant") -> Tensor:
@@ -71,9 +55,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
 def identity(value: Any, name: str = "identity") -> Tensor:
     """Return a tensor with the same value, computed after the current control dependencies."""
     tensor = as_tensor(value)
-    made = tensor.graph.add("identity", [tensor], name=name).outputs[0]
-    made.known = (tensor,)
-    return made
+    return tensor.graph.add("identity", [tensor], name=name, known=(tensor,)).outputs[0]
 
 
 def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
@@ -195,7 +177,7 @@ def register(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(one, Symbolic) for one in (*args, *kwargs.values())):
-            return apply_named(name, name.rpartition(".")[2], args, kwargs)
+            return apply_named(name, args, kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -220,16 +202,14 @@ def cond(
     """
     graph = get_default_graph()
     captured: list[Tensor] = []
-    traced = [_Traced(graph, captured) for _ in range(2)]
-    for one, function in zip(traced, (true_fn, false_fn), strict=True):
-        one.trace(function, [])
+    traced = [_Traced(graph, captured, function, []) for function in (true_fn, false_fn)]
     counts = [len(one.results) for one in traced]
     if counts[0] != counts[1]:
         raise ValueError(
             f"the functions of cond() return {counts[0]} and {counts[1]} tensors: they must return "
             "the same number."
         )
-    bodies = [one.definition(0) for one in traced]
+    bodies = [one.definition() for one in traced]
     with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
         op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
     for made, *results in zip(op.outputs, *(one.results for one in traced), strict=True):
@@ -262,9 +242,7 @@ def while_loop(
     graph = get_default_graph()
     first = [as_tensor(one) for one in loop_vars]
     captured: list[Tensor] = []
-    traced = [_Traced(graph, captured) for _ in range(2)]
-    for one, function in zip(traced, (condition, body), strict=True):
-        one.trace(function, first)
+    traced = [_Traced(graph, captured, function, first) for function in (condition, body)]
     if len(traced[1].results) != len(first):
         raise ValueError(
             f"the body of while_loop() returns {len(traced[1].results)} tensors, expected one for "
@@ -277,7 +255,7 @@ def while_loop(
             name=name,
             outputs=len(first),
             attributes={"maximum_iterations": maximum_iterations},
-            bodies=[one.definition(len(first)) for one in traced],
+            bodies=[one.definition() for one in traced],
         )
     pairs = list(zip(first, traced[1].results, strict=True))
     if all(known_of(before)[:2] == known_of(after)[:2] for before, after in pairs):
@@ -292,29 +270,29 @@ class _Traced(Graph):
     Functions that are traced with the same list `captured` have the same inputs.
     """
 
-    def __init__(self, outer: Graph, captured: list[Tensor]) -> None:
+    def __init__(
+        self,
+        outer: Graph,
+        captured: list[Tensor],
+        function: Callable[..., Any],
+        arguments: Sequence[Tensor],
+    ) -> None:
         super().__init__()
         self.outer, self._captured = outer, captured
-        self.functions = outer.functions
-        self.seed = outer.seed
-        self._arguments: list[Tensor] = []
+        self.functions, self.seed = outer.functions, outer.seed
         self._inner: dict[Tensor, Tensor] = {}
-        self.results: list[Tensor] = []
-        self.single = False
         self.awaited: list[Operation] = []
         """Operations of graphs around, after which some in this one run."""
-
-    def trace(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
         # Names of its own, because a step keeps records, functions and generators by name.
-        scope = f"{self.outer.unique_name('body')}/"
+        scope = f"{outer.unique_name('body')}/"
         with self.as_default(), self.name_scope(scope):
             self._arguments = [self._argument(one) for one in arguments]
             results = function(*self._arguments)
             self.single = not isinstance(results, list | tuple)
-            self.results = [as_tensor(one) for one in ([results] if self.single else results)]
-            self.results = [self.inside(one) for one in self.results]
+            tensors = [as_tensor(one) for one in ([results] if self.single else results)]
+            self.results = [self.inside(one) for one in tensors]
 
-    def definition(self, arguments: int) -> BodyDef:
+    def definition(self) -> BodyDef:
         for tensor in self._captured:
             self.inside(tensor)
         inputs = [*self._arguments, *(self._inner[tensor] for tensor in self._captured)]
@@ -342,9 +320,7 @@ class _Traced(Graph):
 
     def _argument(self, like: Tensor) -> Tensor:
         with self.as_default():
-            made = super().add("placeholder", name="argument").outputs[0]
-        made.known = (like,)
-        return made
+            return super().add("placeholder", name="argument", known=(like,)).outputs[0]
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
         self.awaited += [op for op in self._scopes.controls if op.graph is not self]

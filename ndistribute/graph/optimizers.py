@@ -23,18 +23,6 @@ from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
 
-__all__ = [
-    "AdagradOptimizer",
-    "AdamOptimizer",
-    "GradientDescentOptimizer",
-    "MomentumOptimizer",
-    "Optimizer",
-    "RMSPropOptimizer",
-    "exponential_decay",
-    "piecewise_constant",
-    "polynomial_decay",
-]
-
 GradsAndVars = Sequence[tuple[Any, Variable]]
 
 
@@ -112,7 +100,7 @@ class Optimizer:
         Raises:
             ValueError: no variable has a gradient.
         """
-        found, variables = with_gradients(grads_and_vars)
+        found, variables = zip(*with_gradients(grads_and_vars), strict=True)
         graph = variables[0].graph
         with graph.as_default(), graph.name_scope(name or self._name):
             updates = [
@@ -382,8 +370,8 @@ def polynomial_decay(
         return (learning_rate - end_learning_rate) * left**power + end_learning_rate
 
 
-def with_gradients(pairs: GradsAndVars) -> tuple[list[Any], list[Variable]]:
-    """Return the gradients and variables of the pairs that have a gradient.
+def with_gradients(pairs: GradsAndVars) -> GradsAndVars:
+    """Return the pairs that have a gradient.
 
     Raises:
         ValueError: none has one.
@@ -392,7 +380,7 @@ def with_gradients(pairs: GradsAndVars) -> tuple[list[Any], list[Variable]]:
     if not found:
         names = ", ".join(variable.name for _, variable in pairs)
         raise ValueError(f"no variable has a gradient: the loss depends on none of [{names}].")
-    return [gradient for gradient, _ in found], [variable for _, variable in found]
+    return found
 
 
 def _mean_over_replicas(graph: Graph, gradients: Sequence[Any]) -> Sequence[Any]:

@@ -10,8 +10,6 @@ import msgspec
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
 
-__all__ = ["Part", "cut", "in_order", "needs", "placed", "pruned"]
-
 
 @dataclass
 class Part:
@@ -68,38 +66,28 @@ def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[Operati
         InvalidArgumentError: an input is not there, or an operation needs itself.
     """
     by_name = {definition.name: definition for definition in definitions}
-    ordered: list[OperationDef] = []
-    state: dict[str, int] = {}  # 1: its needs are being placed; 2: placed.
+    ordered: dict[str, OperationDef] = {}
+    begun: set[str] = set()  # Those whose needs are being placed, or were.
     for definition in definitions:
         stack = [definition]
         while stack:
             one = stack[-1]
-            if state.get(one.name) == 2:
-                stack.pop()
-                continue
             later = []
-            if not state.get(one.name):
-                state[one.name] = 1
-                for name in needs(one, fed):
-                    if name not in by_name:
-                        raise InvalidArgumentError(
-                            f"operation {one.name!r} needs {name!r}, which is not there.",
-                            op=one.name,
-                        )
-                    if state.get(name) == 1:
-                        raise InvalidArgumentError(
-                            f"operations {one.name!r} and {name!r} wait for each other.",
-                            op=one.name,
-                        )
-                    if not state.get(name):
-                        later.append(by_name[name])
-            if later:
-                stack.extend(reversed(later))
-            else:
-                state[one.name] = 2
-                ordered.append(one)
-                stack.pop()
-    return ordered
+            if one.name not in begun:
+                begun.add(one.name)
+                later = [name for name in needs(one, fed) if name not in ordered]
+            if not later:
+                ordered.setdefault(one.name, stack.pop())
+                continue
+            for name in later:
+                if name in begun:
+                    why = f"operations {one.name!r} and {name!r} wait for each other."
+                    raise InvalidArgumentError(why, op=one.name)
+                if name not in by_name:
+                    why = f"operation {one.name!r} needs {name!r}, which is not there."
+                    raise InvalidArgumentError(why, op=one.name)
+            stack += [by_name[name] for name in reversed(later)]
+    return list(ordered.values())
 
 
 def placed(

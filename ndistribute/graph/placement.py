@@ -7,6 +7,7 @@ It gets its inputs where it computes, and leaves its results there.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,19 +19,10 @@ from ndistribute.devices import Device, copy_to, device_of, is_gpu_array, list_d
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.stream import working_on
 
-__all__ = [
-    "CPU",
-    "DeviceFunction",
-    "Place",
-    "merge_device",
-    "moved",
-    "parse_device",
-    "place_of",
-    "task_of",
-]
-
 CPU = Device("cpu:0")
 DeviceFunction = Callable[[Any], str | None]
+Place = Callable[[Callable[[Sequence[Any]], Any], Sequence[Any], Sequence[Any]], Any]
+"""Runs a function of inputs on a device, or where other values are."""
 
 _PATTERN = re.compile(
     r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
@@ -103,33 +95,8 @@ def task_of(operation: Any, tasks: Mapping[str, str], default: str, *, soft: boo
     )
 
 
-class Place:
-    """Where one operation computes.
-
-    Args:
-        device: None for that of the inputs.
-    """
-
-    def __init__(self, device: Device | None) -> None:
-        self._device = device
-
-    def run(
-        self, compute: Callable[[Sequence[Any]], Any], inputs: Sequence[Any], near: Sequence[Any]
-    ) -> Any:
-        """Return what a function of inputs computes here, or where the values `near` are."""
-        device = self._device
-        if device is None:
-            on_gpu = [one for one in map(_array_of, near) if is_gpu_array(one)]
-            device = device_of(on_gpu[0]) if on_gpu else CPU
-        with working_on(device):
-            result = compute([moved(one, device) for one in inputs])
-            if isinstance(result, list | tuple):
-                return [moved(one, device) for one in result]
-            return moved(result, device)
-
-
 def place_of(name: str, soft: bool, on_cpu: bool = False) -> Place | None:
-    """Return where an operation of this task computes; None if all values are in host memory.
+    """Return what runs an operation on its device; None if all values are in host memory.
 
     Args:
         name: a device's name, of which any part may be missing.
@@ -143,7 +110,7 @@ def place_of(name: str, soft: bool, on_cpu: bool = False) -> Place | None:
     if wanted.startswith("GPU"):
         device = Device(wanted.replace("*", "0"))
         if device in gpus:
-            return Place(device)
+            return functools.partial(_run_on, device)
         if not soft:
             raise InvalidArgumentError(
                 f"there is no {wanted} in this task: its devices are "
@@ -152,7 +119,25 @@ def place_of(name: str, soft: bool, on_cpu: bool = False) -> Place | None:
             )
     if not gpus:
         return None
-    return Place(CPU if wanted or on_cpu else None)
+    return functools.partial(_run_on, CPU if wanted or on_cpu else None)
+
+
+def _run_on(
+    device: Device | None,
+    compute: Callable[[Sequence[Any]], Any],
+    inputs: Sequence[Any],
+    near: Sequence[Any],
+) -> Any:
+    """Return what a function of inputs computes on a device; None: where the values `near` are."""
+    if device is None:
+        arrays = (getattr(one, "values", one) for one in near)  # Of rows, their values.
+        on_gpu = [one for one in arrays if is_gpu_array(one)]
+        device = device_of(on_gpu[0]) if on_gpu else CPU
+    with working_on(device):
+        result = compute([moved(one, device) for one in inputs])
+        if isinstance(result, list | tuple):
+            return [moved(one, device) for one in result]
+        return moved(result, device)
 
 
 def moved(value: Any, device: Device) -> Any:
@@ -163,7 +148,3 @@ def moved(value: Any, device: Device) -> Any:
     if is_gpu_array(value) or (isinstance(value, np.ndarray) and value.dtype.kind not in "USO"):
         return copy_to(value, device)
     return value
-
-
-def _array_of(value: Any) -> Any:
-    return value.values if isinstance(value, IndexedSlices) else value

@@ -15,11 +15,10 @@ import numpy as np
 
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, InvalidArgumentError, NotFoundError
-from ndistribute.graph.operations import group, placeholder
+from ndistribute.graph.graph import Tensor
+from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
-
-__all__ = ["CheckpointState", "Saver", "get_checkpoint_state", "latest_checkpoint"]
 
 
 class Saver:
@@ -57,12 +56,11 @@ class Saver:
         """The paths of the checkpoints that this saver wrote and kept, the newest last."""
         graph = next(iter(self._variables.values())).graph
         with graph.as_default(), graph.name_scope("save"), graph.control_dependencies(None):
-            self._values = {}
+            self._values: dict[str, Tensor] = {}
             restored = []
             for name, variable in self._variables.items():
-                value = placeholder(variable.dtype, name="value")
-                value.known = Known(variable.dtype, variable.shape)
-                self._values[name] = value
+                known = Known(variable.dtype, variable.shape)
+                self._values[name] = graph.add("placeholder", name="value", known=known).outputs[0]
                 restored.append(variable.assign(self._values[name]).op)
             self._restore = group(*restored, name="restore")
 
@@ -143,15 +141,15 @@ class Saver:
             CheckpointCorruptError: there are checkpoints, and all are damaged.
         """
         damaged: CheckpointCorruptError | None = None
-        for path in reversed(_checkpoints(directory)):
+        found = _checkpoints(directory)
+        for path in reversed(found):
             try:
                 self.restore(sess, path)
             except CheckpointCorruptError as error:
                 damaged = error
                 continue
-            series = _series(path)
-            found = _checkpoints(directory)
-            self.recover_last_checkpoints([one for one in found if _series(one) == series])
+            same = [one for one in found if _series(one) == _series(path)]
+            self.recover_last_checkpoints(same)
             return path
         if damaged is not None:
             raise damaged

@@ -18,8 +18,6 @@ from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import random_uniform
 from ndistribute.graph.variables import Variable
 
-__all__ = ["AUTO_REUSE", "VariableScope", "get_variable", "get_variable_scope", "variable_scope"]
-
 AUTO_REUSE = "auto"
 """A value for `reuse`: a variable is created at its first use, and used again later."""
 

@@ -32,13 +32,11 @@ from ndistribute.errors import (
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.lanes import PURPOSE, Lanes, Pending
+from ndistribute.graph.lanes import Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.transport.secret import Credentials
-
-__all__ = ["PURPOSE", "GraphService", "LocalClient", "service_at"]
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
@@ -167,7 +165,6 @@ class GraphService:
     def run_plan(
         self,
         plan: Plan,
-        session: str,
         number: str,
         values: Any,
         check: Any,
@@ -176,6 +173,7 @@ class GraphService:
     ) -> tuple[Value, ...]:
         """Run a part of a step in this task; return the values of its fetches."""
         outside = _Outside(self, number, check, ends, plan.sources)
+        session = number.partition("/")[0]
         step = Step(self.resources, session=session, outside=outside, functions=functions)
         with self._lock:  # An abort that comes now meets either the step or its refusal.
             failure = self.rendezvous.begin(number)
@@ -229,7 +227,7 @@ class GraphService:
                 step.abort(CancelledError("the master of the step is gone.", task=self.task))
 
         values = [unpack(value) for value in request.values]
-        return m.Values(self.run_plan(plan, session, request.step, values, check, math.inf))
+        return m.Values(self.run_plan(plan, request.step, values, check, math.inf))
 
     def _lose(self, name: str) -> None:
         """Abort the steps that get values from a task whose connection broke: some may be lost."""
@@ -270,9 +268,8 @@ class GraphService:
         self.resources.clear()
         for task, address in self.tasks.items() if everywhere else ():
             if task != self.task:
-                reply = self.lanes.call(address, m.Reset(everywhere=False), _REGISTER_SECONDS)
-                if isinstance(reply, m.Failure):
-                    raise m.error_of(reply)
+                reset = m.Reset(everywhere=False)
+                m.values_of(self.lanes.call(address, reset, _REGISTER_SECONDS))
 
 
 def restarted(task: str) -> AbortedError:
@@ -383,8 +380,7 @@ class _Session:
                 reply = call.result(until)
                 if reply is None:
                     raise lanes.unavailable(tasks[task], "it did not take its part of the graph")
-                if isinstance(reply, m.Failure):
-                    raise m.error_of(reply)
+                m.values_of(reply)
         finally:
             for call in pending.values():
                 call.cancel()
@@ -430,13 +426,7 @@ class _Running:
                 given = [unpack(values[k]) for k in made.own_feeds]
                 functions = self._peer.functions if isinstance(self._peer, LocalClient) else None
                 found = service.run_plan(
-                    made.own,
-                    self._session.name,
-                    self._number,
-                    given,
-                    self._check,
-                    self._ends,
-                    functions,
+                    made.own, self._number, given, self._check, self._ends, functions
                 )
                 return dict(zip(made.own.fetches, found, strict=True))
         except Exception as error:

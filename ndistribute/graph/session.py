@@ -21,14 +21,7 @@ from ndistribute.errors import CancelledError, InvalidArgumentError, OperationEr
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.graph import (
-    Graph,
-    Operation,
-    Tensor,
-    as_default_session,
-    default_session,
-    get_default_graph,
-)
+from ndistribute.graph.graph import Graph, Operation, Tensor, as_default_session, get_default_graph
 from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import CPU, moved, task_of
@@ -36,8 +29,6 @@ from ndistribute.graph.service import LocalClient, service_at
 from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step, read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
-
-__all__ = ["ConfigProto", "Session", "default_session"]
 
 HERE = "/job:localhost/task:0"
 """The only task of a session without a target."""
@@ -96,7 +87,7 @@ class Session:
         self._runner: _Remote | _InProcess | None = (
             _Remote(target, config, self.graph) if target else _InProcess(config)
         )
-        self._entered: list[Any] = []
+        self._entered = contextlib.ExitStack()
 
     def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """Run what fetches need, and return their values.
@@ -135,7 +126,7 @@ class Session:
         """Drop all variables of the server of a target and of the other tasks of its cluster."""
         lanes = _lanes_to(target)
         try:
-            _values_of(lanes.call(address_of(target), m.Reset()))
+            m.values_of(lanes.call(address_of(target), m.Reset()))
         finally:
             lanes.close()
 
@@ -150,14 +141,12 @@ class Session:
         return as_default_session(self)
 
     def __enter__(self) -> Self:
-        for context in (self.graph.as_default(), self.as_default()):
-            context.__enter__()
-            self._entered.append(context)
+        self._entered.enter_context(self.graph.as_default())
+        self._entered.enter_context(self.as_default())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        while self._entered:
-            self._entered.pop().__exit__(*error)
+        self._entered.close()
         self.close()
 
 
@@ -232,7 +221,7 @@ class _Remote:
         )
         # The master ends a step that takes too long, unless it is stopped itself.
         seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
-        results = iter(_values_of(self._call(request, seconds)))
+        results = map(unpack, m.values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
         return _owned([feeds[one] if one in feeds else next(results) for one in fetches])
 
@@ -287,12 +276,6 @@ def _lanes_to(target: str) -> Lanes:
     job = os.environ.get("NDISTRIBUTE_JOB_ID", "")
     credentials = Credentials(find_secret([address], os.environ), job, tls_files(os.environ))
     return Lanes(credentials, f"client#{secrets.token_hex(6)}")
-
-
-def _values_of(reply: m.Reply) -> list[Any]:
-    if isinstance(reply, m.Failure):
-        raise m.error_of(reply)
-    return [unpack(value) for value in reply.values]
 
 
 def _fed(tensor: Any, value: Any) -> Any:

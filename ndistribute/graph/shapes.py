@@ -15,8 +15,6 @@ import numpy as np
 from ndistribute.graph.definition import OperationDef, filler
 from ndistribute.graph.functions import function_named
 
-__all__ = ["Known", "Shape", "known_of"]
-
 _UNKNOWN_LENGTHS = (1, 12), (4, 12)
 """Of two calls, for axes whose length is not known; not all functions take one of length 1."""
 _SMALL = 1024  # The most elements of values that are kept, such as computed shapes.

@@ -12,8 +12,6 @@ import numpy as np
 from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
 from ndistribute.ownership import ArrayOwner
 
-__all__ = ["Body", "Node", "Outside", "Resources", "SharedVariable", "Step", "read_only"]
-
 T = TypeVar("T")
 _SHARED = frozenset({"variable", "aggregate"})  # What sessions share, by names of clients.
 _LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes long.
@@ -124,19 +122,6 @@ class Outside(Protocol):
 
 class Step:
     """One run of a plan: what its kernels need to know, and the way to end it early."""
-
-    __slots__ = (
-        "_ends",
-        "_lock",
-        "_looks",
-        "error",
-        "functions",
-        "on_abort",
-        "outside",
-        "pullbacks",
-        "resources",
-        "session",
-    )
 
     def __init__(
         self,

@@ -19,8 +19,6 @@ from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import find_global_step
 
-__all__ = ["Supervisor"]
-
 _DEFAULT: Any = object()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,6 @@ from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
 from ndistribute.graph.optimizers import GradsAndVars, Optimizer, with_gradients
 from ndistribute.graph.variables import Variable
-
-__all__ = ["SyncReplicasOptimizer"]
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -77,8 +76,14 @@ class SyncReplicasOptimizer(Optimizer):
                 "SyncReplicasOptimizer needs global_step, by which it tells late gradients: pass "
                 "get_or_create_global_step()."
             )
-        pairs = zip(*with_gradients(grads_and_vars), strict=True)
+        pairs = with_gradients(grads_and_vars)
         graph = global_step.graph
+
+        def at(variable: Variable, kind: str, inputs: Sequence[Any], outputs: int = 1) -> Operation:
+            """Return a new operation of a variable, on its device."""
+            attributes, device = {"variable": variable.op.name}, variable.device
+            return graph.add(kind, inputs, outputs=outputs, attributes=attributes, device=device)
+
         with graph.as_default(), graph.name_scope(name or "sync_replicas"):
             self.local_step_init_op = group(name="init")
             local = graph.add("local_step", [global_step.value()])
@@ -88,26 +93,14 @@ class SyncReplicasOptimizer(Optimizer):
                 given = self.add_update(
                     "aggregate", [gradient, step], variable, outputs=1, replicas=self._replicas
                 )
-                options: Any = {
-                    "attributes": {"variable": variable.op.name},
-                    "device": variable.device,
-                }
-                made += graph.add("await_aggregate", given.outputs, **options).outputs
-                restarted.append(
-                    graph.add("restart_aggregate", [global_step], outputs=0, **options)
-                )
+                made += at(variable, "await_aggregate", given.outputs).outputs
+                restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
             self.chief_init_op = group(*restarted, name="chief_init")
             # The last of the variables tells the step; those of a late worker may be further.
             steps: Any = np.stack(made)
             reached, furthest = np.min(steps), np.max(steps)
             kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})
-            attributes = {"variable": global_step.op.name}
-            return graph.add(
-                "count_step",
-                [*kept.outputs, furthest],
-                attributes=attributes,
-                device=global_step.device,
-            )
+            return at(global_step, "count_step", [*kept.outputs, furthest])
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SessionRunHook:
         """Return a hook by which the chief lets all go on from the step that it has restored."""

@@ -19,21 +19,6 @@ from ndistribute.graph.graph import (
 )
 from ndistribute.graph.shapes import Known, Shape
 
-__all__ = [
-    "GLOBAL_STEP",
-    "GLOBAL_VARIABLES",
-    "LOCAL_VARIABLES",
-    "TRAINABLE_VARIABLES",
-    "Variable",
-    "get_or_create_global_step",
-    "global_variables",
-    "global_variables_initializer",
-    "local_variables",
-    "report_uninitialized_variables",
-    "trainable_variables",
-    "variables_initializer",
-]
-
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
 TRAINABLE_VARIABLES = "trainable_variables"
@@ -146,7 +131,7 @@ class Variable(Symbolic):
     def __getitem__(self, index: Any) -> Any:
         """Return a part of it; only the part leaves its task."""
         with self.graph.colocate_with(self.op):
-            return apply_named("getitem", "getitem", (self, index), {})
+            return apply_named("getitem", (self, index), {})
 
     def __repr__(self) -> str:
         return f"<graph.Variable {self.name!r}, shape={self.shape}, dtype={self.dtype}>"
@@ -164,12 +149,11 @@ class Variable(Symbolic):
         # In a branch of `cond`, only that branch makes the change, and later reads are there, too.
         inside = kind.startswith("assign") or (kind == "read" and self._changes_around())
         graph = around if inside and around.encloses(self.graph) else self.graph
-        op = graph.add(kind, inputs, attributes=attributes, device=self.device)
-        tensor = op.outputs[0]
-        tensor.known = Known(self.dtype, self.shape)
+        known = Known(self.dtype, self.shape)
         if kind == "is_initialized":
-            tensor.known = Known(np.dtype(bool), Shape(()))
-        return tensor
+            known = Known(np.dtype(bool), Shape(()))
+        op = graph.add(kind, inputs, attributes=attributes, device=self.device, known=known)
+        return op.outputs[0]
 
     def _changes_around(self) -> bool:
         """Return True in a branch that changes the variable before what is added now."""

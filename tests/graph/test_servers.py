@@ -342,7 +342,7 @@ def test_an_abort_meets_a_step_that_begins_at_the_same_time(cluster: Any) -> Non
     class Steps(dict[str, Any]):
         def get(self, number: str, default: Any = None) -> Any:
             found = super().get(number, default)
-            args = plan, "s", number, [], lambda step: None, math.inf
+            args = plan, number, [], lambda step: None, math.inf
             runs.append(threads.submit(graphs.run_plan, *args))
             with contextlib.suppress(TimeoutError):
                 runs[0].result(0.05)  # By then it has begun, or waits for the abort.
