@@ -7,6 +7,7 @@ graph: hooks are the callbacks of models.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class _ModelEstimator(Estimator):
                     f"{model.strategy!r}: make it inside `with strategy.scope():`."
                 )
         self._model, self._checkpoint = model, Checkpoint(model=model)
-        keep = self.config.keep_checkpoint_max
+        keep = self.config.keep_checkpoint_max or sys.maxsize
         self._manager = CheckpointManager(self._checkpoint, self.model_dir, keep)
 
     def train_model(
@@ -102,6 +103,7 @@ class _ModelEstimator(Estimator):
         hooks: Sequence[Any],
         path: str | None,
     ) -> dict[str, Any]:
+        _refuse(hooks)
         data, model = self._data(input_fn, ModeKeys.EVAL), self._model
         kept = self._checkpoint.state()  # A training may go on after this.
         try:
@@ -120,6 +122,7 @@ class _ModelEstimator(Estimator):
         path: str | None,
         single: bool,
     ) -> Iterator[Any]:
+        _refuse(hooks)
         data = self._data(input_fn, ModeKeys.PREDICT)
         found = by_chief(self._model.strategy, lambda: path)
         if found is not None:
@@ -152,6 +155,11 @@ class _ModelEstimator(Estimator):
         with self._model.strategy.scope():
             self._model.optimizer.build(self._model.trainable_variables)
         return data
+
+
+def _refuse(hooks: Sequence[Any]) -> None:
+    if hooks:
+        raise ValueError("an estimator of a model takes hooks, its callbacks, in training alone.")
 
 
 def _no_graph(features: Any) -> Any:
@@ -188,5 +196,6 @@ class _Saving(Callback):
         if (self._steps or self._seconds) and self._manager.step != step:
             self._manager.save(step)
             self._time = time.monotonic()
-            for one in self._listeners:
-                one.after_save(None, step)
+            stops = [one.after_save(None, step) for one in self._listeners]
+            if any(stops):
+                self.model.stop_training = True

@@ -23,6 +23,7 @@ from ndistribute.estimator import (
     train_and_evaluate,
 )
 from ndistribute.estimator import feature_column as fc
+from ndistribute.graph.hooks import CheckpointSaverListener, SessionRunHook
 from ndistribute.graph.optimizers import AdagradOptimizer, AdamOptimizer, GradientDescentOptimizer
 
 RNG = np.random.default_rng(0)
@@ -196,6 +197,22 @@ def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path: Path, name: s
         assert again.evaluate(once(X, Y))["global_step"] == 60
         predicted = [one["predictions"] for one in again.predict(lambda: X[:5])]
         np.testing.assert_allclose(predicted, Y[:5], atol=0.1)
+
+
+def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(
+    tmp_path: Path,
+) -> None:
+    class Listener(CheckpointSaverListener):
+        def after_save(self, session: Any, global_step_value: int) -> bool:
+            return global_step_value == 7
+
+    config = RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
+    estimator = model_to_estimator(compiled(), tmp_path, config)
+    estimator.train(batches(X, Y), max_steps=20, saving_listeners=[Listener()])
+    assert estimator.get_variable_value("model/optimizer/iterations") == 7
+    assert len(list(tmp_path.glob("checkpoint.*"))) == 7
+    with pytest.raises(ValueError, match="in training alone"):
+        estimator.evaluate(once(X, Y), hooks=[SessionRunHook()])
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
