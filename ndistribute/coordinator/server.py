@@ -76,9 +76,12 @@ class ExitPolicy:
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
         self._last_departure = 0.0
+        self._graphs: set[str] = set()  # Clients that run graphs alone, which may be restarted.
 
-    def came(self, client: str) -> None:
+    def came(self, client: str, runs_graphs: bool = False) -> None:
         """Record a connected client: ``job:index#random``, with a new random part per start."""
+        if runs_graphs:
+            self._graphs.add(client)
         task = self._tasks.get(client.partition("#")[0], {})
         if task.get(client) is not None:
             del task[client]  # It is alive; only its connection was lost.
@@ -99,7 +102,8 @@ class ExitPolicy:
     def outlook(self) -> Outlook | None:
         """Return when the work ends if nothing changes; None while a client is connected."""
         tasks = self._tasks
-        if self._led and any(True in task.values() for task in tasks.values()):
+        clients = (client for task in tasks.values() for client in task.items())
+        if self._led and any(died and name not in self._graphs for name, died in clients):
             # Its closures may still run on workers: only a new start is consistent.
             return Outlook(self._last_departure + CUT_SECONDS, "the chief died")
         if not tasks or any(None in task.values() for task in tasks.values()):
@@ -133,7 +137,7 @@ class _Membership:
     def connected(self, peer: Peer) -> None:
         with self._changed:
             self._peers[peer.name] = peer
-            self.policy.came(peer.name)
+            self.policy.came(peer.name, peer.purpose == PURPOSE)
             self._changed.notify_all()
 
     def disconnected(self, peer: Peer, died: bool) -> None:
@@ -342,6 +346,15 @@ class Server:
                     self._close_service()
             finally:
                 self._membership.release()
+
+    def connect(self, address: str, until: float) -> None:
+        """Connect to another task's server, which then counts this task among those that came.
+
+        Raises:
+            UnavailableError: it cannot be reached.
+        """
+        if self._graphs is not None:
+            self._graphs.lanes.tell(address, until=until)
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -11,16 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ndistribute.coordinator.server import Server
-from ndistribute.errors import CheckpointCorruptError
+from ndistribute.errors import CheckpointCorruptError, NotFoundError, UnavailableError
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.spec import EvalSpec, TrainSpec
 from ndistribute.graph.hooks import CheckpointSaverListener
+from ndistribute.graph.monitored import retried
 from ndistribute.transport.address import split_address
 
 _log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 5.0
+_GREET_SECONDS = 10.0
 
 
 def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Any:
@@ -65,7 +68,9 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     if len(cluster.addresses()) <= 1:
         return _train_alone(estimator, train_spec, eval_spec), []
     on_servers = config.num_ps_replicas > 0
-    with Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext():
+    with Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext() as own:
+        if own is not None:
+            _greet(own, [cluster.task_address("ps", k) for k in cluster.task_indices("ps")])
         estimator.train(
             train_spec.input_fn,
             hooks=train_spec.hooks,
@@ -75,6 +80,15 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         if on_servers and config.is_chief:
             _await_workers(config.resolver.worker_addresses[1:])
     return None
+
+
+def _greet(own: Server, addresses: Sequence[str]) -> None:
+    """Connect to the servers of variables: they wait for it, also if there is nothing to train."""
+    until = time.monotonic() + _GREET_SECONDS
+    for address in addresses:
+        with contextlib.suppress(UnavailableError):
+            left = until - time.monotonic()
+            retried(functools.partial(own.connect, address, until), left)
 
 
 def _await_workers(addresses: Sequence[str]) -> None:
@@ -140,7 +154,7 @@ class _Evaluations:
             if self.is_time() and self._estimator.latest_checkpoint() not in (None, self._seen):
                 try:
                     self.evaluate()
-                except (CheckpointCorruptError, FileNotFoundError) as error:
+                except (CheckpointCorruptError, FileNotFoundError, NotFoundError) as error:
                     _log.warning("a checkpoint is damaged or deleted, and not evaluated: %s", error)
             else:
                 left = max(self._next - time.monotonic(), 0.0)

@@ -232,6 +232,9 @@ class CheckpointSaverHook(_StepHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = self._timer.step_if_due(run_context, run_values)
+        if step is None and run_context.stop_requested:  # While a lost task can still come back.
+            last = int(run_context.session.run(self._step))
+            step = None if last == self._timer.last_step else last
         if step is not None and self._save(run_context.session, step):
             run_context.request_stop()
 

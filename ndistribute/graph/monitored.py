@@ -288,30 +288,38 @@ class MonitoredTrainingSession:
         Raises:
             RuntimeError: the session was closed.
         """
+        return self._recovering(lambda: self._run(fetches, feed_dict))
+
+    def _recovering(self, work: Callable[[], T]) -> T:
+        """Return a function's result; if a task fails, it is called again with a new session."""
         if self._session is None and self.should_stop():
             raise RuntimeError("this session was closed: create a new one.")
 
-        def run() -> Any:
+        def run() -> T:
             if self._session is None:
                 self._create(recovered=True)
             try:
-                return self._run(fetches, feed_dict)
+                return work()
             except _RECOVERABLE as error:
                 _log.warning("a task failed, and a new session follows: %s", str(error))
                 self._drop()
                 raise
 
         # In this process no task can come back: its variables would be lost with the session.
-        return retried(run, self._max_wait) if self._target else self._run(fetches, feed_dict)
+        return retried(run, self._max_wait) if self._target else work()
 
     def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
         """Return the result of a function of an object with a `session` and `request_stop`."""
-        context: Any = SessionRunContext(SessionRunArgs(None), self._session)
-        context.run_with_hooks = self.run
-        result = step_fn(context)
-        if context.stop_requested:
-            self.coordinator.request_stop()
-        return result
+
+        def run() -> Any:
+            context: Any = SessionRunContext(SessionRunArgs(None), self._session)
+            context.run_with_hooks = self._run  # Not `run`: the context has this session.
+            result = step_fn(context)
+            if context.stop_requested:
+                self.coordinator.request_stop()
+            return result
+
+        return self._recovering(run)
 
     def should_stop(self) -> bool:
         """Return True once a hook has asked to stop, or the session is closed."""
@@ -338,7 +346,7 @@ class MonitoredTrainingSession:
         self._abandon()
         return False
 
-    def _run(self, fetches: Any, feed_dict: Any) -> Any:
+    def _run(self, fetches: Any, feed_dict: Any = None) -> Any:
         session, feeds = self._session, dict(feed_dict or {})
         context = SessionRunContext(SessionRunArgs(fetches, feed_dict), session)
         wanted: dict[Any, Any] = {"caller": fetches}

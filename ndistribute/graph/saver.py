@@ -89,6 +89,11 @@ class Saver:
             step = global_step if _is_number(global_step) else step
             path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
             folder = Path(path)
+            # What a process that was killed has left.
+            unfinished = re.compile(rf"{re.escape(Path(save_path).name)}-\d+\.\d+\.writing")
+            for left in folder.parent.glob("*.writing"):
+                if unfinished.fullmatch(left.name):
+                    shutil.rmtree(left, ignore_errors=True)
             data = {"step": None if step is None else int(step)}
             tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
             self._saved_at[path] = time.time()

@@ -178,13 +178,20 @@ class GraphService:
         with self._lock:  # An abort that comes now meets either the step or its refusal.
             failure = self.rendezvous.begin(number)
             self._steps[number] = step
+            if self.is_closed:  # `close` does not know this step.
+                step.abort(self._stopped())
         try:
+            step.check()
             if failure is not None:
                 raise m.error_of(failure)
             results = plan.run(step, values)
             return tuple(map(sendable, plan.fetches, results))
-        except CancelledError as error:
-            raise step.error or error from None
+        except OperationError as error:
+            if self.is_closed:  # Its variables were dropped, and its connections have ended.
+                raise self._stopped() from error
+            if isinstance(error, CancelledError):
+                raise step.error or error from None
+            raise
         finally:
             self.rendezvous.end(number)
             with self._lock:
@@ -198,9 +205,12 @@ class GraphService:
             self.is_closed = True
             steps = list(self._steps.values())
         for step in steps:
-            step.abort(UnavailableError(f"{self.task} was stopped.", task=self.task))
+            step.abort(self._stopped())
         self.lanes.close()
         self.resources.clear()
+
+    def _stopped(self) -> UnavailableError:
+        return UnavailableError(f"{self.task} was stopped.", task=self.task)
 
     def _session(self, peer: Client, name: str) -> _Session:
         left: list[str] = []

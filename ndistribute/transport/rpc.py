@@ -253,7 +253,7 @@ class Peer:
     """The client of a connection, for a service."""
 
     def __init__(self, connection: Connection) -> None:
-        self.name = connection.peer.name
+        self.name, self.purpose = connection.peer.name, connection.peer.purpose
         self._connection = connection
 
     @property

@@ -139,7 +139,7 @@ def test_when_the_chief_leaves_its_servers_end_well(monkeypatch):
 def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_later():
     """A server that had been stopped saw both at once, and took the chief for dead."""
     with serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]}) as server:
-        old, new = (SimpleNamespace(name="chief:0#a") for _ in range(2))
+        old, new = (SimpleNamespace(purpose="ps", name="chief:0#a") for _ in range(2))
         members = server._membership
         members.connected(old)
         members.connected(new)
@@ -274,6 +274,21 @@ def test_without_a_chief_every_worker_comes_and_leaves_first(events, outlook):
     assert (found and found.at) == outlook
     if outlook != 100.0 and found:
         assert not found.lost
+
+
+def test_a_chief_that_runs_graphs_may_come_back_after_its_death():
+    policy = policy_of(LED)
+    for client in "chief:0#a", "chief:0#b":
+        policy.came(client, runs_graphs=True)
+        assert policy.outlook() is None
+        policy.left(client, died=True, now=5.0)
+        outlook = policy.outlook()
+        assert outlook is not None
+        assert outlook.at == 65.0
+        assert "chief:0 died and did not come back" in outlook.lost
+    policy.came("chief:0#c", runs_graphs=True)
+    policy.left("chief:0#c", died=False, now=7.0)
+    assert policy.outlook() == Outlook(9.0)
 
 
 def test_a_worker_that_dies_is_waited_for_once_all_others_are_gone():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ndistribute.estimator import (
     RunConfig,
     TrainSpec,
     train_and_evaluate,
+    training,
 )
 from ndistribute.graph import metrics
 from ndistribute.graph.graph import as_tensor
@@ -429,3 +432,20 @@ def test_an_input_function_may_return_constants(tmp_path: Path) -> None:
     assert model.get_variable_value("global_step") == 3
     with pytest.raises(ValueError, match=r"dataset\.map"):
         model.train(lambda: ({"x": random_normal((4, 3), dtype=np.float64)}, Y[:4]), steps=1)
+
+
+def test_an_evaluator_goes_on_when_its_checkpoint_is_deleted(tmp_path: Path) -> None:
+    model, calls = estimator(tmp_path), itertools.count()
+    model.train(inputs(12), max_steps=2)
+
+    def input_fn() -> Any:
+        if not next(calls):
+            for folder in tmp_path.glob("model.ckpt-2.*"):
+                shutil.rmtree(folder)
+            model.train(inputs(12), max_steps=4)
+        return inputs(12)()
+
+    spec = EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=0)
+    found = training._Evaluations(model, spec).follow(4)
+    assert found["global_step"] == 4
+    assert next(calls) == 2

@@ -86,10 +86,14 @@ def test_all_tasks_of_a_cluster_run_one_program(tmp_path: Path) -> None:
     )
     with Tasks(workers=1, servers=1, TASK_SCRIPT=str(script)) as tasks:
         jobs = ("chief", "evaluator", "worker", "ps")
-        for job in reversed(jobs):
-            tasks.start(job, 0)
-        assert [tasks.code(job, 0) for job in jobs] == [0, 0, 0, 0]
-        (score,) = re.finditer(r"step (\d+), test accuracy ([0-9.]+)", tasks.said("evaluator:0"))
+        for _ in range(2):  # There is nothing left to do the second time.
+            for job in reversed(jobs):
+                tasks.start(job, 0)
+            assert [tasks.code(job, 0) for job in jobs] == [0, 0, 0, 0]
+        score, again = re.finditer(
+            r"step (\d+), test accuracy ([0-9.]+)", tasks.said("evaluator:0")
+        )
+    assert score[0] == again[0]
     assert int(score[1]) >= 300
     assert float(score[2]) > 0.94
 

@@ -366,3 +366,44 @@ def test_hooks_take_lists_of_summaries_and_may_be_used_again(
                 session.run(step)
     assert written == [1, 1] * 3
     assert sum("global_step = " in record.getMessage() for record in caplog.records) == 3
+
+
+def test_the_last_step_is_saved_while_a_lost_task_can_still_come_back(tmp_path: Path) -> None:
+    seen: list[str | None] = []
+
+    class Late(hooks.SessionRunHook):
+        def end(self, session: Any) -> None:
+            seen.append(latest_checkpoint(tmp_path))
+
+    train(5, tmp_path, Late())  # Which ends before the hook that saves.
+    assert str(seen[0]).endswith("model.ckpt-5")
+
+
+def test_a_function_of_a_session_is_called_again_after_a_task_was_restarted(
+    tmp_path: Path,
+) -> None:
+    spec = free_addresses({"ps": 1, "worker": 1})
+    with nd.Server(spec, "worker", 0) as worker, Graph().as_default() as graph:
+        with graph.device("/job:ps/task:0"):
+            step, loss = model()
+        server = nd.Server(spec, "ps", 0)
+        calls: list[Any] = []
+
+        def step_fn(context: Any) -> Any:
+            nonlocal server
+            calls.append(context.session)
+            found = context.run_with_hooks([step, loss])
+            if len(calls) == 2:  # After the checkpoint of the step before.
+                server.stop()
+                server = nd.Server(spec, "ps", 0)
+                context.session.run(loss)
+            return found[1]
+
+        with MonitoredTrainingSession(
+            worker.target, checkpoint_dir=tmp_path, save_checkpoint_steps=1
+        ) as session:
+            values = [session.run_step_fn(step_fn) for _ in range(3)]
+        server.stop()
+    assert len(calls) == 4
+    assert calls[1] is not calls[2]
+    assert values[0] == 1.0

@@ -218,3 +218,13 @@ def test_values_that_a_variable_would_cut_are_not_restored(program: Any, tmp_pat
         assert other.run(wide) == 7.0
         with pytest.raises(ValueError, match=r"'layer/w' is float64 in .*int64, would cut"):
             Saver([w]).restore(other, path)
+
+
+def test_what_a_killed_process_left_is_removed(program: Any, tmp_path: Path) -> None:
+    session, saver, *_ = program
+    path = Path(saver.save(session, tmp_path / "model", 1))
+    left = [path.with_name(name) for name in ("model-7.000001.writing", "model-x-7.000001.writing")]
+    for folder in left:
+        folder.mkdir()
+    saver.save(session, tmp_path / "model", 2)
+    assert [folder.exists() for folder in left] == [False, True]

@@ -410,3 +410,15 @@ def test_a_worker_serves_sessions_until_it_is_stopped(monkeypatch: Any) -> None:
         assert session.run(constant(3.0)) == 3.0
     server.stop()
     assert server.join()
+
+
+def test_a_step_that_begins_while_its_server_stops_says_so(cluster: Any) -> None:
+    with get_default_graph().device(PS):
+        v = Variable(1.0, name="v")
+    with Session(cluster["worker"].target) as session:
+        session.run(v.initializer)
+        assert session.run(v) == 1.0
+        graphs = cluster["ps"]._graphs
+        graphs.close()  # As `stop` does before it ends the connections.
+        with pytest.raises(errors.UnavailableError, match="/job:ps/task:0 was stopped"):
+            session.run(v)
