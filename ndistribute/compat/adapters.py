@@ -23,6 +23,7 @@ from ndistribute.compat import graphs
 from ndistribute.context import current_seed
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
+from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.models import activations, layers, nn
 from ndistribute.tree import map_leaves
 
@@ -67,6 +68,10 @@ class Tensor(np.ndarray[Any, Any]):
 
     numpy = np.ndarray.__array__
 
+    def get_shape(self) -> Shape:
+        """Return the shape."""
+        return Shape(self.shape)
+
 
 class Scalar(float):
     """A number with the method `numpy`."""
@@ -84,7 +89,7 @@ def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
         return value if dtype is None else value.astype(dtype)
     array = as_array(value)
     if dtype is None and not hasattr(value, "dtype"):
-        dtype = {"f": np.float32, "i": np.int32}.get(array.dtype.kind)
+        dtype = narrowed(array).dtype if array.dtype.kind in "fi" else None
     array = array if dtype is None else array.astype(dtype)
     return array.view(Tensor) if type(array) is np.ndarray else array
 
@@ -125,16 +130,46 @@ def eager_variable(
     return nd.Variable(made, *args, **options)
 
 
+def axis_of(axis: Any) -> Any:
+    """Return an axis, or a tuple of several."""
+    several = isinstance(axis, list | range) or (isinstance(axis, np.ndarray) and axis.ndim)
+    return tuple(int(one) for one in axis) if several else axis
+
+
 def reduction(operation: Any) -> Any:
     """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
-        axes = tuple(axis) if isinstance(axis, list) else axis
+        axes = axis_of(axis)
         found = operation(tensor, axis=axes, keepdims=keepdims)
-        whole = not isinstance(found, Symbolic) and found.dtype.kind in "iu"
-        return found.astype(tensor.dtype) if whole else found
+        whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
+        return found.astype(tensor.dtype) if whole and found.dtype != tensor.dtype else found
 
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
+
+
+def binary(operation: Any) -> Any:
+    """Return an operation on `x` and `y`, of which a Python number gets the dtype of the other."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        names = [name for name in ("x", "y", "a", "b", "matrix", "rhs") if name in options]
+        given = [*args, *(options.pop(name) for name in names)]
+        return operation(*operands(*given[:2]), *given[2:], **options)
+
+    return call
+
+
+def operands(x: Any, y: Any) -> list[Any]:
+    """Return two tensors; Python numbers and arrays beside a floating tensor get its dtype."""
+    return [_like(x, y), _like(y, x)]
+
+
+def _like(value: Any, other: Any) -> Any:
+    if isinstance(value, Symbolic | Tracked | nd.Variable) or not isinstance(other, Symbolic):
+        return convert_to_tensor(value)
+    kinds = np.asarray(value).dtype.kind, None if other.dtype is None else other.dtype.kind
+    fits = kinds[0] in "fiu" and (kinds[1] == "f" or (kinds[0] != "f" and kinds[1] in ("i", "u")))
+    return convert_to_tensor(value, other.dtype if fits else None)
 
 
 def joining(operation: Any) -> Any:
@@ -152,13 +187,19 @@ def _split(value: Any, n: Any, axis: Any = 0) -> Any:
     return np.split(convert_to_tensor(value), np.cumsum(n)[:-1] if np.ndim(n) else n, axis)
 
 
-def cross_entropy(loss: Any) -> Any:
+def cross_entropy(loss: Any, constant_labels: bool = False) -> Any:
     """Return a loss that takes labels first, or logits in graphs: before TensorFlow 1.0."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         order = ("logits", "labels") if graphs.uses_graphs() else ("labels", "logits")
         given = dict(zip(order, args, strict=False)) | kwargs
-        return loss(given["logits"], given["labels"])
+        logits, labels = given["logits"], given["labels"]
+        axis = given.get("axis", given.get("dim", -1))
+        if axis not in (None, -1):
+            logits, labels = (np.moveaxis(one, axis, -1) for one in (logits, labels))
+        if constant_labels and isinstance(labels, Symbolic):
+            labels = labels.stop_gradient()
+        return loss(logits, labels)
 
     return unary(call, 0, targets="labels")
 
@@ -264,7 +305,7 @@ rate = property(
 ADAPTERS: dict[str, Any] = {
     "graph": graphs.only_in_graphs,
     "activation": lambda name: functools.partial(layers.Activation, name),
-    "binary": lambda operation: unary(operation, 2),
+    "binary": lambda operation: unary(binary(operation)),
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
     "counted": lambda count: unary(
         lambda x, out_type=np.int32: (
@@ -279,7 +320,9 @@ ADAPTERS: dict[str, Any] = {
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,
-    "last_axis": lambda operation: unary(lambda logits, axis=-1: operation(logits, axis)),
+    "last_axis": lambda operation: unary(
+        lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
+    ),
     "loss": lambda kind: (
         subclass(kind, __call__=adapted(kind.__call__)) if isinstance(kind, type) else adapted(kind)
     ),
@@ -318,14 +361,45 @@ add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
 cast = unary(lambda tensor, dtype: tensor.astype(graphs.dtype_of(dtype)))
 clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
 constant = graphs.either(graph.constant, eager_constant)
-cumsum = unary(lambda x, axis=0: np.cumsum(x, axis))
-div = unary(lambda x, y: np.floor_divide(x, y) if _is_whole(x, y) else np.divide(x, y), 2)
+
+
+def _cumsum(x: Any, axis: Any = 0, exclusive: Any = False, reverse: Any = False) -> Any:
+    x = np.flip(x, axis) if reverse else x
+    found = np.cumsum(x, axis) - x if exclusive else np.cumsum(x, axis)
+    return np.flip(found, axis) if reverse else found
+
+
+cumsum = unary(_cumsum)
+div = unary(binary(lambda x, y: (np.floor_divide if _is_whole(x, y) else np.divide)(x, y)))
 executing_eagerly = adapted(lambda: not graphs.uses_graphs())
+bias_add = unary(lambda value, bias, data_format=None: np.add(value, bias), 2)
 eye = unary(
     lambda num_rows, num_columns=None, dtype=np.float32: np.eye(num_rows, num_columns, dtype=dtype),
     0,
 )
-fill = unary(lambda dims, value: eager_constant(value, shape=dims), 0)
+
+
+def is_symbolic(*values: Any) -> bool:
+    """Return True if a tensor of a graph is among values, or in a list among them."""
+    lists = [one if isinstance(one, list | tuple) else [one] for one in values]
+    return any(isinstance(one, Symbolic) for several in lists for one in several)
+
+
+def _fill(dims: Any, value: Any) -> Any:
+    if is_symbolic(dims, value):
+        value = graph.as_tensor(convert_to_tensor(value))
+        return np.broadcast_to(value, dims)
+    return eager_constant(value, shape=dims)
+
+
+def filled(number: int) -> Any:
+    """Return a function of a shape, whose lengths may be tensors, that returns one number."""
+    return unary(
+        lambda shape, dtype=np.float32: _fill(shape, graphs.dtype_of(dtype).type(number)), 0
+    )
+
+
+fill, zeros, ones = unary(_fill, 0), filled(0), filled(1)
 function = adapted(lambda func=None, **_: func or (lambda wrapped: wrapped))
 gather = unary(
     lambda params, indices, axis=0: (
@@ -335,6 +409,14 @@ gather = unary(
     ),
     ids="indices",
 )
+embedding_lookup = adapted(
+    lambda params, ids, partition_strategy="mod", name=None, **_: gather(
+        params[0] if isinstance(params, list | tuple) and len(params) == 1 else params,
+        ids,
+        name=name,
+    )
+)
+expand_dims = unary(np.expand_dims, input="a", dim="axis")
 identity = unary(lambda x: graph.identity(x) if isinstance(x, Symbolic) else x)
 l2_loss = unary(lambda tensor: np.sum(np.square(tensor)) / 2)
 leaky_relu = unary(activations.leaky_relu, alpha="negative_slope")
@@ -351,35 +433,87 @@ load_model = adapted(
     "compile",
 )
 matmul = unary(
-    lambda a, b, transpose_a=False, transpose_b=False: np.matmul(
-        np.swapaxes(a, -1, -2) if transpose_a else a, np.swapaxes(b, -1, -2) if transpose_b else b
+    lambda a, b, transpose_a=False, transpose_b=False, a_is_sparse=False, b_is_sparse=False: (
+        np.matmul(
+            np.swapaxes(a, -1, -2) if transpose_a else a,
+            np.swapaxes(b, -1, -2) if transpose_b else b,
+        )
     ),
     2,
 )
 nothing: Any = adapted(lambda *args, **options: None)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
-numbers = unary(
-    lambda start, limit=None, delta=1, dtype=None: convert_to_tensor(
-        np.arange(start, limit, delta).tolist(), dtype
-    ),
-    0,
-)
-one_hot = unary(
-    lambda indices, depth, dtype=np.float32: np.equal(
-        indices[..., None], array_namespace(indices).arange(depth)
-    ).astype(dtype)
-)
+
+
+def _numbers(start: Any = 0, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
+    start, limit = (0, start) if limit is None else (start, limit)
+    if not is_symbolic(start, limit, delta):
+        return convert_to_tensor(np.arange(start, limit, delta).tolist(), dtype)
+    count = np.maximum(np.ceil((limit - start) / delta), 0).astype(np.int64)
+    one: Any = graph.as_tensor(np.int32(1))
+    found = start + (np.cumsum(np.broadcast_to(one, [count])).astype(np.int32) - 1) * delta
+    return found if dtype is None else found.astype(dtype)
+
+
+numbers = unary(_numbers, 0)
+
+
+def _one_hot(
+    indices: Any,
+    depth: Any,
+    on_value: Any = None,
+    off_value: Any = None,
+    axis: Any = -1,
+    dtype: Any = None,
+) -> Any:
+    if isinstance(on_value, type | np.dtype):  # As before: the dtype comes third.
+        on_value, dtype = None, on_value
+    given = [one for one in (on_value, off_value) if one is not None]
+    if dtype is None:
+        dtype = getattr(convert_to_tensor(given[0]), "dtype", None) if given else np.float32
+    found = np.equal(indices[..., None], array_namespace(indices).arange(depth)).astype(dtype)
+    if given:
+        low = 0 if off_value is None else off_value
+        found = (found * ((1 if on_value is None else on_value) - low) + low).astype(dtype)
+    return found if axis in (None, -1) else np.moveaxis(found, -1, axis)
+
+
+one_hot = unary(_one_hot)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 save_model = Model.save
 sigmoid_loss = cross_entropy(nn.sigmoid_cross_entropy)
 softmax_loss = cross_entropy(nn.softmax_cross_entropy)
-slice_ = unary(
-    lambda x, begin, size: x[
-        tuple(slice(b, None if n == -1 else b + n) for b, n in zip(begin, size, strict=True))
-    ],
-    input_="x",
-)
+softmax_loss_v1 = cross_entropy(nn.softmax_cross_entropy, constant_labels=True)
+
+
+def _norm(tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: Any = False) -> Any:
+    axes, kind = axis_of(axis), None if ord == "euclidean" else ord
+    if axes is None and kind is not None:  # Of all elements in one row.
+        shape = (1,) * len(tensor.shape) if keepdims else ()
+        return np.reshape(np.linalg.norm(np.reshape(tensor, (-1,)), kind), shape)
+    return np.linalg.norm(tensor, kind, axes, keepdims)
+
+
+norm = unary(_norm, keep_dims="keepdims")
+
+
+def _slice(x: Any, begin: Any, size: Any) -> Any:
+    def end(length: Any, first: Any, count: Any) -> Any:
+        if isinstance(count, Symbolic):
+            return np.where(np.equal(count, -1), length, first + count)
+        return None if count == -1 else first + count
+
+    lengths = np.shape(x)
+    return x[
+        tuple(
+            slice(b, end(lengths[k], b, n))
+            for k, (b, n) in enumerate(zip(begin, size, strict=True))
+        )
+    ]
+
+
+slice_ = unary(_slice, input_="x")
 squeeze = unary(
     lambda input_, axis=None: np.squeeze(input_, tuple(axis) if isinstance(axis, list) else axis),
     squeeze_dims="axis",
@@ -393,3 +527,16 @@ unstack = unary(
     ]
 )
 transpose = unary(np.transpose, perm="axes")
+
+
+def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
+    if x is None and y is None:
+        return np.argwhere(condition)
+    x, y = convert_to_tensor(x), convert_to_tensor(y)
+    axes = [len(getattr(one, "shape", None) or ()) for one in (condition, x)]
+    if graphs.uses_graphs() and axes[0] == 1 < axes[1]:  # It chooses rows.
+        condition = np.reshape(condition, (-1, *(1,) * (axes[1] - 1)))
+    return np.where(condition, x, y)
+
+
+where = unary(_where)

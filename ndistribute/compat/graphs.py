@@ -145,6 +145,19 @@ def no_op(name: str = "no_op") -> Any:
     return graph.group(name=name)
 
 
+def gradients(
+    ys: Any,
+    xs: Any,
+    grad_ys: Any = None,
+    name: str = "gradients",
+    colocate_gradients_with_ops: bool = False,
+    gate_gradients: Any = False,
+    aggregation_method: Any = None,
+) -> list[Any]:
+    """Return the gradients of the sum of tensors with respect to others."""
+    return graph.gradients(ys, xs, grad_ys, name)
+
+
 def set_random_seed(seed: int) -> None:
     """Set the seed of the random operations of the default graph."""
     graph.get_default_graph().seed = seed
@@ -167,25 +180,39 @@ def local_variables_initializer() -> Any:
     return graph.variables_initializer(graph.local_variables(), "local_init")
 
 
+def _check_layout(data_format: Any, dilations: Any = 1) -> None:
+    """Raise ValueError for what only other libraries compute."""
+    if data_format not in (None, "NHWC") or windows(dilations) != (1, 1):
+        raise ValueError(
+            f"data_format must be 'NHWC' and dilations 1, got {data_format!r} and {dilations!r}."
+        )
+
+
 def conv2d(
     input: Any,  # noqa: A002
     filter: Any = None,  # noqa: A002
     strides: Any = 1,
     padding: str = "SAME",
+    use_cudnn_on_gpu: bool = True,
+    data_format: str | None = "NHWC",
+    dilations: Any = 1,
     filters: Any = None,
 ) -> Any:
     """Return the convolution of images, ``(batch, height, width, channels)``."""
+    _check_layout(data_format, dilations)
     kernel = filters if filter is None else filter
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
-def max_pool(value: Any, ksize: Any, strides: Any, padding: str) -> Any:
+def max_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
     """Return the greatest element of each window."""
+    _check_layout(data_format)
     return nn.max_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
-def avg_pool(value: Any, ksize: Any, strides: Any, padding: str) -> Any:
+def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
     """Return the mean of each window."""
+    _check_layout(data_format)
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
@@ -197,10 +224,35 @@ def _while(condition: Any, body: Any, loop_vars: Any, *_: Any, **__: Any) -> Any
     return values
 
 
+def _graph_cond(
+    pred: Any,
+    true_fn: Any = None,
+    false_fn: Any = None,
+    name: str | None = None,
+    fn1: Any = None,
+    fn2: Any = None,
+) -> Any:
+    return graph.cond(pred, true_fn or fn1, false_fn or fn2, name or "cond")
+
+
+def _graph_while(
+    cond: Any,
+    body: Any,
+    loop_vars: Any,
+    shape_invariants: Any = None,
+    parallel_iterations: int = 10,
+    back_prop: bool = True,
+    swap_memory: bool = False,
+    name: Any = None,
+    maximum_iterations: Any = None,
+) -> Any:
+    return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
+
+
 cond = either(
-    graph.cond, lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)()
+    _graph_cond, lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)()
 )
-while_loop = either(graph.while_loop, _while)
+while_loop = either(_graph_while, _while)
 group = either(graph.group, lambda *_, name=None: None)
 latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 
@@ -208,7 +260,13 @@ latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = None) -> Any:  # noqa: N803
     """Return the results of a Python function, as many as there are dtypes."""
     results = len(Tout) if isinstance(Tout, list | tuple) else 1
-    found = graph.py_function(func, inp, results, name or "py_func")
+    listed = results == 1 and isinstance(Tout, list | tuple)
+
+    def call(*args: Any) -> Any:
+        value = func(*args)
+        return value[0] if listed and isinstance(value, list | tuple) else value
+
+    found = graph.py_function(call, inp, results, name or "py_func")
     return [found] if results == 1 and isinstance(Tout, list | tuple) else found
 
 
@@ -221,7 +279,9 @@ assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_s
 
 
 def _cast_to(dtype: type) -> Callable[..., Any]:
-    return lambda x: x.astype(dtype)
+    return lambda x: (
+        graph.as_tensor(x).astype(dtype) if uses_graphs() else np.asarray(x).astype(dtype)
+    )
 
 
 to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))
@@ -231,7 +291,10 @@ def _initializer(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes initializers, which draw random numbers in the graph."""
 
     def make(*args: Any, seed: int | None = None, dtype: Any = None, **options: Any) -> Any:
-        return lambda shape, own: draw(shape, *args, dtype=own, seed=seed, **options)
+        def draw_in(shape: Any, dtype: Any = dtype or np.float32, **_: Any) -> Any:
+            return draw(tuple(shape), *args, dtype=dtype, seed=seed, **options)
+
+        return draw_in
 
     return make
 
@@ -257,8 +320,12 @@ def dropout(
 
 def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
     """Return for each row whether fewer than `k` predictions exceed that of its target."""
-    own = np.take_along_axis(predictions, targets[:, None], 1)
-    return np.less(np.sum(np.greater(predictions, own).astype(np.int32), 1), k)
+    targets, classes = graph.as_tensor(targets), np.shape(predictions)[1]
+    known = np.logical_and(np.greater_equal(targets, 0), np.less(targets, classes))
+    known = np.logical_and(known, np.all(np.isfinite(predictions), axis=1))
+    own = np.take_along_axis(predictions, np.where(known, targets, 0)[:, None], 1)
+    first = np.less(np.sum(np.greater(predictions, own).astype(np.int32), 1), k)
+    return np.logical_and(known, first)
 
 
 def zero_fraction(value: Any) -> Any:
@@ -276,39 +343,83 @@ def _check_ranks(labels: Any, predictions: Any) -> None:
         )
 
 
-def _mean_loss(losses: Any) -> Any:
-    """Return the mean of losses, which the collection ``"losses"`` gets."""
-    loss = np.mean(losses)
-    graph.get_default_graph().add_to_collection("losses", loss)
+def _mean_loss(losses: Any, weights: Any, collection: str | None) -> Any:
+    """Return the mean of losses with a weight that is not 0, which a collection gets."""
+    if isinstance(weights, int | float) and weights == 1:
+        loss = np.mean(losses)
+    else:
+        weights = graph.as_tensor(weights).astype(losses.dtype or np.float32)
+        spread = np.broadcast_to(weights, np.shape(losses))
+        count = np.sum(np.not_equal(spread, 0)).astype(losses.dtype or np.float32)
+        loss = np.sum(losses * spread) / np.maximum(count, 1)
+    if collection:
+        graph.get_default_graph().add_to_collection(collection, loss)
     return loss
 
 
-def mean_squared_error(labels: Any, predictions: Any) -> Any:
+def mean_squared_error(
+    labels: Any,
+    predictions: Any,
+    weights: Any = 1.0,
+    scope: str | None = None,
+    loss_collection: str | None = "losses",
+) -> Any:
     """Return the mean of the squared differences."""
     _check_ranks(labels, predictions)
-    return _mean_loss(np.square(predictions - labels))
+    predictions = graph.as_tensor(predictions)
+    labels = graph.as_tensor(labels).astype(predictions.dtype or np.float32)
+    return _mean_loss(np.square(predictions - labels), weights, loss_collection)
 
 
-def softmax_cross_entropy(onehot_labels: Any, logits: Any) -> Any:
+def softmax_cross_entropy(
+    onehot_labels: Any,
+    logits: Any,
+    weights: Any = 1.0,
+    label_smoothing: float = 0,
+    scope: str | None = None,
+    loss_collection: str | None = "losses",
+) -> Any:
     """Return the mean cross entropy of rows of probabilities."""
-    return _mean_loss(nn.softmax_cross_entropy(logits, onehot_labels))
+    if label_smoothing:
+        labels = graph.as_tensor(onehot_labels).astype(graph.as_tensor(logits).dtype or np.float32)
+        spread = label_smoothing / np.shape(labels)[-1].astype(labels.dtype)
+        onehot_labels = labels * (1 - label_smoothing) + spread
+    losses = nn.softmax_cross_entropy(logits, onehot_labels)
+    return _mean_loss(losses, weights, loss_collection)
 
 
-def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
+def sparse_softmax_cross_entropy(
+    labels: Any,
+    logits: Any,
+    weights: Any = 1.0,
+    scope: str | None = None,
+    loss_collection: str | None = "losses",
+) -> Any:
     """Return the mean cross entropy of class numbers."""
     numbers = np.reshape(graph.as_tensor(labels), np.shape(logits)[:-1])
-    return _mean_loss(nn.softmax_cross_entropy(logits, numbers))
+    return _mean_loss(nn.softmax_cross_entropy(logits, numbers), weights, loss_collection)
 
 
-def sigmoid_cross_entropy(multi_class_labels: Any, logits: Any) -> Any:
+def sigmoid_cross_entropy(
+    multi_class_labels: Any,
+    logits: Any,
+    weights: Any = 1.0,
+    label_smoothing: float = 0,
+    scope: str | None = None,
+    loss_collection: str | None = "losses",
+) -> Any:
     """Return the mean cross entropy of probabilities that do not exclude each other."""
     _check_ranks(multi_class_labels, logits)
-    return _mean_loss(nn.sigmoid_cross_entropy(logits, multi_class_labels))
+    labels = graph.as_tensor(multi_class_labels).astype(graph.as_tensor(logits).dtype or np.float32)
+    if label_smoothing:
+        labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
+    return _mean_loss(nn.sigmoid_cross_entropy(logits, labels), weights, loss_collection)
 
 
 def get_regularization_loss(scope: str | None = None) -> Any:
     """Return the sum of the losses that regularizers of variables gave."""
-    return sum(get_collection(REGULARIZATION_LOSSES, scope), start=0.0)
+    found = get_collection(REGULARIZATION_LOSSES, scope)
+    return sum(found) if found else graph.constant(0.0)
 
 
 def get_total_loss(add_regularization_losses: bool = True) -> Any:
@@ -451,6 +562,6 @@ def _as_bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind == "U":
         encoded = np.char.encode(value, "utf-8")
         return encoded.item() if not encoded.ndim else encoded.astype(object)
-    if isinstance(value, np.ndarray) and value.dtype == object and not value.ndim:
-        return value.item()
+    if isinstance(value, np.ndarray) and not value.ndim:  # A number, as NumPy's functions return.
+        return value[()]
     return value

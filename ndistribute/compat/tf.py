@@ -98,8 +98,8 @@ _TABLE = """
     .compat.adapters: to_categorical
 [layers] .compat.layers/graph: average_pooling2d batch_normalization conv2d dense dropout flatten
         max_pooling2d
-[linalg] numpy: einsum  numpy/binary: tensordot  numpy.linalg/unary: det inv norm
-    numpy.linalg/binary: solve  .compat.adapters: eye matmul
+[linalg] numpy: einsum  numpy/binary: tensordot  numpy.linalg/unary: det inv
+    numpy.linalg/binary: solve  .compat.adapters: eye matmul norm
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
     .compat.graphs: debug error info set_verbosity warn=warning warning
 [losses]
@@ -112,19 +112,20 @@ _TABLE = """
         pow=power subtract
     numpy/reduction: reduce_all=all reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min
         reduce_prod=prod reduce_std=std reduce_sum=sum reduce_variance=var
-    numpy/index: argmax argmin  ndistribute/unary: reduce_logsumexp=logsumexp
+    numpy/index: argmax argmin  .models.nn/reduction: reduce_logsumexp=logsumexp
     .models.activations/unary: softplus  .models.nn/unary: sigmoid  .compat.adapters: add_n cumsum
 [metrics] .graph.metrics/graph: accuracy mean mean_absolute_error mean_squared_error precision
         recall root_mean_squared_error
 [nest] .tree: flatten map_structure=map_leaves
-[nn] .models.activations/unary: elu gelu silu softplus swish=silu
-    .models.nn/unary: relu sigmoid  numpy/unary: tanh  numpy/binary: bias_add=add
+[nn] .models.activations/unary: elu softplus
+    .models.nn/unary: gelu relu sigmoid silu swish=silu  numpy/unary: tanh
+    .compat.adapters: bias_add
     .compat.graphs/operation: avg_pool conv2d dropout in_top_k max_pool xw_plus_b zero_fraction
     .models.losses: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
-    .compat.adapters: embedding_lookup=gather l2_loss leaky_relu
+    .compat.adapters: embedding_lookup l2_loss leaky_relu
         sigmoid_cross_entropy_with_logits=sigmoid_loss
-        softmax_cross_entropy_with_logits=softmax_loss
+        softmax_cross_entropy_with_logits=softmax_loss_v1
         softmax_cross_entropy_with_logits_v2=softmax_loss
         sparse_softmax_cross_entropy_with_logits=softmax_loss
 [random] ndistribute: set_seed  text/random: normal uniform
@@ -149,19 +150,19 @@ _TABLE = """
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization
         custom_gradient stop_gradient
     .compat.adapters: Tensor TensorSpec Variable clip_by_value constant convert_to_tensor
-        executing_eagerly fill function gather identity one_hot range=numbers
-        slice=slice_ split squeeze tile transpose
-    numpy/unary: expand_dims ones_like reshape zeros_like  numpy/ternary: where
-    numpy/joining: concat=concatenate stack  numpy/filled: ones zeros
+        executing_eagerly expand_dims fill function gather identity one_hot range=numbers
+        slice=slice_ split squeeze tile transpose where
+    numpy/unary: ones_like reshape zeros_like
+    numpy/joining: concat=concatenate stack  .compat.adapters: ones zeros
     numpy/counted: rank=ndim shape size  numpy: newaxis  builtins: TensorShape=tuple print
     contextlib: init_scope=nullcontext
     .compat.graphs: cond device disable_eager_execution=use_graphs
         disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
         while_loop
     .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
-        control_dependencies get_collection glorot_uniform_initializer no_op placeholder py_func
-        py_function=py_func random_normal_initializer random_uniform_initializer set_random_seed
-        truncated_normal_initializer
+        control_dependencies get_collection glorot_uniform_initializer gradients no_op
+        placeholder py_func py_function=py_func random_normal_initializer
+        random_uniform_initializer set_random_seed truncated_normal_initializer
     .compat.graphs/operation: to_float to_int32 to_int64
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
         zeros_initializer=Zeros
@@ -169,7 +170,7 @@ _TABLE = """
     .graph: AUTO_REUSE Graph Operation
     .graph/graph: ConfigProto all_variables=global_variables clip_by_global_norm global_norm
         get_default_graph get_variable get_variable_scope global_variables
-        global_variables_initializer gradients
+        global_variables_initializer
         initialize_all_variables=global_variables_initializer local_variables
         random_normal random_uniform
         report_uninitialized_variables reset_default_graph

@@ -30,7 +30,7 @@ _UFUNC_METHODS = ("accumulate", "outer", "reduce")
 
 # Their values are arrays, as those of all operations are.
 _COUNTS: dict[str, Function] = {
-    f"numpy.{count.__name__}": lambda *args, count=count: np.array(count(*args))
+    f"numpy.{count.__name__}": lambda *args, count=count: np.array(count(*args), np.int64)
     for count in (np.ndim, np.shape, np.size)
 }
 

@@ -15,13 +15,13 @@ from ndistribute.graph.variables import Variable, global_variables, trainable_va
 class ExponentialMovingAverage:
     """Keep averages of values: each update moves them by ``(1 - decay) * (value - average)``.
 
-    The average of a variable begins with its initial value. That of a tensor is the weighted mean
-    of the values of all updates.
+    The average of a variable begins with its initial value. That of a tensor begins with 0.
 
     Args:
         decay: between 0 and 1; near 1, the average changes slowly.
         num_updates: the number of updates so far, with which the decay grows: it is at most
             ``(1 + num_updates) / (10 + num_updates)``; None: the decay is always the same.
+        zero_debias: whether the average of a tensor is the weighted mean of all its values.
         name: the last part of the names of the averages.
 
     >>> from ndistribute.graph.graph import Graph
@@ -39,8 +39,13 @@ class ExponentialMovingAverage:
     """
 
     def __init__(
-        self, decay: Any, num_updates: Any = None, name: str = "ExponentialMovingAverage"
+        self,
+        decay: Any,
+        num_updates: Any = None,
+        zero_debias: bool = False,
+        name: str = "ExponentialMovingAverage",
     ) -> None:
+        self._zero_debias = zero_debias
         self._decay, self._num_updates, self.name = decay, num_updates, name
         self._averages: dict[Any, Variable] = {}
 
@@ -61,7 +66,7 @@ class ExponentialMovingAverage:
                     with graph.control_dependencies(None):
                         self._averages[value] = self._made(value)
                 average, rate = self._averages[value], 1.0 - decay
-                if not isinstance(value, Variable):  # The weights of all values add up to 1.
+                if self._zero_debias and not isinstance(value, Variable):
                     rate = self._rate(average, decay, rate)
                 changes.append(average.assign_sub((average - value) * rate))
         return group(*changes, name=self.name)

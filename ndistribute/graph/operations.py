@@ -20,7 +20,7 @@ from ndistribute.graph.graph import (
     as_tensor,
     get_default_graph,
 )
-from ndistribute.graph.shapes import Known, Shape, known_of
+from ndistribute.graph.shapes import Known, Shape, known_of, narrowed
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Tensor:
@@ -46,7 +46,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
     """
     array = np.asarray(value, dtype)
     if dtype is None and not hasattr(value, "dtype"):
-        array = array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
+        array = narrowed(array)
     if shape is not None:
         array = np.broadcast_to(array, shape) if array.ndim == 0 else array.reshape(shape)
     return as_tensor(array, name=name)
@@ -142,6 +142,12 @@ def random_uniform(
 def _random(
     distribution: str, shape: Any, low: Any, high: Any, dtype: Any, seed: int | None, name: str
 ) -> Tensor:
+    if isinstance(low, Symbolic) or isinstance(high, Symbolic):
+        whole = np.dtype(dtype).kind in "iu"
+        kind = np.float64 if whole else dtype
+        drawn: Any = _random(distribution, shape, 0.0, 1.0, kind, seed, name)
+        scaled = low + (high - low if distribution == "uniform" else high) * drawn
+        return (np.floor(scaled) if whole else scaled).astype(dtype)  # type: ignore[no-any-return]
     graph = get_default_graph()
     sources = None
     if seed is not None or graph.seed is not None:
@@ -154,7 +160,9 @@ def _random(
         "dtype": np.dtype(dtype).name,
         "seed": int(np.random.SeedSequence(sources).generate_state(1)[0]),
     }
-    lengths = as_tensor(shape if isinstance(shape, Tensor) else np.array(shape, np.int64))
+    if isinstance(shape, list | tuple) and any(isinstance(n, Symbolic) for n in shape):
+        shape = np.stack(shape)
+    lengths = as_tensor(shape if isinstance(shape, Symbolic) else np.array(shape, np.int64))
     return graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]
 
 
@@ -264,6 +272,14 @@ def while_loop(
     return list(op.outputs)
 
 
+def _as_result(value: Any) -> Tensor:
+    """Return a result of a function as a tensor: for an operation, true once it is done."""
+    if not isinstance(value, Operation):
+        return as_tensor(value)
+    with get_default_graph().control_dependencies([value]):
+        return identity(np.True_)
+
+
 class _Traced(Graph):
     """The graph of a function of tensors, which takes tensors of the graph around it as inputs.
 
@@ -289,7 +305,7 @@ class _Traced(Graph):
             self._arguments = [self._argument(one) for one in arguments]
             results = function(*self._arguments)
             self.single = not isinstance(results, list | tuple)
-            tensors = [as_tensor(one) for one in ([results] if self.single else results)]
+            tensors = [_as_result(one) for one in ([results] if self.single else results)]
             self.results = [self.inside(one) for one in tensors]
 
     def definition(self) -> BodyDef:

@@ -158,6 +158,7 @@ def get_variable(
 
 
 def _check_shape(name: str, shape: Any, wanted: Any) -> None:
+    wanted = (wanted,) if isinstance(wanted, int) else wanted
     if wanted is not None and shape is not None and tuple(wanted) != tuple(shape):
         raise ValueError(f"variable {name!r} has shape {tuple(shape)}, not {tuple(wanted)}.")
 
@@ -168,7 +169,7 @@ def _initial(
     """Return a function that returns the initial value."""
     if shape is None:
         raise ValueError(f"get_variable of {name!r} needs a shape, or an array as initializer.")
-    lengths = tuple(int(length) for length in shape)
+    lengths = tuple(int(length) for length in ([shape] if isinstance(shape, int) else shape))
     if make is None:
         make = np.zeros if dtype.kind in "biu" else glorot_uniform
     make = make() if isinstance(make, type) else make

@@ -35,6 +35,14 @@ _OF_VALUES = frozenset(
 """Functions whose results may have one shape for zeros and for ones, and others for the rest."""
 
 
+def narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return what Python numbers become: float32, and int32 if they fit into it."""
+    if array.dtype.kind == "f":
+        return array.astype(np.float32)
+    fits = array.dtype.kind == "i" and np.all(np.abs(array) < 1 << 31)
+    return array.astype(np.int32) if fits else array
+
+
 class Dimension(int):
     """The length of an axis, which TensorFlow 1 calls its value."""
 
@@ -58,6 +66,11 @@ class Shape(tuple[Any, ...]):
         """Return the length of an axis, or the shape of several."""
         found = super().__getitem__(index)
         return Shape(found) if isinstance(index, slice) else found
+
+    @property
+    def dims(self) -> list[Dimension | None]:
+        """The lengths."""
+        return list(self)
 
     @property
     def ndims(self) -> int:
@@ -153,6 +166,7 @@ def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
         return [_shared([Known(dtype, Shape(lengths)) for lengths in inputs[0].values])]
     if not inputs or kind in _OF_VALUES:
         return unknown
+    unknown = [_reshaped(definition, inputs[0])] if kind == "numpy.reshape" else unknown
     if any(one.dtype is None or one.shape is None for one in inputs):
         return unknown
     is_value = kind in _OF_SHAPES or all(one.values is not None for one in inputs)
@@ -168,6 +182,15 @@ def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
         results = zip(*calls, strict=True) if definition.outputs > 1 else [calls]
         return [_common(*pair, is_value) for pair in results]
     return unknown
+
+
+def _reshaped(definition: OperationDef, given: Known) -> Known:
+    """Return what the new shape alone tells of a reshaped tensor."""
+    args, kwargs = definition.call
+    shape = args[1] if len(args) > 1 else kwargs.get("shape")
+    if isinstance(shape, list) and shape[0] != "input" and all(type(n) is int for n in shape[1:]):
+        return Known(given.dtype, Shape(None if n == -1 else n for n in shape[1:]))
+    return Known()
 
 
 def _caller(

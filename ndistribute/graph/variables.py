@@ -17,7 +17,7 @@ from ndistribute.graph.graph import (
     default_session,
     get_default_graph,
 )
-from ndistribute.graph.shapes import Known, Shape
+from ndistribute.graph.shapes import Known, Shape, narrowed
 
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
@@ -176,8 +176,8 @@ def _narrow(value: Any) -> Any:
     """Return the dtype of a variable made from Python numbers; None: that of the array."""
     if hasattr(value, "dtype"):
         return None
-    kind = np.asarray(value).dtype.kind
-    return {"f": np.float32, "i": np.int32}.get(kind)
+    array = np.asarray(value)
+    return narrowed(array).dtype if array.dtype.kind in "fi" else None
 
 
 def global_variables(scope: str | None = None) -> list[Variable]:

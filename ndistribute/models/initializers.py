@@ -57,7 +57,9 @@ class Constant(Initializer):
     value: float = 0.0
 
     def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return np.full(shape, self.value)
+        value = np.asarray(self.value)
+        same = value.ndim and value.size == np.prod(shape, dtype=int)  # Values in another shape.
+        return value.reshape(shape).copy() if same else np.full(shape, value)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,9 @@ def binary_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> 
     """
     labels = _like(y_true, y_pred)
     if from_logits:
-        losses = np.maximum(y_pred, 0) - y_pred * labels + np.log1p(np.exp(-np.abs(y_pred)))
+        # Without the maximum of 0, of which the derivative at 0 would be wrong.
+        size = np.abs(y_pred)
+        losses = y_pred * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
     else:
         small = _EPSILON[y_pred.dtype.itemsize > 2]
         p = np.clip(y_pred, small, 1 - small)

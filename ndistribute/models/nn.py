@@ -13,11 +13,14 @@ from ndistribute.models import activations, operations
 __all__ = [
     "average_pool2d",
     "conv2d",
+    "gelu",
     "log_softmax",
+    "logsumexp",
     "max_pool2d",
     "relu",
     "sigmoid",
     "sigmoid_cross_entropy",
+    "silu",
     "softmax",
     "softmax_cross_entropy",
 ]
@@ -30,7 +33,9 @@ def _conv2d(x: Any, kernel: Any, strides: Any = (1, 1), padding: str = "valid") 
 
 
 def _sigmoid_cross_entropy(logits: Any, labels: Any) -> Any:
-    return np.maximum(logits, 0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
+    # Without the maximum of 0, of which the derivative at 0 would be wrong.
+    size = np.abs(logits)
+    return logits * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
 
 
 conv2d = register("nn.conv2d", _conv2d)
@@ -42,3 +47,6 @@ softmax = register("nn.softmax", autodiff.softmax)
 log_softmax = register("nn.log_softmax", autodiff.log_softmax)
 relu = register("nn.relu", activations.relu)
 sigmoid = register("nn.sigmoid", activations.sigmoid)
+silu = register("nn.silu", activations.silu)
+gelu = register("nn.gelu", activations.gelu)
+logsumexp = register("nn.logsumexp", autodiff.logsumexp)

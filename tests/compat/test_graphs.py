@@ -307,7 +307,7 @@ def test_moving_averages_are_kept_restored_and_follow_each_update(tmp_path: Path
         x = tf.placeholder(tf.float64, [2])
         loss = tf.reduce_sum(x)
         train = tf.group(w.assign_add(x), step.assign_add(1))
-        slow = tf.train.ExponentialMovingAverage(0.9, step)
+        slow = tf.train.ExponentialMovingAverage(0.9, step, zero_debias=True)
         with tf.control_dependencies([train]):
             update = slow.apply(tf.trainable_variables() + [loss])
         saver = tf.train.Saver()

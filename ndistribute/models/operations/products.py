@@ -80,4 +80,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
         change *= g[..., None]
         return change
 
-    return losses.astype(dtype, copy=False), [vjp, None]
+    def vjp_of_labels(g: Array) -> Array:
+        return (logs - shifted) * g[..., None]
+
+    return losses.astype(dtype, copy=False), [vjp, None if is_index else vjp_of_labels]
