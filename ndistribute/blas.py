@@ -27,6 +27,10 @@ class _BlasThreads:
         self._libraries: list[Any] = []
         self._own: dict[str, int] = {}  # By file, the number of threads without a limit.
 
+    def unlock_in_fork(self) -> None:
+        """Forget that another thread, which a forked process does not have, held the lock."""
+        self._lock = threading.Lock()
+
     def add(self, threads: int) -> None:
         with self._lock:
             if not self._limits:
@@ -57,6 +61,7 @@ class _BlasThreads:
 
 
 _blas = _BlasThreads()
+os.register_at_fork(after_in_child=_blas.unlock_in_fork)
 
 
 class _Limited(AbstractContextManager[None]):

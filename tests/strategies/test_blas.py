@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -113,3 +115,14 @@ def test_a_limit_runs_nothing_when_it_is_dropped_at_the_end_of_the_interpreter()
     finally:
         blas._blas.remove(1)
     assert threads() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_held():
+    with blas._blas._lock:  # As another thread may hold it.
+        child = os.fork()
+        if not child:
+            signal.alarm(10)  # Ends it if it waits.
+            with limited_blas(1):
+                os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
