@@ -149,22 +149,18 @@ def reduction(operation: Any) -> Any:
 
 
 def binary(operation: Any) -> Any:
-    """Return an operation on `x` and `y`, of which a Python number gets the dtype of the other."""
+    """Return an operation on two tensors, which may be given by name."""
 
     def call(*args: Any, **options: Any) -> Any:
         names = [name for name in ("x", "y", "a", "b", "matrix", "rhs") if name in options]
-        given = [*args, *(options.pop(name) for name in names)]
-        return operation(*operands(*given[:2]), *given[2:], **options)
+        x, y, *more = [*args, *(options.pop(name) for name in names)]
+        return operation(_like(x, y), _like(y, x), *more, **options)
 
     return call
 
 
-def operands(x: Any, y: Any) -> list[Any]:
-    """Return two tensors; Python numbers and arrays beside a floating tensor get its dtype."""
-    return [_like(x, y), _like(y, x)]
-
-
 def _like(value: Any, other: Any) -> Any:
+    """Return a tensor; numbers and arrays beside a tensor of a graph get its dtype if they fit."""
     if isinstance(value, Symbolic | Tracked | nd.Variable) or not isinstance(other, Symbolic):
         return convert_to_tensor(value)
     kinds = np.asarray(value).dtype.kind, None if other.dtype is None else other.dtype.kind
@@ -313,7 +309,6 @@ ADAPTERS: dict[str, Any] = {
         )
     ),
     "dtype": np.dtype,
-    "filled": lambda fill: unary(lambda shape, dtype=np.float32: fill(shape, dtype=dtype), 0),
     "index": lambda find: unary(
         lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type),
         dimension="axis",
@@ -336,7 +331,6 @@ ADAPTERS: dict[str, Any] = {
     "strategy": lambda kind: subclass(
         kind, reduce=lambda *args, **own: map_leaves(tensor_if_array, kind.reduce(*args, **own))
     ),
-    "ternary": lambda operation: unary(operation, 3),
     "unary": unary,
     "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
 }

@@ -259,15 +259,16 @@ latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 
 def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = None) -> Any:  # noqa: N803
     """Return the results of a Python function, as many as there are dtypes."""
-    results = len(Tout) if isinstance(Tout, list | tuple) else 1
-    listed = results == 1 and isinstance(Tout, list | tuple)
+    listed = isinstance(Tout, list | tuple)
+    results = len(Tout) if listed else 1
+    if not listed or results != 1:
+        return graph.py_function(func, inp, results, name or "py_func")
 
-    def call(*args: Any) -> Any:
+    def only(*args: Any) -> Any:
         value = func(*args)
-        return value[0] if listed and isinstance(value, list | tuple) else value
+        return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
-    found = graph.py_function(call, inp, results, name or "py_func")
-    return [found] if results == 1 and isinstance(Tout, list | tuple) else found
+    return [graph.py_function(only, inp, 1, name or "py_func")]
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -279,9 +280,7 @@ assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_s
 
 
 def _cast_to(dtype: type) -> Callable[..., Any]:
-    return lambda x: (
-        graph.as_tensor(x).astype(dtype) if uses_graphs() else np.asarray(x).astype(dtype)
-    )
+    return lambda x: (graph.as_tensor if uses_graphs() else np.asarray)(x).astype(dtype)
 
 
 to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))

@@ -24,7 +24,7 @@ class RunConfig:
         save_checkpoints_steps: after how many steps to save.
         save_checkpoints_secs: after how many seconds to save; neither: 600; both None: never.
         session_config: the configuration of sessions.
-        keep_checkpoint_max: the number of checkpoints to keep.
+        keep_checkpoint_max: the number of checkpoints to keep; 0: all.
         log_step_count_steps: after how many steps to log the loss and the steps per second; None:
             never.
         train_distribute: the strategy of the training; None: that of the current scope. In a
@@ -65,10 +65,13 @@ class RunConfig:
             seconds = _SAVE_SECONDS if steps is _UNSET else None
         object.__setattr__(self, "save_checkpoints_secs", seconds)
         object.__setattr__(self, "save_checkpoints_steps", None if steps is _UNSET else steps)
-        for name in ("save_checkpoints_steps", "save_checkpoints_secs", "keep_checkpoint_max"):
-            value, least = getattr(self, name), 0 if name == "keep_checkpoint_max" else 1e-9
-            if value is not None and value < least:
+        for name in ("save_checkpoints_steps", "save_checkpoints_secs"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
                 raise ValueError(f"RunConfig: {name} must be above 0, got {value}.")
+        keep = self.keep_checkpoint_max
+        if keep is not None and keep < 0:
+            raise ValueError(f"RunConfig: keep_checkpoint_max must be 0 or more, got {keep}.")
         self.resolver  # noqa: B018 - A wrong TF_CONFIG is an error now.
 
     @functools.cached_property

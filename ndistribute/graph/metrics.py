@@ -111,8 +111,11 @@ def _share_where(there: Any, counted: Any, weights: Any, name: str) -> Metric:
 def _spread(weights: Any, values: Any) -> Any:
     weights, values = as_tensor(weights), as_tensor(values)
     if weights.shape and values.shape is not None:  # One of them may lack a last axis.
-        more = len(values.shape) - len(weights.shape)
-        weights = weights[..., None] if more == 1 else weights[..., 0] if more == -1 else weights
+        missing = len(values.shape) - len(weights.shape)
+        if missing == 1:
+            weights = weights[..., None]
+        elif missing == -1:
+            weights = weights[..., 0]
     return np.broadcast_to(weights, np.shape(values))
 
 

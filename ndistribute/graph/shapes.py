@@ -39,8 +39,10 @@ def narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return what Python numbers become: float32, and int32 if they fit into it."""
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    fits = array.dtype.kind == "i" and np.all(np.abs(array) < 1 << 31)
-    return array.astype(np.int32) if fits else array
+    if array.dtype.kind != "i":
+        return array
+    small = array.astype(np.int32)
+    return small if np.array_equal(small, array) else array
 
 
 class Dimension(int):
@@ -66,11 +68,6 @@ class Shape(tuple[Any, ...]):
         """Return the length of an axis, or the shape of several."""
         found = super().__getitem__(index)
         return Shape(found) if isinstance(index, slice) else found
-
-    @property
-    def dims(self) -> list[Dimension | None]:
-        """The lengths."""
-        return list(self)
 
     @property
     def ndims(self) -> int:

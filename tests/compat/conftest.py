@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ndistribute.compat import graphs
+from ndistribute.compat import graphs, tf
 
 collect_ignore = ["guides"]
 
@@ -14,3 +14,10 @@ def arrays_again() -> Iterator[None]:
     """Undo what names of TensorFlow 1 do to those of two meanings in this process."""
     yield
     graphs.use_arrays()
+
+
+@pytest.fixture
+def empty_graph() -> Iterator[None]:
+    """Make operations in a graph of the test's own."""
+    with tf.Graph().as_default():
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,8 @@ import pytest
 from ndistribute import graph, layers
 from ndistribute.compat import tf
 
+pytestmark = pytest.mark.usefixtures("empty_graph")
 rng = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def new_graph() -> Iterator[None]:
-    with tf.Graph().as_default():
-        yield
 
 
 def run(fetches: Any, feeds: Any = None) -> Any:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
 import ndistribute as nd
 from ndistribute.compat import tf
+from tests.compat.test_layers import run
 
+pytestmark = pytest.mark.usefixtures("empty_graph")
 f32 = np.float32
 GRID = np.arange(12, dtype=f32).reshape(3, 4)
-
-
-@pytest.fixture(autouse=True)
-def new_graph() -> Iterator[None]:
-    with tf.Graph().as_default():
-        yield
-
-
-def run(fetches: Any, feeds: Any = None) -> Any:
-    with tf.Session() as session:
-        session.run(tf.global_variables_initializer())
-        return session.run(fetches, feeds)
 
 
 def test_the_gradient_of_sigmoid_cross_entropy_is_right_at_zero() -> None:
@@ -106,6 +93,7 @@ def test_numbers_keep_the_dtypes_of_tensorflow() -> None:
     found = run(fetches, {x: [1, 2]})
     assert [one.dtype for one in found] == ["f4", "f4", "i8", "i4", "i8", "i8"]
     assert (found[2], found[3], found[5]) == (2**40, 2, 2**40)
+    assert run(tf.constant([-(2**63), 0])).tolist() == [-(2**63), 0]
     assert {found[5]: "a key"}[2**40] == "a key"  # A number, not an array.
 
 
