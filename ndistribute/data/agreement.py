@@ -31,8 +31,9 @@ _WORKER = -1
 _STEP, _OVER, _EMPTY, _RAISED = range(4)
 
 _SEPARATELY = (
-    "Build the same dataset on every worker; to give each its own, use "
-    "distribute_datasets_from_function or AutoShardPolicy.OFF."
+    "Build the same dataset on every worker, of equal arrays in the same order: seed what shuffles "
+    "them. To give each worker its own, use distribute_datasets_from_function or "
+    "AutoShardPolicy.OFF."
 )
 
 _SAME_BATCHES = (
@@ -112,6 +113,9 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
             "batch size": node.spec.batch_size,
             "number of shuffles": len(seeds),
         }
+        if sharding is Sharding.DATA:  # Each worker takes its part of what must be the same arrays.
+            arrays = [(step.name, one) for step in steps for one in step.contents]
+            note |= {f"array {k} of {name}": one for k, (name, one) in enumerate(arrays)}
         told = _tell(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
         of_workers = [theirs.pop("seeds") for theirs in told]
         if sharding in (Sharding.DATA, Sharding.FILE):

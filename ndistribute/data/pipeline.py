@@ -7,15 +7,17 @@ seeds of its shuffles and a position are all that has to be saved.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ndistribute.data.elements import Chunk, Element
+from ndistribute.data.elements import Chunk, Element, checksum
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
+from ndistribute.devices import as_array
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
@@ -131,6 +133,7 @@ class Node:
     spec: ElementSpec = ElementSpec()
     seeds: SeedCounter | None = None  # Of a shuffle.
     options: InputOptions | None = None  # Of `with_options`.
+    arrays: tuple[Any, ...] = ()  # Of a source of arrays.
     files: tuple[str, ...] | None = None  # The paths of a source that reads files.
     loader: Any = None  # The object of the user that a source iterates over.
     runs_user_code: bool = False  # Or reads files, to produce an element.
@@ -140,6 +143,14 @@ class Node:
     def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **own: Any) -> Node:
         """Return a node after this one, with the same spec unless `own` contains another."""
         return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **own})
+
+    @functools.cached_property
+    def contents(self) -> list[str]:
+        """The dtype, the shape and the checksum of each array of a source."""
+        return [
+            f"{array.dtype}{list(array.shape)} with the checksum {checksum(array):08x}"
+            for array in map(as_array, self.arrays)
+        ]
 
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         """Yield the elements one at a time, starting at number `start`."""

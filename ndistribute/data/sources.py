@@ -55,6 +55,7 @@ def single(tensors: Any) -> Node:
         name="from_tensors",
         chunks=lambda epoch, start: drop(iter(((element,),)), start),
         spec=ElementSpec(1, like=_like(element, 0)),
+        arrays=tuple(tree.flatten(element)),
     )
 
 
@@ -66,7 +67,8 @@ def slices(tensors: Any) -> Node:
         "from_tensor_slices",
         "Check the arrays, or use from_tensors for one element.",
     )
-    return _of_rows("from_tensor_slices", Rows.of(columns, length), _like(columns, 1))
+    rows, arrays = Rows.of(columns, length), tuple(tree.flatten(columns))
+    return _of_rows("from_tensor_slices", rows, _like(columns, 1), arrays)
 
 
 def numbers(values: range) -> Node:
@@ -75,11 +77,13 @@ def numbers(values: range) -> Node:
     return _of_rows(repr(values), rows, ArraySpec(np.dtype(np.int64), ()))
 
 
-def _of_rows(name: str, rows: Rows, like: Any) -> Node:
+def _of_rows(name: str, rows: Rows, like: Any, arrays: tuple[Any, ...] = ()) -> Node:
     spec = ElementSpec(len(rows), batched=False, like=like)
-    return Node(
-        name=name, chunks=lambda epoch, start: iter((rows[start:] if start else rows,)), spec=spec
-    )
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return iter((rows[start:] if start else rows,))
+
+    return Node(name=name, chunks=chunks, spec=spec, arrays=arrays)
 
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:

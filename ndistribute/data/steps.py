@@ -8,7 +8,6 @@ step contains the positions after it, so prefetched steps do not affect the stat
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -16,7 +15,7 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 from ndistribute import tree
-from ndistribute.data.elements import Element, leading_length
+from ndistribute.data.elements import Element, checksum, leading_length
 from ndistribute.data.options import Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, upstream
 from ndistribute.devices import Device, copy_to, to_host
@@ -172,11 +171,8 @@ def _cut(
 def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
     """Return what identifies a batch: its dtypes and shapes, and a digest of its values."""
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    values = 0
-    for array in _telling_order([to_host(leaf) for leaf in leaves]) if digest else ():
-        as_text = array.dtype.hasobject
-        data = repr(array.tolist()).encode() if as_text else array.tobytes()
-        values = zlib.crc32(data, values)
+    telling = _telling_order([to_host(leaf) for leaf in leaves]) if digest else ()
+    values = [checksum(array) for array in telling]
     return {"first batch": shapes, "digest of the first batch": values}
 
 

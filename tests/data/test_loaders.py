@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.data import Dataset, InputOptions, as_dataset
+from ndistribute.data import Dataset, InputOptions, as_dataset, elements
 from tests.data.workers import (
     DEADLINE_SECONDS,
     all_raise,
@@ -319,3 +319,59 @@ def generated(count):
 )
 def test_workers_whose_data_differ_are_told_in_what(build, message):
     all_raise(shared(2, build), ValueError, message)
+
+
+ROWS = np.random.default_rng(0).random((3000, 1000))  # 24 MB, several pieces of a checksum.
+LABELS = np.arange(3000)
+
+
+def arrays_of(rank, change):
+    """Return arrays that worker 1 has otherwise."""
+    x, y = ROWS, LABELS
+    order = np.random.default_rng(rank).permutation(len(y)) if rank else np.arange(len(y))
+    if rank and change == "a value":
+        x = x.copy()
+        x[1700, 3] += 1e-9
+    return {
+        "the labels' order": (x, y[order]),
+        "the order": (x[order], y[order]),
+        "a value": (x, y),
+        "strings": (x[:9], np.array(["ab", "cd", "ef"] * 3, object)[order[:9] % 9]),
+        "nothing": (np.asfortranarray(x) if rank else x, y),
+    }[change]
+
+
+@pytest.mark.parametrize(
+    ("change", "array"),
+    [("the labels' order", 1), ("the order", 0), ("a value", 0), ("strings", 1)],
+)
+def test_workers_whose_arrays_differ_are_told_which(change, array):
+    steps = shared(2, lambda rank: Dataset.from_tensor_slices(arrays_of(rank, change)).batch(500))
+    message = rf"array {array} of from_tensor_slices is \w+\[.*on worker 0 .*on worker 1"
+    all_raise(steps, ValueError, message)
+
+
+def test_arrays_are_compared_once_and_only_where_workers_divide_them():
+    def work(workers, change, options=None):
+        dataset = Dataset.from_tensor_slices(arrays_of(workers.rank, change)).batch(500)
+        distributed = distribute(dataset, cpus(1), options, workers=workers)
+        calls = workers.calls_made
+        iter(distributed).close()
+        begun = workers.calls_made - calls
+        source = dataset._node.inputs[0]
+        return begun, len(vars(source).get("contents", ())), len(list(distributed))
+
+    assert raised(on_workers(2, lambda workers: work(workers, "nothing"))) == [(1, 2, 6)] * 2
+    apart = InputOptions("off")
+    own = raised(on_workers(2, lambda workers: work(workers, "the order", apart)))
+    assert own == [(1, 0, 12)] * 2
+
+
+def test_an_array_above_the_limit_is_compared_by_pieces(monkeypatch):
+    monkeypatch.setattr(elements, "_PIECE", 80)
+    whole = np.arange(10_000.0).reshape(100, 100)
+    last, shuffled, one = whole.copy(), np.random.default_rng(0).permutation(whole), whole.copy()
+    last[-1, -1], one[0, 15] = -1, -1
+    assert elements.checksum(whole) == elements.checksum(np.asfortranarray(whole))
+    assert elements.checksum(last) != elements.checksum(whole) != elements.checksum(shuffled)
+    assert elements.checksum(one) == elements.checksum(whole)  # Between two pieces.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import Model, Sequential, callbacks, layers, losses, metrics
 from tests.kinds import strategy
+from tests.processes import Ranks
 
 __all__ = ["strategy"]
 
@@ -292,3 +294,39 @@ def test_layers_compute_in_the_dtype_of_the_policy_and_train(policy):
     assert {v.dtype for v in model.variables} == {np.dtype("float32")}
     assert history["loss"][-1] < 0.8 * history["loss"][0]
     assert isinstance(model.optimizer, nd.optimizers.LossScale) == (policy == "mixed_float16")
+
+
+def refusals(rank: int, size: int) -> list[str]:
+    """Return how each use of arrays is refused that this worker has in an order of its own."""
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    y, weight = x.sum(1), np.ones(40, np.float32)
+    own = np.random.default_rng(rank).permutation(40)
+    refused = []
+    with nd.MultiWorkerMirroredStrategy():
+        model = Sequential([layers.Dense(1)])
+        model.compile("sgd", "mse")
+        for use in (
+            lambda: model.fit(x[own], y[own], 8, verbose=0),
+            lambda: model.fit(x, y, 8, verbose=0, sample_weight=weight + rank),
+            lambda: model.fit(x, y, 8, verbose=0, validation_data=(x, y[own])),
+            lambda: model.evaluate(x, y[own], 8, verbose=0),
+            lambda: model.predict(x[own], 8),
+        ):
+            try:
+                use()
+            except ValueError as error:
+                refused.append(str(error))
+        model.fit(x, y, 8, epochs=2, verbose=0, validation_data=(x, y))
+    return refused
+
+
+def test_workers_refuse_arrays_that_each_has_shuffled_in_its_own_way() -> None:
+    wrong = ("array 0", "array 2", "array 1", "array 1", "array 0")
+    work = importlib.import_module("tests.models.test_training").refusals
+    with Ranks(2) as ranks:
+        for refused in ranks.results(work):
+            assert len(refused) == len(wrong)
+            for message, array in zip(refused, wrong, strict=True):
+                assert f"{array} of from_tensor_slices" in message
+                assert "on worker 1" in message
+                assert "AutoShardPolicy.OFF" in message
