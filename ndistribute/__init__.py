@@ -4,7 +4,7 @@ import functools
 import sys
 import types
 
-from ndistribute import cluster, errors, estimator, graph, models, optimizers
+from ndistribute import cluster, errors, estimator, graph, models, optimizers, tracebacks
 from ndistribute.autodiff import (
     GradientTape,
     custom_gradient,
@@ -171,3 +171,5 @@ for _module in (
     *(found for name in __all__ if isinstance(found := globals()[name], types.ModuleType)),
 ):
     _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]
+
+tracebacks.install()

@@ -6,6 +6,7 @@ No other file of the package writes to the terminal. A subcommand imports what o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from pathlib import Path
 from ndistribute.errors import DistributeError
 from ndistribute.launcher.commands import Host, assign, parse_hosts
 from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launch
+from ndistribute.version import __version__
 
 __all__ = ["job_options", "main", "parser"]
 
 _USAGE_ERROR = 2
-_BENCHMARKS = "all_reduce cost_model faults input overhead run_all servers training".split()
+_BENCHMARKS = (
+    "all_reduce cost_model faults graph input models overhead run_all servers training".split()
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="ndistribute", description="Start, inspect, measure and trace distributed jobs."
     )
+    top.add_argument("--version", action="version", version=f"ndistribute {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a script in several processes"))
     doctor = commands.add_parser("doctor", help="show what this machine has and what is missing")
@@ -159,6 +164,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after failures")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
+    verbose = "print whole tracebacks, with the frames of this package"
+    run.add_argument("--verbose", action="store_true", help=verbose)
     run.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
@@ -194,6 +201,12 @@ def _bench(options: argparse.Namespace) -> int:
             f"there is no {name} in {' or '.join(map(str, roots))}: the package does not include "
             "the benchmarks. Clone the repository, run `pip install --editable "
             "'.[bench,test]'` there, and then this command."
+        )
+    needed = ["cloudpickle", "pytest", *(["matplotlib"] if "--plot" in options.arguments else [])]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"the benchmarks need {' and '.join(missing)}, not installed here: run `pip install "
+            f"--editable '.[bench,test]'` in {root}."
         )
     command = [sys.executable, "-m", f"benchmarks.{options.name}", *options.arguments]
     # No timeout: the user chooses how long a benchmark takes, and can press Ctrl-C.

@@ -34,6 +34,7 @@ LAYERS = (
         "tensor_files",
         "timeline",
         "trace_report",
+        "tracebacks",
         "update_rules",
         "version",
     },

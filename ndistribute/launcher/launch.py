@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.launcher import commands
@@ -62,6 +63,7 @@ class JobOptions:
     snapshot_dir: Path | None = None
     snapshot_seconds: float | None = None
     durable: bool = False  # Servers log each update there before they acknowledge it.
+    verbose: bool = False  # Whole tracebacks, and that of the first failure again at the end.
 
     @property
     def processes(self) -> int:
@@ -116,6 +118,8 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
+    if not options.verbose:
+        environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     # Without servers, one failed worker stops all, so the whole job restarts; with servers, a task.
     restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
@@ -256,12 +260,16 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
         console.say(f"stopped by signal {outcome.code - 128}.")
     if label is None:
         return
-    report = [b"[%b] %b" % (label.encode(), line) for line in last_report(console.kept(label))]
+    lines = last_report(console.kept(label))
+    again = options.verbose or console.is_out_of_sight(label)
+    report = [b"[%b] %b" % (label.encode(), line) for line in lines if again]
     who = f"rank {label}" if label.isdigit() else label
     what, then = "failed first", "; all were stopped"
     if outcome.reason == "unsaved":
         what, then = "ended without a last snapshot", ""
     last = " Its last output:" if report else ""
+    if label in console.reported and not options.verbose:
+        last = f" --verbose prints whole tracebacks.{last}"
     console.say(f"{who} {what} ({exit_text(outcome.code, outcome.host)}){then}.{last}", report)
     left = 0 if options.servers else options.max_restarts - attempt
     if left and outcome.reason == "failed":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+import ndistribute as nd
 from ndistribute import cli
 from ndistribute.launcher import doctor
 from ndistribute.launcher.commands import Host
@@ -147,9 +149,28 @@ def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch
     assert doctor.blas_settings(mine, 2) == {}
 
 
-def test_every_benchmark_that_is_offered_is_there():
-    missing = [name for name in cli._BENCHMARKS if not (ROOT / f"benchmarks/{name}.py").is_file()]
-    assert missing == []
+def test_the_version_is_printed(capfd):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--version"])
+    assert capfd.readouterr().out == f"ndistribute {nd.__version__}\n"
+
+
+def test_every_benchmark_is_offered():
+    scripts = (ROOT / "benchmarks").glob("*.py")
+    runnable = {path.stem for path in scripts if 'if __name__ == "__main__":' in path.read_text()}
+    assert set(cli._BENCHMARKS) == runnable
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gone"),
+    [("graph --quick", "pytest"), ("models --plot", "matplotlib"), ("input", "cloudpickle")],
+)
+def test_a_benchmark_names_what_to_install(monkeypatch, capfd, arguments, gone):
+    monkeypatch.setitem(sys.modules, gone, None)  # As if it were not installed.
+    assert cli.main(["bench", *arguments.split()]) == 2
+    said = capfd.readouterr().err
+    assert gone in said
+    assert f"run `pip install --editable '.[bench,test]'` in {ROOT}." in said
 
 
 def test_a_benchmark_runs_in_a_clone_and_says_what_to_do_elsewhere(monkeypatch, capfd, tmp_path):

@@ -102,8 +102,19 @@ print("error", file=sys.stderr)
     assert sorted(done.stderr.splitlines()) == ["[0] error", "[1] error"]
 
 
-def test_the_first_traceback_stands_at_the_end_and_gives_the_exit_code(script):
+@pytest.mark.parametrize(
+    ("options", "lines", "tracebacks", "again"),
+    [("", 1, 2, False), ("", 100, 4, True), ("--verbose", 1, 4, True)],
+)
+def test_the_first_failure_is_printed_once_or_again_if_it_is_out_of_sight(
+    script, options, lines, tracebacks, again
+):
     path = script("""
+def end(*_):
+    print("late\\n" * int(sys.argv[1]), file=sys.stderr)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
 if rank == 1:
     try:
         {}["lost"]
@@ -111,12 +122,14 @@ if rank == 1:
         raise ValueError("boo") from error
 wait()
 """)
-    done = run("run", "-n", "3", path)
+    done = run("run", *options.split(), "-n", "3", path, str(lines))
     assert done.returncode == 1
-    _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
-    assert "[1] KeyError: 'lost'" in end
-    assert end.endswith("[1] ValueError: boo\n")
-    assert end.count("Traceback") == 2
+    _, said, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    assert said
+    assert done.stderr.count("Traceback") == tracebacks
+    assert end.endswith("[1] ValueError: boo\n") is again
+    assert ("[1] KeyError: 'lost'" in end) is again
+    assert ("--verbose" in end) is (not options)
 
 
 def test_one_that_only_lost_another_is_not_blamed(script):

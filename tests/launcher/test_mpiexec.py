@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
@@ -99,7 +100,7 @@ rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") 
 
 
 @pytest.mark.parametrize("way", [[], pytest.param(["--mpi"], marks=real)], ids=["tcp", "mpi"])
-def test_the_rank_that_raised_is_named_and_not_those_that_lost_it(script, way):
+def test_the_rank_that_raised_shows_its_lines_and_those_that_lost_it_one_line_each(script, way):
     path = script("""
 import ndistribute as nd
 
@@ -114,7 +115,18 @@ with nd.MultiWorkerMirroredStrategy() as strategy:
 """)
     done = run("run", *way, "-n", "2", path)
     assert done.returncode == 1
-    _, _, end = done.stderr.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    *output, last = done.stderr.splitlines()
+    assert last.startswith("ndistribute run: rank 1 failed first (exit code 1)")
+    mine, others = ([one for one in output if one.startswith(f"[{rank}]")] for rank in "10")
+    assert mine.count("[1] KeyError: 'mine'") == 1
+    assert [one.split()[-1] for one in mine if one.startswith("[1]   File")] == ["<module>", "step"]
+    (lost,) = others
+    assert "WorkerLostError: worker 1 failed: KeyError: 'mine' (" in lost
+    assert re.search(r'script.py:\d+: return context.all_reduce\("sum", 1.0\)\)$', lost)
+    whole = run("run", "--verbose", *way, "-n", "2", path).stderr
+    assert re.search(r"^\[0\]   File .*ndistribute/strategies/base.py", whole, re.MULTILINE)
+    _, said, end = whole.partition("ndistribute run: rank 1 failed first (exit code 1)")
+    assert said
     assert "[1] KeyError: 'mine'" in end
 
 

@@ -109,7 +109,7 @@ def test_a_failure_on_another_host_is_reported_and_ends_the_rest(script, fake_ss
     done = run("run", "--hosts", "far:1,farther:1", path, env=fake_ssh)
     assert done.returncode == 1
     assert "rank 1 failed first (exit code 1)" in done.stderr
-    assert done.stderr.endswith("[1] ValueError: boo\n")
+    assert "[1] ValueError: boo\n" in done.stderr
 
 
 def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
