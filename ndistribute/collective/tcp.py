@@ -24,7 +24,7 @@ import numpy as np
 from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.devices import Array
 from ndistribute.errors import WorkerLostError
-from ndistribute.transport.connection import NonBlockingTls
+from ndistribute.transport.secret import NonBlockingTls
 
 _CHECK_SECONDS = 0.05
 # The reason why a connection closed may arrive a little later through the control plane.

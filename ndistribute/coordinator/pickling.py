@@ -1,8 +1,8 @@
 """Pickling of functions, arguments and results; only this file imports cloudpickle.
 
 Pickles are read only from connections with MACs: the peer has proved that it knows the secret, and
-control records carry a MAC. The pickle is part of the control record. The data of large arrays is
-sent beside it, and is never executed.
+a MAC covers all bytes. The pickle is part of the control record. The data of large arrays is sent
+beside it, and is never executed.
 """
 
 from __future__ import annotations

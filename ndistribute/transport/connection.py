@@ -3,7 +3,8 @@
 A frame is a header, a control record and raw buffers:
 
     magic, kind, flags, number of buffers, call, bytes of control, bytes of all buffers
-    the length of each buffer; the control record; a MAC if asked for; the buffers, aligned
+    the length of each buffer; the control record; a MAC if asked for
+    the buffers, aligned; a MAC that also covers them
 
 The receiver checks sizes before it allocates memory. On a Unix socket, long buffers go through a
 ring buffer in shared memory, whose descriptor is sent with the first frame that needs it. Any
@@ -35,7 +36,7 @@ from ndistribute.transport.address import is_loopback, is_of_this_user, split_ad
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
-from ndistribute.transport.secret import Credentials
+from ndistribute.transport.secret import Credentials, NonBlockingTls
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
 from ndistribute.transport.waiting import why_unreached
 
@@ -50,7 +51,7 @@ _SHARED = 2
 _HEARTBEAT_FRAME, _GOODBYE_FRAME = (
     _HEADER.pack(_MAGIC, kind, 0, 0, 0, 0, 0, 0) for kind in (_HEARTBEAT, _GOODBYE)
 )
-_MAC_BYTES = 32
+_PIECE_BYTES = 1 << 20  # One end hashes a piece while the next one travels.
 _READ_BYTES = 65536
 _SHARED_FROM_BYTES = 65536
 _SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before and between checks.
@@ -158,8 +159,8 @@ def _unix_socket(address: str, deadline: float) -> socket.socket | None:
 class Connection:
     """Send and receive records on an authenticated socket, which the connection owns.
 
-    If `macs` is True, every frame carries a MAC over its header and control record. This is
-    required if a record contains data that will be unpickled.
+    If `macs` is True, every record's frame carries MACs over all of its bytes, and its place in the
+    sequence. This is required if a record contains data that will be unpickled.
     """
 
     def __init__(
@@ -176,8 +177,10 @@ class Connection:
         self._sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._kinds = kinds
         self._macs = macs
-        self._sending_mac = _mac_of(accepted.sending_key)
-        self._receiving_mac = _mac_of(accepted.receiving_key)
+        keys = accepted.sending_key, accepted.receiving_key
+        self._sending_mac, self._receiving_mac = (
+            _macs_of(key) if macs else lambda head: _NoMac() for key in keys
+        )
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
         self._closed = False
@@ -240,17 +243,16 @@ class Connection:
                 flags = 0 if ring is None else _SHARED
                 head = _HEADER.pack(_MAGIC, _DATA, flags, len(lengths), call, len(control), 0, body)
                 head += struct.pack(f"<{len(lengths)}Q", *lengths) + control
-                if self._macs:
-                    head += self._sending_mac(head)
+                mac = self._sending_mac(head)
                 self._used = time.monotonic()
-                parts: list[Buffer] = [head]
-                if ring is None:
+                parts: list[Buffer] = [head, mac.digest()]
+                pieces = ring is not None or self._macs
+                if not pieces:
                     for buffer, length in zip(buffers, lengths, strict=True):
                         parts += buffer, _PADDING[: padded(length) - length]
                 self._write(parts, deadline, file)
-                if ring is not None:
-                    for buffer in buffers:
-                        self._pass(ring, np.frombuffer(buffer, np.uint8), deadline)
+                if pieces:
+                    self._send_pieces(buffers, ring, mac, deadline)
             except BaseException as error:  # A part of the frame may have been sent.
                 self._raise_broken(error)
             finally:
@@ -415,6 +417,20 @@ class Connection:
             if sent:
                 left[first] = left[first][sent:]
 
+    def _send_pieces(
+        self, buffers: Sequence[Buffer], ring: Ring | None, mac: hmac.HMAC | _NoMac, deadline: float
+    ) -> None:
+        for buffer in buffers:
+            for start in range(0, len(buffer), _PIECE_BYTES):
+                piece = buffer[start : start + _PIECE_BYTES]
+                mac.update(piece)
+                if ring is not None:
+                    self._pass(ring, np.frombuffer(piece, np.uint8), deadline)
+                else:
+                    self._write([piece, _PADDING[: padded(len(piece)) - len(piece)]], deadline)
+        if buffers:
+            self._write([mac.digest()], deadline)
+
     def _read_header(self, deadline: float) -> None:
         while (held := self._end - self._start) < _HEADER.size:
             if self._start:
@@ -439,13 +455,10 @@ class Connection:
             raise ConnectionLostError("it said good-bye.", clean=True)
         start = _HEADER.size + 8 * count
         end = start + nbytes
-        head = memoryview(bytearray(end + (_MAC_BYTES if self._macs else 0)))
+        head = memoryview(bytearray(end))
         self._read_whole(head, deadline)
-        if self._macs and not hmac.compare_digest(self._receiving_mac(head[:end]), head[end:]):
-            raise MalformedError(
-                "a frame was changed on its way, or is not the other end's. Set "
-                "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
-            )
+        mac = self._receiving_mac(head)
+        self._verify(mac, deadline)
         lengths = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
         if sum(map(padded, lengths)) != body:
             raise MalformedError(f"{count} parts do not make {body} bytes.")
@@ -453,13 +466,28 @@ class Connection:
         buffers = []
         for length in lengths:
             view = self._arrays.take(padded(length))
-            if ring is None:
-                self._read_whole(view, deadline)
-            else:
-                self._pass(ring, np.frombuffer(view, np.uint8)[:length], deadline)
             buffers.append(view[:length])
+            for at in range(0, length, _PIECE_BYTES):
+                piece = buffers[-1][at : at + _PIECE_BYTES]
+                if ring is None:
+                    self._read_whole(view[at : at + _PIECE_BYTES], deadline)
+                else:
+                    self._pass(ring, np.frombuffer(piece, np.uint8), deadline)
+                mac.update(piece)
+        if lengths:
+            self._verify(mac, deadline)
         self._used = time.monotonic()
-        return call, self._kinds.decode(head[start:end], buffers)
+        return call, self._kinds.decode(head[start:], buffers)
+
+    def _verify(self, mac: hmac.HMAC | _NoMac, deadline: float) -> None:
+        expected = mac.digest()
+        received = memoryview(bytearray(len(expected)))
+        self._read_whole(received, deadline)
+        if not hmac.compare_digest(expected, received):
+            raise MalformedError(
+                "a frame was changed on its way, or is not the other end's. Set "
+                "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
+            )
 
     def _ring(self) -> Ring:
         """Return the incoming ring, made from the received descriptor if it is new."""
@@ -543,37 +571,15 @@ class Connection:
         raise ConnectionLostError(*(self._lost or (why, clean))) from error
 
 
-class NonBlockingTls:
-    """The interface of a plain non-blocking socket for a TLS socket.
-
-    OpenSSL allows one thread at a time in a connection; the lock is never held while waiting.
-    """
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._tls = sock
-        self._lock = threading.Lock()
-        self.fileno, self.close = sock.fileno, sock.close
-
-    def sendmsg(self, buffers: Sequence[Buffer], *_: object) -> int:
-        return self._try(self._tls.send, buffers[0])
-
-    def recvmsg_into(self, views: Sequence[memoryview], *_: object) -> tuple[int, tuple[()]]:
-        return self._try(self._tls.recv_into, views[0]), ()
-
-    def _try(self, operation: Callable[..., int], buffer: Buffer) -> int:
-        try:
-            with self._lock:
-                return operation(buffer)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
-        except ssl.SSLZeroReturnError:
-            return 0
-
-    def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would end reading as well.
-
-
-def _mac_of(key: bytes) -> Callable[[bytes | memoryview], bytes]:
-    """Return a function that computes the MACs of one direction; it counts the frames."""
+def _macs_of(key: bytes) -> Callable[[bytes | memoryview], hmac.HMAC]:
+    """Return a function that begins the MAC of a frame of one direction; it counts the frames."""
     numbers = itertools.count(1)
-    return lambda head: hmac.digest(key, next(numbers).to_bytes(8, "little") + head, "sha256")
+    return lambda head: hmac.new(key, next(numbers).to_bytes(8, "little") + head, "sha256")
+
+
+class _NoMac:
+    def update(self, data: Buffer) -> None:
+        """Ignore data."""
+
+    def digest(self) -> bytes:
+        return b""

@@ -12,16 +12,19 @@ import json
 import os
 import secrets
 import shlex
+import socket
 import ssl
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import is_loopback, split_address
+from ndistribute.transport.codec import Buffer
 
 _MINIMUM_LENGTH = 16
 _MAXIMUM_FILE_BYTES = 65536
@@ -193,6 +196,36 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     if server:
         context.num_tickets = 0  # Sessions are never resumed.
     return context
+
+
+class NonBlockingTls:
+    """The interface of a plain non-blocking socket for a TLS socket.
+
+    OpenSSL allows one thread at a time in a connection; the lock is never held while waiting.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._tls = sock
+        self._lock = threading.Lock()
+        self.fileno, self.close = sock.fileno, sock.close
+
+    def sendmsg(self, buffers: Sequence[Buffer], *_: object) -> int:
+        return self._try(self._tls.send, buffers[0])
+
+    def recvmsg_into(self, views: Sequence[memoryview], *_: object) -> tuple[int, tuple[()]]:
+        return self._try(self._tls.recv_into, views[0]), ()
+
+    def _try(self, operation: Callable[..., int], buffer: Buffer) -> int:
+        try:
+            with self._lock:
+                return operation(buffer)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLZeroReturnError:
+            return 0
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would end reading as well.
 
 
 def _no_passphrase() -> str:

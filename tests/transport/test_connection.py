@@ -99,7 +99,7 @@ def frames(count: int, macs: bool, record: Note) -> list[bytes]:
     one, other = sockets(unix=False)
     sender = one_end(one, "b", macs=macs)
     control, buffers = encode(record)
-    length = HEADER.size + 8 * len(buffers) + len(control) + 32 * macs
+    length = HEADER.size + 8 * len(buffers) + len(control) + 32 * macs * (1 + bool(buffers))
     length += sum(len(buffer) + -len(buffer) % 64 for buffer in buffers)
     sent = []
     with other:
@@ -176,8 +176,8 @@ class Never:
 
 
 def test_a_flipped_byte_of_a_frame_with_a_mac_is_refused_before_anything_is_decoded():
-    (frame,) = frames(1, True, note(64, text="some text"))
-    for position in range(len(frame) - 64):  # But for the raw data, which TLS protects.
+    (frame,) = frames(1, True, note(64, 0, 128, text="some text"))
+    for position in range(len(frame)):
         changed = bytearray(frame)
         changed[position] ^= 1
         with half(kinds=Never(), macs=True) as (connection, sock):
@@ -188,13 +188,24 @@ def test_a_flipped_byte_of_a_frame_with_a_mac_is_refused_before_anything_is_deco
             assert not connection.is_open
 
 
+def test_arrays_of_two_frames_with_macs_cannot_change_places():
+    sent = frames(2, True, note(128))
+    body = 128 + 32  # With the MAC behind it.
+    for kept in (slice(None, -body), slice(None, -32)):
+        with half(kinds=Never(), macs=True) as (connection, sock):
+            sock.sendall(sent[0][kept] + sent[1][kept.stop :])
+            with pytest.raises(MalformedError, match="changed on its way"):
+                connection.receive(soon())
+
+
 @pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (0, 1, 0), ("reflected",)])
-def test_a_sealed_frame_that_is_repeated_reordered_or_sent_back_is_refused(order):
-    sent = frames(3, True, Note("some text"))
+@pytest.mark.parametrize("record", [Note("some text"), note(128)])
+def test_a_sealed_frame_that_is_repeated_reordered_or_sent_back_is_refused(order, record):
+    sent = frames(3, True, record)
     with half(macs=True) as (connection, sock):
         for number in order:
             if number == "reflected":
-                connection.send(Note("mine"))
+                connection.send(record)
             sock.sendall(sock.recv(1000) if number == "reflected" else sent[number])
         for number in order[:-1]:
             assert connection.receive(soon())[0] == number
