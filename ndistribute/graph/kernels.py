@@ -75,19 +75,35 @@ def _is_initialized(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 @kernel("assign")
 def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    variable = step.resources.variable(node.attributes["variable"])
+    name = node.attributes["variable"]
+    variable = step.resources.variable(name)
     dtype, shape = node.attributes.get("dtype"), node.attributes.get("shape")
     value = as_array(inputs[0])
     if dtype is not None and value.dtype.kind not in "USO":
         value = value.astype(dtype, copy=False)
     if shape is not None and value.shape != tuple(shape):
         raise InvalidArgumentError(
-            f"variable {node.attributes['variable']!r} has shape {tuple(shape)}, and the value to "
-            f"assign {value.shape}: they must be the same."
+            f"variable {name!r} has shape {tuple(shape)}, and the value to assign {value.shape}: "
+            "they must be the same."
         )
     with variable.lock:
+        old = variable.array
+        if old is None:
+            variable.keeps_shape = shape is not None
+        elif (variable.keeps_shape and old.shape != value.shape) or not _same_kind(old, value):
+            raise InvalidArgumentError(
+                f"variable {name!r} is {old.dtype} of shape {old.shape}, and the value to assign "
+                f"{value.dtype} of shape {value.shape}: a variable keeps its dtype and shape, and "
+                "all clients share it. Give one of them another name, or first drop the variables "
+                "of the servers by Session.reset(target)."
+            )
         variable.array = value.copy()  # The program may change what it fed.
     return value
+
+
+def _same_kind(one: Any, other: Any) -> bool:
+    """Return True if the dtypes are the same, or both are those of text, of any length."""
+    return one.dtype == other.dtype or one.dtype.kind == other.dtype.kind == "U"
 
 
 @kernel("assign_add")

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ndistribute.errors import DistributeError, InvalidArgumentError, UnavailableError
+from ndistribute.errors import (
+    AuthenticationError,
+    DistributeError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from ndistribute.graph.messages import Reply
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
@@ -75,7 +81,7 @@ class Lanes:
     """The connections of one client to servers: idle ones for the next call, and those in use.
 
     Args:
-        credentials: the secret of the job.
+        credentials: the secret of the job, and its identity; empty: that of the first server.
         name: the name of this client, ``task#random``.
         tasks: the names of the servers by address, for errors.
     """
@@ -84,6 +90,7 @@ class Lanes:
         self, credentials: Credentials, name: str, tasks: Mapping[str, str] | None = None
     ) -> None:
         self._credentials, self._tasks = credentials, tasks or {}
+        self._has_met = False
         self._hello = Hello(name=name, purpose=PURPOSE)
         self._lock = threading.Lock()
         self._idle: dict[str, list[Connection]] = {}
@@ -174,6 +181,11 @@ class Lanes:
             task=task,
         )
 
+    @property
+    def job(self) -> str:
+        """The identity of the job; empty before the first connection, unless it was given."""
+        return self._credentials.job
+
     def _one_way_to(self, address: str, until: float) -> Connection:
         connection = self._one_way.get(address)
         if connection is not None:
@@ -195,7 +207,15 @@ class Lanes:
         if self._closed:
             raise ConnectionLostError(_ENDED)
         deadline = min(until, time.monotonic() + _CONNECT_SECONDS)
-        return connect(address, self._credentials, self._hello, _replies, deadline=deadline)
+        try:
+            made = connect(address, self._credentials, self._hello, _replies, deadline=deadline)
+        except AuthenticationError as error:
+            if not self._has_met:
+                raise
+            raise ConnectionLostError(str(error)) from error  # Another job's server took over.
+        self._has_met, job = True, self._credentials.job or made.peer.job
+        self._credentials = dataclasses.replace(self._credentials, job=job)
+        return made
 
 
 def _check_open(connection: Connection) -> None:

@@ -78,6 +78,7 @@ class Scaffold:
         self.ready_op, self.local_init_op = ready_op, local_init_op
         self.summary_op, self.saver = summary_op, saver
         self.max_to_keep: int | None = 5  # Of the saver that is made if there is none.
+        self.jobs: dict[str, str] = {}  # By target: the job whose servers the training uses.
 
     def finalize(self) -> Self:
         """Make what was not given, and the graph read-only; return the scaffold.
@@ -139,7 +140,7 @@ def prepare_session(
     Raises:
         FailedPreconditionError: a variable has no value afterwards.
     """
-    with _opened(target, config) as session:
+    with _opened(scaffold, target, config) as session:
         restored = None
         if folder and scaffold.saver is not None:
             restored = scaffold.saver.restore_latest(session, folder)
@@ -167,7 +168,7 @@ def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs
     """
 
     def make() -> Session:
-        with _opened(target, config) as session:
+        with _opened(scaffold, target, config) as session:
             if not is_ready(session, scaffold.ready_op):
                 raise UnavailableError("the chief has not initialised the variables.")
             if scaffold.local_init_op is not None:
@@ -183,11 +184,12 @@ def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs
 
 
 @contextlib.contextmanager
-def _opened(target: str, config: Any) -> Iterator[Session]:
+def _opened(scaffold: Scaffold, target: str, config: Any) -> Iterator[Session]:
     """Return a context manager with a new session, which is closed if the block fails."""
-    session = Session(target, config=config)
+    session = Session(target, config=config, job=scaffold.jobs.get(target, ""))
     try:
         yield session
+        scaffold.jobs[target] = session.job
     except BaseException:
         session.close()
         raise

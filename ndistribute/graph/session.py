@@ -73,6 +73,8 @@ class Session:
         target: the address of the server that runs the graph, ``host:port``; empty: this process.
         graph: the graph to run; None: the default graph.
         config: see `ConfigProto`.
+        job: the identity of the job whose servers to use; empty: ``NDISTRIBUTE_JOB_ID``, or else
+            that of the server to which the session connects first.
 
     >>> from ndistribute.graph.operations import placeholder
     >>> with Graph().as_default(), Session() as session:
@@ -81,11 +83,13 @@ class Session:
     {'double': np.float64(6.0), 'x': array(3.)}
     """
 
-    def __init__(self, target: str = "", graph: Graph | None = None, config: Any = None) -> None:
+    def __init__(
+        self, target: str = "", graph: Graph | None = None, config: Any = None, job: str = ""
+    ) -> None:
         self.graph = graph or get_default_graph()
         self.target, self.config = target, config
         self._runner: _Remote | _InProcess | None = (
-            _Remote(target, config, self.graph) if target else _InProcess(config)
+            _Remote(target, config, self.graph, job) if target else _InProcess(config)
         )
         self._entered = contextlib.ExitStack()
 
@@ -120,6 +124,11 @@ class Session:
         values = iter(self._runner.run(graph, names, targets, feeds))
         results = [next(values) if isinstance(one, Tensor) else None for one in elements]
         return tree.unflatten(fetches, results)
+
+    @property
+    def job(self) -> str:
+        """The identity of the job whose servers it uses; empty while that is open."""
+        return self._runner.lanes.job if isinstance(self._runner, _Remote) else ""
 
     @staticmethod
     def reset(target: str) -> None:
@@ -192,8 +201,8 @@ class _Remote:
     A server in this process is called without a connection.
     """
 
-    def __init__(self, target: str, config: Any, graph: Graph) -> None:
-        self._address, self._lanes = address_of(target), _lanes_to(target)
+    def __init__(self, target: str, config: Any, graph: Graph, job: str) -> None:
+        self._address, self.lanes = address_of(target), _lanes_to(target, job)
         self._client = LocalClient(f"client#{secrets.token_hex(6)}", graph.functions)
         self._session = secrets.token_hex(8)
         self._known = 0  # The number of operations that the master has.
@@ -228,13 +237,13 @@ class _Remote:
     def close(self) -> None:
         with contextlib.suppress(OperationError):
             self._call(m.Close(self._session), _CLOSE_SECONDS)
-        self._lanes.close()
+        self.lanes.close()
 
     def _call(self, request: m.Request, timeout: float = math.inf) -> Any:
         service = service_at(self._address)
         if service is not None:
             return service.handle(self._client, 0, request)
-        return self._lanes.call(self._address, request, timeout)
+        return self.lanes.call(self._address, request, timeout)
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
@@ -271,9 +280,9 @@ def address_of(target: str) -> str:
     return target.removeprefix("grpc://")
 
 
-def _lanes_to(target: str) -> Lanes:
+def _lanes_to(target: str, job: str = "") -> Lanes:
     address = address_of(target)
-    job = os.environ.get("NDISTRIBUTE_JOB_ID", "")
+    job = job or os.environ.get("NDISTRIBUTE_JOB_ID", "")
     credentials = Credentials(find_secret([address], os.environ), job, tls_files(os.environ))
     return Lanes(credentials, f"client#{secrets.token_hex(6)}")
 

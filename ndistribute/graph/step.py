@@ -44,11 +44,12 @@ class SharedVariable(ArrayOwner):
     place if nobody has it.
     """
 
-    __slots__ = ("lock",)
+    __slots__ = ("keeps_shape", "lock")
 
     def __init__(self) -> None:
         super().__init__(None)
         self.lock = threading.RLock()
+        self.keeps_shape = True  # Unless the graph that initialised it did not know the shape.
 
     def read(self) -> Any:
         """Return a read-only snapshot of the value, None if there is none yet."""

@@ -16,6 +16,7 @@ import ndistribute as nd
 from ndistribute import errors
 from ndistribute.graph.devices import device
 from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, group, identity, while_loop
 from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
@@ -42,16 +43,16 @@ def target_of(tasks: Tasks, job: str = "worker") -> str:
 def initialized(tasks: Tasks, operation: Any, job: str = "worker") -> Session:
     """Return a session in which an operation has run, once all tasks can be reached."""
     session = Session(target_of(tasks, job))
-
-    def done() -> bool:
-        try:
-            session.run(operation)
-        except errors.UnavailableError:
-            return False
-        return True
-
-    wait_until(done)
+    wait_until(lambda: reaches(session, operation))
     return session
+
+
+def reaches(session: Session, operation: Any) -> bool:
+    try:
+        session.run(operation)
+    except errors.UnavailableError:
+        return False
+    return True
 
 
 class Endless:
@@ -142,6 +143,24 @@ def test_a_session_that_outlives_its_server_is_aborted_and_a_new_one_goes_on(tas
         old.close()
         with Session(target_of(tasks)) as new:
             assert new.run(doubled) == 10.0
+
+
+def test_a_session_without_a_job_does_not_go_on_in_another_job(tasks: Tasks) -> None:
+    v, begun = Variable(5.0, name="v"), constant(1.0)
+    session = initialized(tasks, begun)
+    training = MonitoredTrainingSession(target_of(tasks), max_wait_secs=AT_ONCE)
+    for job in ("ps", "worker"):
+        tasks.kill(job, 0)
+        tasks.start(job, 0, NDISTRIBUTE_JOB_ID="another")
+    initialized(tasks, begun).close()
+    with pytest.raises(errors.UnavailableError, match="to job another"):
+        session.run(begun)
+    session.close()
+    with pytest.raises(errors.AuthenticationError, match="to job another"):
+        training.run(v)
+    training.close()
+    with Session(target_of(tasks), job="another") as new:
+        assert new.run(begun) == 1.0
 
 
 @pytest.mark.parametrize("where", [PS, WORKER])

@@ -35,6 +35,7 @@ from ndistribute.graph.operations import (
     random_uniform,
     while_loop,
 )
+from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
 from tests.processes import AT_ONCE, free_addresses, wait_until
@@ -353,6 +354,43 @@ def test_an_abort_meets_a_step_that_begins_at_the_same_time(cluster: Any) -> Non
         graphs.handle(None, 0, m.Abort("s/1", failure))
         with pytest.raises(errors.CancelledError, match="why"):
             runs[0].result(AT_ONCE)
+
+
+def test_a_variable_keeps_its_dtype_and_shape_for_all_clients(cluster: Any, tmp_path: Any) -> None:
+    target = cluster["worker"].target
+
+    def client(value: Any) -> tuple[Session, Variable]:
+        with Graph().as_default() as graph:
+            variable = Variable(value, name="v")
+            return Session(target, graph), variable
+
+    first, v = client(np.ones(1000))
+    others = [client(np.zeros((7, 7), np.float32)), client(np.zeros(1000, np.float32))]
+    same, w = client(np.full(1000, 2.0))
+    with first, same:
+        first.run(v.initializer)
+        for session, other in others:
+            with session.graph.as_default(), session:
+                saver = Saver([other])
+                with Session(graph=session.graph) as here:
+                    here.run(other.initializer)
+                    path = saver.save(here, tmp_path / "v")
+                for change in (
+                    lambda s=session, o=other: s.run(o.initializer),
+                    lambda s=session, saver=saver, path=path: saver.restore(s, path),
+                ):
+                    with pytest.raises(errors.InvalidArgumentError) as caught:
+                        change()
+                    assert "'v' is float64 of shape (1000,)" in str(caught.value)
+                    assert f"float32 of shape {other.shape}" in str(caught.value)
+        np.testing.assert_array_equal(first.run(v), np.ones(1000))
+        same.run(w.initializer)
+        assert first.run(v)[0] == 2.0
+        Session.reset(target)
+    session, other = client(np.zeros((7, 7), np.float32))
+    with session:
+        session.run(other.initializer)
+        assert session.run(other).shape == (7, 7)
 
 
 def test_a_task_that_was_restarted_aborts_old_sessions_and_serves_new_ones(cluster: Any) -> None:
