@@ -103,7 +103,7 @@ def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 def _same_kind(one: Any, other: Any) -> bool:
     """Return True if the dtypes are the same, or both are those of text, of any length."""
-    return one.dtype == other.dtype or one.dtype.kind == other.dtype.kind == "U"
+    return bool(one.dtype == other.dtype or one.dtype.kind == other.dtype.kind == "U")
 
 
 @kernel("assign_add")
