@@ -9,18 +9,23 @@ executes data.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
+import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +34,6 @@ import safetensors.numpy
 
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
-
-__all__ = ["Saved", "claim", "newest", "paths", "read", "sync", "write", "written"]
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +45,10 @@ _DTYPES = frozenset(
 )
 _GENERATION = re.compile(r".+\.\d{6,}", re.ASCII)
 _SAVED_AT = re.compile(rb'\{"format": \d+, "saved_at": (\d+\.?\d*),')
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.01
+_TURN_SECONDS = 600.0  # How long to wait for other processes that write the same series.
+# More than any of our files has. Tensors have a header, which tells the size of the rest.
+_SUMS_LIMIT, _DATA_LIMIT, _HEADER_LIMIT = 1 << 12, 1 << 28, 100_000_000
 _log = logging.getLogger("ndistribute")
 
 
@@ -70,7 +76,7 @@ def write(
 
     Args:
         directory: the directory of the series; created, for this user alone, if it is missing.
-        name: the name of the series. Only one process at a time may write to it, see `claim`.
+        name: the name of the series. One process at a time may write to it, see `exclusive`.
         tensors: arrays that must not change meanwhile.
         data: data that JSON can represent.
         keep: the number of generations to keep, including this one.
@@ -87,12 +93,13 @@ def write(
         "data": data,
     }
     text = json.dumps(described, allow_nan=False).encode()
+    if len(text) > _DATA_LIMIT:
+        raise ValueError(f"{name!r} has {len(text)} bytes of plain values: save them as arrays.")
     _make_directory(directory)
-    for path in paths(directory, name, ".writing"):
-        shutil.rmtree(path)
+    clear(directory, re.escape(name))
     numbers = [_number(path) for kind in ("", ".broken") for path in paths(directory, name, kind)]
     path = directory / f"{name}.{max(numbers, default=0) + 1:06d}"
-    temporary = path.with_name(f"{path.name}.writing")
+    temporary = _temporary(path)
     try:
         temporary.mkdir(mode=0o700)
         _write_tensors(temporary / _TENSORS, stored)
@@ -108,8 +115,27 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     for old in paths(directory, name)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)  # A later call removes the rest.
+        delete(old)
     return path
+
+
+def delete(path: Path) -> None:
+    """Delete a generation, which no reader then finds in part."""
+    temporary = _temporary(path)
+    with contextlib.suppress(FileNotFoundError):  # Another process was faster.
+        path.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)  # A later `clear` removes the rest.
+
+
+def clear(directory: Path, pattern: str) -> None:
+    """Delete what killed processes have left of the series whose names a pattern matches.
+
+    The caller has the lock of these series, see `exclusive`: no process writes to them.
+    """
+    unfinished = re.compile(rf"{pattern}\.\d{{6,}}(\.\d+-[0-9a-f]+)?\.writing", re.ASCII)
+    for path in directory.glob("*.writing"):
+        if unfinished.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
@@ -126,11 +152,14 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
         try:
             saved = read(path)
         except CheckpointCorruptError as error:
+            if not path.exists():  # It was replaced meanwhile.
+                return newest(directory, name)
             broken.append((path, error))
             continue
         for bad, reason in broken:
             _log.warning("%s is damaged, using %s instead: %s", bad, path.name, reason)
-            bad.rename(bad.with_name(f"{bad.name}.broken"))  # `keep` must not count it.
+            with contextlib.suppress(FileNotFoundError):  # Another reader was faster.
+                bad.rename(bad.with_name(f"{bad.name}.broken"))  # `keep` must not count it.
         return saved
     if broken:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in broken)
@@ -148,7 +177,7 @@ def written(directory: str | os.PathLike[str]) -> list[Path]:
     return [folder for _, folder in sorted(_times(Path(directory)))]
 
 
-def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[bytes]:
+def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> BufferedReader:
     """Return a file that locks a series until it is closed or this process ends.
 
     Raises:
@@ -157,23 +186,61 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> IO[by
     directory = Path(directory)
     _make_directory(directory)
     path = directory / f"{name}.lock"
-    path.touch(mode=0o600)
     deadline = time.monotonic() + seconds
-    with contextlib.ExitStack() as on_error:
-        file = on_error.enter_context(path.open("ab"))
-        while True:
+    while True:
+        with contextlib.ExitStack() as on_error:
+            file = on_error.enter_context(open_regular(path, 0, os.O_RDWR | os.O_CREAT))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    on_error.pop_all()
+                    return file
+            except (BlockingIOError, FileNotFoundError) as error:
                 if time.monotonic() > deadline:
                     raise OSError(
                         f"Another process still used the files of {name!r} in {directory} after "
                         f"{seconds:g} s. Give each job a directory of its own."
                     ) from error
-                time.sleep(_POLL_SECONDS)
-            else:
-                on_error.pop_all()
-                return file
+        time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def exclusive(directory: str | os.PathLike[str], name: str) -> Iterator[None]:
+    """Let this thread alone write a series, and then remove the file of the lock.
+
+    Raises:
+        OSError: the directory cannot be used, or other processes never left the series alone.
+    """
+    name = f"{name}.writing"
+    with claim(directory, name, _TURN_SECONDS) as file:
+        try:
+            yield
+        finally:
+            (Path(directory) / f"{name}.lock").unlink(missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_UN)  # Processes that were forked meanwhile have it too.
+
+
+def open_regular(path: Path, limit: int, flags: int = os.O_RDONLY) -> BufferedReader:
+    """Return an open file, which has at most `limit` bytes; this waits for no other process.
+
+    Raises:
+        CheckpointCorruptError: it is longer, or it is a link, a pipe, a device or a folder.
+    """
+    why = "it is a link, a pipe or a device"
+    try:
+        guards = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        number = os.open(path, flags | guards, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+            raise
+    else:
+        found = os.fstat(number)
+        if stat.S_ISREG(found.st_mode):
+            if found.st_size <= limit:
+                return open(number, "rb")
+            why = f"it has {found.st_size} bytes, more than {limit}"
+        os.close(number)
+    raise CheckpointCorruptError(f"{path} is no file of a checkpoint: {why}")
 
 
 def _storable(name: str, tensor: Array) -> Array:
@@ -210,7 +277,7 @@ def read(path: Path) -> Saved:
     """
     try:
         _check(path)
-        described = json.loads((path / _DATA).read_bytes())
+        described = json.loads(_read(path / _DATA, _DATA_LIMIT))
         if described["format"] > _FORMAT:
             raise DistributeError(
                 f"{path} has format {described['format']}, but this version of ndistribute reads "
@@ -243,7 +310,7 @@ def _key(name: str) -> str:
 
 def _check(folder: Path) -> None:
     """Raise a `CheckpointCorruptError` that names the first file with a wrong checksum."""
-    written, actual = (folder / _SUMS).read_bytes(), _checksums(folder)
+    written, actual = _read(folder / _SUMS, _SUMS_LIMIT), _checksums(folder)
     if written != actual:
         lines = zip((_TENSORS, _DATA), actual.splitlines(), strict=True)
         known = written.splitlines()
@@ -256,10 +323,32 @@ def _check(folder: Path) -> None:
 
 def _checksums(folder: Path) -> bytes:
     lines = []
-    for name in (_TENSORS, _DATA):
-        with (folder / name).open("rb") as file:
+    for name, limit in ((_TENSORS, _length(folder / _TENSORS)), (_DATA, _DATA_LIMIT)):
+        with open_regular(folder / name, limit) as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
     return "".join(lines).encode()
+
+
+def _length(path: Path) -> int:
+    """Return the length of a file of tensors, as its header tells it."""
+    with open_regular(path, sys.maxsize) as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(size, _HEADER_LIMIT)))
+            ends = (one["data_offsets"][1] for key, one in header.items() if key != "__metadata__")
+            return int(8 + size + max(ends, default=0))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise CheckpointCorruptError(f"{path}: its header is damaged: {error!r}") from error
+
+
+def _read(path: Path, limit: int) -> bytes:
+    with open_regular(path, limit) as file:
+        return file.read()
+
+
+def _temporary(path: Path) -> Path:
+    """Return another name for a generation that is incomplete, which no process has used."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
 
 
 def paths(directory: Path, name: str, kind: str = "") -> list[Path]:
@@ -277,10 +366,14 @@ def _times(directory: Path) -> Iterator[tuple[float, Path]]:
     for file in directory.glob(f"*/{_DATA}"):
         if not _GENERATION.fullmatch(file.parent.name):
             continue
+        told = None
         with contextlib.suppress(FileNotFoundError):  # It was deleted meanwhile.
-            with file.open("rb") as opened:
+            with (
+                contextlib.suppress(CheckpointCorruptError),
+                open_regular(file, _DATA_LIMIT) as opened,
+            ):
                 told = _SAVED_AT.match(opened.read(100))  # The rest may be long.
-            yield float(told[1]) if told else file.stat().st_mtime, file.parent
+            yield float(told[1]) if told else file.lstat().st_mtime, file.parent
 
 
 def _number(path: Path) -> int:

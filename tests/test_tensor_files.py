@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import resource
 import shutil
 import signal
@@ -161,6 +162,46 @@ def test_a_broken_generation_is_set_aside_and_the_one_before_taken(tmp_path, cap
     # The broken one keeps its number and does not count among the two.
     assert folders(tmp_path) == ["ps-0.000001", "ps-0.000002.broken", "ps-0.000003"]
     assert newest_step(tmp_path) == 3
+
+
+HOSTILE = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: path.symlink_to(path.parents[1] / "ps-0.000001" / path.name),
+    "folder": Path.mkdir,
+    "hole": lambda path: path.touch() or os.truncate(path, 40 << 30),
+}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "appended hole"])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_ours_is_refused_by_name_and_unread(tmp_path, name, kind):
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / name
+    if kind == "appended hole":
+        os.truncate(file, 40 << 30)
+    else:
+        file.unlink()
+        HOSTILE[kind](file)
+    with pytest.raises(CheckpointCorruptError, match=str(file)):
+        tensor_files.read(file.parent)
+    assert len(tensor_files.written(tmp_path)) == 2
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_pipe_in_place_of_a_generation_or_a_lock_is_refused(tmp_path):
+    write(tmp_path, 1)
+    os.mkfifo(tmp_path / "ps-0.000002")
+    os.mkfifo(tmp_path / "ps-0.lock")
+    assert newest_step(tmp_path) == 1
+    with pytest.raises(CheckpointCorruptError, match=r"ps-0\.lock is no file of a checkpoint"):
+        tensor_files.claim(tmp_path, "ps-0", 10.0)
+
+
+def test_a_folder_may_be_reached_by_a_link(tmp_path):
+    path = write(tmp_path / "real", 1)
+    (tmp_path / "latest").symlink_to(path)
+    assert tensor_files.read(tmp_path / "latest").data["step"] == 1
 
 
 def test_each_flipped_byte_is_noticed(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +49,7 @@ class Saver:
         self._keep = max_to_keep or 0
         self._spare_seconds = keep_checkpoint_every_n_hours * 3600
         self._spare_after = time.time() + self._spare_seconds
-        self._saved_at: dict[str, float] = {}
+        self._saved: dict[str, tuple[Path, float]] = {}
         self._lock = threading.Lock()
         self.last_checkpoints: list[str] = []
         """The paths of the checkpoints that this saver wrote and kept, the newest last."""
@@ -89,14 +88,12 @@ class Saver:
             step = global_step if _is_number(global_step) else step
             path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
             folder = Path(path)
-            # What a process that was killed has left.
-            unfinished = re.compile(rf"{re.escape(Path(save_path).name)}-\d+\.\d+\.writing")
-            for left in folder.parent.glob("*.writing"):
-                if unfinished.fullmatch(left.name):
-                    shutil.rmtree(left, ignore_errors=True)
+            name = Path(save_path).name
             data = {"step": None if step is None else int(step)}
-            tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
-            self._saved_at[path] = time.time()
+            with tensor_files.exclusive(folder.parent, name):
+                tensor_files.clear(folder.parent, rf"{re.escape(name)}-\d+")
+                written = tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
+            self._saved[path] = written, time.time()
             self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
             while self._keep and len(self.last_checkpoints) > self._keep:
                 self._remove(self.last_checkpoints.pop(0))
@@ -165,11 +162,13 @@ class Saver:
         self.last_checkpoints = list(checkpoint_paths)
 
     def _remove(self, path: str) -> None:
-        if self._saved_at.pop(path, 0.0) > self._spare_after:
+        own, saved_at = self._saved.pop(path, (None, 0.0))
+        if saved_at > self._spare_after:
             self._spare_after += self._spare_seconds
             return
         for folder in tensor_files.paths(Path(path).parent, Path(path).name):
-            shutil.rmtree(folder, ignore_errors=True)
+            if own in (None, folder):  # Another process may have written the step again.
+                tensor_files.delete(folder)
 
 
 class CheckpointState(NamedTuple):

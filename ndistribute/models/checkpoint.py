@@ -7,11 +7,9 @@ workers or servers. All workers take part: the chief writes and reads the files.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -203,7 +201,7 @@ class Checkpoint:
         tensors, data = self.state()
 
         def write() -> str:
-            with in_turn(self.strategy, directory, name):
+            with tensor_files.exclusive(directory, name):
                 return str(tensor_files.write(directory, name, tensors, data | (more or {}), keep))
 
         return write
@@ -309,7 +307,7 @@ class CheckpointManager:
 
         def remove() -> None:
             for path in self.checkpoints:
-                shutil.rmtree(path)
+                tensor_files.delete(path)
 
         by_chief(self.checkpoint.strategy, remove)
 
@@ -345,8 +343,7 @@ class CheckpointManager:
         self.wait()
 
         def read() -> Any:
-            with in_turn(self.checkpoint.strategy, self.directory, _SERIES):
-                saved = tensor_files.newest(self.directory, _SERIES)
+            saved = tensor_files.newest(self.directory, _SERIES)
             return None if saved is None else _contents(saved)
 
         found = by_chief(self.checkpoint.strategy, read)
@@ -377,7 +374,6 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 _SERIES = "checkpoint"
 _ALL = 10**9
-_TURN_SECONDS = 600.0  # How long to wait for other workers that write.
 _TENSOR = "$tensor"  # In a state, the reference to an array.
 
 
@@ -475,20 +471,16 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
     found = tensor_files.paths(path.parent, path.name)
     if not found and not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {path}.")
-    return _contents(tensor_files.read(found[-1] if found else path))
+    try:
+        return _contents(tensor_files.read(found[-1] if found else path))
+    except CheckpointCorruptError:
+        if found and not found[-1].exists():  # It was replaced meanwhile.
+            return read_newest(path)
+        raise
 
 
 def _contents(saved: Saved) -> tuple[str, dict[str, Any], Any]:
     return str(saved.path), saved.tensors, saved.data
-
-
-def in_turn(strategy: Any, directory: Path, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a lock for a series, which workers with loops of their own may write at any time."""
-    me = strategy.cluster_resolver
-    several = me is not None and me.task_type == "worker" and me.num_workers > 1
-    if several and strategy.input_topology.workers is None:
-        return tensor_files.claim(directory, name, _TURN_SECONDS)
-    return contextlib.nullcontext()
 
 
 def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:

@@ -18,7 +18,7 @@ from ndistribute import tensor_files
 from ndistribute.context import get_strategy
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
-from ndistribute.models.checkpoint import by_chief, in_turn, read_newest
+from ndistribute.models.checkpoint import by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
 
 __all__ = ["export", "load"]
@@ -40,7 +40,7 @@ def export(model: Any, path: str | os.PathLike[str]) -> Path:
     data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
 
     def write() -> str:
-        with in_turn(model.strategy, path.parent, path.name):
+        with tensor_files.exclusive(path.parent, path.name):
             folder = tensor_files.write(
                 path.parent, path.name, tensors, {"architecture": data}, keep=1
             )

@@ -223,8 +223,9 @@ def test_values_that_a_variable_would_cut_are_not_restored(program: Any, tmp_pat
 def test_what_a_killed_process_left_is_removed(program: Any, tmp_path: Path) -> None:
     session, saver, *_ = program
     path = Path(saver.save(session, tmp_path / "model", 1))
-    left = [path.with_name(name) for name in ("model-7.000001.writing", "model-x-7.000001.writing")]
+    names = ("model-7.000001.12-ab.writing", "model-7.000001.writing", "model-x-7.000001.writing")
+    left = [path.with_name(name) for name in names]
     for folder in left:
         folder.mkdir()
     saver.save(session, tmp_path / "model", 2)
-    assert [folder.exists() for folder in left] == [False, True]
+    assert [folder.exists() for folder in left] == [False, False, True]
