@@ -35,7 +35,7 @@ class Checkpoint:
     """The state of variables, layers, models, optimizers, metrics and iterators, by name.
 
     A model includes its optimizer and metrics. The seed and the random generators of replicas on
-    CPUs are part of every checkpoint.
+    CPUs are part of every checkpoint. An attribute that is set adds an object, too.
 
     Args:
         objects: by keyword, variables, layers, optimizers, metrics, objects with `state_dict` and
@@ -56,14 +56,29 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        self._objects = objects
-        for path, one in self._parts():
+        vars(self)["_objects"] = {}
+        for name, one in objects.items():
+            setattr(self, name, one)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for path, one in _flat(name, value):
             if not isinstance(one, Variable | Optimizer) and not _has_state(one):
                 raise TypeError(
                     f"Checkpoint: {path} is a {type(one).__name__}, whose state is unknown: pass "
                     "variables, layers, optimizers, metrics, or objects with state_dict and "
                     "load_state_dict."
                 )
+        self._objects[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["_objects"][name]
+        except KeyError:
+            raise AttributeError(f"the checkpoint has no object {name!r}.") from None
+
+    def __delattr__(self, name: str) -> None:
+        if self._objects.pop(name, None) is None:
+            raise AttributeError(f"the checkpoint has no object {name!r}.")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the state, and return the folder with it once it is safely on the disk.

@@ -205,3 +205,20 @@ def test_mistakes_are_explained(call, says, tmp_path):
 def replicas(count: int) -> nd.Strategy:
     """Return a strategy of some replicas."""
     return nd.MirroredStrategy([f"cpu:{k}" for k in range(count)])
+
+
+def test_objects_that_are_set_as_attributes_are_saved_and_restored(tmp_path):
+    checkpoint, v = Checkpoint(), nd.Variable([1.0, 2.0])
+    checkpoint.v, checkpoint.gone = v, nd.Variable(0.0)
+    del checkpoint.gone
+    path = checkpoint.save(tmp_path / "run")
+    v.assign([0.0, 0.0])
+    Checkpoint(v=v).restore(path)
+    assert v.numpy().tolist() == [1.0, 2.0]
+    assert checkpoint.v is v
+    with pytest.raises(TypeError, match="w is a int, whose state is unknown"):
+        checkpoint.w = 3
+    with pytest.raises(AttributeError, match="no object 'gone'"):
+        _ = checkpoint.gone
+    with pytest.raises(AttributeError, match="no object 'gone'"):
+        del checkpoint.gone
