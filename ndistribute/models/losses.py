@@ -7,6 +7,7 @@ the batch is divided.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,10 @@ class Loss:
         self.name = name or snake_case(type(self).__name__)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return the loss of each example, an array of shape ``(batch, ...)``."""
+        """Return the loss of each example, an array of shape ``(batch, ...)``.
+
+        One number is taken for the mean over the examples of this replica, and allows no weights.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no call.")
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -78,19 +82,32 @@ class Loss:
 
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Return the loss of each example, times its weight."""
-        losses = self.call(*aligned(y_true, y_pred))
-        if sample_weight is None:
-            return losses
-        weight = as_array(sample_weight)
-        if weight.ndim > losses.ndim and weight.shape[-1] == 1:
-            weight = weight[..., 0]
-        if weight.shape != losses.shape[: weight.ndim]:
+        y_true, y_pred = aligned(y_true, y_pred)
+        losses = self.call(y_true, y_pred)
+        if losses.ndim == 0 and sample_weight is not None:
             raise ValueError(
-                f"sample_weight has shape {weight.shape}, but the losses have {losses.shape}: "
-                "give one weight for each example."
+                f"loss {self.name!r} returned one number, which sample_weight and class_weight can "
+                "not weigh: return one value for each example."
             )
-        weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
-        return losses * weight.astype(losses.dtype)
+        if losses.ndim == 0:
+            losses = losses * np.ones(y_pred.shape[:1], losses.dtype)
+        return _weighted(losses, sample_weight)
+
+
+def _weighted(losses: Any, sample_weight: Any) -> Any:
+    """Return the loss of each example, times its weight, or that of each of its elements."""
+    if sample_weight is None:
+        return losses
+    weight = as_array(sample_weight)
+    if weight.ndim > losses.ndim and weight.shape[-1] == 1:
+        weight = weight[..., 0]
+    if weight.shape != losses.shape[: weight.ndim]:
+        raise ValueError(
+            f"sample_weight has shape {weight.shape}, but the losses have {losses.shape}: "
+            "give one weight for each example."
+        )
+    weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
+    return losses * weight.astype(losses.dtype)
 
 
 def global_count(count: int) -> float:
@@ -109,19 +126,37 @@ def compute_average_loss(
 
     Args:
         per_example_loss: the loss of each example of this replica, such as that of a `Loss` with
-            the reduction ``"none"``.
+            the reduction ``"none"``. Further axes, of time steps or pixels, are summed up.
         sample_weight: the weight of each example; None means 1.
-        global_batch_size: the number to divide the sum by; None means the number of losses on all
-            replicas, which then wait for each other.
+        global_batch_size: the number to divide the sum by; None means the number of examples on
+            all replicas, which then wait for each other.
+
+    Raises:
+        RuntimeError: called outside of replicas without a `global_batch_size`.
+        ValueError: there is one number instead of one for each example, or the batch is negative.
 
     >>> float(compute_average_loss(np.array([1.0, 2.0]), global_batch_size=4))
     0.75
     """
     losses = per_example_loss if hasattr(per_example_loss, "ndim") else np.asarray(per_example_loss)
-    count = global_count(losses.size) if global_batch_size is None else float(global_batch_size)
-    if sample_weight is not None:
-        losses = losses * as_array(sample_weight).astype(losses.dtype)
-    return np.sum(losses) / count
+    if losses.ndim == 0:
+        raise ValueError(
+            "compute_average_loss got one number: pass the loss of each example, such as that of "
+            'a loss object with reduction="none".'
+        )
+    if global_batch_size is None:
+        if get_replica_context() is None:
+            raise RuntimeError(
+                "compute_average_loss was called outside of replicas, where it can not count "
+                "their examples: call it in strategy.run, or pass global_batch_size."
+            )
+        count = global_count(losses.shape[0])
+    else:
+        count = operator.index(global_batch_size)
+        if count < 0:
+            raise ValueError(f"global_batch_size must be 0 or more, got {count}.")
+    total = np.sum(_weighted(losses, sample_weight))
+    return total / count if count else total * 0
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -198,7 +233,7 @@ def categorical_crossentropy(
 
     Args:
         y_true: probabilities of shape ``(..., classes)``, such as one-hot rows.
-        y_pred: probabilities or logits of the same shape.
+        y_pred: probabilities or logits of the same shape. Probabilities are divided by their sum.
         from_logits: whether `y_pred` are logits.
         label_smoothing: the share of the labels that is divided evenly among all classes.
     """
@@ -212,7 +247,7 @@ def categorical_crossentropy(
         )
     if from_logits:
         return operations.softmax_cross_entropy(y_pred, labels)
-    return -np.sum(labels * _log_of(y_pred), axis=-1)
+    return -np.sum(labels * _log_of(y_pred / np.sum(y_pred, axis=-1, keepdims=True)), axis=-1)
 
 
 def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> Any:
@@ -220,7 +255,8 @@ def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool 
 
     Args:
         y_true: the index of the class, of shape ``(...)`` or ``(..., 1)``.
-        y_pred: probabilities or logits of shape ``(..., classes)``.
+        y_pred: probabilities or logits of shape ``(..., classes)``. Probabilities count by their
+            share of their sum.
         from_logits: whether `y_pred` are logits.
     """
     labels = as_array(y_true)
@@ -239,16 +275,12 @@ def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool 
             f"sparse_categorical_crossentropy: labels must be in [0, {classes}), got "
             f"{int(labels.min())} to {int(labels.max())}. The last layer needs a unit per class."
         )
-    if from_logits:
-        return operations.softmax_cross_entropy(y_pred, labels)
-    picked = np.take_along_axis(y_pred, labels[..., None], axis=-1)[..., 0]
-    return -_log_of(picked)
+    logits = y_pred if from_logits else _log_of(y_pred)
+    return operations.softmax_cross_entropy(logits, labels)
 
 
 class FunctionLoss(Loss):
     """A loss of a function of labels and predictions.
-
-    A function that returns one number is taken to have averaged over its examples.
 
     Args:
         function: returns the loss of each example.
@@ -262,8 +294,14 @@ class FunctionLoss(Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the function's value for each example."""
-        losses = self._function(y_true, y_pred, **self._parameters)
-        return losses if losses.ndim else losses * np.ones(y_pred.shape[0], losses.dtype)
+        return per_example(self._function, y_true, y_pred, self._parameters)
+
+
+def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, Any]) -> Any:
+    """Return a function's value for each example; one of ours takes a single axis for examples."""
+    if function in _ELEMENTWISE and y_true.ndim == y_pred.ndim == 1:
+        y_true, y_pred = y_true[:, None], y_pred[:, None]
+    return function(y_true, y_pred, **parameters)
 
 
 class MeanSquaredError(FunctionLoss):
@@ -324,6 +362,8 @@ _ALL = (
 NAMED: dict[str, Callable[[], Loss]] = {snake_case(one.__name__): one for one in _ALL}
 NAMED |= {"mae": MeanAbsoluteError, "mse": MeanSquaredError}
 
+# Functions of single values, of which they return the mean over the last axis.
+_ELEMENTWISE = (mean_squared_error, mean_absolute_error, huber, binary_crossentropy)
 # What predicted probabilities are kept from 0 and 1 by, for 2 bytes and for more.
 _EPSILON = (1e-3, 1e-7)
 
@@ -348,4 +388,5 @@ def _like(y_true: Any, y_pred: Any) -> Any:
 
 
 def _log_of(p: Any) -> Any:
-    return np.log(np.clip(p, _EPSILON[p.dtype.itemsize > 2], 1))
+    small = _EPSILON[p.dtype.itemsize > 2]
+    return np.log(np.clip(p, small, 1 - small))

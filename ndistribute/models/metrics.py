@@ -130,6 +130,9 @@ class MeanMetric(Mean):
         function: returns one value for each example.
         name: the name in logs; None: the function's name.
         parameters: passed to the function.
+
+    A function that returns one number for a batch is a `ValueError`: a mean of such numbers depends
+    on the sizes of batches, and on the number of replicas.
     """
 
     def __init__(
@@ -143,7 +146,14 @@ class MeanMetric(Mean):
     ) -> None:
         """Add the examples of a batch."""
         labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
-        super().update_state(self._function(labels, predicted, **self._parameters), sample_weight)
+        values = losses.per_example(self._function, labels, predicted, self._parameters)
+        if np.shape(values)[:1] != predicted.shape[:1] or not np.ndim(values):
+            raise ValueError(
+                f"metric {self.name!r} returned an array of shape {np.shape(values)} for "
+                f"{predicted.shape[0]} examples: return one value for each example, whose mean is "
+                "the metric, or write a subclass of nd.metrics.Metric."
+            )
+        super().update_state(values, sample_weight)
 
 
 class MeanSquaredError(MeanMetric):
@@ -253,7 +263,8 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
 
     Args:
         metric: a metric, its name, or a function of labels and predictions. ``"accuracy"`` means
-            the accuracy that belongs to the loss.
+            the accuracy that belongs to the loss; for a binary cross-entropy of logits, with the
+            threshold 0, the logit of 0.5.
         loss: the model's loss.
 
     Raises:
@@ -299,8 +310,8 @@ def categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
 
 
 def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
-    """Return for each example the share of predictions on the label's side of a threshold."""
-    return ((y_pred > threshold) == (y_true > 0.5)).mean(axis=-1)
+    """Return for each prediction whether it is on the label's side of a threshold."""
+    return (y_pred > threshold) == (y_true > 0.5)
 
 
 def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:

@@ -33,6 +33,100 @@ def test_shares_of_the_mean_loss_add_up_to_it(strategy):
     np.testing.assert_allclose(penalty, 3.0)
 
 
+def test_the_average_loss_counts_examples_and_not_their_time_steps(strategy):
+    size, steps = strategy.num_replicas_in_sync, np.ones((2, 5))
+    means = strategy.run(lambda: losses.compute_average_loss(steps))
+    assert strategy.reduce("sum", means) == pytest.approx(5.0)
+    halves = strategy.run(lambda: losses.compute_average_loss(steps, [0.0, 1.0], 2 * size))
+    assert strategy.reduce("sum", halves) == pytest.approx(2.5)
+
+
+def test_an_average_loss_of_what_is_no_loss_of_examples_is_refused():
+    with pytest.raises(ValueError, match="pass the loss of each example"):
+        losses.compute_average_loss(np.array(1.0), global_batch_size=2)
+    with pytest.raises(ValueError, match="0 or more"):
+        losses.compute_average_loss(np.ones(2), global_batch_size=-1)
+    with pytest.raises(TypeError, match="float"):
+        losses.compute_average_loss(np.ones(2), global_batch_size=2.5)
+    with pytest.raises(ValueError, match="one weight for each example"):
+        losses.compute_average_loss(np.ones((2, 2)), np.ones(3))
+    assert losses.compute_average_loss(np.zeros(0), global_batch_size=0) == 0
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]), pytest.raises(RuntimeError, match="in strategy"):
+        losses.compute_average_loss(np.ones(2))
+
+
+ONE_HOT = np.eye(3, dtype=np.float32)
+UNNORMALIZED = np.array([[2, 1, 1], [0, 5, 1], [0.1, 0.2, 0.3]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "expected", "gradient"),
+    [
+        (
+            losses.CategoricalCrossentropy,
+            ONE_HOT,
+            0.52287197,
+            [[-3 / 36, 3 / 36, 3 / 36], [1 / 18, -1 / 90, 1 / 18], [5 / 9, 5 / 9, -5 / 9]],
+        ),
+        (
+            losses.SparseCategoricalCrossentropy,
+            np.arange(3),
+            0.8283022,
+            [[0, 0, 0], [0, 0, 0], [5 / 9, 5 / 9, -5 / 9]],
+        ),
+    ],
+    ids=["one-hot", "integers"],
+)
+def test_crossentropies_of_unnormalized_outputs_are_those_of_keras(
+    kind, labels, expected, gradient
+):
+    """The expected values are those of Keras 3.15, whose two losses clip at different places."""
+    outputs = nd.Variable(UNNORMALIZED)
+    with nd.GradientTape() as tape:
+        loss = kind()(labels, outputs)
+    np.testing.assert_allclose(float(loss), expected, rtol=1e-5)
+    np.testing.assert_allclose(tape.gradient(loss, outputs), gradient, rtol=1e-4, atol=1e-7)
+
+
+def worst(labels, predicted):
+    """Return one number for a batch."""
+    return np.max(np.abs(labels - predicted))
+
+
+def test_a_metric_of_one_number_for_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"'worst' returned an array of shape \(\) for 2 examples"):
+        metrics.get(worst, losses.MeanSquaredError()).update_state(np.ones((2, 1)), np.ones((2, 1)))
+
+
+def test_values_without_a_last_axis_are_examples_of_their_own():
+    labels, scores, weights = np.zeros(3), np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.0, 1.0])
+    metric = metrics.MeanSquaredError()
+    metric.update_state(labels[:2], scores[:2])
+    metric.update_state(labels[2:], scores[2:])
+    assert metric.result() == pytest.approx(14 / 3)
+    assert losses.MeanSquaredError()(labels, scores, weights) == pytest.approx(9 / 3)
+
+
+def test_a_loss_of_one_number_is_a_mean_and_takes_no_weights():
+    class Squares(losses.Loss):
+        def call(self, y_true, y_pred):
+            return np.mean(np.square(y_true - y_pred))
+
+    zeros, twos = np.zeros((4, 1)), np.full((4, 1), 2.0)
+    assert Squares()(zeros, twos) == 4
+    assert Squares().weighted(zeros, twos).tolist() == [4, 4, 4, 4]
+    with pytest.raises(ValueError, match="can not weigh"):
+        Squares()(zeros, twos, np.ones(4))
+
+
+def test_the_accuracy_of_a_binary_crossentropy_of_logits_compares_with_the_logit_of_a_half():
+    logits, labels = np.array([[0.2], [-1.0], [3.0]]), np.array([[1], [0], [1]])
+    for from_logits, expected in ((True, 1.0), (False, 2 / 3)):
+        metric = metrics.get("accuracy", losses.BinaryCrossentropy(from_logits=from_logits))
+        metric.update_state(labels, logits)
+        assert metric.result() == pytest.approx(expected)
+
+
 LABELS = np.array([1, 0, 1])
 SCORES = np.array([[0.2, 0.8], [0.7, 0.3], [0.6, 0.4]])
 KINDS = [
