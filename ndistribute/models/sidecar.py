@@ -37,7 +37,8 @@ class SidecarEvaluator:
         steps: the number of batches; None means all.
         max_evaluations: after how many checkpoints to end; None: no limit.
         callbacks: `on_epoch_end` is called after each evaluation, with the number of steps made
-            and the metrics under names with ``val_``. One that sets `stop_training` ends it.
+            and the metrics under names with ``val_``; before, those of `evaluate`. One that sets
+            `stop_training` ends it.
         name: the name of the model in the checkpoints.
         timeout_seconds: how long to wait for the next checkpoint; then it ends.
         poll_seconds: how long to wait between two looks at the directory.
@@ -98,7 +99,7 @@ class SidecarEvaluator:
                     break
                 self._evaluate(saved, called)
         finally:
-            called.on_train_end()
+            called.call("on_train_end", {})
         if not history.epoch:
             raise TimeoutError(
                 f"SidecarEvaluator: there was no intact checkpoint in {self._directory} in "
@@ -109,22 +110,28 @@ class SidecarEvaluator:
     def _evaluate(self, saved: Saved, called: Callbacks) -> None:
         model, prefix = self._model, f"{self._name}/"
         if not model.variables:
-            self._scores(1)  # Creates them: a checkpoint needs them.
+            self._scores(1, None)  # Creates them: a checkpoint needs them.
         if not any(key.startswith(prefix) for key in saved.tensors):
             prefix = ""  # As `save_weights` writes them.
         weights = {f"{prefix}{key}": one for key, one in model.named_variables().items()}
         data = {**saved.data, "states": {}, "trained": {}}
         Checkpoint(**weights).load(str(saved.path), saved.tensors, data)
-        found = self._scores(self._steps)
+        found = self._scores(self._steps, called)
         step = _step_of(saved)
         model.position.steps_made = step
         _log.info("step %d, %s: %s", step, saved.path.name, found)
         called.on_epoch_end(step, {f"val_{key}": value for key, value in found.items()})
 
-    def _scores(self, steps: int | None) -> dict[str, float]:
+    def _scores(self, steps: int | None, called: Callbacks | None) -> dict[str, float]:
         x, y, weight = self._data
         found: dict[str, float] = self._model.evaluate(
-            x, y, verbose=0, sample_weight=weight, steps=steps, return_dict=True
+            x,
+            y,
+            verbose=0,
+            sample_weight=weight,
+            steps=steps,
+            return_dict=True,
+            callbacks=called,
         )
         return found
 

@@ -236,9 +236,7 @@ class Trainer(Layer):
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
             history = History()
             progress = Progress(verbose if self.strategy.is_chief else 0)
-            params = {"epochs": epochs, "steps": steps if steps >= 0 else None, "verbose": verbose}
-            given = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
-            called = Callbacks([progress, *given, history], self, params)
+            called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             self.stop_training = False
             self.position = position = self._begun(initial_epoch, called.members)
 
@@ -247,7 +245,7 @@ class Trainer(Layer):
                     return {}
                 own = None if validation[1] is None else batch_size  # A dataset has its batches.
                 size = validation_batch_size or own
-                found = self._validate(validation, size, validation_steps)
+                found = self._validate(validation, size, validation_steps, called)
                 return {f"val_{name}": value for name, value in found.items()}
 
             with contextlib.ExitStack() as on_exit:
@@ -256,7 +254,7 @@ class Trainer(Layer):
                     chief = Chief(self, data, steps_per_epoch)
                     on_exit.callback(chief.close)
                     run_epoch = functools.partial(chief.run_epoch)
-                on_exit.callback(called.on_train_end)
+                on_exit.callback(called.call, "on_train_end", {})
                 called.on_train_begin()
                 while position.epoch < epochs and not self.stop_training:
                     self._fit_and_validate(run_epoch, validate, called)
@@ -272,6 +270,7 @@ class Trainer(Layer):
         sample_weight: Any = None,
         steps: int | None = None,
         return_dict: bool = False,
+        callbacks: Iterable[Callback] | Callback | None = None,
     ) -> Any:
         """Return the loss and the metrics over data.
 
@@ -283,36 +282,50 @@ class Trainer(Layer):
             sample_weight: the weight of each example, for arrays.
             steps: the number of batches; None means all.
             return_dict: whether to return a dict by the metrics' names.
+            callbacks: `Callback` objects, the same on every worker.
 
         Returns:
             A list of the loss and the metrics, or the loss alone without metrics, or a dict.
         """
         self._check_compiled("evaluate")
         with self.strategy.scope():
-            found = self._validate((x, y, sample_weight), batch_size, steps)
+            called = self._callbacks(callbacks, 1, steps, verbose)
+            found = self._validate((x, y, sample_weight), batch_size, steps, called)
         Progress(verbose if self.strategy.is_chief else 0).show_line(found)
         if return_dict:
             return found
         values = list(found.values())
         return values if len(values) > 1 else values[0]
 
-    def predict(self, x: Any, batch_size: int | None = None, steps: int | None = None) -> Any:
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        callbacks: Iterable[Callback] | Callback | None = None,
+    ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``x``, ``(x,)`` or ``(x, y)``.
             batch_size: the global batch size, for arrays; None means 32.
             steps: the number of batches; None means all.
+            callbacks: `Callback` objects, the same on every worker.
         """
-        strategy = self.strategy
+        strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, 0)
         with strategy.scope():
             data = batches_of(x, batch_size=batch_size)
             self._build_from(data)
-            parts = []
+            parts: list[Any] = []
+            called.call("on_predict_begin", {})
             for batch in itertools.islice(strategy.distribute_dataset(data), steps):
+                number = len(parts)
+                called.call("on_predict_batch_begin", number, {})
                 inputs, _, _ = unpacked(batch)
                 found = strategy.run(self._predict_step, args=(inputs,))
                 parts.append(tree.map_leaves(to_host, strategy.gather(found, axis=0)))
+                called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
+            called.call("on_predict_end", {})
         if not parts:
             raise ValueError(_NO_BATCHES.format("predict"))
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
@@ -393,7 +406,7 @@ class Trainer(Layer):
         if not position.step:
             for metric in self.metrics:
                 metric.reset_state()
-        called.on_epoch_begin(position.epoch)
+        called.call("on_epoch_begin", position.epoch, {})
         run_epoch(called)
         epoch, logs = position.epoch, self._results()
         logs |= validate(epoch)
@@ -420,6 +433,10 @@ class Trainer(Layer):
         """Count a step that was made, and call the methods of callbacks for its end."""
         position, number = self.position, self.position.step
         position.step, position.steps_made = number + 1, position.steps_made + 1
+        self._end_batch(end, number)
+
+    def _end_batch(self, end: Sequence[Callable[..., None]], number: int) -> None:
+        """Call the methods of callbacks for the end of a batch, which alone need its logs."""
         if end:
             logs = {metric.name: metric.local_result() for metric in self.metrics}
             for call in end:
@@ -434,8 +451,28 @@ class Trainer(Layer):
         position = dataclasses.replace(self.position, callbacks=(), iterator=None)
         return {**vars(self), "position": position}
 
+    def _callbacks(
+        self,
+        given: Any,
+        epochs: int,
+        steps: int | None,
+        verbose: Any,
+        before: Sequence[Callback] = (),
+        after: Sequence[Callback] = (),
+    ) -> Callbacks:
+        if isinstance(given, Callbacks):
+            return given
+        given = [given] if isinstance(given, Callback) else given or ()
+        known = steps if steps is not None and steps >= 0 else None
+        params = {"epochs": epochs, "steps": known, "verbose": verbose}
+        return Callbacks([*before, *given, *after], self, params)
+
     def _validate(
-        self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None
+        self,
+        data: tuple[Any, Any, Any],
+        batch_size: int | None,
+        steps: int | None,
+        called: Callbacks,
     ) -> dict[str, float]:
         """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
         check_counts(1, steps=steps)
@@ -443,13 +480,18 @@ class Trainer(Layer):
         self._build_from(batches)
         for metric in self.metrics:
             metric.reset_state()
-        made = 0
+        made, end = 0, called.overriding("on_test_batch_end")
+        called.call("on_test_begin", {})
         for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
+            called.call("on_test_batch_begin", made, {})
             self.strategy.run(self._test_step, args=(batch,))
+            self._end_batch(end, made)
             made += 1
         if not made:
             raise ValueError(_NO_BATCHES.format("evaluate"))
-        return self._results()
+        found = self._results()
+        called.call("on_test_end", found)
+        return found
 
     def _results(self) -> dict[str, float]:
         return {metric.name: metric.result() for metric in self.metrics}

@@ -200,3 +200,78 @@ def test_the_log_is_a_table_of_the_epochs(tmp_path):
 def test_mistakes_are_explained(make, says):
     with pytest.raises((ValueError, TypeError), match=says):
         make()
+
+
+class Noting(callbacks.Callback):
+    """Notes the methods that are called, with the number of an epoch or a batch."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logs: dict[str, Any] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith(("on_", "set_")):
+            return found
+
+        def noting(*args: Any) -> None:
+            self.calls.append(" ".join([name, *(str(one) for one in args if type(one) is int)]))
+            self.logs[name] = args[-1]
+            found(*args)
+
+        return noting
+
+
+def test_every_method_of_a_callback_is_called_in_the_order_of_keras():
+    model, noting = model_of(), Noting()
+    model.fit(X, Y, 4, 1, 0, callbacks=noting, validation_data=(X, Y))
+    begin = ["set_model", "set_params"]
+    tested = "on_test_begin|on_test_batch_begin 0|on_test_batch_end 0|on_test_batch_begin 1"
+    tested += "|on_test_batch_end 1|on_test_end"
+    assert noting.calls == [
+        *begin,
+        *("on_train_begin", "on_epoch_begin 0"),
+        *("on_train_batch_begin 0", "on_train_batch_end 0"),
+        *("on_train_batch_begin 1", "on_train_batch_end 1"),
+        *tested.split("|"),
+        *("on_epoch_end 0", "on_train_end"),
+    ]
+    assert noting.logs["on_test_end"]["loss"] == noting.logs["on_epoch_end"]["val_loss"]
+    assert noting.params == {"epochs": 1, "steps": 2, "verbose": 0}
+
+    noting.calls.clear()
+    loss = model.evaluate(X, Y, 4, 0, callbacks=[noting])
+    assert noting.calls == [*begin, *tested.split("|")]
+    assert noting.logs["on_test_batch_end"] == noting.logs["on_test_end"] == {"loss": loss}
+
+    noting.calls.clear()
+    predicted = model.predict(X, 4, callbacks=[noting])
+    assert noting.calls == [*begin, *tested.replace("test", "predict").split("|")]
+    outputs = noting.logs["on_predict_batch_end"]["outputs"]
+    np.testing.assert_array_equal(outputs, predicted[4:])
+
+
+def test_the_short_names_of_the_methods_of_a_batch_are_called_if_the_long_ones_are_not_defined():
+    seen = []
+
+    class Short(callbacks.Callback):
+        def on_batch_begin(self, batch, logs=None):
+            seen.append(f"begin {batch}")
+
+        def on_batch_end(self, batch, logs=None):
+            seen.append("not called")
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(f"end {batch} {sorted(logs)}")
+
+    fit(model_of(), Short(), epochs=1)
+    assert seen == ["begin 0", "end 0 ['loss']"]
+
+
+def test_a_method_that_nothing_calls_is_refused():
+    class Misspelt(callbacks.Callback):
+        def on_epoch_ends(self, epoch, logs=None):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"Misspelt: nothing calls on_epoch_ends.* on_epoch_end\?"):
+        fit(model_of(), Misspelt())

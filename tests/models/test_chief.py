@@ -95,7 +95,7 @@ def test_callbacks_of_a_chief_see_every_step_and_save_its_very_state(chief, tmp_
     with chief.scope():
         model = small()
     keep = callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begun.append(batch), on_train_batch_end=end
+        on_batch_begin=lambda batch, logs: begun.append(batch), on_train_batch_end=end
     )
     save = callbacks.ModelCheckpoint(tmp_path / "saved", save_freq=5)
     fit(model, keep, save)

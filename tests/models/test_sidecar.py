@@ -36,9 +36,14 @@ def train(directory, epochs: int = 3) -> list[float]:
 def test_each_checkpoint_is_evaluated_with_another_optimizer(tmp_path):
     losses = train(tmp_path)
     seen = []
-    keep = nd.callbacks.LambdaCallback(on_epoch_end=lambda step, logs: seen.append(step))
+    scores = []
+    keep = nd.callbacks.LambdaCallback(
+        on_epoch_end=lambda step, logs: seen.append(step),
+        on_test_end=lambda logs: scores.append(logs["loss"]),
+    )
     evaluator = SidecarEvaluator(build("sgd"), (X, Y), tmp_path, None, 3, [keep])
     history = evaluator.start()
+    assert scores == history.history["val_loss"]
     np.testing.assert_allclose(history.history["val_loss"], losses, atol=1e-12)
     assert seen == history.epoch == [10, 11, 12]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,10 +16,10 @@ class Callback:
 
     Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
-    Methods for a beginning, and `on_train_end`, get empty logs, as in Keras.
+    Methods for a beginning, and `on_train_end`, get empty logs.
 
     Attributes:
-        model: the model that is fitted.
+        model: the model that is fitted, evaluated or predicts.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
         restores: whether it saves and restores the states of others, so that it comes after them.
     """
@@ -27,6 +27,14 @@ class Callback:
     restores: bool = False
     model: Any = None
     params: Mapping[str, Any] = {}
+
+    def set_model(self, model: Any) -> None:
+        """Set `model`; called first."""
+        self.model = model
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        """Set `params`; called first."""
+        self.params = params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Called before the first epoch."""
@@ -46,6 +54,36 @@ class Callback:
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Called after each step."""
 
+    def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called in place of `on_train_batch_begin`, if only this is defined."""
+
+    def on_batch_end(self, batch: int, logs: Logs) -> None:
+        """Called in place of `on_train_batch_end`, if only this is defined."""
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Called before an evaluation, and before each validation of `fit`."""
+
+    def on_test_end(self, logs: Logs) -> None:
+        """Called after it, with its metrics."""
+
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before each of its batches, counted from 0."""
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        """Called after each of its batches."""
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Called before a prediction."""
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """Called after it."""
+
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before each of its batches, counted from 0."""
+
+    def on_predict_batch_end(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """Called after each of its batches, with its predictions as ``outputs``."""
+
     def saves_after(self, steps_made: int) -> bool:
         """Return True if `on_train_batch_end` saves the state after a number of steps.
 
@@ -54,7 +92,7 @@ class Callback:
         return False
 
 
-class Callbacks(Callback):
+class Callbacks:
     """Several callbacks, called in turn.
 
     Args:
@@ -70,10 +108,9 @@ class Callbacks(Callback):
         for one in self.members:
             if not isinstance(one, Callback):
                 raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
-            one.model, one.params = model, params
-
-        for name in ("on_train_end", "on_epoch_begin"):
-            setattr(self, name, functools.partial(self._call, name))
+            _check_names(one)
+            one.set_model(model)
+            one.set_params(params)
         self._restoring_last = sorted(self.members, key=lambda one: one.restores)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -86,15 +123,34 @@ class Callbacks(Callback):
         for one in self._restoring_last:
             one.on_epoch_end(epoch, logs)
 
-    def _call(self, name: str, *args: Any) -> None:
+    def call(self, name: str, *args: Any) -> None:
+        """Call a method of each."""
         for one in self.members:
-            getattr(one, name)(*args, {})
+            getattr(one, name)(*args)
 
     def overriding(self, name: str) -> list[Callable[..., Any]]:
-        """Return the methods of a name that a callback defines itself."""
-        plain = getattr(Callback, name)
-        methods = [getattr(one, name) for one in self.members]
-        return [method for method in methods if getattr(method, "__func__", None) is not plain]
+        """Return the methods of a name, or of its short form, that a callback defines itself."""
+        found = ((_own(one, name) or _own(one, _SHORT.get(name, name))) for one in self.members)
+        return [method for method in found if method is not None]
+
+
+_SHORT = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
+
+
+def _own(callback: Callback, name: str) -> Callable[..., Any] | None:
+    """Return a method of a callback, unless it is that of `Callback`."""
+    method: Any = getattr(callback, name)
+    return None if getattr(method, "__func__", None) is getattr(Callback, name) else method
+
+
+def _check_names(callback: Callback) -> None:
+    """Raise a `TypeError` if a callback has a method ``on_...`` that nothing calls."""
+    for name in dir(callback):
+        unknown = name.startswith("on_") and not hasattr(Callback, name)
+        if unknown and callable(getattr(callback, name)):
+            near = difflib.get_close_matches(name, dir(Callback), 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{type(callback).__name__}: nothing calls {name}.{hint}")
 
 
 class History(Callback):
