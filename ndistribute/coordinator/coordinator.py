@@ -55,9 +55,10 @@ Connector = Callable[[], Connection]
 class ClusterCoordinator:
     """Run functions on workers, in any order, each as soon as a worker is free.
 
-    The updates of a function to parameter servers are made exactly once, when it ends. If its
-    worker dies, the function runs again elsewhere, at most 4 times. A process without a cluster is
-    its own worker.
+    The updates of a function to parameter servers are made exactly once, when it ends or reads
+    what it updated. If its worker dies, the function runs again elsewhere, at most 4 times, and
+    must then update the same variables in the same order. A process without a cluster is its own
+    worker.
 
     Args:
         strategy: the strategy of the variables; its cluster has workers, and this process is its

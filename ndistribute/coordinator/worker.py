@@ -2,7 +2,8 @@
 
 A coordinator sends `Run` and `Forget` over its connection; the worker sends an `Outcome` for each
 `Run`, in the same order. When the connection ends, the worker drops all objects of the coordinator.
-The updates of a function to servers carry its number, so they are made once in all attempts.
+The updates of a function to servers carry its number and their own, so all attempts together make
+each of them once.
 """
 
 from __future__ import annotations

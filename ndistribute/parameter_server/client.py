@@ -2,7 +2,8 @@
 
 A call sends all requests before it waits for the first reply. Changes are numbered, so a server
 makes each of them once. A closure is a function that a coordinator sent: its changes are held back
-until it returns, and are sent with the closure's number, which is the same in every attempt.
+until it returns or reads what it changed, and are sent with the number of the closure and numbers
+of their own, which are the same in every attempt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import logging
 import random
 import threading
 import time
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +33,6 @@ Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below thei
 Outcomes = Mapping[int, tuple[m.Outcome, ...]]
 Then = Callable[[Outcomes], None]
 
-_SHIFT = 16  # Bits for the transactions of a closure.
 _BUFFERED_BYTES, _BUFFERED_CHANGES = 1 << 28, 4096  # The most that a closure holds back.
 _SMALL_BYTES = 1 << 14  # Initial values up to this size are sent without asking.
 _TURN_SECONDS = 0.1  # The wait for one reply before polling the others.
@@ -43,25 +45,16 @@ _log = logging.getLogger("ndistribute")
 
 
 class Closure:
-    """The numbers of a closure's transactions, and the changes that it holds back."""
+    """The number of a closure, and the changes that it holds back."""
 
     current: Closure | None = None  # The closure that this process runs.
 
     def __init__(self, client_id: str, number: int, low_water: int) -> None:
-        self.client_id = client_id
-        self.low_water = low_water << _SHIFT  # The argument is the lowest unfinished closure.
+        self.client_id, self.number = client_id, number
+        self.low_water = low_water  # The lowest unfinished closure.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
         self.buffers: dict[Servers, _WriteBuffer] = {}
-        self._sequences = itertools.count((number << _SHIFT) + 1)
-        self._end = (number + 1) << _SHIFT
-
-    def sequence(self) -> int:
-        sequence = next(self._sequences)
-        if sequence >= self._end:
-            made = f"one function made {1 << _SHIFT} separate updates"
-            raise RuntimeError(f"{made}: schedule smaller ones.")
-        return sequence
 
 
 @contextlib.contextmanager
@@ -94,44 +87,64 @@ class _WriteBuffer:
 
     def __init__(self, servers: Servers, running: Closure) -> None:
         self._servers, self._running = servers, running
+        # Two strategies may use the same servers, and count on their own.
+        self._client_id = f"{running.client_id}.{len(running.buffers)}"
+        self._marks: dict[int, m.Mark] = {}  # By replica: of its last update.
+        self._flushing = threading.RLock()  # So that updates arrive in the order of their numbers.
         self._reset()
 
     def _reset(self) -> None:
-        self._changes: list[tuple[Changes, Then | None]] = []
+        self._updates: list[tuple[Changes, m.Mark, Then | None]] = []
         self._names: set[str] = set()
         self._nbytes = 0
 
-    def add(self, changes: Changes, then: Then | None) -> None:
+    def add(self, changes: Changes, what: str, then: Then | None, replica: int) -> None:
         """Hold back copies of changes until the closure ends or the buffer is full."""
         with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
-            self._changes.append((owned, then))
+            last = self._marks.get(replica) or m.Mark(replica, number=-1)
+            digest = zlib.crc32(what.encode(), last.digest)
+            mark = self._marks[replica] = m.Mark(replica, last.number + 1, digest)
+            self._updates.append((owned, mark, then))
             self._names.update(*(_written(change) for some in owned.values() for change in some))
-            full = self._nbytes >= _BUFFERED_BYTES or len(self._changes) >= _BUFFERED_CHANGES
+            full = self._nbytes >= _BUFFERED_BYTES or len(self._updates) >= _BUFFERED_CHANGES
         if full:
             self.flush()
 
     def flush_before(self, names: Iterable[str]) -> None:
         """Send the changes if one of these variables, which are about to be read, is among them."""
-        if not self._names.isdisjoint(names):
-            self.flush()
+        with self._flushing:  # Another thread may be sending them.
+            if not self._names.isdisjoint(names):
+                self.flush()
 
     def flush(self) -> None:
-        with self._servers._lock:
-            buffered = self._changes
-            self._reset()
-        if not buffered:
-            return
-        changes: dict[int, list[m.Change]] = {}
-        for some, _ in buffered:
+        with self._flushing:
+            with self._servers._lock:
+                buffered = self._updates
+                self._reset()
+            outcomes = {i: iter(made) for i, made in self._send(buffered).items()}
+            for some, _, then in buffered:
+                made = {i: tuple(itertools.islice(outcomes[i], len(o))) for i, o in some.items()}
+                if then is not None:
+                    then(made)
+
+    def _send(self, buffered: Sequence[tuple[Changes, m.Mark, Then | None]]) -> Outcomes:
+        running = self._running
+        sent: dict[int, list[tuple[m.Change, m.Mark]]] = defaultdict(list)
+        for some, mark, _ in buffered:
             for i, own in some.items():
-                changes.setdefault(i, []).extend(own)
-        replies = self._servers._change(changes, self._running)
-        outcomes = {i: iter(made) for i, made in replies.items()}
-        for some, then in buffered:
-            made = {i: tuple(itertools.islice(outcomes[i], len(own))) for i, own in some.items()}
-            if then is not None:
-                then(made)
+                sent[i] += [(change, mark) for change in own]
+        orders = {}
+        for i, pairs in sent.items():
+            changes, marks = zip(*pairs, strict=True)
+            numbers = running.number, running.low_water
+            orders[i] = m.Transaction(self._client_id, *numbers, changes, marks)
+        try:
+            return {i: reply.outcomes for i, reply in self._servers.ask(orders).items()}
+        finally:
+            for i in orders:
+                if report := self._servers._clients[i].current_report:
+                    running.reports[report.server] = report
 
     def _owned(self, part: Any) -> Any:
         """Return a change, or a part of it, with copies of all writable arrays."""
@@ -316,14 +329,23 @@ class Servers:
             buffer.flush_before(item.name for some in asked.values() for item in some)
         return self.ask({i: m.Read(tuple(some)) for i, some in asked.items()})
 
-    def change(self, changes: Changes, then: Then | None = None) -> None:
-        """Make changes, atomic per server, or at the end of the closure; then call `then`."""
+    def change(
+        self, changes: Changes, what: str = "", then: Then | None = None, replica: int = 0
+    ) -> None:
+        """Make changes, atomic per server, or at the end of the closure; then call `then`.
+
+        Args:
+            changes: an update, in the parts that each server makes.
+            what: how the update is called in every attempt to run a closure.
+            then: called with the outcomes.
+            replica: the number, from 1, of the replica that makes the update; 0: all together.
+        """
         running = current_closure()
         if running is not None:
             buffer = running.buffers.get(self) or _WriteBuffer(self, running)
-            running.buffers.setdefault(self, buffer).add(changes, then)
+            running.buffers.setdefault(self, buffer).add(changes, what, then, replica)
             return
-        outcomes = self._change(changes, None)
+        outcomes = self._change(changes)
         if then is not None:
             then(outcomes)
 
@@ -339,26 +361,20 @@ class Servers:
         for client in self._clients:
             client.close()
 
-    def _change(self, changes: Changes, running: Closure | None) -> Outcomes:
-        """Make changes with the next number of a closure, or of this process."""
+    def _change(self, changes: Changes) -> Outcomes:
+        """Make changes with the next number of this process."""
         orders = {}
         with self._lock:  # Record the number before another thread sends a higher one.
-            number = next(self._numbers) if running is None else running.sequence()
+            number = next(self._numbers)
             for i, some in changes.items():
-                if running is None:
-                    self._open[i].add(number)
-                    name, low_water = self._clients[i].name, min(self._open[i])
-                else:
-                    name, low_water = running.client_id, running.low_water
+                self._open[i].add(number)
+                name, low_water = self._clients[i].name, min(self._open[i])
                 orders[i] = m.Transaction(name, number, low_water, tuple(some))
         try:
             return {i: reply.outcomes for i, reply in self.ask(orders).items()}
         finally:
             for i in orders:
-                if running is None:
-                    self._open[i].discard(number)
-                elif report := self._clients[i].current_report:
-                    running.reports[report.server] = report
+                self._open[i].discard(number)
 
 
 def _described(name: str, array: Array) -> m.NewVariable:

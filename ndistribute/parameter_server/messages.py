@@ -1,12 +1,12 @@
 """The messages between a parameter server and its clients: requests, changes and replies.
 
 A client without a reply may send any request again. Reads, creates, deletes and waits are
-idempotent; a `Transaction` has a number by which the server recognises it.
+idempotent; the changes of a `Transaction` have numbers by which the server recognises them.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -92,13 +92,26 @@ class Read(Record, frozen=True):
     items: tuple[Item, ...]
 
 
+class Mark(NamedTuple):
+    """Which update of a closure a change belongs to, the same in every attempt to run it."""
+
+    replica: int = 0  # The replica that made it, from 1; 0: all together. They count on their own.
+    number: int = 0
+    digest: int = 0  # Of what this update and those before it are called.
+
+
 class Transaction(Record, frozen=True):
-    """Make changes atomically and exactly once; the reply is `Changed`."""
+    """Make changes atomically, and each exactly once; the reply is `Changed`.
+
+    Those that were made before are left out. A closure may send several transactions: each has the
+    number of the closure, and begins where the last one ended, which differs between attempts.
+    """
 
     client: str  # The client id, with a random part that no restarted client repeats.
     sequence: int
     low_water: int  # The client sends no lower number any more.
     changes: tuple[Change, ...]
+    marks: tuple[Mark, ...] = ()  # One for each change of a closure, in rising order per replica.
 
 
 class Delete(Record, frozen=True):
@@ -194,7 +207,7 @@ class Changed(Record, frozen=True):
 
     outcomes: tuple[Outcome, ...]
     total: int
-    repeated: bool = False  # It was made before; the outcomes are current ones.
+    repeated: bool = False  # All were made before; the outcomes are current ones.
 
 
 class Number(Record, frozen=True):

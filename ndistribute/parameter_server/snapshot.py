@@ -69,7 +69,7 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
 def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
     """Return a store in the state that `take` returned; the store owns the tensors."""
     # Versions rise above the floor, so clients fetch again what they read after the snapshot.
-    saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name])
+    saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name], str_keys=True)
     store = Store(floor)
     for name, version in saved.versions.items():
         array = tensors[f"variables/{name}"]

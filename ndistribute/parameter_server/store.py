@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,20 +26,39 @@ Answers = list[tuple[Any, m.Reply]]
 
 @dataclass(slots=True)
 class Applied:
-    """The finished transactions of a client: all below `low_water`, and those in `done`."""
+    """The changes that were made for a client: all below `low_water`, and those up to `last`."""
 
     low_water: int = 0
-    done: set[int] = field(default_factory=set)
+    # By the number of a transaction or closure, and by replica: the last update that was made.
+    last: dict[int, dict[int, m.Mark]] = field(default_factory=dict)
 
-    def __contains__(self, sequence: int) -> bool:
-        return sequence < self.low_water or sequence in self.done
+    def missing(self, request: m.Transaction) -> list[m.Mark | None]:
+        """Return the mark of each change that was not made before, and None for the others."""
+        if request.sequence < self.low_water:
+            return [None] * len(request.changes)
+        last = self.last.get(request.sequence, {})
+        marks = request.marks or (m.Mark(),) * len(request.changes)
+        none = m.Mark(number=-1)
+        for mark in marks:
+            made = last.get(mark.replica, none)
+            if mark.number == made.number and mark.digest != made.digest:
+                raise Refused(
+                    f"function {request.sequence} runs again, and its first {mark.number + 1} "
+                    "update(s) are not of the same variables in the same order as those of the "
+                    "attempt before, which were made already. Let no clock, random number or value "
+                    "that it reads decide which variables it updates."
+                )
+        return [
+            mark if mark.number > last.get(mark.replica, none).number else None for mark in marks
+        ]
 
-    def add(self, sequence: int, low_water: int) -> None:
-        """Add a transaction, and forget numbers that the client will not send again."""
-        self.done.add(sequence)
-        if low_water > self.low_water:
-            self.low_water = low_water
-            self.done = {number for number in self.done if number >= low_water}
+    def add(self, request: m.Transaction, made: Iterable[m.Mark | None]) -> None:
+        """Add changes, and forget numbers that the client will not send again."""
+        last = self.last.setdefault(request.sequence, {})
+        last.update({mark.replica: mark for mark in made if mark is not None})
+        if request.low_water > self.low_water:
+            self.low_water = request.low_water
+            self.last = {n: last for n, last in self.last.items() if n >= request.low_water}
 
 
 @dataclass(slots=True)
@@ -147,23 +166,28 @@ class Store:
         if request.low_water > request.sequence:
             raise Refused(f"number {request.sequence} is below its low water {request.low_water}.")
         applied = self.applied.get(request.client) or Applied()
-        if request.sequence in applied:
+        missing = applied.missing(request)
+        if not any(missing):
             outcomes = tuple(map(self._outcome_now, request.changes))
             return m.Changed(outcomes, self.total, repeated=True)
-        if len(applied.done) >= MAX_APPLIED:
+        if len(applied.last) >= MAX_APPLIED and request.sequence not in applied.last:
             why = f"{MAX_APPLIED} updates of {request.client!r} are above {applied.low_water}."
             raise Refused(why, "full")
         fresh: dict[str, Aggregation] = {}
         aggregates = ChainMap(fresh, self.aggregates)
-        planner = functools.partial(plan, self.variables, aggregates, request.client)
-        planned = list(map(planner, request.changes))
+        planned = [
+            plan(self.variables, aggregates, request.client, change)
+            if mark is not None
+            else functools.partial(self._outcome_now, change)
+            for change, mark in zip(request.changes, missing, strict=True)
+        ]
         self.log(request)
         # A warning that is an error would leave the rest of the changes out.
         with np.errstate(all="ignore"):
             outcomes = tuple(make() for make in planned)
         self.aggregates.update(fresh)
         self.total += 1
-        applied.add(request.sequence, request.low_water)
+        applied.add(request, missing)
         self.applied.pop(request.client, None)
         self.applied[request.client] = applied  # Most recently used last.
         if len(self.applied) > MAX_CLIENTS:

@@ -28,7 +28,7 @@ class UpdateMode:
 
     def push(self, servers: Servers, name: str, applies: Applies, then: Then) -> None:
         """Send an update of the optimizer `name`, and call `then` with the servers' outcomes."""
-        servers.change({server: [apply] for server, apply in applies.items()}, then)
+        servers.change({server: [apply] for server, apply in applies.items()}, name, then)
 
 
 def update_mode_of(
@@ -119,7 +119,7 @@ class _Synchronous(UpdateMode):
                     f"the step of {name!r} was not complete after {self._timeout:g} s."
                 )
             given = {i: [Aggregate(aggregate, waiting[i], needed, applies[i])] for i in lacking}
-            servers.change(given, outcomes.update)
+            servers.change(given, name, outcomes.update)
             lacking = ()
             awaited = {i: AwaitStep(aggregate, step + 1, needed) for i, step in waiting.items()}
             with (

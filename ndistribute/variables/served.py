@@ -154,7 +154,10 @@ class ServedVariable(Variable):
         # Rising rows are in the order of the shards.
         return joined([array for array, _ in answers])
 
-    def _apply(self, write: Write) -> None:
+    def _apply_own(self, write: Write, replica: Any) -> None:
+        self._apply(write, replica.local_replica_id + 1)
+
+    def _apply(self, write: Write, replica: int = 0) -> None:
         changes: dict[int, list[Change]] = defaultdict(list)
         how: Any = write.how
         for place, value in zip(self.places, self.shards.cut(write.value), strict=True):
@@ -162,7 +165,8 @@ class ServedVariable(Variable):
                 continue
             for server in place.servers:
                 changes[server].append(Update(place.name, how, *on_host(value)))
-        self._strategy.servers.change(changes)
+        what = f"{how} {self.places[0].name}"
+        self._strategy.servers.change(changes, what, replica=replica)
         self._strategy.copies.changed(self.cached)
 
     def __getitem__(self, index: Any) -> Any:

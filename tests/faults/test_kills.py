@@ -8,13 +8,14 @@ import os
 import random
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
 from ndistribute.coordinator import closures
-from tests.faults.jobs import DEADLINE, taking_part, training
+from tests.faults.jobs import DEADLINE, schedule_all, taking_part, training
 from tests.faults.loops import counted
 from tests.processes import Tasks, wait_until
 
@@ -150,3 +151,63 @@ def test_every_function_changes_everything_once_whoever_is_killed(tmp_path, monk
         assert strategy.lost_updates == 0
         again = len(log.read_text().split()) - count
         print(f"{KILLS} kills, {count} functions, {again} were run again, 0 lost, 0 twice")
+
+
+STEPS = 4
+
+
+def test_functions_that_read_by_the_clock_make_every_update_once(tmp_path, monkeypatch):
+    """One that was run again sent its updates in other parts, and lost some or made them twice."""
+    print(f"FAULTS_SEED={SEED}")
+    monkeypatch.setattr(closures, "ATTEMPTS", KILLS + 1)
+    rng = random.Random(SEED)
+    log = tmp_path / "log"
+    log.touch()
+    partitioner = nd.partitioners.FixedShardsPartitioner(2)
+    options = {"variable_partitioner": partitioner, "devices": ["cpu:0", "cpu:1"]}
+    settings = {"workers": WORKERS, "servers": 2, **logged(tmp_path)}
+    with training({"durability": "log", **options}, **settings) as (tasks, strategy, coordinator):
+        with strategy.scope():
+            counts = [nd.Variable(np.zeros(2, np.int64)) for _ in range(3)]
+            weights = nd.Variable(np.zeros(2))
+            seen = nd.Variable(np.zeros(2), synchronization="on_read", aggregation="sum")
+        optimizer = nd.optimizers.SGD(1.0)
+        optimizer.build([weights])
+
+        def clock():
+            return time.monotonic_ns() // 1000 % 2
+
+        def see():  # Which of the replicas is first differs from one attempt to the next.
+            if clock():
+                threading.Event().wait(1e-4)
+            seen.assign_add(np.arange(2) == nd.get_replica_context().local_replica_id)
+            if clock():
+                seen.numpy()
+
+        def train(number):
+            with log.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            for step in range(STEPS):
+                strategy.run(see)
+                for count in counts:
+                    count.assign_add(np.ones(2, np.int64))
+                optimizer.apply_gradients([(-np.ones(2), weights)])
+                if clock():
+                    counts[(number + step) % 3].numpy()
+
+        scheduled = 0
+        for _ in range(KILLS):
+            begun = len(log.read_bytes().split())
+            schedule_all(coordinator, train, range(scheduled, scheduled + 4))
+            scheduled += 4
+            wait_until(lambda begun=begun: len(log.read_bytes().split()) > begun)
+            job, index = victim(rng)
+            tasks.kill(job, index)
+            tasks.start(job, index)
+        coordinator.join(timeout=DEADLINE + KILLS)
+        again = len(log.read_text().split()) - scheduled
+        total = STEPS * scheduled
+        found = [variable.numpy().tolist() for variable in (*counts, weights, seen)]
+        print(f"{KILLS} kills, {total} of each update, {again} run again: {found}")
+        assert found == [[total] * 2] * 5
+        assert optimizer.iterations == total

@@ -23,7 +23,7 @@ import pytest
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.client import ServerClient, Servers
+from ndistribute.parameter_server.client import ServerClient, Servers, closure
 from ndistribute.parameter_server.server import LocalServer, StoreService
 from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
 from tests.processes import wait_until
@@ -468,3 +468,49 @@ def test_a_client_may_be_closed_again_in_the_middle_of_a_request():
     caller.close()
     with server._lock:
         caller.close()
+@contextlib.contextmanager
+def one_server():
+    caller = LocalServer().connect("worker:0#a", 20.0)
+    with contextlib.closing(Servers([ServerClient(caller, "ps:0")])) as servers:
+        servers.create({0: [("v", np.zeros(2)), ("w", np.zeros(2))]})
+
+        def change(name, value, replica=0):
+            change = add(name, np.asarray(value, float))
+            servers.change({0: [change]}, f"add {name}", replica=replica)
+
+        def read(name):
+            return servers.read({0: [m.Item(name)]})[0].arrays[0].tolist()
+
+        yield change, read
+
+
+def test_what_replicas_of_a_function_change_at_once_counts_in_any_order():
+    """Each has its own order; which one comes first differs from one attempt to the next."""
+    with one_server() as (change, read):
+        for order in ((2,), (1, 2), (2, 1)):
+            with closure("chief", 1):
+                for replica in order:
+                    change("v", np.arange(1, 3) == replica, replica=replica)
+                read("v")
+        assert read("v") == [1, 1]
+
+
+def test_a_function_that_updates_other_variables_when_it_runs_again_is_told():
+    with one_server() as (change, read):
+        with contextlib.suppress(LookupError), closure("chief", 7):
+            change("v", [1, 1])
+            read("v")
+            change("w", [1, 1])
+            raise LookupError("The worker ends here.")
+        with (
+            pytest.raises(ValueError, match=r"ps:0: function 7 runs again, and its first 1 upd"),
+            closure("chief", 7),
+        ):
+            change("w", [1, 1])
+        assert read("w") == [0, 0]
+        with closure("chief", 7):
+            change("v", [9, 9])  # What was made stays as it is.
+            change("w", [1, 1])
+        assert (read("v"), read("w")) == ([1, 1], [1, 1])
+
+

@@ -204,17 +204,21 @@ def test_of_many_clients_the_one_that_was_here_least_lately_is_forgotten(calls, 
     monkeypatch.setattr("ndistribute.parameter_server.store.MAX_CLIENTS", 2)
     calls.create(v=0.0)
     for client, sequence in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
-        calls.ask(client, m.Transaction(client, sequence, 0, ()))
-    replies = [calls.ask(c, m.Transaction(c, 1, 0, ())).repeated for c in "acb"]
+        calls.ask(client, m.Transaction(client, sequence, 0, (add("v", ZERO),)))
+    replies = [calls.ask(c, m.Transaction(c, 1, 0, (add("v", ZERO),))).repeated for c in "acb"]
     assert replies == [True, True, False]
 
 
 def test_a_client_can_not_make_the_server_remember_without_bound(calls, monkeypatch):
     monkeypatch.setattr("ndistribute.parameter_server.store.MAX_APPLIED", 3)
-    replies = [calls.ask("a", m.Transaction("a", n, 0, ())) for n in range(1, 5)]
+    calls.create(v=0.0)
+    orders = [m.Transaction("a", n, 0, (add("v", ZERO),)) for n in range(1, 5)]
+    replies = [calls.ask("a", order) for order in orders]
     assert [isinstance(reply, m.Changed) for reply in replies] == [True] * 3 + [False]
     assert replies[3].kind == "full"
-    assert calls.ask("a", m.Transaction("a", 2, 0, ())).repeated
+    assert calls.ask("a", orders[1]).repeated
+    more = m.Transaction("a", 2, 0, orders[1].changes, (m.Mark(number=1),))
+    assert not calls.ask("a", more).repeated  # Who has begun may go on.
 
 
 ZERO = np.array(0.0)

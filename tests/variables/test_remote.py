@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import random
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,23 @@ def test_a_closure_reads_what_it_wrote() -> None:
                 ours[0].assign_add(2.0)
         assert seen == [1.0, 0.0, 1.0, 3.0, 0.0, 3.0]
         assert [float(v) for v in theirs] == [3.0, 0.0]
+
+
+def test_a_closure_that_reads_elsewhere_when_it_runs_again_makes_what_is_missing() -> None:
+    """The parts in which it sent its changes were counted, and not the changes."""
+    chance = random.Random(1)
+    with workers(2, servers=2) as (mine, other):
+        ours, theirs = ([variable(s, [0.0]) for _ in range(3)] for s in (mine, other))
+        for number in range(1, 41):
+            for attempt in range(4):
+                with contextlib.suppress(LookupError), closure("chief", number):
+                    for step in range(9):
+                        ours[step % 3].assign_add([1.0])
+                        if chance.random() < 0.4:
+                            ours[chance.randrange(3)].numpy()
+                        if attempt < 3 and chance.random() < 0.1:
+                            raise LookupError("The worker ends here.")
+        assert [v.numpy().tolist() for v in theirs] == [[120.0]] * 3
 
 
 def test_a_closure_makes_no_variables() -> None:
