@@ -189,7 +189,8 @@ class Server:
 
     Raises:
         AuthenticationError: there is no secret, or a TLS file cannot be used.
-        CheckpointCorruptError: there are snapshots, but none of them can be read.
+        CheckpointCorruptError: there are snapshots, but none of them can be read, or a log of
+            updates is damaged.
         OSError: this process cannot listen at its address, or cannot use the snapshot folder.
         ValueError: the cluster has no such task, or a number of seconds is invalid.
 

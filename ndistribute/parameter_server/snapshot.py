@@ -1,8 +1,8 @@
 """Persistence of a store: snapshots, and logs of the changes since a snapshot.
 
-A log is a file of requests in the order in which the store executed them, each with a checksum. A
-log and the snapshot before it contain all changes that the server acknowledged. Reading either of
-them executes no code.
+A log is a file of requests in the order in which the store executed them, each with a checksum and
+a mark behind it. A log and the snapshot before it contain all changes that the server acknowledged.
+Reading either of them executes no code.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
-from ndistribute.transport.connection import BODY_LIMIT_BYTES, CONTROL_LIMIT_BYTES
 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
 _EPOCH_BITS = 30
-# The checksum of the rest, and the lengths of the index and of all buffers, which follow. The index
-# is the control record and the length of each buffer.
-_HEAD = struct.Struct("<IQQ")
+# A request begins with the checksum of the rest, and the lengths of the index and of all buffers,
+# which follow. The index is the control record and the length of each buffer.
+_CHECKSUM, _LENGTHS = struct.Struct("<I"), struct.Struct("<QQ")
+# A log begins and each request ends with this. A request that is damaged was written as a whole if
+# a mark is behind its start, also if its lengths are damaged; otherwise the server was killed.
+_MARK = b"\x93nd.log\n"
 _log = logging.getLogger("ndistribute")
 
 
@@ -103,14 +105,15 @@ class UpdateLog:
         control, buffers = encode(request)
         lengths = list(map(len, buffers))
         index = msgspec.msgpack.encode((control, lengths))
-        checksum = zlib.crc32(index)
+        head = _LENGTHS.pack(len(index), sum(lengths)) + index
+        checksum = zlib.crc32(head)
         for buffer in buffers:
             checksum = zlib.crc32(buffer, checksum)
-        head = _HEAD.pack(checksum, len(index), sum(lengths)) + index
+        head = (b"" if self.written else _MARK) + _CHECKSUM.pack(checksum) + head
         try:
-            for part in (head, *buffers):
+            for part in (head, *buffers, _MARK):
                 _write(self._file, part)
-            self.written += len(head) + sum(lengths)
+            self.written += len(head) + sum(lengths) + len(_MARK)
         except OSError:
             try:
                 os.ftruncate(self._file, self.written)
@@ -232,16 +235,17 @@ class Disk:
                 f"{self._directory} has {[paths[number].name for number in numbers]}: updates that "
                 "were acknowledged are missing. Move its files away to start anew."
             )
-        for number in numbers:
-            self._replay(paths[number])
+        filled = [number for number in numbers if paths[number].stat().st_size]
+        for number in filled:
+            self._replay(paths[number], later=number < filled[-1])
         self.resumed, self.replayed = True, bool(numbers)
         self.store.began = self.store.total
         self._next, self._first = first + len(numbers), first
 
-    def _replay(self, path: Path) -> None:
+    def _replay(self, path: Path, *, later: bool) -> None:
         before = self.store.total
         try:
-            for request in _requests(path):
+            for request in _requests(path, later):
                 for _, reply in self.store.handle("", 0, request):
                     if isinstance(reply, Failure):
                         raise MalformedError(reply.message)
@@ -260,28 +264,54 @@ class Disk:
         return {int(n): path for path in found if (n := path.name.split(".")[-2]).isdecimal()}
 
 
-def _requests(path: Path) -> Iterator[Logged]:
-    """Yield the requests in a log, and truncate an incomplete request at its end."""
+def _requests(path: Path, later: bool) -> Iterator[Logged]:
+    """Yield the requests in a log, and cut off one at its end that was never written as a whole.
+
+    Raises:
+        CheckpointCorruptError: a request that was written as a whole is damaged, or the log is not
+            whole although there are `later` ones.
+    """
     decoder: Decoder[Logged] = Decoder(Logged)
     with path.open("r+b") as file:
-        size, start = os.fstat(file.fileno()).st_size, 0
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
-        while start < size:
-            body = start + _HEAD.size
-            head = data[start:body] if body <= size else bytes(_HEAD.size)
-            checksum, length, rest = _HEAD.unpack(head)
-            if length > 2 * CONTROL_LIMIT_BYTES or rest > BODY_LIMIT_BYTES:
-                raise MalformedError("it is damaged, or another version of ndistribute wrote it.")
-            end = body + length + rest
-            if not length or end > size or zlib.crc32(data[body:end]) != checksum:
-                _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
-                file.truncate(start)
-                os.fsync(file.fileno())
-                return
-            control, lengths = msgspec.msgpack.decode(data[body : body + length])
-            ends = itertools.accumulate(lengths, initial=body + length)
-            yield decoder.decode(control, [data[a:b] for a, b in itertools.pairwise(ends)])
-            start = end
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = data[: len(_MARK)]
+        start = len(_MARK) if begin == _MARK else 0
+        while start and (found := _request_at(memoryview(data), start)):
+            control, buffers, start = found
+            yield decoder.decode(control, buffers)
+        if start == size:
+            return
+        if not start and not _MARK.startswith(begin.rstrip(b"\0")):
+            raise MalformedError("it is damaged, or another version of ndistribute wrote it.")
+        if later or data.find(_MARK, start) >= 0:
+            raise CheckpointCorruptError(
+                f"{path} is damaged at byte {start} of {size}: updates that were acknowledged can "
+                "not be read from there on. The file was left as it is: restore it from a copy. Or "
+                f"give those updates up: truncate -s {start} {path}, and move later logs away."
+            )
+        _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
+        file.truncate(start)
+        os.fsync(file.fileno())
+
+
+def _request_at(data: memoryview, start: int) -> tuple[Buffer, list[memoryview], int] | None:
+    """Return a whole request as the decoder takes it, and where the next one starts."""
+    checked = start + _CHECKSUM.size
+    body = checked + _LENGTHS.size
+    if body > len(data):
+        return None
+    length, rest = _LENGTHS.unpack(data[checked:body])
+    end = body + length + rest
+    if end + len(_MARK) > len(data):
+        return None
+    if _CHECKSUM.pack(zlib.crc32(data[checked:end])) != data[start:checked]:
+        return None
+    control, lengths = msgspec.msgpack.decode(data[body : body + length])
+    ends = itertools.accumulate(lengths, initial=body + length)
+    return control, [data[a:b] for a, b in itertools.pairwise(ends)], end + len(_MARK)
 
 
 def _write(file: int, buffer: Buffer) -> None:
