@@ -20,7 +20,7 @@ from ndistribute.autodiff.tracked import untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, unpack
-from ndistribute.graph.functions import function_named
+from ndistribute.graph.functions import check_call, function_named
 from ndistribute.graph.kernels import KERNELS, dense, run_recorded
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import place_of
@@ -65,12 +65,13 @@ class Node:
                 f"operation {definition.name!r} is a {definition.kind!r}, which is not known here.",
                 op=definition.name,
             ) from None
-        fill = filler(definition.call, len(definition.inputs))
+        fill = filler(definition.call, len(definition.inputs), definition.kind == "getitem")
 
         def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
             if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.
                 inputs = list(map(dense, inputs))
             args, kwargs = fill(inputs)
+            check_call(function, inputs, args, kwargs)
             return function(*args, **kwargs)
 
         self.compute = compute

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -26,6 +27,11 @@ _EXCLUDED = frozenset(
 )
 # Functions with a list of results, whose number their second argument tells.
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
+MOST_ELEMENTS = 1 << 31
+_NUMBERS = frozenset("N minlength new_shape num repeats reps shape".split())
+"""Arguments that tell the size of a result, some of them together with that of the first input."""
+_OUTER = frozenset({"kron", "outer"})
+_BOOL = np.dtype(bool)
 _UFUNC_METHODS = ("accumulate", "outer", "reduce")
 
 # Their values are arrays, as those of all operations are.
@@ -108,6 +114,46 @@ def number_of_parts(function: Any, args: Sequence[Any]) -> int:
     if function not in _SPLITTING or len(args) < 2 or hasattr(args[1], "graph"):
         return 0
     return len(args[1]) + 1 if np.ndim(args[1]) else int(args[1])
+
+
+def check_call(
+    function: Any, inputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raise a `ValueError` for a call that a server must not make, because nothing could end it.
+
+    A power of Python's integers takes any time, and holds Python's lock. A result that is larger
+    than the memory ends the process; its size is known of repetitions, shapes and broadcasting.
+    """
+    for value in inputs:
+        if getattr(value, "dtype", _BOOL).hasobject and (
+            getattr(function, "__self__", function) is np.multiply
+            or not all(isinstance(element, bytes | str) for element in value.flat)
+        ):
+            raise ValueError("it computes with Python objects, and not with numbers or text.")
+    sizes = [getattr(value, "size", 1) for value in args]
+    if isinstance(function, np.ufunc) or function.__name__ in _OUTER:
+        if math.prod(sizes) > MOST_ELEMENTS:
+            is_ufunc = isinstance(function, np.ufunc)
+            check_shape(np.broadcast_shapes(*map(np.shape, args)) if is_ufunc else sizes)
+        return
+    for position, name in _numbers(function):
+        value = kwargs.get(name) if position >= len(args) else args[position]
+        numbers = [n for n in np.ravel(value).tolist() if n]
+        grows = name in ("num", "repeats", "reps")
+        check_shape([*([max(numbers)] if name == "repeats" else numbers), *sizes[:grows]])
+
+
+@functools.cache
+def _numbers(function: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that tell the size of a function's result."""
+    parameters = enumerate(inspect.signature(function).parameters)
+    return [(k, name) for k, name in parameters if name in _NUMBERS and function is not np.reshape]
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raise a `ValueError` for the shape of an array that is larger than what a message carries."""
+    if math.prod(map(abs, shape)) > MOST_ELEMENTS:
+        raise ValueError(f"its result of shape {(*shape,)} has more than {MOST_ELEMENTS} elements.")
 
 
 def refuse_writing(what: str) -> NoReturn:

@@ -20,6 +20,7 @@ from ndistribute.autodiff.tracked import Tracked, stop_gradient
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
+from ndistribute.graph.functions import check_shape
 from ndistribute.graph.step import Node, SharedVariable, Step, read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 from ndistribute.variables.policy import map_values
@@ -366,6 +367,7 @@ def _random(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         "generator", where, lambda: np.random.Generator(np.random.PCG64(options["seed"]))
     )
     shape = tuple(int(n) for n in to_host(inputs[0]).reshape(-1))
+    check_shape(shape)
     low, high, dtype = options["low"], options["high"], np.dtype(options["dtype"])
     with step.resources.get("generator lock", where, threading.Lock):
         if options["distribution"] == "normal":

@@ -109,6 +109,70 @@ MISTAKES: dict[str, tuple[Callable[[], m.Run], str]] = {
 }
 
 
+FOREVER = 1 << 60  # As an exponent of Python's integers.
+ENDLESS: dict[str, Any] = {
+    "dtype": [[["input", 0], FOREVER], {"dtype": ["dtype", "object"]}],
+    "text for a dtype": [[["input", 0], FOREVER], {"dtype": "|O"}],
+    "signature": [[["input", 0], FOREVER], {"signature": "OO->O"}],
+    "signature of several": [[["input", 0], FOREVER], {"signature": ["tuple", "O", "O", "O"]}],
+    "list with None": [[["list", 7, None], FOREVER], {}],
+    "list in a list": [[["tuple", 7, ["list", ["ellipsis"]]], FOREVER], {}],
+}
+MISTAKES |= {
+    f"{name} of objects": (
+        lambda call=call: run_of(ONE, op("a", "numpy.power", "one:0", call=call)),
+        "computes with|no signature",
+    )
+    for name, call in ENDLESS.items()
+}
+BYTES = op("bytes", "constant", value=pack(np.array([b"x"], object)))
+MISTAKES |= {
+    "integers among bytes": (
+        lambda: run_of(
+            BYTES,
+            op("b", "numpy.full_like", "bytes:0", call=[[["input", 0], 7], {}]),
+            op("a", "numpy.power", "b:0", call=[[["input", 0], FOREVER], {}]),
+        ),
+        "computes with Python objects",
+    ),
+    "multiplied bytes": (
+        lambda: run_of(
+            BYTES, op("a", "numpy.multiply", "bytes:0", call=[[["input", 0], 1 << 40], {}])
+        ),
+        "computes with Python objects",
+    ),
+    "random numbers without end": (
+        lambda: run_of(
+            op("one", "constant", value=pack(np.full(3, 1 << 20))),
+            op("a", "random", "one:0", attributes={"seed": 1, "low": 0.0, "high": 1.0}),
+        ),
+        "more than 2147483648 elements",
+    ),
+}
+LONG: dict[str, Any] = {
+    "tile": [[["input", 0], ["list", 1 << 20, 1 << 20]], {}],
+    "repeat": [[["input", 0], 1 << 40], {}],
+    "resize": [[["input", 0], ["tuple", 1 << 20, 1 << 20]], {}],
+    "broadcast_to": [[["input", 0], ["tuple", 1 << 40, 2]], {}],
+    "zeros_like": [[["input", 0]], {"shape": ["tuple", 1 << 20, 1 << 20]}],
+    "linspace": [[0.0, 1.0, 1 << 40], {}],
+    "multiply.outer": [[["input", 1], ["input", 1]], {}],
+    "add": [[["input", 1], ["input", 2]], {}],
+}
+MISTAKES |= {
+    f"a long {name}": (
+        lambda name=name, call=call: run_of(
+            ONE,
+            op("line", "constant", value=pack(np.zeros(1 << 17, np.int8))),
+            op("column", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", -1, 1]], {}]),
+            op("a", f"numpy.{name}", "one:0", "line:0", "column:0", call=call),
+        ),
+        "more than 2147483648 elements",
+    )
+    for name, call in LONG.items()
+}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_graph_that_cannot_run_is_an_error_that_says_why(
     server: nd.Server, lanes: Lanes, mistake: str
