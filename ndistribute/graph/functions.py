@@ -137,8 +137,8 @@ def check_call(
             check_shape(np.broadcast_shapes(*map(np.shape, args)) if is_ufunc else sizes)
         return
     for position, name in _numbers(function):
-        value: Any = kwargs.get(name) if position >= len(args) else args[position]
-        numbers = [n for n in np.ravel(value).tolist() if n]
+        argument: Any = kwargs.get(name) if position >= len(args) else args[position]
+        numbers = [n for n in np.ravel(argument).tolist() if n]
         grows = name in ("num", "repeats", "reps")
         check_shape([*([max(numbers)] if name == "repeats" else numbers), *sizes[:grows]])
 
