@@ -31,14 +31,23 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AT_ONCE", "LISTEN", "ROOT", "Outcome", "Ranks", "Tasks", "find_mpiexec", "wait_until"]
+__all__ = [
+    "HANG_SECONDS",
+    "LISTEN",
+    "ROOT",
+    "Outcome",
+    "Ranks",
+    "Tasks",
+    "find_mpiexec",
+    "wait_until",
+]
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0
 END_SECONDS = 40.0
-# What is noticed within this is noticed at once, and not because a deadline was over: those are
-# longer. How fast it is, benchmarks.faults measures.
-AT_ONCE = 15.0
+# A deadline against hangs alone, longer than anything takes on a loaded machine. How fast something
+# is, benchmarks measure.
+HANG_SECONDS = 50.0
 LISTEN = "NDISTRIBUTE_LISTEN_FD"
 # Where processes find a stand-in for scikit-learn that takes no second to import.
 QUICK = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "quick"), str(ROOT)])}
@@ -215,7 +224,6 @@ class Outcome:
     error: str | None = None  # The name of the exception's class; "Lost" where the process ended.
     text: str = ""
     traceback: str = ""
-    seconds: float = 0.0
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> Any:
@@ -428,7 +436,6 @@ def serve() -> None:
 
 
 def _outcome(module: str, name: str, args: tuple[Any, ...], rank: int, size: int) -> Outcome:
-    start = time.monotonic()
     try:
         function: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -445,7 +452,6 @@ def _outcome(module: str, name: str, args: tuple[Any, ...], rank: int, size: int
                 if hasattr(error, name)
             },
         )
-    outcome.seconds = time.monotonic() - start
     return outcome
 
 

@@ -143,7 +143,7 @@ np.linalg.cholesky(p)
 np.linalg.eigh(p)[0]
 np.linalg.eigh(p).eigenvectors ** 2
 np.linalg.eigvalsh(p)
-np.linalg.eigvals(p)
+np.linalg.eigvals(p).real
 np.linalg.svd(x, compute_uv=False)
 np.linalg.svd(x, full_matrices=False)[0] ** 2
 np.linalg.svd(x, full_matrices=False).Vh ** 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.collective import backend_calls
-from tests.processes import AT_ONCE, Ranks, find_mpiexec
+from tests.processes import Ranks, find_mpiexec
 
 # One dtype that is added in a wider one, one that is not, and one whose sum is a maximum.
 DTYPES = ("float16", "bfloat16", "int32", "bool")
@@ -82,7 +82,6 @@ def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_call_works(ranks, what
     for outcome in outcomes:
         assert outcome.error == "CollectiveMismatchError", outcome
         assert "all_reduce" in outcome.text
-        assert outcome.seconds < AT_ONCE
     recover(ranks)
 
 

@@ -13,7 +13,7 @@ from ndistribute.collective.backend import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.collective import backend_calls
 from tests.collective.backend_calls import joined_peers
-from tests.processes import AT_ONCE, Ranks
+from tests.processes import Ranks
 from tests.transport.ends import authority
 
 
@@ -92,7 +92,6 @@ def test_a_stream_that_is_cut_off_or_broken_is_an_error(two, how, error, text):
         assert other.error == error, other
         assert text in other.text
         assert other.attributes["rank"] == odd
-        assert other.seconds < AT_ONCE
         recover(two)
 
 

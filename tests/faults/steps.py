@@ -120,13 +120,13 @@ def struck_inside(action):
 
 
 def strike(number, note):
-    """Note the time, and send this process a signal."""
-    Path(note).write_text(str(time.monotonic()))
+    """Note it, and send this process a signal."""
+    Path(note).write_text("now")
     os.kill(os.getpid(), number)
 
 
 def struck(rank, size, who, moment, number, note):
-    """Let one process be struck, and return when the others raised.
+    """Let one process be struck, and return what the others are told.
 
     The moments: ``"inside"`` a collective where the victim waits for the others, who come when it
     is struck; ``"amid"`` a collective that all are in; ``"outside"`` of any step.
@@ -145,7 +145,7 @@ def struck(rank, size, who, moment, number, note):
         until_told(rank, size, LARGE)
     except nd.WorkerLostError as error:
         if error.rank == who and rank != who:
-            return time.monotonic()
+            return str(error)
         raise
     return None
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.faults import steps
 from tests.faults.jobs import WIRES
-from tests.processes import AT_ONCE, Ranks
+from tests.processes import Ranks
 
 
 def goes_on(job):
@@ -20,7 +20,6 @@ def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(job, m
             assert outcomes[rank].error == "WorkerLostError", outcomes[rank].traceback
             assert f"worker {who} failed: ValueError: boom" in outcomes[rank].text
             assert outcomes[rank].attributes["rank"] == who
-            assert outcomes[rank].seconds < AT_ONCE
         assert goes_on(job)
 
 
@@ -30,7 +29,6 @@ def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at
         for outcome in job.run(steps.differed, who, how):
             assert outcome.error == "CollectiveMismatchError", outcome.traceback
             assert "the same" in outcome.text
-            assert outcome.seconds < AT_ONCE
         assert goes_on(job)
 
 
@@ -40,7 +38,6 @@ def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job):
             assert outcome.error == "CollectiveTimeoutError", outcome.traceback
             assert "all_reduce #2: worker " in outcome.text
             assert f"waited 0.5 s for worker(s) {who}" in outcome.text
-            assert outcome.seconds < AT_ONCE
             if rank != who:
                 assert outcome.attributes["rank"] == who
                 earlier = f"the last calls of replica {rank}: #1 all_reduce(SUM, int64[100]), #2 "
@@ -67,7 +64,6 @@ def test_a_rank_that_finishes_early_is_named_and_every_step_before_counts(wire, 
             assert f"worker {who % job.size} " in outcome.text
             assert "has finished" in outcome.text
             assert "the same number of steps" in outcome.text
-            assert outcome.seconds < AT_ONCE
 
 
 @pytest.mark.parametrize("wire", ["shared", "ring"])
@@ -88,7 +84,6 @@ def test_whoever_waits_is_released_when_its_own_process_closes_the_group(wire):
     with WIRES[wire]() as job:
         outcome = job.run(steps.closed_by_another_thread)[0]
         assert outcome.result() == "worker 0 has left its group."
-        assert outcome.seconds < AT_ONCE
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

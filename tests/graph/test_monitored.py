@@ -22,7 +22,7 @@ from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
-from tests.processes import AT_ONCE, free_addresses
+from tests.processes import HANG_SECONDS, free_addresses
 
 
 def model() -> tuple[Any, Tensor]:
@@ -250,9 +250,9 @@ def test_a_supervisor_calls_functions_until_it_stops() -> None:
         supervisor = Supervisor()
         with supervisor.managed_session():
             thread = supervisor.loop(None, lambda *a, **k: called.put((a, k)), (1,), {"b": 2})
-            assert [called.get(timeout=AT_ONCE) for _ in range(3)] == 3 * [((1,), {"b": 2})]
+            assert [called.get(timeout=HANG_SECONDS) for _ in range(3)] == 3 * [((1,), {"b": 2})]
             supervisor.loop(0.001, lambda: called.put("no arguments"))
-            while called.get(timeout=AT_ONCE) != "no arguments":
+            while called.get(timeout=HANG_SECONDS) != "no arguments":
                 pass
         assert not thread.is_alive()
 

@@ -183,7 +183,6 @@ def interrupted_at(strategy, point):
         """Meet; then the main thread has to wait for replicas that still compute."""
         return meet() if rank() == 0 else meet() + sum(range(20_000))
 
-    start = time.monotonic()
     sys.setprofile(interrupt)
     try:
         strategy.run(step)
@@ -193,7 +192,6 @@ def interrupted_at(strategy, point):
         assert not interrupt.place, f"nothing was raised at {interrupt.place}"
     finally:
         sys.setprofile(None)
-    assert time.monotonic() - start < DEADLINE / 2, interrupt.place
     return interrupt.place
 
 

