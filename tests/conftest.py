@@ -55,6 +55,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # with one replica took 27 s of processor time with two threads, and 2.4 s with one.
     np.ones((2, 2)) @ np.ones((2, 2))
     threadpoolctl.threadpool_limits(1, "blas")
+    # So that what tests and their processes leave among temporary files is found. pytest's own
+    # folders stay where they were.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.TemporaryDirectory(prefix="nd-")
+    config.add_cleanup(folder.cleanup)
+    changed = pytest.MonkeyPatch()
+    config.add_cleanup(changed.undo)
+    changed.setenv("TMPDIR", folder.name)
+    changed.setattr(tempfile, "tempdir", folder.name)
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")
@@ -91,7 +100,7 @@ def _sees_gpu() -> bool:
 
 
 class LeakCheck:
-    """Fail a test that leaves a thread, process, open file or shared-memory segment behind."""
+    """Fail a test that leaves a thread, process, file, folder or shared memory behind."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:

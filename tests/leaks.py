@@ -1,4 +1,4 @@
-"""Finds what a test left behind: threads, processes, open files and ports, shared memory.
+"""Finds what a test left behind: threads, processes, open files, ports, shared memory, folders.
 
 Linux only, by reading /proc; a test that leaves nothing costs well under a millisecond. Nothing is
 closed here: a test closes the strategies that it opens.
@@ -12,6 +12,7 @@ import gc
 import multiprocessing.resource_tracker
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -37,6 +38,7 @@ class Snapshot:
         self.children = _children() - {pid for pid, _ in lifelong}
         self.files = _open_files({fd for _, fd in lifelong})
         self.segments = frozenset(os.listdir("/dev/shm"))
+        self.temporary = frozenset(entry.path for entry in os.scandir(tempfile.gettempdir()))
 
 
 def leaks_since(before: Snapshot, seconds: float = LEAK_DEADLINE_SECONDS) -> list[str]:
@@ -66,6 +68,10 @@ def _new_since(before: Snapshot) -> list[Callable[[], str]]:
         *(functools.partial(_describe_child, pid) for pid in now.children - before.children),
         *(functools.partial(_describe_file, *file) for file in now.files - before.files),
         *(f"shared memory /dev/shm/{name}".format for name in segments),
+        *(
+            functools.partial("temporary {}".format, path)
+            for path in now.temporary - before.temporary
+        ),
     ]
 
 

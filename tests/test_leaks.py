@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_a_file_that_only_a_cycle_holds_is_no_leak(tmp_path):
     assert len(leaks_since(before, 0.0)) == 1
     del holder
     assert leaks_since(before) == []
+
+
+def test_a_folder_for_temporary_files_is_found_of_a_child_too():
+    before = Snapshot()
+    make = "import tempfile; tempfile.mkdtemp(prefix='left-')"
+    subprocess.run([sys.executable, "-c", make], check=True)
+    (leak,) = leaks_since(before, 0.0)
+    assert leak.startswith(f"temporary {tempfile.gettempdir()}/left-")
+    os.rmdir(leak.removeprefix("temporary "))
 
 
 @pytest.mark.parametrize("whose", ["ours", "a child's", "a stranger's"])

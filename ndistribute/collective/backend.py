@@ -234,7 +234,8 @@ def _said(kind: str, op: str | None, signature: Signature, purpose: str) -> tupl
         dtype = names.pop() if len(names) == 1 else "mixed"
         elements = sum(math.prod(n for n in shape if isinstance(n, int)) for _, shape in signature)
         parts.append(f"{elements} element(s) of {dtype} in {len(signature)} array(s)")
-    return digest, f"{kind}({', '.join(parts)})".encode()
+    about = f" for {purpose}" if purpose else ""
+    return digest, f"{kind}({', '.join(parts)}){about}".encode()
 
 
 @functools.lru_cache(maxsize=256)
