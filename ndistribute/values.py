@@ -14,6 +14,29 @@ from typing import Any, NoReturn
 import numpy as np
 
 
+class Shown:
+    """The base class of objects that are shown with their public attributes that are plain values.
+
+    >>> import ndistribute as nd
+    >>> nd.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0, name="sgd")
+    SGD(learning_rate=0.1, name='sgd', momentum=0.9, nesterov=False, clipnorm=1.0)
+    >>> nd.losses.Huber(delta=2.0), nd.metrics.BinaryAccuracy()
+    (Huber(reduction='sum_over_batch_size', name='huber', delta=2.0),
+     BinaryAccuracy(name='binary_accuracy', threshold=0.5))
+    """
+
+    _parameters: dict[str, Any]  # Shown besides, if there are any.
+
+    def __repr__(self) -> str:
+        told = vars(self) | getattr(self, "_parameters", {})
+        shown = [
+            f"{name}={one!r}"
+            for name, one in told.items()
+            if name[0] != "_" and (callable(one) or isinstance(one, str | int | float | Shown))
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 class DistributedValues:
     """The base class of values that have one component per replica.
 

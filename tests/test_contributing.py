@@ -22,6 +22,7 @@ def test_an_example_passes_the_contract_tests(row, files):
     paths = [f"tests/{file}" for file in files]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.contributed", "-k", row, *paths]
     environ = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+    environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["PYTEST_DEBUG_TEMPROOT"]
     ran = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False
     )

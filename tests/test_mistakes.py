@@ -88,7 +88,7 @@ def set_strategy_in_a_scope(strategy):
         nd.set_strategy(strategy)
 
 
-@mistake(RuntimeError, "was closed", "make a new strategy")
+@mistake(RuntimeError, "closed MirroredStrategy", "make a new strategy")
 def run_of_a_closed_strategy(strategy):
     strategy.close()
     strategy.run(lambda: 1.0)

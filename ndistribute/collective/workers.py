@@ -84,6 +84,7 @@ class Workers:
     """The group of all processes of the job, with the control plane and the backend between them.
 
     Attributes:
+        users_call: the call of the user that all processes are in, if that is known.
         identities: the `device_identity` of each device of each process.
         cores: the number of this host's cores for this process.
     """
@@ -96,6 +97,7 @@ class Workers:
         options: CommunicationOptions,
     ) -> None:
         self.rank, self.size = peers.rank, peers.size
+        self.users_call = ""
         timeline.identify(f"rank {self.rank}", [f"rank {k}" for k in range(self.size)])
         self.peers = peers
         self.backend = backend
@@ -137,7 +139,7 @@ class Workers:
         `purpose` is what its calls are for, equal on all processes.
         """
         communicator = self.communicator
-        communicator.purpose = purpose
+        communicator.purpose = self.users_call or purpose
         if self.peers.where.inside:
             # The calls are parts of the current call of all replicas.
             communicator.part_of = self.peers.where.finished + 1

@@ -19,7 +19,7 @@ from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, upstream
+from ndistribute.data.pipeline import Epoch, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, Progress, Step, steps_of
@@ -121,6 +121,16 @@ class DistributedDataset:
             return known
         pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas
         return -(-known * pieces // len(self._topology.devices))
+
+    def __repr__(self) -> str:
+        """Return the pipeline, the known properties of its elements, and this worker's devices.
+
+        >>> import ndistribute as nd
+        >>> nd.get_strategy().distribute_dataset(nd.Dataset.range(9).batch(4))
+        <DistributedDataset range(0, 9).batch(4): 3 batches of 4, int64[None], on cpu:0>
+        """
+        devices = ", ".join(map(str, self._topology.devices))
+        return f"<DistributedDataset {describe(self._node)}: {self._node.spec}, on {devices}>"
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._topology, self._sharding, self._depth)

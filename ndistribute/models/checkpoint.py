@@ -7,13 +7,14 @@ workers or servers. All workers take part: the chief writes and reads the files.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -29,6 +30,30 @@ from ndistribute.tensor_files import Saved
 from ndistribute.variables import Variable
 
 __all__ = ["Checkpoint", "CheckpointManager", "latest_checkpoint"]
+
+Save = TypeVar("Save", bound=Callable[..., Any])
+
+
+def by_every_worker(save: Save) -> Save:
+    """Return a method that names itself where a worker waits in it in vain for others."""
+
+    @functools.wraps(save)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        workers = self.strategy.input_topology.workers
+        if workers is None or workers.users_call:
+            return save(self, *args, **kwargs)
+        workers.users_call = name = f"{type(self).__name__}.{save.__name__}()"
+        try:
+            return save(self, *args, **kwargs)
+        except DistributeError as error:
+            if error.sequence is not None:  # Else a process was lost.
+                advice = f"Every worker must call {name}; the chief alone reads and writes files."
+                error.args = (f"{error} {advice}",)
+            raise
+        finally:
+            workers.users_call = ""
+
+    return cast("Save", call)
 
 
 class Checkpoint:
@@ -80,6 +105,7 @@ class Checkpoint:
         if self._objects.pop(name, None) is None:
             raise AttributeError(f"the checkpoint has no object {name!r}.")
 
+    @by_every_worker
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the state, and return the folder with it once it is safely on the disk.
 
@@ -98,6 +124,7 @@ class Checkpoint:
         path = Path(path)
         return Path(by_chief(self.strategy, self.writer(path.parent, path.name, _ALL)))
 
+    @by_every_worker
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Set the state to what was saved; models and optimizers not built yet are built.
 
@@ -277,6 +304,11 @@ class CheckpointManager:
         )
 
     @property
+    def strategy(self) -> Any:
+        """The strategy of the checkpoint."""
+        return self.checkpoint.strategy
+
+    @property
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints, the newest last."""
         return tensor_files.paths(self.directory, _SERIES)
@@ -286,6 +318,7 @@ class CheckpointManager:
         """The folder of the newest checkpoint, or None."""
         return self.checkpoints[-1] if self.checkpoints else None
 
+    @by_every_worker
     def save(self, step: int | None = None) -> Path | None:
         """Write the state of a step, and return the folder; None if a thread writes it.
 
@@ -302,7 +335,7 @@ class CheckpointManager:
         self.step = (self.step or 0) + 1 if step is None else int(step)
         write = self.checkpoint.writer(self.directory, _SERIES, self._keep, {"step": self.step})
         if not self._asynchronous:
-            return Path(by_chief(self.checkpoint.strategy, write))
+            return Path(by_chief(self.strategy, write))
 
         def keep_failure() -> None:
             try:
@@ -310,7 +343,7 @@ class CheckpointManager:
             except BaseException as error:
                 self._failure = error
 
-        strategy = self.checkpoint.strategy
+        strategy = self.strategy
         if strategy.is_chief or strategy.input_topology.workers is None:
             self._writing = threading.Thread(target=keep_failure, name="checkpoint")
             self._writing.start()
@@ -324,7 +357,7 @@ class CheckpointManager:
             for path in self.checkpoints:
                 tensor_files.delete(path)
 
-        by_chief(self.checkpoint.strategy, remove)
+        by_chief(self.strategy, remove)
 
     def wait(self) -> None:
         """Wait until the last state is written; every worker must call this.
@@ -343,7 +376,7 @@ class CheckpointManager:
             if failure is not None:
                 raise failure
 
-        by_chief(self.checkpoint.strategy, finish)
+        by_chief(self.strategy, finish)
 
     def restore_or_initialize(self) -> Path | None:
         """Restore the newest checkpoint that is not damaged, and return its folder.
@@ -361,7 +394,7 @@ class CheckpointManager:
             saved = tensor_files.newest(self.directory, _SERIES)
             return None if saved is None else _contents(saved)
 
-        found = by_chief(self.checkpoint.strategy, read)
+        found = by_chief(self.strategy, read)
         if found is None:
             return None
         self.checkpoint.load(*found)

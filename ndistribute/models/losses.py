@@ -17,6 +17,7 @@ from ndistribute.context import get_replica_context
 from ndistribute.devices import as_array
 from ndistribute.models import operations
 from ndistribute.models.names import found, snake_case
+from ndistribute.values import Shown
 
 __all__ = [
     "BinaryCrossentropy",
@@ -40,7 +41,7 @@ __all__ = [
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 
 
-class Loss:
+class Loss(Shown):
     """The base class of losses; a subclass defines `call`.
 
     Args:

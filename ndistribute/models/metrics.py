@@ -15,6 +15,7 @@ from ndistribute.autodiff import untrack
 from ndistribute.devices import as_array, to_host
 from ndistribute.models import losses
 from ndistribute.models.names import found, snake_case
+from ndistribute.values import Shown
 from ndistribute.variables import Variable
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 
-class Metric:
+class Metric(Shown):
     """The base class of metrics; a subclass defines `update_state` and `value_of`.
 
     Args:

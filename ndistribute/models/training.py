@@ -36,7 +36,7 @@ from ndistribute.models.batches import (
     validation_parts,
 )
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
-from ndistribute.models.checkpoint import Checkpoint, on_any_worker
+from ndistribute.models.checkpoint import Checkpoint, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.memory import keep_freed_memory
@@ -528,10 +528,12 @@ class Trainer(Layer):
         """Return True if a flag is set on any worker; all must call this after the same step."""
         return on_any_worker(self.strategy, flag)
 
+    @by_every_worker
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
         return self._weights("save_weights").save(path)
 
+    @by_every_worker
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
         self._weights("load_weights").restore(path)

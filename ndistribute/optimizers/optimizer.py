@@ -34,6 +34,7 @@ from ndistribute.update_rules import (
     update_rows,
     update_whole,
 )
+from ndistribute.values import Shown
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy, map_values
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
@@ -60,7 +61,7 @@ class Options(TypedDict, total=False):
     name: str | None
 
 
-class Optimizer:
+class Optimizer(Shown):
     """The base class of optimizers, which update variables by their gradients.
 
     Args:
@@ -104,12 +105,13 @@ class Optimizer:
         self.learning_rate = learning_rate
         strategy = current_frame().strategy
         # So an optimizer that only other processes use can read their step count.
-        self._served_by: Any = strategy if _has_servers(strategy) else None
+        self._served_by: Any = strategy if hasattr(type(strategy), "servers") else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
         self._bound = _one_bound(
             clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue
         )
+        self._parameters = vars(rule) | dict([self._bound] if self._bound else [])
         self._slots: dict[Any, tuple[Any, ...]] = {}
         self._reported: set[str] = set()  # Variables that had no gradient.
         self._counter: Any = None
@@ -287,7 +289,7 @@ class Optimizer:
         """Return the variable that counts steps, on all servers; None if there is no strategy."""
         if self._counter is None and strategy is not None:
             zero, policy = np.array(0, np.int64), VariablePolicy("iterations")
-            if _has_servers(strategy):
+            if hasattr(type(strategy), "servers"):
                 servers = tuple(range(len(strategy.servers)))
                 place = Place(f"{strategy.namespace}{self.name}/iterations", servers)
                 self._counter = ServedVariable.make_at(strategy, zero, policy, [place])
@@ -514,10 +516,6 @@ def sum_over(replica: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
     for index, total in zip(shared, sums, strict=True):
         made[index] = total
     return made
-
-
-def _has_servers(strategy: Any) -> bool:
-    return hasattr(type(strategy), "servers")
 
 
 def _one_bound(**bounds: float | None) -> tuple[str, float] | None:

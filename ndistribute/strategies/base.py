@@ -43,6 +43,7 @@ __all__ = ["Strategy"]
 
 # How long `run` waits for another thread's `run` of the same strategy.
 TURN_SECONDS = 600.0
+_CLOSED = "cannot be used any more: make a new strategy."
 _serials = itertools.count()
 
 S = TypeVar("S", bound="Strategy")
@@ -78,6 +79,7 @@ class Strategy:
     )
     """Names that `dir` and completion omit: only the package and extensions of it use them."""
     is_default = False
+    _refusal = ""  # Why `run` refuses, once it does.
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
         VariableSynchronization.ON_WRITE: MirroredVariable,
         VariableSynchronization.ON_READ: SyncOnReadVariable,
@@ -95,7 +97,6 @@ class Strategy:
         self._workers = workers
         self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()
-        self._refusal = ""  # Why `run` refuses, once it does.
         self._turn = threading.RLock()  # Reentrant: only its owner can release it.
         self.running_on: int | None = None  # The thread that runs a step or `close`.
         self._generators: dict[int, Any] = {}
@@ -340,7 +341,7 @@ class Strategy:
             raise RuntimeError(f"{self!r}.close() was called inside a step: call it after run.")
 
         def end() -> None:
-            self._refusal = "was closed: make a new strategy to run steps."
+            self._refusal = _CLOSED
             self._pool.close()
 
         try:
@@ -379,7 +380,8 @@ class Strategy:
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
+        closed = "closed " if self._refusal == _CLOSED else ""
+        return f"{closed}{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
 
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and thread pool."""
@@ -388,7 +390,7 @@ class Strategy:
             ReplicaContext(self, communicator, device, self._generators)
             for communicator, device in zip(group.communicators, self._devices, strict=True)
         )
-        self._pool = ReplicaPool(group, self.replica_contexts, repr(self))
+        self._pool: ReplicaPool = ReplicaPool(group, self.replica_contexts, repr(self))
 
     def _run_on_all(self, step: Callable[[int], Any]) -> list[Any]:
         if self._refusal:
@@ -440,6 +442,8 @@ class Strategy:
 
     def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
         """Return this thread's frame, after a check that the method may be called there."""
+        if self._refusal == _CLOSED:
+            raise RuntimeError(f"{self!r} {_CLOSED}")
         frame = current_frame()
         if frame.replica is not None:
             raise RuntimeError(

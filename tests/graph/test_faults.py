@@ -144,7 +144,7 @@ def test_a_session_that_outlives_its_server_is_aborted_and_a_new_one_goes_on(tas
 def test_a_session_without_a_job_does_not_go_on_in_another_job(tasks: Tasks) -> None:
     v, begun = Variable(5.0, name="v"), constant(1.0)
     session = initialized(tasks, begun)
-    training = MonitoredTrainingSession(target_of(tasks), max_wait_secs=AT_ONCE)
+    training = MonitoredTrainingSession(target_of(tasks), max_wait_secs=HANG_SECONDS)
     for job in ("ps", "worker"):
         tasks.kill(job, 0)
         tasks.start(job, 0, NDISTRIBUTE_JOB_ID="another")

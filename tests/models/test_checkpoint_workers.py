@@ -47,6 +47,32 @@ def test_an_asynchronous_save_of_two_workers_needs_the_chiefs_disk_alone(tmp_pat
     assert not (tmp_path / "saved" / "1-sees-nothing").exists()
 
 
+def save_on_the_chief_alone(rank: int, size: int, folder: str, others: str) -> None:
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        strategy.run(step := lambda: nd.get_replica_context().all_reduce("sum", 1.0))
+        model = nd.Sequential([nd.layers.Dense(1)])
+        model(np.ones((1, 2), np.float32))
+        if strategy.is_chief:
+            model.save_weights(f"{folder}/weights")
+        elif others == "go on":
+            strategy.run(step)
+
+
+@pytest.mark.parametrize("others", ["go on", "end"])
+def test_saving_on_the_chief_alone_names_the_call_and_what_to_do(tmp_path, others):
+    module = importlib.import_module("tests.models.test_checkpoint_workers")
+    with Ranks(2) as ranks:
+        chief, other = ranks.run(module.save_on_the_chief_alone, str(tmp_path), others)
+    assert chief.error == ("WorkerLostError" if others == "end" else "CollectiveMismatchError")
+    advice = "Every worker must call Sequential.save_weights(); the chief alone reads and writes"
+    assert advice in chief.text
+    if others == "go on":
+        assert other.error == "CollectiveMismatchError"
+        assert "worker 0 called all_gather" in other.text
+        assert " for Sequential.save_weights()" in other.text
+    assert not list(tmp_path.iterdir())
+
+
 def save_at_any_time(rank: int, size: int, directory: str) -> list[str]:
     """Save and restore without waiting for the other worker."""
     with nd.ParameterServerStrategy(devices=["cpu:0"], timeout_seconds=DEADLINE):

@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 import ndistribute as nd
@@ -62,14 +63,23 @@ def test_a_thread_that_can_not_start_is_an_error_of_the_step_and_nothing_stays(m
         assert works(strategy)
 
 
-def test_after_closing_variables_stay(several):
+def test_after_closing_variables_stay_and_every_use_says_that_it_is_closed(several):
     with several.scope():
         v = nd.Variable(2.0, aggregation="sum")
     several.run(lambda: v.assign_add(1.0))
     several.close()
     several.close()
     assert float(v) == 2 + several.num_replicas_in_sync
-    assert several.reduce("sum", 1.0) == several.num_replicas_in_sync
+    assert repr(several).startswith("closed ")
+    for use in (
+        lambda: several.run(lambda: None),
+        lambda: several.reduce("sum", 1.0),
+        lambda: several.gather(np.zeros(1), 0),
+        lambda: several.scope().__enter__(),
+        several.__enter__,
+    ):
+        with pytest.raises(RuntimeError, match=r"closed .* cannot be used any more: make a new"):
+            use()
     assert not pool_threads()
 
 
