@@ -7,12 +7,15 @@ a source.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from sys import getrefcount
 from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.diagnostics import refusing
+from ndistribute.autodiff.rules.placing import is_tracked
 from ndistribute.autodiff.rules.shape import SparseGradient
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.collective.indexed_slices import IndexedSlices
@@ -70,6 +73,66 @@ def backpropagate(
         if free:
             entries[index] = None
     return results
+
+
+def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans: Spans) -> Any:
+    """Return what `backpropagate` returns, computed with tracked arrays, so that tapes record it.
+
+    The rules are made again, from tracked arguments and results. Where that is not possible, the
+    gradients are constants whose own gradient is refused.
+    """
+    entries, top = list(graph.entries), max(seeds, default=-1)
+    reached = {source for source in sources if source is not None and source <= top}
+    flows, needed = _plan(entries, top, reached, spans)
+    found = _Found(entries, top)
+    for index, seed in seeds.items():
+        found.add(index, seed, owned=False)
+    for index in range(top, min((start for start, _ in spans), default=0) - 1, -1):
+        if not flows[index] or found.gradients[index] is None:
+            continue
+        parents, rules = entries[index]
+        function, again = graph.again.get(index, (None, _not_kept))
+        before = [(parent, found.gradients[parent]) for parent in parents]
+        try:
+            if getattr(rules[0] if type(rules) is tuple else None, "func", None) is not Component:
+                entries[index] = parents, again()
+            _step(index, found, needed, None, keep=True)
+        except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            for parent, gradient in before:
+                found.gradients[parent] = gradient
+            refusal = refusing(function, str(error))
+            constant = functools.partial(_constant, graph, parents, rules, needed, refusal)
+            entries[index] = parents, constant
+            _step(index, found, needed, None, keep=True)
+    known = {source: found.gradients[source] for source in reached}
+    # Nothing else may refer to an array that the user gets.
+    return {source: np.copy(dense(one)) for source, one in known.items() if one is not None}
+
+
+def _not_kept() -> Any:
+    raise NotImplementedError(
+        "only one tape recorded it. Nest two tapes, and open both of them before it"
+    )
+
+
+def _constant(
+    graph: Any, parents: Any, rules: Any, needed: bytearray, refusal: Any, upstream: Any
+) -> list[Any]:
+    """Return the gradients of the arguments of one operation, whose own gradient is refused."""
+    given = upstream if type(upstream) is list else [upstream]
+    tied = (*parents, *(one.index for one in given if is_tracked(one)))
+    raw = [one.value if is_tracked(one) else one for one in given]
+    if type(rules) is tuple:
+        pairs = zip(parents, rules, strict=True)
+        changes = [rule(raw[0]) if needed[parent] else None for parent, rule in pairs]
+    else:
+        changes = rules(raw if type(upstream) is list else raw[0])
+    return [None if one is None else graph.record(dense(one), tied, refusal) for one in changes]
+
+
+def dense(gradient: Any) -> Any:
+    """Return the gradient of a whole array, if it is given for rows or elements."""
+    return gradient.to_dense() if hasattr(gradient, "to_dense") else gradient
 
 
 def _plan(
@@ -153,7 +216,7 @@ class _Found:
             self.owned[index] = owned and change.base is None
         elif type(old) is SparseGradient:
             self._own(index, old.to_dense() + change)
-        elif self.owned[index]:
+        elif self.owned[index] and (type(change) is np.ndarray or not is_tracked(change)):
             # Assigned again, because NumPy scalars do not change in place.
             old += change
             self.gradients[index] = old
@@ -189,8 +252,7 @@ class _Found:
             old = np.array(old)
         elif not self.owned[index]:
             old = old.copy()
-        change.add_to(old)
-        self._own(index, old)
+        self._own(index, change.add_to(old))
 
     def _own(self, index: int, gradient: Any) -> None:
         self.gradients[index] = gradient

@@ -30,7 +30,7 @@ def all_reduce(
 
     def backward_of(inputs: Arrays, results: Arrays) -> Backward:
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
-            return lambda gradients: list(communicator.all_reduce(op, gradients, options))
+            return lambda gradients: list(all_reduce(graph, communicator, op, gradients, options))
         is_product = op is ReduceOp.PROD
 
         def backward(gradients: Arrays) -> Arrays:
@@ -39,7 +39,8 @@ def all_reduce(
                 np.equal(x, 0 if is_product else y) for x, y in zip(inputs, results, strict=True)
             ]
             told = [mark.astype(g.dtype) for mark, g in zip(marks, gradients, strict=True)]
-            summed = communicator.all_reduce(ReduceOp.SUM, [*gradients, *told], options)
+            sent = [*gradients, *told]
+            summed = all_reduce(graph, communicator, ReduceOp.SUM, sent, options)
             totals, counts = summed[: len(marks)], summed[len(marks) :]
             rows = zip(totals, counts, marks, strict=True)
             if not is_product:
@@ -58,7 +59,7 @@ def all_reduce(
         return backward
 
     return _recorded(
-        graph, value, lambda raw: communicator.all_reduce(op, raw, options), backward_of
+        graph, value, lambda raw: communicator.all_reduce(op, raw, options), backward_of, op
     )
 
 
@@ -74,7 +75,7 @@ def all_gather(
             # Each replica has a gradient for all parts; this one needs the sum for its own part.
             table = communicator.all_gather(np.array([lengths]), 0, options)
             starts = table[: communicator.rank].sum(axis=0).tolist()
-            totals = communicator.all_reduce(ReduceOp.SUM, gradients, options)
+            totals = all_reduce(graph, communicator, ReduceOp.SUM, gradients, options)
             return [
                 total[(slice(None),) * (axis % total.ndim) + (slice(start, start + length),)]
                 for total, start, length in zip(totals, starts, lengths, strict=True)
@@ -92,6 +93,7 @@ def _recorded(
     value: Any,
     call: Callable[[Any], Any],
     backward_of: Callable[[Arrays, Arrays], Backward],
+    op: ReduceOp = ReduceOp.SUM,
 ) -> Any:
     """Run a collective on raw arrays, and record its tracked leaves as one operation."""
     pairs = [operand(leaf, graph) for leaf in tree.flatten(value)]
@@ -112,6 +114,12 @@ def _recorded(
             ]
         )
 
+    def again() -> Backward:
+        if op is ReduceOp.PROD:  # All others are linear almost everywhere.
+            raise NotImplementedError("it computes a product")
+        return joint
+
+    graph.again[len(graph.entries)] = all_reduce, again
     parents = tuple(place for _, place in pairs if place is not None)
     for k, one in zip(tracked, graph.record_many(outputs, parents, joint), strict=True):
         leaves[k] = one

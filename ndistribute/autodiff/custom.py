@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.autodiff.backward import tracked_pass
 from ndistribute.autodiff.diagnostics import user_line
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.devices import Array, as_array
+from ndistribute.devices import Array
 
 Axis = int | tuple[int, ...] | None
 
@@ -52,7 +54,19 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
     >>> tape.gradient(y, x)
     array(12.)
     """
+    return _custom(function, None)
 
+
+def fused(composition: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator like `custom_gradient`, for an operation that writes to its buffers.
+
+    Its second derivatives are those of a composition of NumPy functions, which takes the same
+    arguments and returns the same result, or the first of several.
+    """
+    return lambda function: _custom(function, composition)
+
+
+def _custom(function: Any, composition: Callable[..., Any] | None) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         graph: Any = current_frame().recorder
@@ -70,21 +84,52 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
             return result
         several = isinstance(result, tuple | list)
         result = tree.map_leaves(_plain, result) if several else _plain(result)
-        if callable(derivative):
-            rules: Any = _joint(function, derivative, raw, wanted)
-        elif several:
-            raise TypeError(
-                f"{function.__qualname__} has several results: its derivative must be one function "
-                "of the list of their gradients, not one function for each argument."
-            )
-        else:
-            _check_count(function, derivative, len(raw), "derivatives")
-            rules = tuple([_checked(function, derivative[k], raw[k]) for k in wanted])
-        if several:
-            return graph.record_many(result, tuple(parents), rules)
-        return graph.record(result, tuple(parents), rules) if is_differentiable(result) else result
+        rules = _rules(function, derivative, raw, wanted, several)
+        if not several and not is_differentiable(result):
+            return result
+        if graph.nested:
+            again = list(raw)
+            for k, place in zip(wanted, parents, strict=True):
+                again[k] = Tracked(raw[k], graph, place)
+
+            def make() -> Any:
+                if composition is None:
+                    return _rules(function, function(*again, **kwargs)[1], again, wanted, several)
+                made = functools.partial(composition, *again, **kwargs)
+                return functools.partial(_composed, graph, made, parents, several)
+
+            graph.again[len(graph.entries)] = function, make
+        record = graph.record_many if several else graph.record
+        return record(result, tuple(parents), rules)
 
     return call
+
+
+def _rules(
+    function: Callable[..., Any], derivative: Any, raw: Any, wanted: Sequence[int], several: bool
+) -> Any:
+    """Return the rules of the wanted arguments, which check the gradients."""
+    if callable(derivative):
+        return _joint(function, derivative, raw, wanted)
+    if several:
+        raise TypeError(
+            f"{function.__qualname__} has several results: its derivative must be one function "
+            "of the list of their gradients, not one function for each argument."
+        )
+    _check_count(function, derivative, len(raw), "derivatives")
+    return tuple([_checked(function, derivative[k], raw[k]) for k in wanted])
+
+
+def _composed(graph: Any, made: Any, parents: Sequence[int], several: bool, g: Any) -> list[Any]:
+    """Return the gradients of a composition, of which each operation is recorded."""
+    start, nested, graph.nested = len(graph.entries), graph.nested, True
+    try:
+        result = made()
+    finally:
+        graph.nested = nested
+    seeds, spans = {result.index: g[0] if several else g}, [(start, len(graph.entries))]
+    found = tracked_pass(graph, seeds, {*parents}, spans)
+    return [found.get(parent) for parent in parents]
 
 
 def _plain(result: Any) -> Any:
@@ -129,7 +174,7 @@ def _joint(
 def _fitted(function: Callable[..., Any], gradient: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if gradient is None or isinstance(gradient, IndexedSlices):
         return gradient
-    gradient = as_array(gradient)
+    gradient = as_operand(gradient)
     if gradient.shape != shape:
         raise ValueError(
             f"the derivative of {function.__qualname__} returned shape {gradient.shape} "
@@ -207,7 +252,7 @@ def log_softmax(x: Any, axis: Axis = None) -> Any:
 
 @custom_gradient
 def _logsumexp(x: Any, *, axis: Axis, keepdims: bool) -> Any:
-    x = as_array(x)
+    x = as_operand(x)
     top = x.max(axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, 0).astype(top.dtype)
     shares = np.exp(x - top)
@@ -224,7 +269,7 @@ def _logsumexp(x: Any, *, axis: Axis, keepdims: bool) -> Any:
 
 @custom_gradient
 def _softmax(x: Any, *, axis: Axis) -> Any:
-    x = as_array(x)
+    x = as_operand(x)
     result = np.exp(x - x.max(axis=axis, keepdims=True))
     total = result.sum(axis=axis, keepdims=True, dtype=wide(result.dtype))
     if total.dtype == result.dtype:
@@ -242,7 +287,7 @@ def _softmax(x: Any, *, axis: Axis) -> Any:
 
 @custom_gradient
 def _log_softmax(x: Any, *, axis: Axis) -> Any:
-    x = as_array(x)
+    x = as_operand(x)
     result = x - x.max(axis=axis, keepdims=True)
     exponentials = np.exp(result)
     total = exponentials.sum(axis=axis, keepdims=True, dtype=wide(exponentials.dtype))

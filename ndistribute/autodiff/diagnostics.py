@@ -55,6 +55,17 @@ def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
     return vjp
 
 
+def refusing(function: Any, why: str) -> Callable[[Any], NoReturn]:
+    """Return the rule of a gradient that has no gradient: it raises a `TypeError` that says why."""
+    name = "an operation" if function is None else name_of(function)
+    error = f"second derivatives of {name} are not available: {why.rstrip('.')}."
+
+    def vjp(g: Any) -> NoReturn:
+        raise TypeError(error)
+
+    return vjp
+
+
 def refuse_conversion(conversion: str) -> None:
     """Raise a `TypeError` for a conversion of a tracked array to a plain value.
 

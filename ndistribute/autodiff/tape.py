@@ -1,16 +1,13 @@
-"""The gradient tape, and the graph in which it records.
+"""The gradient tape, which computes the gradients of what its graph recorded.
 
-A graph is a list of entries in order of creation: None for a leaf (a variable or a watched array),
-otherwise the indices of an operation's arguments and the rules that compute their gradients.
-Tracked arrays refer to an entry by its index only, so dropping the list frees all arrays that the
-rules keep. The tapes of a thread share one graph, the recorder of the thread's frame. A tape
-determines when to record, which variables to watch, and for which sources to compute gradients.
+A tape determines when to record, which variables to watch, and for which sources to compute
+gradients.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,151 +15,14 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff import collectives
-from ndistribute.autodiff.backward import Component, Entry, Spans, backpropagate, finished
-from ndistribute.autodiff.diagnostics import refuse_read
-from ndistribute.autodiff.rules.shape import index_rule
+from ndistribute.autodiff.backward import Entry, Spans, backpropagate, dense, finished, tracked_pass
+from ndistribute.autodiff.recorder import Graph
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
-from ndistribute.context import Frame, current_frame, frame_stack
+from ndistribute.context import current_frame
 from ndistribute.devices import as_array
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
 Pullback = Callable[..., list[Any]]
-
-_new: Any = object.__new__
-
-
-class Graph:
-    """The recorder of a frame while a tape records; implements `ndistribute.context.Recorder`."""
-
-    __slots__ = ("_frame", "_open", "_outer", "_recording", "askers", "entries", "leaves", "shared")
-
-    def __init__(self, frame: Frame) -> None:
-        self.entries: list[Entry | None] = []
-        # The variables that were read and their entries, by id; this keeps them alive.
-        self.leaves: dict[int, tuple[Any, int]] = {}
-        self.askers = 0  # The number of tapes whose `gradient` may still be called.
-        self.shared = False  # Whether several tapes were open at the same time.
-        self._frame = frame
-        self._open = 0
-        self._recording: list[GradientTape] = []
-        # What the frame gets back when no tape records.
-        self._outer = frame.recorder if isinstance(frame.recorder, _AroundStep) else None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a tape records."""
-        return bool(self._recording)
-
-    def record(self, value: Any, parents: tuple[int, ...], rules: Any) -> Tracked:
-        """Append an operation on the entries `parents`, and return its tracked result.
-
-        `rules` are one function for each parent, from the result's gradient to the parent's; or one
-        function that returns the gradients of all parents.
-        """
-        # Every operation runs this code, and a call of `Tracked.__init__` takes a third longer.
-        tracked: Tracked = _new(Tracked)
-        tracked.value = value
-        tracked.graph = self
-        tracked.index = len(self.entries)
-        self.entries.append((parents, rules))
-        return tracked
-
-    def record_many(self, values: Any, parents: tuple[int, ...], joint: Callable[..., Any]) -> Any:
-        """Append an operation with a nest of results, and return them tracked, but for integers.
-
-        `joint` takes one gradient for each result, None for an unused one, and returns one for each
-        parent.
-        """
-        results = tree.flatten(values)
-        base = self.leaf(None).index
-        self.entries[base] = (parents, joint)
-        for k, one in enumerate(results):
-            if is_differentiable(one):
-                rule = functools.partial(Component, k, len(results))
-                results[k] = self.record(one, (base,), (rule,))
-        return tree.unflatten(values, results)
-
-    def leaf(self, value: Any) -> Tracked:
-        """Append a leaf, and return the tracked array for it."""
-        tracked = Tracked(value, self, len(self.entries))
-        self.entries.append(None)
-        return tracked
-
-    def read(self, variable: Any, value: Any) -> Any:
-        """Return a variable's value, tracked if a recording tape watches the variable."""
-        known = self.leaves.get(id(variable))
-        if known is not None:
-            return Tracked(value, self, known[1])
-        for tape in self._recording:
-            if tape.watches(variable) and is_differentiable(value):
-                self.leaves[id(variable)] = variable, len(self.entries)
-                return self.leaf(value)
-        return value
-
-    def around_step(self) -> Graph:
-        """Return the recorder of a step of `strategy.run`, in which these tapes do not record."""
-        return _AroundStep(self)
-
-    def read_part(self, variable: Any, index: Any, value: Any) -> Any:
-        """Return ``variable[index]``, given as `value`, tracked if `read` would track the whole."""
-        whole = self.read(variable, value)
-        if not isinstance(whole, Tracked):
-            return value
-        return self.record(value, (whole.index,), (index_rule(variable, index),))
-
-    all_reduce = collectives.all_reduce
-    all_gather = collectives.all_gather
-
-    @classmethod
-    def joined(cls, tape: GradientTape) -> Graph:
-        """Return the graph of this thread, or a new one, in which a tape now records."""
-        frame = current_frame()
-        graph = frame.recorder
-        if not isinstance(graph, Graph) or not graph._open:
-            graph = cls(frame)
-        graph.shared = graph._open > 0 or graph.shared
-        graph._open += 1
-        graph.askers += 1
-        graph.resume(tape)
-        return graph
-
-    def resume(self, tape: GradientTape) -> None:
-        """Start or continue recording for a tape."""
-        self._recording.append(tape)
-        self._frame.recorder = current_frame().recorder = self
-
-    def pause(self, tape: GradientTape) -> None:
-        """Stop recording for a tape."""
-        self._recording.remove(tape)
-        # The frame of the first tape, and those of scopes entered afterwards.
-        for frame in (self._frame, *frame_stack()):
-            if not self._recording and frame.recorder is self:
-                frame.recorder = self._outer
-
-    def close(self, tape: GradientTape) -> None:
-        """Remove a tape; after the last one, only the tapes refer to the entries."""
-        if tape in self._recording:
-            self.pause(tape)
-        self._open -= 1
-        if not self._open:
-            self.entries, self.leaves = [], {}
-
-
-class _AroundStep(Graph):
-    """The recorder of a step inside an open tape: it records nothing, and refuses lost reads."""
-
-    __slots__ = ("_around",)
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(Frame(None, None))
-        self._around = graph
-
-    def read(self, variable: Any, value: Any) -> Any:
-        watched = any(tape.watches(variable) for tape in self._around._recording)
-        if watched and is_differentiable(value):
-            refuse_read(variable)
-        return value
 
 
 class GradientTape:
@@ -170,7 +30,8 @@ class GradientTape:
 
     Inside the ``with`` block it records the NumPy functions, operators and array methods that use
     variables or watched arrays. Several tapes may be open at once; each uses the operations that
-    were recorded while it was open. Gradients are constants, so second derivatives do not exist.
+    were recorded while it was open. What `gradient` computes while another tape records is
+    recorded too, so that tape has second derivatives: nest the tapes, and open the outer one first.
 
     Args:
         persistent: whether `gradient` may be called more than once. The tape then keeps the
@@ -298,18 +159,89 @@ class GradientTape:
         # Nearly all programs pass a plain list of variables, at each step.
         flat = type(sources) is list and all(map(_is_source, set(map(type, sources))))
         leaves = sources if flat else tree.flatten(sources)
-        places = [self._place(source) for source in leaves]
         seeds = self._seeds(target, output_gradients)
+        places = [self._place(source) for source in leaves]
         if not self._persistent:
             self._close()
             self._entries = None
             graph.askers -= 1
         spans = [(start, len(entries) if stop is None else stop) for start, stop in self._spans]
-        found = _backward(entries, seeds, places, spans, free=graph.askers == 0)
+        if graph.entries is entries and graph is current_frame().recorder:
+            found = tracked_pass(graph, seeds, set(places), spans)
+        else:
+            found = _backward(entries, seeds, places, spans, free=graph.askers == 0)
         results = _results(leaves, places, found, zero == "zero")
         if leaves and not found:
             _check_order(graph, entries, leaves, seeds)
         return results if flat else tree.unflatten(sources, results)
+
+    def jacobian(self, target: Any, sources: Any, unconnected_gradients: str = "none") -> Gradients:
+        """Return the derivative of each element of a target by each element of the sources.
+
+        It takes a backward pass for each element of the target. Its arguments are those of
+        `gradient`, with one array or variable as the target.
+
+        Returns:
+            The structure of `sources`, with arrays of shape ``target.shape + source.shape``.
+
+        >>> with GradientTape() as tape:
+        ...     x = tape.watch(np.array([2.0, 3.0]))
+        ...     y = x**2
+        >>> tape.jacobian(y, x)
+        array([[4., 0.],
+               [0., 6.]])
+        """
+        return self._jacobian(target, sources, unconnected_gradients, 0)
+
+    def batch_jacobian(
+        self, target: Any, source: Any, unconnected_gradients: str = "none"
+    ) -> Gradients:
+        """Return the Jacobian of each example of a batch, of which others do not depend on it.
+
+        It takes a backward pass for each element of one example. The first axis of the target and
+        of the source is the batch, of which a ValueError says so if it differs.
+
+        Returns:
+            An array of shape ``(batch, *target.shape[1:], *source.shape[1:])``.
+
+        >>> with GradientTape() as tape:
+        ...     x = tape.watch(np.array([[2.0], [3.0]]))
+        ...     y = np.concatenate([x, x**2], axis=1)
+        >>> tape.batch_jacobian(y, x).tolist()
+        [[[1.0], [4.0]], [[1.0], [6.0]]]
+        """
+        shapes = _raw(target).shape, _raw(source).shape
+        if not all(shapes) or shapes[0][0] != shapes[1][0]:
+            raise ValueError(
+                "GradientTape.batch_jacobian needs a target and a source with the same first axis, "
+                f"the batch, but got the shapes {shapes[0]} and {shapes[1]}."
+            )
+        return self._jacobian(target, source, unconnected_gradients, 1)
+
+    def _jacobian(self, target: Any, sources: Any, unconnected: Any, axis: int) -> Gradients:
+        """Return the Jacobians of each element on the axes from `axis` on, stacked there."""
+        (graph, _), value, leaves = self._recorded(), _raw(target), tree.flatten(sources)
+        size, persistent = math.prod(value.shape[axis:]), self._persistent
+        if not persistent:
+            self._close()
+        self._persistent = True
+        rows = []
+        for k in range(size):
+            seed = np.zeros_like(value, shape=(*value.shape[:axis], size))
+            seed[..., k] = 1
+            seed = seed.reshape(value.shape)
+            rows.append(self.gradient(target, leaves, unconnected, output_gradients=seed))
+        self._persistent = persistent
+        if not persistent:
+            self._entries, graph.askers = None, graph.askers - 1
+        results: list[Any] = []
+        for source, *parts in zip(leaves, *rows, strict=True):
+            zero = np.zeros_like(_raw(source))
+            stack = [zero if one is None else dense(one) for one in parts] or [zero[None][:0]]
+            joined = np.stack(stack, axis).reshape(value.shape + zero.shape[axis:])
+            known = not size or any(part is not None for part in parts)
+            results.append(joined if known else None)
+        return tree.unflatten(sources, results)
 
     def _recorded(self) -> tuple[Graph, list[Entry | None]]:
         if self._graph is None:
@@ -364,6 +296,11 @@ class GradientTape:
                 place, value = target.index, target.value
             elif _is_variable(target):
                 place, value = self._place(target), _raw(target)
+                if place is None and self.watches(target) and is_differentiable(value):
+                    # It was not read, but it may be a source.
+                    place = len(self._recorded()[1])
+                    self._leaves[id(target)] = target, place
+                    self._recorded()[1].append(None)
             else:
                 continue
             if place is not None:
@@ -481,8 +418,8 @@ def _results(
     return results
 
 
-def _raw(source: Any) -> Any:
-    return untrack(source.tracked_value() if _is_variable(source) else source)
+def _raw(value: Any) -> Any:
+    return as_array(untrack(value.tracked_value() if _is_variable(value) else value))
 
 
 def _is_variable(value: Any) -> bool:
@@ -496,7 +433,8 @@ def _seed(value: Any, gradient: Any, copied: bool = True) -> Any:
     """
     if gradient is None:
         return type(value)(1) if isinstance(value, np.generic) else np.ones_like(value)
-    gradient = as_array(untrack(gradient))
+    if not (isinstance(gradient, Tracked) and gradient.graph is current_frame().recorder):
+        gradient = as_array(untrack(gradient))
     if gradient.shape != value.shape:
         raise ValueError(
             f"output_gradients has shape {gradient.shape}, but the target has {value.shape}: they "

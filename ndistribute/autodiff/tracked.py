@@ -21,7 +21,8 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import called, missing, refuse_conversion, refuse_elsewhere
 from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, bound, decomposed, rules_of
-from ndistribute.autodiff.rules.elementwise import cast, special_rules
+from ndistribute.autodiff.rules.elementwise import CONSTANT, cast, special_rules
+from ndistribute.autodiff.rules.placing import placed
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array, is_gpu_array, to_host
@@ -47,14 +48,6 @@ _IN_PLACE = frozenset(
 )
 _WRITING = frozenset({"copy", "out", "overwrite_input"})
 
-# Functions whose result has no gradient although it may be a float.
-_CONSTANT = frozenset(
-    getattr(np, name)
-    for name in (
-        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
-        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
-    ).split()
-)
 _REDUCTIONS = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
 
 # The methods of arrays, which are a microsecond faster than these functions.
@@ -80,6 +73,7 @@ class Tracked:
 
     __slots__ = ("graph", "index", "value")
     __array_priority__ = 1000.0
+    base = None  # It is not written to, so it need not be copied.
 
     def __init__(self, value: Any, graph: Any, index: int) -> None:
         self.value = value
@@ -132,6 +126,10 @@ class Tracked:
         """Return a copy of the raw array, without a gradient."""
         return np.array(to_host(self.value))
 
+    def placed(self, *args: Any) -> Any:
+        """Return zeros, but for the elements of this array at an index."""
+        return apply(placed, (self, *args), {})
+
     def raw_array(self) -> Any:
         """Return the raw array, for `ndistribute.devices.as_array`."""
         return as_array(self.value)
@@ -167,7 +165,11 @@ class Tracked:
         if graph is not self.graph:
             refuse_detached("x[...]", self)
             return result if getattr(result, "base", None) is None else read_only(result)
-        return graph.record(result, (self.index,), (index_rule(value, index),))
+        rules = (index_rule(value, index),)
+        part = graph.record(result, (self.index,), rules)
+        if graph.nested:  # Its rule takes tracked gradients as it is.
+            graph.again[part.index] = operator.getitem, lambda: rules
+        return part
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         raise TypeError(
@@ -226,13 +228,10 @@ class Tracked:
 
 
 def untrack(value: Any) -> Any:
-    """Return a nest with raw arrays instead of tracked arrays.
+    """Return a nest of the same structure with raw arrays instead of tracked arrays.
 
     Args:
         value: any nest; leaves that are not tracked stay unchanged.
-
-    Returns:
-        The same structure.
 
     >>> untrack({"loss": 1.0})
     {'loss': 1.0}
@@ -290,11 +289,13 @@ def unary(ufunc: Any) -> Callable[[Any], Any]:
 
     def call(x: Any) -> Any:
         value = x.value
-        result = ufunc(value)
         graph: Any = current_frame().recorder
         if graph is not x.graph:
             refuse_detached(ufunc, x)
-            return result
+            return ufunc(value)
+        if graph.nested:
+            return apply(ufunc, (x,), {})
+        result = ufunc(value)
         return graph.record(result, (x.index,), (makers[0](result, value),))
 
     return call
@@ -310,6 +311,8 @@ def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
 
     def call(x: Any, y: Any) -> Any:
         graph: Any = current_frame().recorder
+        if graph is not None and graph.nested:
+            return apply(ufunc, (x, y), {})
         left = right = None
         if isinstance(x, Tracked):
             if x.graph is graph:
@@ -329,9 +332,8 @@ def binary(ufunc: Any) -> Callable[[Any, Any], Any]:
             y, right = _converted(ufunc, y, graph)
         result = ufunc(x, y)
         if left is None:
-            if right is None:
-                return result
-            return graph.record(result, (right,), (of_y(result, x, y),))
+            rules = (of_y(result, x, y),) if right is not None else None
+            return graph.record(result, (right,), rules) if rules else result
         if right is None:
             return graph.record(result, (left,), (of_x(result, x, y),))
         return graph.record(result, (left, right), (of_x(result, x, y), of_y(result, x, y)))
@@ -345,17 +347,18 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Results with a gradient are tracked; others, such as integers, stay plain.
     """
     result: Any = NotImplemented
-    if function in _FIRST_ARGUMENT and args and isinstance(args[0], Tracked):
-        result = _apply_to_first(function, args[0], args[1:], kwargs)
-    elif function in COMPOSED:
-        result = decomposed(function, args, kwargs)
+    graph: Any = current_frame().recorder
+    if graph is not None and graph.nested:
+        args, kwargs = tree.map_leaves(_read, (args, kwargs))
+    elif function in _FIRST_ARGUMENT and args and isinstance(args[0], Tracked):
+        result = _apply_to_first(graph, function, args[0], args[1:], kwargs)
+    composed = result is NotImplemented and function in COMPOSED
+    result = decomposed(function, args, kwargs) if composed else result
     if result is not NotImplemented:
         return result
     if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
         arguments = bound(function, args, kwargs)
-        if arguments is not None:
-            args, kwargs = arguments.args, arguments.kwargs
-    graph: Any = current_frame().recorder
+        args, kwargs = (arguments.args, arguments.kwargs) if arguments else (args, kwargs)
     found: dict[Path, int | None] = {}
     raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
     raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
@@ -365,15 +368,19 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if any(new is not old for new, old in zip(joined, args, strict=True)):
             return apply(function, joined, kwargs)
     result = function(*raw_args, **raw_kwargs)
-    if not found or function in _CONSTANT:
+    if not found or function in CONSTANT:
         return result
     several = isinstance(result, list | tuple)
     if any(map(is_differentiable, result)) if several else is_differentiable(result):
         if None in found.values():
             refuse_elsewhere(function)
         rules = rules_of(function, result, raw_args, raw_kwargs, list(found))
-        record = graph.record_many if several else graph.record
-        return record(result, tuple(found.values()), rules)
+        record, index = graph.record_many if several else graph.record, len(graph.entries)
+        result = record(result, tuple(found.values()), rules)
+        if graph.nested:
+            again = functools.partial(rules_of, function, result, args, kwargs, list(found))
+            graph.again[index] = function, again
+        return result
     if isinstance(result, np.ndarray) and result.dtype.kind == "O":
         raise TypeError(
             f"{called(function, ' of a tracked array')} returned an array of objects, which has no "
@@ -427,11 +434,14 @@ def is_differentiable(value: Any) -> bool:
 def operand(x: Any, graph: Any) -> tuple[Any, int | None]:
     """Return an argument's raw value and its entry in the graph; None if it has none there."""
     if not isinstance(x, Tracked):
-        if getattr(x, "is_distributed_variable", False):
-            x = x.tracked_value()
+        x = _read(x)
         if not isinstance(x, Tracked):
             return x, None
     return x.value, x.index if x.graph is graph else None
+
+
+def _read(value: Any) -> Any:
+    return value.tracked_value() if getattr(value, "is_distributed_variable", False) else value
 
 
 def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()) -> Any:
@@ -454,7 +464,7 @@ def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()
     return raw
 
 
-def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _apply_to_first(graph: Any, function: Any, x: Any, rest: Any, kwargs: Any) -> Any:
     """Return the result of a function with only its first argument tracked, such as a reduction.
 
     It is `NotImplemented` if the call needs the general code of `apply`.
@@ -469,7 +479,6 @@ def _apply_to_first(function: Any, x: Any, rest: Sequence[Any], kwargs: Mapping[
         result = getattr(value, _METHODS[function])(*rest, **kwargs)
     else:
         result = function(value, *rest, **kwargs)
-    graph: Any = current_frame().recorder
     if not is_differentiable(result):
         return result
     if graph is not x.graph:

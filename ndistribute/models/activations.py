@@ -14,6 +14,8 @@ import numpy as np
 
 from ndistribute import autodiff
 from ndistribute.autodiff import custom_gradient
+from ndistribute.autodiff.custom import fused
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, as_array
 from ndistribute.models.names import found
 
@@ -42,6 +44,7 @@ class InPlace(NamedTuple):
 
     apply: Callable[[Array], Any]
     before: Callable[[Array, Array], Array]  # Takes the gradient and the result.
+    plain: Callable[[Any], Any]  # The same of NumPy functions, for second derivatives.
 
 
 def relu(x: Any) -> Any:
@@ -101,7 +104,7 @@ def gelu(x: Any) -> Any:
     >>> gelu(np.array([0.0, 1.0])).round(4)
     array([0.    , 0.8412])
     """
-    x, scale = as_array(x), math.sqrt(2 / math.pi)
+    x, scale = as_operand(x), math.sqrt(2 / math.pi)
     bend = np.tanh(scale * (x + 0.044715 * x * x * x))
     half = 0.5 * (1 + bend)
 
@@ -122,7 +125,7 @@ def elu(x: Any, alpha: float = 1.0) -> Any:
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
 
-@custom_gradient
+@fused(lambda x, *, rule: rule.plain(x))
 def _in_place(x: Any, *, rule: InPlace) -> Any:
     y = as_array(x)
     y = y.astype(np.float64) if y.dtype.kind in "iub" else y.copy()
@@ -164,9 +167,9 @@ def _sigmoid_before(g: Array, y: Array) -> Array:
 
 
 IN_PLACE: dict[Activation, InPlace] = {
-    relu: InPlace(_relu_to, _relu_before),
-    sigmoid: InPlace(_sigmoid_to, _sigmoid_before),
-    tanh: InPlace(lambda y: np.tanh(y, out=y), _tanh_before),
+    relu: InPlace(_relu_to, _relu_before, lambda x: np.where(x > 0, x, 0)),
+    sigmoid: InPlace(_sigmoid_to, _sigmoid_before, lambda x: 0.5 + 0.5 * np.tanh(0.5 * x)),
+    tanh: InPlace(lambda y: np.tanh(y, out=y), _tanh_before, np.tanh),
 }
 
 _ALL = (elu, gelu, leaky_relu, linear, log_softmax, relu, sigmoid, silu, softmax, softplus, tanh)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff import custom_gradient
-from ndistribute.devices import as_array
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.models.names import found
 
 __all__ = ["L1", "L2", "Regularizer", "get"]
@@ -56,14 +56,14 @@ class L2(Regularizer):
 
 @custom_gradient
 def _absolute(variable: Any, *, factor: float) -> Any:
-    array = as_array(variable)
+    array = as_operand(variable)
     total = factor * np.abs(array).sum()
     return total, [lambda g: np.sign(array) * (factor * g).astype(array.dtype)]
 
 
 @custom_gradient
 def _squares(variable: Any, *, factor: float) -> Any:
-    array = as_array(variable)
+    array = as_operand(variable)
     flat = array.reshape(-1)
     total = factor * (flat @ flat)
     return total, [lambda g: array * (2 * factor * g).astype(array.dtype)]

@@ -176,7 +176,8 @@ def _norm(x: Value, ord: Any = None, axis: Any = None, keepdims: bool = False) -
         return NotImplemented
     matrix = (axis is None and np.ndim(x) == 2) or (np.ndim(axis) == 1 and len(axis) == 2)
     if ord is None or (ord == 2 and not matrix) or (ord == "fro" and matrix):
-        return np.sqrt(np.sum(np.square(np.abs(x)), axis=axis, keepdims=keepdims))
+        size = np.abs(x) if x.dtype.kind == "c" else x
+        return np.sqrt(np.sum(np.square(size), axis=axis, keepdims=keepdims))
     return (_matrix_norm if matrix else _vector_norm)(x, ord, axis, keepdims)
 
 

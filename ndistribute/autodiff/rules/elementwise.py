@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing, refuse_polyval
+from ndistribute.autodiff.rules.placing import is_tracked
 from ndistribute.autodiff.rules.unbroadcast import Vjp, identity, unbroadcast, unbroadcasting
 from ndistribute.devices import Array
 
@@ -25,8 +26,19 @@ Makers = tuple[Callable[..., Vjp], ...]
 Partial = Callable[..., Array] | None
 
 _ZERO = 0  # There is one object for this number, which `polyval` multiplies by.
+_SINC = -math.pi * math.pi / 3  # The second derivative at 0.
 _LOG_2, _LOG_10 = math.log(2), math.log(10)
 _ROOT_PI, _ROOT_2PI = math.sqrt(math.pi), math.sqrt(2 * math.pi)
+
+
+# Functions whose result has no gradient although it may be a float.
+CONSTANT = frozenset(
+    getattr(np, name)
+    for name in (
+        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
+        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
+    ).split()
+)
 
 
 def cast(x: Array, dtype: Any, **kwargs: Any) -> Array:
@@ -107,6 +119,7 @@ def _power_x(out: Array, x: Array, y: Any) -> Vjp:
     def change(g: Array) -> Array:
         # For an exponent of 0 the derivative is 0, also at x = 0.
         below = (y - 1 if y else 1) if np.ndim(y) == 0 else np.where(y, y - 1, 1)
+        below = y - 1 if is_tracked(y) else below
         return g * (y * x**below)
 
     return _onto(x, out, change)
@@ -166,7 +179,7 @@ def _sqrt(out: Array, x: Array) -> Vjp:
 def _tanh(out: Array, x: Array) -> Vjp:
     def vjp(g: Array) -> Array:
         change = np.square(out)
-        change = np.subtract(1, change, out=change) if change.ndim else 1 - change
+        change = np.subtract(1, change, out=change) if type(change) is np.ndarray else 1 - change
         change *= g
         return change
 
@@ -244,8 +257,10 @@ RULES: dict[Any, Makers] = {
     np.degrees: (lambda out, x: np.degrees,),
     np.deg2rad: (lambda out, x: np.deg2rad,),
     np.radians: (lambda out, x: np.radians,),
-    # The quotient tends to 0 with x.
-    np.sinc: (lambda out, x: lambda g: g * (np.cos(math.pi * x) - out) / np.where(x, x, 1),),
+    # The quotient tends to 0 with x, as this line does.
+    np.sinc: _partials(
+        lambda out, x: np.where(x, (np.cos(math.pi * x) - out) / np.where(x, x, 1), _SINC * x)
+    ),
     np.negative: (lambda out, x: np.negative,),
     np.sign: (_sign,),
     np.reciprocal: (lambda out, x: lambda g: -g * np.square(out),),
@@ -316,7 +331,7 @@ def _density_gamma(out: Any, a: Any, x: Any) -> Any:
 
 def _spence(out: Any, x: Any) -> Any:
     one = np.equal(x, 1)
-    return np.where(one, -1, np.log(np.where(one, 2, x)) / np.where(one, 1, 1 - x))
+    return np.where(one, (x - 3) / 2, np.log(np.where(one, 2, x)) / np.where(one, 1, 1 - x))
 
 
 def _stretch(delta: Any, r: Any) -> Any:

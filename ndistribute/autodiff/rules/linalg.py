@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
-from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast, zeros
+from ndistribute.autodiff.rules.placing import as_operand, is_tracked, placed
+from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast
 from ndistribute.devices import Array, array_namespace, as_array
 
 Results = Sequence[Array]
@@ -84,7 +85,7 @@ def _matmul_y(out: Array, x: Array, y: Array) -> Vjp:
 
 
 def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
-    y = as_array(y)
+    y = as_operand(y)
     shape, dtype = x.shape, x.dtype
     if x.ndim == 0 or y.ndim == 0:
         return lambda g: unbroadcast(g * y, shape, dtype)
@@ -96,7 +97,7 @@ def _dot_x(out: Array, x: Array, y: Any) -> Vjp:
 
 
 def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
-    x = as_array(x)
+    x = as_operand(x)
     shape, dtype = y.shape, y.dtype
     if y.ndim == 0 or x.ndim == 0:
         return _dot_x(out, y, x)
@@ -113,7 +114,7 @@ def _dot_y(out: Array, x: Any, y: Array) -> Vjp:
 
 def _blas(g: Array) -> Array:
     """Return an operand for BLAS; NumPy multiplies broadcast views in a slow loop."""
-    return np.ascontiguousarray(g) if 0 in g.strides else g
+    return np.ascontiguousarray(g) if 0 in getattr(g, "strides", ()) else g
 
 
 def _rows(x: Array) -> Array:
@@ -144,11 +145,13 @@ def _einsum_operand(position: int, terms: Sequence[str], output: str, operands: 
         if known != own:
             # The gradient is constant along indices that only this operand has, and on the diagonal
             # of repeated ones, which einsum returns as a view.
-            whole = zeros(change, shape)
-            diagonal = np.einsum(f"{own}->{distinct}", whole)
             where = tuple(slice(None) if c in known else None for c in distinct)
-            diagonal[...] = change[where]
-            change = whole
+            sides = [shape[own.index(c)] for c in distinct]
+            change = np.copy(np.broadcast_to(change[where], sides))
+            if distinct != own:
+                grid = np.ix_(*map(range, sides))
+                places = tuple([grid[distinct.index(c)] for c in own])
+                change = placed(change, shape, places, distinct=True)
         return unbroadcast(change, shape, dtype)
 
     return vjp
@@ -183,8 +186,7 @@ def _convolve_a(out: Array, a: Any, v: Any, mode: Any = "full") -> Vjp:
     start = {"full": 0, "same": (shorter - 1) // 2, "valid": shorter - 1}[mode]
 
     def vjp(g: Array) -> Array:
-        whole = zeros(g, (length,))
-        whole[start : start + g.size] = g
+        whole = placed(g, (length,), slice(start, start + g.size), distinct=True)
         return unbroadcast(np.correlate(whole, np.conj(v), "valid").reshape(shape), shape, dtype)
 
     return vjp
@@ -221,7 +223,9 @@ def _irfft(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None
     def vjp(g: Array) -> Array:
         change = np.conj(np.fft.rfft(g, axis=axis, norm=INVERSE_NORMS[norm]))
         # All but the first, and the middle one of an even length, represent two frequencies.
-        np.moveaxis(change, axis, 0)[1 : (length + 1) // 2] *= 2
+        counts = array_namespace(g).ones(change.shape[axis], g.dtype)
+        counts[1 : (length + 1) // 2] = 2
+        change = np.moveaxis(np.moveaxis(change, axis, -1) * counts, -1, axis)
         return unbroadcast(_resized(change, shape), shape, dtype)
 
     return vjp
@@ -231,10 +235,8 @@ def _resized(g: Array, shape: tuple[int, ...]) -> Array:
     """Return an array truncated or padded with zeros at the end of each axis."""
     if g.shape == shape:
         return g
-    whole = zeros(g, shape)
     common = tuple(slice(min(pair)) for pair in zip(g.shape, shape, strict=True))
-    whole[common] = g[common]
-    return whole
+    return placed(g[common], shape, common, distinct=True)
 
 
 def _t(a: Array) -> Array:
@@ -245,7 +247,7 @@ def _late(rule: Callable[..., Any], real: bool = False) -> Callable[..., Callabl
     """Return the maker of a rule that keeps the whole call, and may refuse complex arguments."""
 
     def maker(out: Any, a: Any, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        a = as_array(a)
+        a = as_operand(a)
         if real:
             refuse_complex(a)
         return lambda g: rule(g, out, a, *args, **kwargs)
@@ -305,7 +307,7 @@ def _eig(gradients: Gradients, results: Results, a: Array) -> list[Array]:
     return [change if a.dtype.kind == "c" else change.real]
 
 
-def _svd(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
+def _svd(results: Results, a: Array, *args: Any, **kwargs: Any) -> JointVjp:
     u, s, vt = results
     refuse_complex(u)
     count = s.shape[-1]
@@ -315,6 +317,8 @@ def _svd(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
     def vjp(gradients: Gradients) -> list[Array]:
         gu, gs, gvt = gradients
         left, right = u[..., :count], vt[..., :count, :]
+        if full and is_tracked(a):  # The other vectors have no gradient.
+            left, _, right = np.linalg.svd(a, full_matrices=False)
         change = left * _zero_if_none(gs, s)[..., None, :] @ right
         if gu is None and gvt is None:
             return [change]
@@ -369,7 +373,7 @@ def _qr(results: Results, *args: Any, **kwargs: Any) -> JointVjp:
 
 
 def _lstsq(results: Results, a: Any, b: Any, rcond: Any = None) -> JointVjp:
-    x, a, b = results[0], as_array(a), as_array(b)
+    x, a, b = results[0], as_operand(a), as_operand(b)
     refuse_complex(x)
     if results[2] < a.shape[1]:
         raise NotImplementedError("a matrix whose rank is less than its number of columns")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.rules.placing import added, is_tracked
 from ndistribute.autodiff.rules.unbroadcast import (
     Vjp,
     as_axes,
@@ -59,8 +60,7 @@ def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdim
         share = holds.astype(a.dtype)
         # With a NaN in the slice, no element is equal to the result.
         share /= np.maximum(share.sum(axis=axis, keepdims=True, dtype=wide(a.dtype)), 1)
-        share *= g.reshape(kept)
-        return share
+        return share * g.reshape(kept)
 
     return vjp
 
@@ -101,6 +101,8 @@ def _prod(
         # Division fails for zeros, so 1 replaces them and they are counted. With two zeros all
         # products of the others are 0; with one, only that of this zero is not.
         zero = np.equal(a, 0)
+        if is_tracked(a) and zero.any():
+            raise NotImplementedError("the product has a factor of 0")
         factors = np.where(zero, np.ones_like(a), a)
         others = factors.prod(axis=axis, keepdims=True) / factors
         others *= np.equal(zero.sum(axis=axis, keepdims=True), zero)
@@ -126,15 +128,13 @@ def _cumprod(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: 
     along, shape = (0, (a.size,)) if axis is None else (axis, a.shape)
 
     def vjp(g: Array) -> Array:
-        change = zeros(g, shape, a.dtype)
-        g, products, factors, target = (
-            np.moveaxis(one.reshape(shape), along, 0) for one in (g, result, a, change)
-        )
-        total = 0
+        g, products, factors = (np.moveaxis(one.reshape(shape), along, 0) for one in (g, result, a))
+        total, rows = 0, []
         for k in range(len(g) - 1, -1, -1):
             total = g[k] + (total * factors[k + 1] if k + 1 < len(g) else 0)
-            target[k] = total * products[k - 1] if k else total
-        return change.reshape(a.shape)
+            rows.append(total * products[k - 1] if k else total)
+        change = np.stack(rows[::-1], along) if rows else zeros(g, shape)
+        return unbroadcast(change.reshape(a.shape), a.shape, a.dtype)
 
     return vjp
 
@@ -185,8 +185,9 @@ def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
                 below = np.floor(places).astype(np.intp)
                 share = xp.asarray((places - below).astype(a.dtype))
                 above = xp.asarray(np.minimum(below + 1, count - 1))
-                change[line, ranks[line, xp.asarray(below)]] += part * (1 - share)
-                change[line, ranks[line, above]] += part * share
+                for one, part_of in ((xp.asarray(below), 1 - share), (above, share)):
+                    where = line, ranks[line, one]
+                    change = added(change, where, part * part_of, distinct=True)
             return np.transpose(change.reshape(turned.shape), np.argsort(order).tolist())
 
         return vjp

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff.rules.unbroadcast import Vjp, add_at, as_axes, unbroadcast, wide, zeros
+from ndistribute.autodiff.rules.placing import added, placed
+from ndistribute.autodiff.rules.unbroadcast import Vjp, as_axes, unbroadcast, wide, zeros
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import Array, array_namespace, is_gpu_array
 
@@ -46,22 +47,18 @@ class SparseGradient:
         self.is_rows = is_rows
         self.parts = [(index, values, distinct)]
 
-    def add_to(self, total: Array) -> None:
-        """Add the gradient to that of the whole array, in place."""
-        for index, values, distinct in self.parts:
-            if distinct:
-                total[index] += values
-            else:
-                add_at(total, index, values)
+    def add_to(self, total: Array) -> Array:
+        """Return the gradient of the whole array with this one added: see `added`."""
+        for part in self.parts:
+            total = added(total, *part)
+        return total
 
     def to_dense(self) -> Array:
         """Return the gradient of the whole array."""
-        index, values, distinct = self.parts[0]
-        whole = zeros(values, self.shape)
-        if distinct:  # Such a gradient has one part.
-            whole[index] = values
-        else:
-            self.add_to(whole)
+        (index, values, distinct), *others = self.parts
+        whole = placed(values, self.shape, index, distinct)
+        for part in others:
+            whole = added(whole, *part)
         return whole
 
     def to_slices(self) -> IndexedSlices:
@@ -78,10 +75,10 @@ class SparseGradient:
 def index_rule(x: Array, index: Any) -> Callable[[Array], SparseGradient]:
     """Return the rule of ``x[index]``."""
     shape = x.shape
-    return lambda g: _placed(shape, index, g)
+    return lambda g: _selected(shape, index, g)
 
 
-def _placed(shape: tuple[int, ...], index: Any, g: Array) -> SparseGradient:
+def _selected(shape: tuple[int, ...], index: Any, g: Array) -> SparseGradient:
     several = isinstance(index, tuple)
     items = [_exact(item, g) for item in (index if several else (index,))]
     # Masks, slices and numbers select no element twice.
@@ -110,7 +107,7 @@ def _take(
         indices = array_namespace(a).asarray(indices, dtype=np.intp)
     if axis is None:
         shape, size = a.shape, a.size
-        return lambda g: _placed((size,), indices, g).to_dense().reshape(shape)
+        return lambda g: _selected((size,), indices, g).to_dense().reshape(shape)
     lead = operator.index(axis) % a.ndim
     return index_rule(a, indices if lead == 0 else (*(slice(None),) * lead, indices))
 
@@ -137,8 +134,8 @@ def moved(function: Callable[..., Array], a: Array, *args: Any, **kwargs: Any) -
 
     def vjp(g: Array) -> Array:
         numbers = array_namespace(g).arange(1, size + 1).reshape(shape)
-        total = zeros(g, (size + 1,))
-        add_at(total, function(numbers, *args, **kwargs).reshape(-1), g.reshape(-1))
+        places = function(numbers, *args, **kwargs).reshape(-1)
+        total = placed(g.reshape(-1), (size + 1,), places)
         return total[1:].reshape(shape)
 
     return vjp
@@ -169,7 +166,7 @@ def _windows(out: Array, x: Array, window_shape: Any, axis: Any = None, **kwargs
             for one, start in zip(axes, offset, strict=True):
                 starts[one] += start
             where = tuple(slice(s, s + n) for s, n in zip(starts, count, strict=True))
-            whole[where] += g[(..., *offset)]
+            whole = added(whole, where, g[(..., *offset)], distinct=True)
         return whole
 
     return vjp
@@ -228,13 +225,13 @@ def _triangle(function: Callable[..., Array]) -> Callable[..., Vjp]:
 
 
 def _diagonal(out: Array, a: Array, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Vjp:
-    shape = a.shape
+    shape, (axis1, axis2) = a.shape, as_axes((axis1, axis2), a.ndim)
 
     def vjp(g: Array) -> Array:
-        whole = zeros(g, shape)  # Only its diagonals are written.
-        rows = np.arange(g.shape[-1]) + max(0, -offset)
-        np.moveaxis(whole, (axis1, axis2), (-2, -1))[..., rows, rows + offset] = g
-        return whole
+        *grid, along = np.ix_(*map(range, g.shape))
+        places = {axis1: along + max(0, -offset), axis2: along + max(0, offset)}
+        index = tuple([places[k] if k in places else grid.pop(0) for k in range(len(shape))])
+        return placed(g, shape, index, distinct=True)
 
     return vjp
 
@@ -311,6 +308,7 @@ RULES: dict[Any, tuple[Callable[..., Any], ...]] = {
     np.diagonal: (_diagonal,),
     np.diag: (_diag,),
     np.diagflat: (_moved(np.diagflat),),
+    placed: (lambda out, a, shape, index, *_: lambda g: unbroadcast(g[index], a.shape, a.dtype),),
 }
 
 RULES_BY_PATH: dict[Any, Callable[[Array, Sequence[Path], Args, Kwargs], list[Vjp | None]]] = {

@@ -109,9 +109,11 @@ def spread(g: Array, shape: Shape, dtype: Any, axis: Any) -> Array:
 
     It is a contiguous array, because matrix products of views with stride 0 do not use BLAS.
     """
-    whole = zeros(g, shape, dtype)
     if 0 < g.ndim < len(shape):
         g = g.reshape(kept_shape(shape, axis))
+    if hasattr(g, "placed"):  # A tracked array.
+        return unbroadcast(np.broadcast_to(g, shape), shape, dtype)
+    whole = zeros(g, shape, dtype)
     whole[...] = g.real if g.dtype.kind == "c" != dtype.kind else g
     return whole
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff import custom_gradient
-from ndistribute.devices import Array, array_namespace, as_array
+from ndistribute.autodiff.rules.placing import as_operand, is_tracked
+from ndistribute.devices import Array, array_namespace
 from ndistribute.models.operations.epilogue import wide
 
 __all__ = ["attention"]
@@ -38,7 +39,7 @@ def attention(
     array([[[[0.5, 0.5]]]])
     """
     dtype = query.dtype
-    q, k, v = (wide(as_array(one)).swapaxes(1, 2) for one in (query, key, value))
+    q, k, v = (wide(as_operand(one)).swapaxes(1, 2) for one in (query, key, value))
     xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))
     weights = q @ k.swapaxes(-1, -2)
     weights *= scale
@@ -48,7 +49,7 @@ def attention(
     limits = np.finfo(weights.dtype)
     if weights.shape[-1]:
         weights -= xp.maximum(weights.max(axis=-1, keepdims=True), limits.min)
-    xp.exp(weights, out=weights)
+    weights = xp.exp(weights, out=None if is_tracked(weights) else weights)
     weights /= xp.maximum(weights.sum(axis=-1, keepdims=True), limits.tiny)
     used = weights if kept is None else weights * kept
     y = _heads_last(xp, used, v)
@@ -78,6 +79,8 @@ def _causal(xp: Any, shape: tuple[int, ...]) -> Array:
 
 def _heads_last(xp: Any, matrices: Array, others: Array) -> Array:
     """Return products of shape ``(batch, heads, n, m)``, stored as ``(batch, n, heads, m)``."""
+    if is_tracked(matrices) or is_tracked(others):
+        return np.swapaxes(matrices @ others, 1, 2)
     batch, heads, length, _ = matrices.shape
     result = xp.empty((batch, length, heads, others.shape[-1]), matrices.dtype)
     xp.matmul(matrices, others, out=result.swapaxes(1, 2))

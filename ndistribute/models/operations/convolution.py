@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import custom_gradient
+from ndistribute.autodiff.custom import fused
+from ndistribute.autodiff.rules.placing import added
+from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.epilogue import Epilogue, KernelRule, in_place, operands
@@ -47,7 +49,18 @@ def conv2d(
     return after(_conv2d(x, kernel, bias, windows=windows, groups=groups, rule=rule))
 
 
-@custom_gradient
+def _plain_conv2d(
+    x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, rule: InPlace | None
+) -> Any:
+    images, weights = (one.reshape(*one.shape[:-1], groups, -1) for one in (x, kernel))
+    y = zeros(x, (len(x), *windows.count, groups, weights.shape[-1]))
+    for offset in windows.offsets:
+        part = np.einsum("nhwgc,cgf->nhwgf", images[offset.inner], weights[offset.at])
+        y = added(y, offset.outer, part.astype(y.dtype), distinct=True)
+    return Epilogue.plain(y.reshape(*y.shape[:3], -1), bias, rule)
+
+
+@fused(_plain_conv2d)
 def _conv2d(
     x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, rule: InPlace | None
 ) -> Any:

@@ -7,12 +7,14 @@ Normalization", 2016.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import custom_gradient
+from ndistribute.autodiff.custom import fused
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.operations.epilogue import column_sums, joined_rows, wide
 
@@ -37,7 +39,21 @@ def batch_normalization(
     return y, as_array(mean), as_array(variance)
 
 
-@custom_gradient
+def _plain(
+    x: Any, gamma: Any, beta: Any, *, epsilon: float, total: Any = None, axes: Any = None, **of: Any
+) -> Any:
+    if total is not None:
+        raise NotImplementedError("the statistics are those of all replicas")
+    axes = tuple(range(x.ndim - 1)) if axes is None else axes
+    mean = of.get("mean", np.mean(x, axes, keepdims=True))
+    variance = of.get("variance", np.var(x, axes, keepdims=True))
+    mean, variance = (as_operand(one).astype(x.dtype) for one in (mean, variance))
+    y = (x - mean) / np.sqrt(variance + epsilon)
+    y = y if gamma is None else y * gamma
+    return y if beta is None else y + beta
+
+
+@fused(_plain)
 def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: Total | None) -> Any:
     x = as_array(x)
     rows = _rows(x)
@@ -71,7 +87,7 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
     return (y, mean, variance), joint
 
 
-@custom_gradient
+@fused(_plain)
 def normalized_by(
     x: Any, gamma: Any, beta: Any, *, mean: Any, variance: Any, epsilon: float
 ) -> Any:
@@ -90,7 +106,7 @@ def normalized_by(
     ]
 
 
-@custom_gradient
+@fused(functools.partial(_plain, axes=-1))
 def layer_normalization(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any:
     """Return an array normalised over its last axis, times `gamma`, plus `beta`.
 

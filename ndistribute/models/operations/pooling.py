@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import custom_gradient
+from ndistribute.autodiff import custom_gradient, untrack
+from ndistribute.autodiff.custom import fused
+from ndistribute.autodiff.rules.placing import added, as_operand
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.operations.epilogue import wide
 from ndistribute.models.operations.windows import Pair, Windows
@@ -36,7 +38,19 @@ def average_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str
     return _average_pool(x, windows=Windows.over(x.shape[1:3], size, strides or size, padding))
 
 
-@custom_gradient
+def _plain_max_pool(x: Any, *, windows: Windows) -> Any:
+    """Return the elements that are the first largest ones of their windows, by their index."""
+    values, numbers = untrack(x), np.arange(x.size).reshape(x.shape)
+    best = np.full((len(x), *windows.count, x.shape[3]), np.nan)
+    index = np.zeros(best.shape, int)
+    for offset in windows.offsets:
+        higher = ~(best[offset.outer] >= values[offset.inner])  # NaN at first.
+        index[offset.outer][higher] = numbers[offset.inner][higher]
+        best[offset.outer][higher] = values[offset.inner][higher]
+    return np.ravel(x)[index]
+
+
+@fused(_plain_max_pool)
 def _max_pool(x: Any, *, windows: Windows) -> Any:
     x = as_array(x)
     xp, first = array_namespace(x), windows.offsets[0]
@@ -80,20 +94,20 @@ def _max_pool_gradient(x: Array, y: Array, rest: Array, change: Array, windows: 
 
 @custom_gradient
 def _average_pool(x: Any, *, windows: Windows) -> Any:
-    x = as_array(x)
+    x = as_operand(x)
     xp, images = array_namespace(x), wide(x)
     dtype = images.dtype if images.dtype.kind in "fc" else np.dtype(np.float64)
     y = xp.zeros((len(x), *windows.count, x.shape[3]), dtype)
     counts = xp.zeros((*windows.count, 1), dtype)
     for offset in windows.offsets:
-        y[offset.outer] += images[offset.inner]
+        y = added(y, offset.outer, images[offset.inner], distinct=True)
         counts[offset.outer[1:]] += 1
     y /= counts
 
     def vjp(g: Array) -> Array:
         change, share = xp.zeros(x.shape, dtype), g / counts
         for offset in windows.offsets:
-            change[offset.inner] += share[offset.outer]
+            change = added(change, offset.inner, share[offset.outer], distinct=True)
         return change
 
     return y.astype(x.dtype, copy=False) if x.dtype.kind not in "iub" else y, [vjp]

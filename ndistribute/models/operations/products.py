@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import custom_gradient
+from ndistribute.autodiff.custom import fused, log_softmax
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.epilogue import Epilogue, KernelRule, in_place, operands, wide
@@ -21,7 +21,12 @@ def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> A
     return after(_dense(x, kernel, bias, rule=rule))
 
 
-@custom_gradient
+def _plain_dense(x: Any, kernel: Any, bias: Any, *, rule: InPlace | None) -> Any:
+    dtype = kernel.dtype if x.dtype.kind in "iub" else x.dtype
+    return Epilogue.plain(x.astype(dtype) @ kernel.astype(dtype), bias, rule)
+
+
+@fused(_plain_dense)
 def _dense(x: Any, kernel: Any, bias: Any, *, rule: InPlace | None) -> Any:
     x = as_array(x)
     dtype, values, matrix = operands(x, as_array(kernel))
@@ -47,7 +52,14 @@ def _dense(x: Any, kernel: Any, bias: Any, *, rule: InPlace | None) -> Any:
     ]
 
 
-@custom_gradient
+def _plain_cross_entropy(logits: Any, labels: Any) -> Any:
+    logs = log_softmax(logits, axis=-1)
+    if np.ndim(labels) < np.ndim(logits):
+        return -np.take_along_axis(logs, labels[..., None].astype(np.int64), -1)[..., 0]
+    return -np.sum(logs * labels, axis=-1)
+
+
+@fused(_plain_cross_entropy)
 def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     """Return the cross-entropy of each example, from logits of shape ``(..., classes)``.
 

@@ -1,0 +1,487 @@
+"""Gradients of gradients: by nested tapes they are right, or refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.autodiff import GradientTape, Tracked, custom_gradient, untrack
+from tests.autodiff.standin import StandInVariable, dense
+from tests.autodiff.test_collectives import all_gather, all_reduce, on_replicas
+from tests.autodiff.test_expressions import DIFFERENTIATED, X, lines, named
+
+# The expressions whose second derivatives are refused, and what the error names.
+REFUSED = {"special.digamma(x) + special.psi(x)": "zeta"}
+STEP = 1e-6
+
+
+def both(function, x, weights, direction):
+    """Return a function's gradient, and that of its product with a direction, by nested tapes."""
+    with GradientTape() as outer:
+        x = outer.watch(x)
+        with GradientTape() as inner:
+            y = function(x)
+        slope = inner.gradient(y, x, "zero", output_gradients=weights)
+        along = np.sum(slope * direction)
+    return untrack(slope), dense(outer.gradient(along, x, "zero"))
+
+
+def first(function, x, weights):
+    with GradientTape() as tape:
+        x = tape.watch(x)
+        y = function(x)
+    return dense(tape.gradient(y, x, "zero", output_gradients=weights))
+
+
+def change_of(slopes, array):
+    """Return the central differences of a function that reads an array, by the array."""
+    change = np.zeros_like(array)
+    for index in np.ndindex(array.shape):
+        start = array[index]
+        ends = []
+        for step in (STEP, -STEP):
+            array[index] = start + step
+            ends.append(slopes())
+        array[index] = start
+        change[index] = (ends[0] - ends[1]) / (2 * STEP)
+    return change
+
+
+def agree(found, expected, precision=1e-5):
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(found, expected, rtol=precision, atol=precision * scale)
+
+
+@pytest.mark.parametrize("expression", lines(DIFFERENTIATED))
+def test_each_expression_is_differentiated_twice_or_refused_by_name(expression):
+    code = compile(expression, expression, "eval")
+
+    def function(x):
+        return eval(code, named(x))
+
+    rng = np.random.default_rng(5)
+    result = np.asarray(function(X))
+    weights = rng.uniform(0.5, 1.5, result.shape).astype(result.dtype)
+    direction = rng.uniform(-1, 1, X.shape)
+    if expression in REFUSED:
+        with pytest.raises(TypeError, match=REFUSED[expression]):
+            both(function, X, weights, direction)
+        return
+    slope, second = both(function, X, weights, direction)
+    np.testing.assert_allclose(slope, first(function, X, weights), rtol=1e-9, atol=1e-12)
+    x = X.copy()
+    agree(second, change_of(lambda: np.sum(first(function, x, weights) * direction), x))
+
+
+def attention(**options):
+    def build():
+        layer = nd.layers.MultiHeadAttention(2, 3, dtype="float64")
+        return layer, lambda x: layer(x, x, **options)
+
+    return build
+
+
+def layer_of(name, *args, training=None, **options):
+    def build():
+        layer = getattr(nd.layers, name)(*args, dtype="float64", **options)
+        return layer, layer if training is None else partial(layer, training=training)
+
+    return build
+
+
+ACTIVATIONS = "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh".split()
+ROWS, SEQUENCES, IMAGES, NUMBERS = (3, 4), (2, 3, 4), (2, 5, 5, 4), np.array([[1, 2], [1, 0]])
+LAYERS = {
+    **{f"Dense {name}": (layer_of("Dense", 5, activation=name), ROWS) for name in ACTIVATIONS},
+    **{f"Activation {name}": (layer_of("Activation", name), ROWS) for name in ACTIVATIONS},
+    "Dense of sequences": (layer_of("Dense", 5, use_bias=False), SEQUENCES),
+    "Conv2D": (layer_of("Conv2D", 3, 3, activation="tanh"), IMAGES),
+    "Conv2D with groups": (
+        layer_of("Conv2D", 4, 3, strides=2, padding="same", groups=2, activation="relu"),
+        IMAGES,
+    ),
+    "Conv2D dilated": (layer_of("Conv2D", 4, 2, dilation_rate=2, activation="sigmoid"), IMAGES),
+    "MaxPool2D": (layer_of("MaxPool2D", 3, strides=2, padding="same"), IMAGES),
+    "AveragePool2D": (layer_of("AveragePool2D", 3, strides=2, padding="same"), IMAGES),
+    "GlobalAveragePool2D": (layer_of("GlobalAveragePool2D"), IMAGES),
+    "BatchNormalization": (layer_of("BatchNormalization", training=True), ROWS),
+    "BatchNormalization of use": (layer_of("BatchNormalization", training=False), IMAGES),
+    "LayerNormalization": (layer_of("LayerNormalization"), SEQUENCES),
+    "MultiHeadAttention": (attention(), SEQUENCES),
+    "MultiHeadAttention causal": (attention(use_causal_mask=True), SEQUENCES),
+    "Embedding": (layer_of("Embedding", 5, 3), NUMBERS),
+    "Flatten": (layer_of("Flatten"), IMAGES),
+    "Reshape": (layer_of("Reshape", (2, 2)), ROWS),
+    "Dropout": (layer_of("Dropout", 0.5), ROWS),
+    "ColumnParallelDense": (layer_of("ColumnParallelDense", 4), ROWS),
+    "RowParallelDense": (layer_of("RowParallelDense", 4), ROWS),
+}
+
+
+def test_the_table_has_all_layers():
+    names = {name for name in dir(nd.layers) if name[0].isupper()} - {"Input", "Layer"}
+    assert names <= {case.split()[0] for case in LAYERS}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_each_layer_is_differentiated_twice(case):
+    build, given = LAYERS[case]
+    rng = np.random.default_rng(3)
+    x = given if isinstance(given, np.ndarray) else rng.normal(size=given)
+    layer, call = build()
+    weights = rng.uniform(0.5, 1.5, call(x).shape)
+    variables = list(layer.trainable_variables)
+
+    def slopes(tape, x):
+        with tape:
+            sources = variables if x.dtype.kind == "i" else [*variables, tape.watch(x)]
+            loss = np.sum(np.square(call((sources + [x])[len(variables)])) * weights)
+        return tape.gradient(loss, sources), sources
+
+    ways = [rng.normal(size=one.shape) for one in slopes(GradientTape(), x)[1]]
+
+    def along():
+        gradients, _ = slopes(GradientTape(), x)
+        return sum(np.sum(dense(g) * way) for g, way in zip(gradients, ways, strict=True))
+
+    with GradientTape() as outer:
+        leaf = x if x.dtype.kind == "i" else outer.watch(x)
+        gradients, sources = slopes(GradientTape(), leaf)
+        total = sum(np.sum(g * way) for g, way in zip(gradients, ways, strict=True))
+    seconds = [dense(one) for one in outer.gradient(total, sources, "zero")]
+    assert along() == pytest.approx(float(untrack(total)), rel=1e-9)
+    for source, second in zip(sources, seconds, strict=True):
+        if isinstance(source, Tracked):
+            some = x.reshape(-1)[:12]  # A view, so that the input changes with it.
+            expected = change_of(along, some)
+        else:
+            value = np.array(source)
+            expected = change_of(lambda v=source, a=value: (v.assign(a), along())[1], value)
+            source.assign(value)
+            some = value
+        agree(second.reshape(-1)[: some.size], expected.reshape(-1), 1e-4)
+
+
+def test_a_loss_with_the_square_of_a_gradient():
+    with GradientTape() as outer:
+        x = outer.watch(3.0)
+        with GradientTape() as inner:
+            y = x**3
+        slope = inner.gradient(y, x)
+        loss = y + slope**2
+    assert isinstance(slope, Tracked)
+    assert outer.gradient(loss, x) == 27 + 2 * 27 * 18
+
+
+def test_a_third_derivative():
+    with GradientTape() as first, GradientTape() as second:
+        x = first.watch(2.0)
+        with GradientTape() as third:
+            y = x**5
+        slope = third.gradient(y, x)
+        bend = second.gradient(slope, x)
+    assert bend.value == 20 * 2**3
+    assert first.gradient(bend, x) == 60 * 2**2
+
+
+KERNEL = np.array([[0.5, -1.0, 0.3], [0.2, 0.4, -0.6]])
+HEAD = np.array([[1.0], [-0.5], [2.0]])
+BATCH = np.array([[0.3, -0.2], [1.0, 0.5], [-0.7, 0.9]])
+
+
+def penalty_of(kernel, head, x):
+    """Return the gradients of a critic's loss with the penalty of its gradient."""
+    with GradientTape() as outer:
+        with GradientTape() as inner:
+            x = inner.watch(x)
+            y = np.tanh(x @ kernel) @ head
+        slope = inner.gradient(y, x)
+        norm = np.sqrt(np.sum(np.square(slope), axis=1))
+        loss = np.mean(y) + 10 * np.mean((norm - 1) ** 2)
+    return outer.gradient(loss, [kernel, head])
+
+
+def test_the_penalty_of_a_gradient_by_a_formula():
+    """Of ``y = tanh(x k) h`` the gradient is ``s = k ((1 - t^2) h)``, differentiated by hand."""
+    found = penalty_of(StandInVariable(KERNEL), StandInVariable(HEAD), BATCH)
+    t = np.tanh(BATCH @ KERNEL)
+    inner = (1 - t**2) * HEAD[:, 0]
+    slope = inner @ KERNEL.T
+    norm = np.sqrt((slope**2).sum(1, keepdims=True))
+    up = 20 / len(BATCH) * (norm - 1) / norm * slope  # The gradient of the loss by the slope.
+    of_inner = up @ KERNEL
+    of_head = t.mean(0) + (of_inner * (1 - t**2)).sum(0)
+    of_t = HEAD[:, 0] / len(BATCH) - 2 * t * HEAD[:, 0] * of_inner
+    of_kernel = up.T @ inner + BATCH.T @ (of_t * (1 - t**2))
+    np.testing.assert_allclose(found[0], of_kernel, rtol=1e-12)
+    np.testing.assert_allclose(found[1][:, 0], of_head, rtol=1e-12)
+
+
+def test_the_penalty_of_a_gradient_as_jax_computes_it():
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_enable_x64", True)
+    jnp = jax.numpy
+
+    def critic(kernel, head, x):
+        return jnp.tanh(x @ kernel) @ head
+
+    def loss(kernel, head):
+        slope = jax.grad(lambda x: critic(kernel, head, x).sum())(BATCH)
+        norm = jnp.sqrt((slope**2).sum(1))
+        return critic(kernel, head, BATCH).mean() + 10 * ((norm - 1) ** 2).mean()
+
+    expected = jax.grad(loss, (0, 1))(KERNEL, HEAD)
+    found = penalty_of(StandInVariable(KERNEL), StandInVariable(HEAD), BATCH)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_the_residual_of_a_differential_equation():
+    """Of ``u = a sin(w t)``, the residual ``u'' + u`` is ``(1 - w^2) u``."""
+    t = np.linspace(0.1, 2.0, 7)
+    a, w = StandInVariable(np.float64(1.3)), StandInVariable(np.float64(0.7))
+    with GradientTape() as outer:
+        with GradientTape() as second:
+            times = second.watch(t)
+            with GradientTape() as inner:
+                u = a * np.sin(w * times)
+            speed = inner.gradient(u, times)
+        residual = second.gradient(speed, times) + u
+        loss = np.mean(residual**2)
+    found = outer.gradient(loss, [a, w])
+    sine, cosine, factor = np.sin(0.7 * t), np.cos(0.7 * t), 1 - 0.7**2
+    left = factor * 1.3 * sine
+    by_w = -2 * 0.7 * 1.3 * sine + factor * 1.3 * t * cosine
+    np.testing.assert_allclose(untrack(residual), left, rtol=1e-12)
+    np.testing.assert_allclose(found[0], np.mean(2 * left * factor * sine), rtol=1e-9)
+    np.testing.assert_allclose(found[1], np.mean(2 * left * by_w), rtol=1e-9)
+
+
+def test_a_penalty_on_each_of_two_replicas():
+    strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = nd.Sequential([nd.layers.Dense(4, "tanh"), nd.layers.Dense(1)])
+        model(np.zeros((1, 2), np.float32))
+
+    def step():
+        part = np.float32(BATCH[nd.get_replica_context().replica_id_in_sync_group :][:2])
+        with GradientTape() as outer:
+            with GradientTape() as inner:
+                x = inner.watch(part)
+                y = model(x)
+            slope = inner.gradient(y, x)
+            loss = np.mean(np.square(slope)) + np.mean(y)
+        return outer.gradient(loss, model.trainable_variables)
+
+    each = zip(*map(strategy.local_results, strategy.run(step)), strict=True)
+    kernel, bias, head = (np.array(one) for one in model.trainable_variables[:3])
+    for replica, found in enumerate(each):
+        x = np.float32(BATCH[replica:][:2])
+        t = np.tanh(x @ kernel + bias)
+        inner = (1 - t**2) * head[:, 0]
+        up = inner @ kernel.T / 2
+        of_inner = up @ kernel
+        of_t = (head[:, 0] / 2 - 2 * t * head[:, 0] * of_inner) * (1 - t**2)
+        of_head = t.mean(0) + (of_inner * (1 - t**2)).sum(0)
+        np.testing.assert_allclose(found[0], up.T @ inner + x.T @ of_t, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found[1], of_t.sum(0), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found[2][:, 0], of_head, rtol=1e-4, atol=1e-6)
+    strategy.close()
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "gather"])
+def test_of_collectives(op):
+    values = np.array([[2.0, -3.0], [1.0, 4.0]])
+
+    def step(communicator):
+        with GradientTape() as outer:
+            x = outer.watch(values[communicator.rank])
+            with GradientTape() as inner:
+                if op == "gather":
+                    total = all_gather(communicator, x**3, 0)
+                else:
+                    total = all_reduce(communicator, op, x**3)
+                y = np.sum(total**2)
+            slope = inner.gradient(y, x)
+        return untrack(slope), outer.gradient(slope, x)
+
+    def whole(x):
+        """Return the sum of the targets of all replicas."""
+        cubes = x**3
+        total = {"sum": cubes.sum(0), "mean": cubes.mean(0), "max": cubes.max(0)}
+        return 2 * np.sum(total.get(op, cubes) ** 2)
+
+    def slopes(x):
+        with GradientTape() as tape:
+            y = whole(x := tape.watch(x))
+        return tape.gradient(y, x)
+
+    x, expected = values.copy(), slopes(values)
+    # A replica's slopes depend on the values of all, and the sum of all slopes is differentiated.
+    seconds = change_of(lambda: slopes(x).sum(), x)
+    for rank, (slope, second) in enumerate(on_replicas(2, step)):
+        np.testing.assert_allclose(slope, expected[rank], rtol=1e-9)
+        agree(second, seconds[rank])
+
+
+def test_the_product_of_replicas_is_refused_by_name():
+    def step(communicator):
+        with GradientTape() as outer:
+            x = outer.watch(np.array([2.0]))
+            with GradientTape() as inner:
+                y = all_reduce(communicator, "prod", x) ** 2
+            slope = inner.gradient(y, x)
+        with pytest.raises(TypeError, match=r"second derivatives of .*all_reduce"):
+            outer.gradient(slope, x)
+
+    on_replicas(2, step)
+
+
+def test_at_points_where_a_formula_divides_by_zero():
+    def bend(function, x):
+        with GradientTape() as outer:
+            x = outer.watch(np.array(x))
+            with GradientTape() as inner:
+                y = function(x)
+            slope = inner.gradient(y, x)
+        return outer.gradient(slope, x)
+
+    assert bend(np.sinc, 0.0) == pytest.approx(-(np.pi**2) / 3)
+    assert bend(nd.layers.Activation("relu", dtype="float64"), 0.0) is None
+    assert bend(np.linalg.norm, [3.0, 0.0]).tolist() == pytest.approx([0, 1 / 3])
+    with pytest.raises(TypeError, match=r"np\.prod .* factor of 0"):
+        bend(np.prod, [2.0, 0.0])
+
+
+def test_a_derivative_of_ones_own_is_computed_again_or_refused_by_name():
+    @custom_gradient
+    def cube(x):
+        return x**3, lambda g: [3 * x**2 * g]
+
+    @custom_gradient
+    def written(x):
+        y = np.asarray(x).copy()
+        y *= 2
+        return y, lambda g: [g * y]
+
+    def second(function):
+        with GradientTape() as outer:
+            x = outer.watch(2.0)
+            with GradientTape() as inner:
+                y = function(x) * x
+            slope = inner.gradient(y, x)
+        return outer.gradient(slope, x)
+
+    assert second(cube) == 12 * 2**2
+    with pytest.raises(TypeError, match=r"second derivatives of .*written are not available"):
+        second(written)
+
+
+def test_rows_of_a_variable():
+    table = StandInVariable(np.array([1.0, 2.0, 3.0]))
+    with GradientTape() as outer:
+        with GradientTape() as inner:
+            y = np.sum(table[np.array([2, 0, 2])] ** 3)
+        slope = inner.gradient(y, table)
+        loss = np.sum(slope**2)
+    assert isinstance(slope, Tracked)
+    # The slope is 3 x^2, times 1, 0 and 2.
+    assert dense(outer.gradient(loss, table)).tolist() == [36, 0, 4 * 36 * 27]
+
+
+def test_a_tape_does_not_record_its_own_gradient_silently():
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(2.0)
+        y = x**3
+        slope = tape.gradient(y, x)
+        with tape.stop_recording():
+            plain = tape.gradient(y, x)
+        loss = y + slope**2
+    assert plain == slope.value == 12
+    assert not isinstance(plain, Tracked)
+    assert tape.gradient(y, x) == 12
+    with pytest.raises(TypeError, match="Nest two tapes"):
+        tape.gradient(loss, x)
+
+
+def test_what_only_one_tape_recorded_is_refused():
+    with GradientTape() as early:
+        x = early.watch(2.0)
+        y = x**2
+        with GradientTape() as late:
+            late.watch(x)
+            z = y * 3
+            slope = early.gradient(z, x)
+        with pytest.raises(TypeError, match="Nest two tapes"):
+            late.gradient(slope, x)
+
+
+def test_a_tape_alone_keeps_no_calls():
+    with GradientTape() as tape:
+        x = tape.watch(X)
+        np.sum(np.exp(x) @ x.T + x[0].reshape(-1)[:3])
+        assert not tape._graph.again
+        with GradientTape():
+            np.exp(x)
+        assert len(tape._graph.again) == 1
+    assert not tape._graph.again
+
+
+def test_a_variable_by_itself_is_one():
+    v, unwatched = StandInVariable(np.ones(2)), StandInVariable(np.ones(2), trainable=False)
+    with GradientTape() as tape:
+        pass
+    assert tape.gradient([v, unwatched], [v, unwatched])[0].tolist() == [1, 1]
+    with GradientTape(persistent=True) as tape:
+        y = v * 2
+    assert tape.gradient(v, v).tolist() == [1, 1]
+    assert tape.gradient(unwatched, unwatched) is None
+    assert tape.gradient([y, v], v).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_jacobian(persistent):
+    table, unused = StandInVariable(np.array([[1.0, 2.0], [3.0, 4.0]])), StandInVariable(1.0)
+    with GradientTape(persistent) as tape:
+        x = tape.watch(np.array([2.0, 3.0, 5.0]))
+        y = np.stack([x[:2] * x[1:], x[:2] ** 2]) @ table[np.array([0])].reshape(2, 1)
+    found = tape.jacobian(y, {"x": x, "table": table, "unused": unused})
+    assert found["x"].tolist() == [[[3, 2 + 2 * 5, 2 * 3]], [[4, 2 * 6, 0]]]
+    assert found["table"].tolist() == [[[[6, 15], [0, 0]]], [[[4, 9], [0, 0]]]]
+    assert found["unused"] is None
+    if not persistent:
+        with pytest.raises(RuntimeError, match="only once"):
+            tape.jacobian(y, x)
+        return
+    assert tape.jacobian(y, unused, "zero").tolist() == [[0], [0]]
+    assert tape.jacobian(y[:0], x).shape == (0, 1, 3)
+
+
+def test_batch_jacobian():
+    rng = np.random.default_rng(1)
+    points, kernel = rng.normal(size=(4, 3)), rng.normal(size=(3, 2, 2))
+    with GradientTape(persistent=True) as tape:
+        x = tape.watch(points)
+        y = np.einsum("bi,ijk->bjk", np.sin(x), kernel)
+    found = tape.batch_jacobian(y, x)
+    np.testing.assert_allclose(found, np.einsum("bi,ijk->bjki", np.cos(points), kernel))
+    whole = tape.jacobian(y, x)
+    np.testing.assert_allclose(whole[np.arange(4), :, :, np.arange(4)], found)
+    with pytest.raises(ValueError, match="same first axis"):
+        tape.batch_jacobian(y, x[:2])
+
+
+def test_a_hessian_and_its_products():
+    point, way = np.array([1.0, 2.0, 3.0]), np.array([1.0, -1.0, 2.0])
+    with GradientTape(persistent=True) as outer:
+        x = outer.watch(point)
+        with GradientTape() as inner:
+            y = np.sum(x**3) + x[0] * x[1]
+        slope = inner.gradient(y, x)
+    hessian = outer.jacobian(slope, x)
+    assert hessian.tolist() == [[6, 1, 0], [1, 12, 0], [0, 0, 18]]
+    product = outer.gradient(slope, x, output_gradients=way)
+    assert product.tolist() == (hessian @ way).tolist()
