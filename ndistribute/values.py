@@ -28,7 +28,7 @@ class Shown:
     _parameters: dict[str, Any]  # Shown besides, if there are any.
 
     def __repr__(self) -> str:
-        told = vars(self) | getattr(self, "_parameters", {})
+        told = vars(self) | vars(self).get("_parameters", {})
         shown = [
             f"{name}={one!r}"
             for name, one in told.items()

@@ -475,6 +475,112 @@ def word_in_a_table(_):
         list(nd.Dataset.from_files(str(path)))
 
 
+# Models.
+
+
+def fitted(loss: str, labels: object) -> None:
+    model = nd.models.Sequential([nd.models.layers.Dense(3)])
+    model.compile("sgd", loss)
+    model.fit(np.ones((8, 4), np.float32), labels, verbose=0)
+
+
+@mistake(AttributeError, "a Seen has no add_weight", "super().__init__(name, size=n)")
+def weight_of_a_metric(_):
+    class Seen(nd.models.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.total = self.add_weight(name="total", initializer="zeros")
+
+    Seen()
+
+
+@mistake(RuntimeError, "Twice.__init__", "super().__init__()")
+def layer_without_the_constructor_of_its_base(_):
+    class Twice(nd.models.layers.Layer):
+        def __init__(self):
+            self.factor = 2
+
+        def call(self, x):
+            return x * self.factor
+
+    Twice()(np.ones(2, np.float32))
+
+
+@mistake(RuntimeError, "Net.__init__", "super().__init__()")
+def model_without_the_constructor_of_its_base(_):
+    class Net(nd.models.Model):
+        def __init__(self):
+            self.dense = nd.models.layers.Dense(1)
+
+    Net().compile("sgd", "mse")
+
+
+@mistake(TypeError, "SGD takes no argument 'lr'", "learning_rate")
+def learning_rate_by_its_old_name(_):
+    nd.optimizers.SGD(lr=0.1)
+
+
+@mistake(TypeError, "Adam takes no argument 'decay'", "ExponentialDecay")
+def decay_of_an_optimizer(_):
+    nd.optimizers.Adam(decay=0.1)
+
+
+@mistake(TypeError, "Dense takes no argument 'input_dim'", "input_shape=(n,)")
+def length_of_the_input_of_a_layer(_):
+    nd.models.layers.Dense(3, input_dim=4)
+
+
+@mistake(TypeError, "EarlyStopping takes no argument 'patence'", "use patience")
+def misspelt_argument_of_a_callback(_):
+    nd.models.callbacks.EarlyStopping(patence=3)
+
+
+@mistake(TypeError, "MeanSquaredError takes no argument 'nam'", "use name")
+def misspelt_argument_of_a_loss(_):
+    nd.models.losses.MeanSquaredError(nam="mse")
+
+
+@mistake(TypeError, "Mean takes no argument 'nme'", "use name")
+def misspelt_argument_of_a_metric(_):
+    nd.models.metrics.Mean(nme="loss")
+
+
+@mistake(ValueError, "loss 'mean_squared_error'", "labels <U1[8]", "np.unique")
+def labels_as_text(_):
+    fitted("mse", np.array(["a"] * 8))
+
+
+@mistake(
+    ValueError, "loss 'mean_squared_error'", "labels float64[8, 5]", "predictions float32[8, 3]"
+)
+def labels_of_another_shape(_):
+    fitted("mse", np.ones((8, 5)))
+
+
+@mistake(TypeError, "load_weights of model 'net'", "got a ModelCheckpoint", "path")
+def callback_in_the_place_of_a_path(_):
+    net = nd.models.Sequential([nd.models.layers.Dense(3, input_shape=(4,))], name="net")
+    net.load_weights(nd.models.callbacks.ModelCheckpoint("weights"))
+
+
+@mistake(ValueError, "read-only", "x = x.copy()", "replica 0 of 2")
+def element_changed_in_a_step(strategy):
+    def double(x):
+        x *= 2
+
+    for x in strategy.distribute_dataset(nd.Dataset.from_tensor_slices(np.ones((4, 2))).batch(4)):
+        strategy.run(double, args=(x,))
+
+
+@mistake(ValueError, "read-only", "x = x.copy()")
+def element_changed_in_a_map(_):
+    def double(x):
+        x *= 2
+        return x
+
+    list(nd.Dataset.from_tensor_slices(np.ones((4, 2))).map(double))
+
+
 def made(one: Mistake) -> Exception:
     """Make a mistake beside a strategy of two replicas, and return the error."""
     strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])

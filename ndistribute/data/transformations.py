@@ -43,6 +43,7 @@ from ndistribute.data.pipeline import (
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
+from ndistribute.mistakes import explain_read_only
 
 AUTOTUNE = -1
 
@@ -64,6 +65,9 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
             return as_element(call_with(fn, element))
         except StopIteration as error:
             raise RuntimeError("map: fn raised StopIteration, which ends an iteration.") from error
+        except ValueError as error:
+            explain_read_only(error)
+            raise
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)

@@ -7,6 +7,7 @@ the batch is divided.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from ndistribute.context import get_replica_context
 from ndistribute.devices import as_array
+from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
 from ndistribute.models.names import found, snake_case
 from ndistribute.values import Shown
@@ -41,7 +43,7 @@ __all__ = [
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 
 
-class Loss(Shown):
+class Loss(Explaining, Shown):
     """The base class of losses; a subclass defines `call`.
 
     Args:
@@ -84,7 +86,15 @@ class Loss(Shown):
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Return the loss of each example, times its weight."""
         y_true, y_pred = aligned(y_true, y_pred)
-        losses = self.call(y_true, y_pred)
+        try:
+            if y_true.dtype.kind in "OSU" and any(isinstance(y, str | bytes) for y in y_true.flat):
+                raise ValueError("labels are numbers: use np.unique(y, return_inverse=True)[1].")
+            losses = self.call(y_true, y_pred)
+        except ValueError as error:
+            raise ValueError(
+                f"loss {self.name!r} of labels {y_true.dtype}{[*y_true.shape]} and predictions "
+                f"{y_pred.dtype}{[*y_pred.shape]}: {error}"
+            ) from error
         if losses.ndim == 0 and sample_weight is not None:
             raise ValueError(
                 f"loss {self.name!r} returned one number, which sample_weight and class_weight can "
@@ -291,6 +301,8 @@ class FunctionLoss(Loss):
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         own = {name: options.pop(name) for name in ("reduction", "name") if name in options}
         super().__init__(**({"name": getattr(function, "__name__", "loss")} | own))
+        if options:
+            inspect.signature(function).bind(None, None, **options)
         self._function, self._parameters = function, options
 
     def call(self, y_true: Any, y_pred: Any) -> Any:

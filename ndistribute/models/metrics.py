@@ -13,6 +13,7 @@ import numpy as np
 
 from ndistribute.autodiff import untrack
 from ndistribute.devices import as_array, to_host
+from ndistribute.mistakes import Explaining
 from ndistribute.models import losses
 from ndistribute.models.names import found, snake_case
 from ndistribute.values import Shown
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-class Metric(Shown):
+class Metric(Explaining, Shown):
     """The base class of metrics; a subclass defines `update_state` and `value_of`.
 
     Args:

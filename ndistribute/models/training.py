@@ -303,6 +303,7 @@ class Trainer(Layer):
         batch_size: int | None = None,
         steps: int | None = None,
         callbacks: Iterable[Callback] | Callback | None = None,
+        verbose: int | str = 0,
     ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
 
@@ -311,8 +312,10 @@ class Trainer(Layer):
             batch_size: the global batch size, for arrays; None means 32.
             steps: the number of batches; None means all.
             callbacks: `Callback` objects, the same on every worker.
+            verbose: 0 shows nothing; otherwise the chief shows a line.
         """
-        strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, 0)
+        strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
+        progress = Progress(verbose if strategy.is_chief else 0)
         with strategy.scope():
             data = batches_of(x, batch_size=batch_size)
             self._build_from(data)
@@ -328,6 +331,7 @@ class Trainer(Layer):
             called.call("on_predict_end", {})
         if not parts:
             raise ValueError(_NO_BATCHES.format("predict"))
+        progress.show_line({}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
     def _predict_step(self, x: Any) -> Any:
@@ -536,6 +540,11 @@ class Trainer(Layer):
     @by_every_worker
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"load_weights of model {self.name!r} needs a path, got a {type(path).__name__}: "
+                "pass that of the saved weights, as it was given to ModelCheckpoint."
+            )
         self._weights("load_weights").restore(path)
 
     def _weights(self, what: str) -> Checkpoint:

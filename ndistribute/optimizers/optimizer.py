@@ -24,6 +24,7 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame, get_replica_context, told_apart
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
+from ndistribute.mistakes import Explaining
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import (
@@ -61,7 +62,7 @@ class Options(TypedDict, total=False):
     name: str | None
 
 
-class Optimizer(Shown):
+class Optimizer(Explaining, Shown):
     """The base class of optimizers, which update variables by their gradients.
 
     Args:

@@ -19,6 +19,7 @@ from ndistribute.blas import cores, limited_blas
 from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.context import Frame, ReplicaContext, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
+from ndistribute.mistakes import explain_read_only
 from ndistribute.timeline import span
 
 __all__ = ["ReplicaPool"]
@@ -197,6 +198,7 @@ class ReplicaPool:
         rank, error = (own or running.errors)[0]
         running.errors = []  # The error's traceback refers to the step; avoid a cycle.
         replica = self._contexts[rank]
+        explain_read_only(error)
         error.add_note(
             f"raised in replica {replica.replica_id_in_sync_group} of "
             f"{replica.num_replicas_in_sync} ({replica.device}), {self._title}.run"

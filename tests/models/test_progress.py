@@ -62,3 +62,10 @@ def test_no_bar_reads_metrics_at_no_step(monkeypatch):
     monkeypatch.setattr(Metric, "local_result", lambda self: pytest.fail("read"))
     assert shown_by_fit(monkeypatch, Terminal(), verbose=0) == ""
     shown_by_fit(monkeypatch, io.StringIO())
+
+
+@pytest.mark.parametrize(("verbose", "said"), [(0, ""), (1, "Predicted 3 batches.\n")])
+def test_predict_shows_a_line_when_asked(monkeypatch, verbose, said):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    Sequential([layers.Dense(1)]).predict(X, batch_size=4, verbose=verbose)
+    assert sys.stderr.getvalue() == said

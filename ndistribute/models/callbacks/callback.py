@@ -6,12 +6,14 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ndistribute.mistakes import Explaining
+
 __all__ = ["Callback", "Callbacks", "History", "LambdaCallback", "Logs", "steps_of"]
 
 Logs = Mapping[str, float]
 
 
-class Callback:
+class Callback(Explaining):
     """The base class of callbacks; a subclass overrides the methods that it needs.
 
     Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
@@ -24,6 +26,7 @@ class Callback:
         restores: whether it saves and restores the states of others, so that it comes after them.
     """
 
+    needs_init = False
     restores: bool = False
     model: Any = None
     params: Mapping[str, Any] = {}

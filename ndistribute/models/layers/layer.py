@@ -22,6 +22,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.dtypes import dtype_named, kind_of
+from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
 from ndistribute.models.names import snake_case
 from ndistribute.variables import Variable
@@ -29,7 +30,7 @@ from ndistribute.variables import Variable
 __all__ = ["Layer", "set_dtype_policy"]
 
 
-class Layer:
+class Layer(Explaining):
     """The base class of layers.
 
     A subclass defines `call`, which computes the output, and `build`, which creates the variables

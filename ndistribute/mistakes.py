@@ -1,0 +1,87 @@
+"""Messages for mistakes in programs that Python and NumPy report, but cannot explain.
+
+`Explaining` is the base of the classes that users create and derive from: layers, optimizers,
+losses, metrics and callbacks. It knows nothing of any of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+__all__ = ["Explaining", "explain_read_only"]
+
+_INSTEAD = {
+    "add_variable": "pass the number of sums, super().__init__(name, size=n), and use self.state",
+    "add_weight": "pass the number of sums, super().__init__(name, size=n), and use self.state",
+    "decay": "pass a schedule, such as learning_rate=optimizers.ExponentialDecay(...)",
+    "input_dim": "use input_shape=(n,)",
+    "lr": "use learning_rate",
+}
+"""What to do instead of what Keras, or an older Keras, has by these names."""
+
+
+class Explaining:
+    """A base class that explains unknown arguments, and a forgotten ``super().__init__()``.
+
+    >>> from ndistribute import optimizers
+    >>> optimizers.SGD(lr=0.1)
+    Traceback (most recent call last):
+    TypeError: SGD takes no argument 'lr': use learning_rate.
+    """
+
+    needs_init: ClassVar[bool] = True
+    """Whether the constructor of the base class, which sets `name`, must run."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
+
+    if not TYPE_CHECKING:  # Else no attribute would be unknown.
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if self.needs_init and "name" not in vars(self) and not name.startswith("__"):
+                raise RuntimeError(
+                    f"{kind}.__init__ has not called super().__init__(), which it must do first."
+                )
+            if name in _INSTEAD:
+                raise AttributeError(f"a {kind} has no {name}: {_INSTEAD[name]}.")
+            return object.__getattribute__(self, name)  # Raises Python's own error.
+
+
+def _explained(init: Callable[..., None]) -> Any:
+    """Return a constructor that names near arguments instead of an unknown one."""
+
+    @functools.wraps(init)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or unknown[1] not in kwargs:
+                raise
+            kind, name = type(self), unknown[1]
+            inits = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+            known = dict.fromkeys(
+                each for one in inits for each in inspect.signature(one).parameters
+            )
+            near = [f"use {each}" for each in difflib.get_close_matches(name, known, 1)]
+            hint = [_INSTEAD[name]] if name in _INSTEAD else near or [f"see help({kind.__name__})"]
+            raise TypeError(f"{kind.__name__} takes no argument {name!r}: {hint[0]}.") from error
+
+    return explained
+
+
+def explain_read_only(error: BaseException) -> None:
+    """Add to NumPy's error for a write in place what is read-only, and what to do."""
+    if isinstance(error, ValueError) and "read-only" in str(error):
+        error.add_note(
+            "what a dataset or a variable gives is read-only, since others use the same memory: "
+            "change a copy, such as x = x.copy() or x = x * 2 instead of x *= 2."
+        )
