@@ -34,7 +34,7 @@ class Explaining:
     TypeError: SGD takes no argument 'lr': use learning_rate.
     """
 
-    needs_init: ClassVar[bool] = True
+    _needs_init: ClassVar[bool] = True
     """Whether the constructor of the base class, which sets `name`, must run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -46,7 +46,7 @@ class Explaining:
 
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
-            if self.needs_init and "name" not in vars(self) and not name.startswith("__"):
+            if self._needs_init and "name" not in vars(self) and not name.startswith("__"):
                 raise RuntimeError(
                     f"{kind}.__init__ has not called super().__init__(), which it must do first."
                 )

@@ -26,7 +26,7 @@ class Callback(Explaining):
         restores: whether it saves and restores the states of others, so that it comes after them.
     """
 
-    needs_init = False
+    _needs_init = False
     restores: bool = False
     model: Any = None
     params: Mapping[str, Any] = {}
