@@ -494,25 +494,25 @@ def weight_of_a_metric(_):
     Seen()
 
 
-@mistake(RuntimeError, "Twice.__init__", "super().__init__()")
+@mistake(RuntimeError, "Forgetful.__init__", "super().__init__()")
 def layer_without_the_constructor_of_its_base(_):
-    class Twice(nd.models.layers.Layer):
+    class Forgetful(nd.models.layers.Layer):
         def __init__(self):
             self.factor = 2
 
         def call(self, x):
             return x * self.factor
 
-    Twice()(np.ones(2, np.float32))
+    Forgetful()(np.ones(2, np.float32))
 
 
-@mistake(RuntimeError, "Net.__init__", "super().__init__()")
+@mistake(RuntimeError, "ForgetfulModel.__init__", "super().__init__()")
 def model_without_the_constructor_of_its_base(_):
-    class Net(nd.models.Model):
+    class ForgetfulModel(nd.models.Model):
         def __init__(self):
             self.dense = nd.models.layers.Dense(1)
 
-    Net().compile("sgd", "mse")
+    ForgetfulModel().compile("sgd", "mse")
 
 
 @mistake(TypeError, "SGD takes no argument 'lr'", "learning_rate")
