@@ -99,3 +99,22 @@ def gradients(function, place):
         value = function(x, y)
     slopes = tape.gradient(value, [x, y], "zero")
     return [s.to_dense() if isinstance(s, nd.IndexedSlices) else s for s in slopes]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_gradients_of_gradients_are_those_of_the_host(cupy, group):
+    for name, function in GROUPS[group].items():
+        on_host, on_gpu = (twice(function, place) for place in ("cpu:0", "gpu:0"))
+        assert is_gpu_array(on_gpu), name
+        np.testing.assert_allclose(to_host(on_gpu), on_host, 1e-12, 1e-12, err_msg=name)
+
+
+def twice(function, place):
+    with nd.GradientTape() as outer:
+        x, y = outer.watch([copy_to(array, Device(place)) for array in (X, Y)])
+        with nd.GradientTape() as inner:
+            value = function(x, y)
+        slopes = inner.gradient(value, [x, y], "zero")
+        total = sum(np.sum(slope * slope) for slope in slopes)
+    slope = outer.gradient(total, x, "zero")
+    return slope.to_dense() if isinstance(slope, nd.IndexedSlices) else slope

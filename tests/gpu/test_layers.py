@@ -93,3 +93,21 @@ def test_a_step_of_layers_computes_where_the_replica_is(strategy: nd.Strategy, m
         evaluated = strategy.run(lambda: layer(given()))
         for one in strategy.local_results(evaluated):
             assert np.isfinite(to_host(one)).all()
+
+
+def test_gradients_of_gradients_of_operations_are_those_of_the_host(cupy: Any) -> None:
+    for number, (function, arrays) in enumerate(calls()):
+        found = []
+        for place in ("cpu:0", "gpu:0"):
+            with nd.GradientTape() as outer:
+                given = outer.watch([copy_to(array, Device(place)) for array in arrays])
+                with nd.GradientTape() as inner:
+                    value = function(*given)
+                slopes = inner.gradient(value, given, "zero")
+                total = sum(np.sum(slope * slope) for slope in slopes)
+            found.append(outer.gradient(total, given, "zero"))
+        for on_host, on_gpu in zip(*found, strict=True):
+            assert is_gpu_array(on_gpu), number
+            np.testing.assert_allclose(
+                to_host(on_gpu), on_host, rtol=1e-12, atol=1e-12, err_msg=str(number)
+            )

@@ -177,7 +177,7 @@ def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
         def vjp(g: Array) -> Array:
             turned = np.transpose(a, order)
             rows = turned.reshape(-1, count)
-            xp = array_namespace(rows)
+            xp = array_namespace(getattr(rows, "value", rows))
             ranks, line = xp.argsort(rows, axis=1), xp.arange(len(rows))
             counts = np.sum(~np.isnan(rows), axis=1) if nan else np.full(len(rows), count)
             change, parts = zeros(g, rows.shape, a.dtype), g.reshape(levels.size, -1)

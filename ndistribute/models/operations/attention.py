@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import custom_gradient
+from ndistribute.autodiff import custom_gradient, untrack
 from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.devices import Array, array_namespace
 from ndistribute.models.operations.epilogue import wide
@@ -43,7 +43,7 @@ def attention(
     xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))
     weights = q @ k.swapaxes(-1, -2)
     weights *= scale
-    for one in (mask, _causal(xp, weights.shape) if is_causal else None):
+    for one in (mask, _causal(untrack(weights)) if is_causal else None):
         if one is not None:
             weights += xp.where(one, 0, -np.inf).astype(weights.dtype)
     limits = np.finfo(weights.dtype)
@@ -72,8 +72,9 @@ def attention(
     return y.astype(dtype, copy=False), joint
 
 
-def _causal(xp: Any, shape: tuple[int, ...]) -> Array:
+def _causal(weights: Array) -> Array:
     """Return for each query whether it may attend to each key."""
+    xp, shape = array_namespace(weights), weights.shape
     return xp.arange(shape[-1]) <= xp.arange(shape[-2])[:, None]
 
 

@@ -40,9 +40,11 @@ def average_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str
 
 def _plain_max_pool(x: Any, *, windows: Windows) -> Any:
     """Return the elements that are the first largest ones of their windows, by their index."""
-    values, numbers = untrack(x), np.arange(x.size).reshape(x.shape)
-    best = np.full((len(x), *windows.count, x.shape[3]), np.nan)
-    index = np.zeros(best.shape, int)
+    values = untrack(x)
+    xp = array_namespace(values)
+    numbers = xp.arange(x.size).reshape(x.shape)
+    best = xp.full((len(x), *windows.count, x.shape[3]), np.nan)
+    index = xp.zeros(best.shape, int)
     for offset in windows.offsets:
         higher = ~(best[offset.outer] >= values[offset.inner])  # NaN at first.
         index[offset.outer][higher] = numbers[offset.inner][higher]
@@ -95,7 +97,7 @@ def _max_pool_gradient(x: Array, y: Array, rest: Array, change: Array, windows: 
 @custom_gradient
 def _average_pool(x: Any, *, windows: Windows) -> Any:
     x = as_operand(x)
-    xp, images = array_namespace(x), wide(x)
+    xp, images = array_namespace(untrack(x)), wide(x)
     dtype = images.dtype if images.dtype.kind in "fc" else np.dtype(np.float64)
     y = xp.zeros((len(x), *windows.count, x.shape[3]), dtype)
     counts = xp.zeros((*windows.count, 1), dtype)
