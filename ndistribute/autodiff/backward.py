@@ -92,6 +92,8 @@ def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans:
             continue
         parents, rules = entries[index]
         function, again = graph.again.get(index, (None, _not_kept))
+        for parent in parents:  # A failed attempt may change none of these arrays.
+            found.gradients[parent], found.owned[parent] = dense(found.gradients[parent]), 0
         before = [(parent, found.gradients[parent]) for parent in parents]
         try:
             if getattr(rules[0] if type(rules) is tuple else None, "func", None) is not Component:

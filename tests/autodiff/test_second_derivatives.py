@@ -380,6 +380,23 @@ def test_a_derivative_of_ones_own_is_computed_again_or_refused_by_name():
         second(written)
 
 
+def test_a_rule_that_fails_leaves_no_part_of_a_gradient():
+    """The first rule succeeds with tracked arrays, the second does not; both are made again."""
+
+    @custom_gradient
+    def product(x, y):
+        return x * y, [lambda g: g * 2.0, lambda g: g * np.asarray(y)]
+
+    with GradientTape() as outer:
+        x = outer.watch(np.array([3.0, 4.0]))
+        with GradientTape() as inner:
+            y = np.sum(product(x, x) + x * 5)
+        slope = inner.gradient(y, x)
+    assert untrack(slope).tolist() == [2 + 3 + 5, 2 + 4 + 5]
+    with pytest.raises(TypeError, match=r"product are not available: np\.asarray"):
+        outer.gradient(slope, x)
+
+
 def test_rows_of_a_variable():
     table = StandInVariable(np.array([1.0, 2.0, 3.0]))
     with GradientTape() as outer:
