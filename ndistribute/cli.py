@@ -22,9 +22,7 @@ from ndistribute.version import __version__
 __all__ = ["job_options", "main", "parser"]
 
 _USAGE_ERROR = 2
-_BENCHMARKS = (
-    "all_reduce cost_model faults graph input models overhead run_all servers training".split()
-)
+_BENCHMARKS = "all_reduce cost_model faults graph input models overhead run_all servers training"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--fast", action="store_true", help="no effect: doctor measures nothing")
     doctor.set_defaults(act=_doctor)
     bench = commands.add_parser("bench", help="run a benchmark of the repository")
-    bench.add_argument("name", choices=_BENCHMARKS)
+    bench.add_argument("name", choices=_BENCHMARKS.split())
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     bench.set_defaults(act=_bench)
     trace = commands.add_parser("trace", help="read what NDISTRIBUTE_TRACE=DIR recorded")
@@ -164,8 +162,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after failures")
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
-    verbose = "print whole tracebacks, with the frames of this package"
-    run.add_argument("--verbose", action="store_true", help=verbose)
+    run.add_argument("--verbose", action="store_true", help="print whole tracebacks")
     run.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from types import TracebackType
 
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 
@@ -24,7 +23,7 @@ _OF_SEVERAL = CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 def install() -> None:
     """Print short reports if the environment asks for them."""
     if os.environ.get(VARIABLE) == SHORT and sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _print
+        sys.excepthook = lambda _, error, __: sys.stderr.write(short_report(error))
 
 
 def short_report(error: BaseException) -> str:
@@ -35,10 +34,9 @@ def short_report(error: BaseException) -> str:
     >>> print(short_report(WorkerLostError("worker 1 failed")))
     ndistribute.errors.WorkerLostError: worker 1 failed
     """
-    report = traceback.TracebackException.from_exception(error)
+    report = traceback.TracebackException.from_exception(error, compact=True)
     _drop_frames(report)
-    context = None if error.__suppress_context__ else error.__context__
-    if not isinstance(error, _OF_SEVERAL) or error.__cause__ or context:
+    if not isinstance(error, _OF_SEVERAL) or report.__cause__ or report.__context__:
         return "".join(report.format())
     said = " ".join(next(report.format_exception_only()).split())
     last = report.stack[-1] if report.stack else None
@@ -55,8 +53,3 @@ def _drop_frames(report: traceback.TracebackException) -> None:
 def _is_users(frame: traceback.FrameSummary) -> bool:
     runs_module = frame.filename == "<frozen runpy>" or f"{os.sep}mpi4py{os.sep}" in frame.filename
     return not runs_module and not frame.filename.startswith(_PACKAGE)
-
-
-def _print(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(short_report(error))

@@ -261,7 +261,7 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
     if label is None:
         return
     lines = last_report(console.kept(label))
-    again = options.verbose or console.is_out_of_sight(label)
+    again = options.verbose or label not in console.in_sight
     report = [b"[%b] %b" % (label.encode(), line) for line in lines if again]
     who = f"rank {label}" if label.isdigit() else label
     what, then = "failed first", "; all were stopped"

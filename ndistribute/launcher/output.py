@@ -105,8 +105,7 @@ class Console:
         self._rests: dict[tuple[str, str], bytes] = {}
         self._kept: dict[str, deque[bytes]] = {}
         self.reported: list[str] = []
-        self._printed = 0  # Lines, and how many there were after the last line of each rank.
-        self._printed_at: dict[str, int] = {}
+        self.in_sight = deque[str](maxlen=_SCREEN_LINES)  # The ranks of the last printed lines.
 
     @property
     def nobody_reads(self) -> bool:
@@ -133,9 +132,8 @@ class Console:
         if self._log_dir is not None:
             name = f"rank-{rank}" if rank.isdigit() else rank.replace(":", "-")
             self._log(self._log_dir / (name + self._suffix), b"".join(b"%b\n" % x for x in lines))
-        self._printed += len(lines)
+        self.in_sight.extend([rank] * len(lines))
         if stream == "stderr" or rank == MPIEXEC:
-            self._printed_at[rank] = self._printed
             self._kept.setdefault(rank, deque(maxlen=_KEPT_LINES)).extend(lines)
             if rank not in self.reported and any(_HEADER.match(line) for line in lines):
                 self.reported.append(rank)
@@ -149,10 +147,6 @@ class Console:
     def kept(self, rank: str) -> list[bytes]:
         """Return the last lines that a rank wrote to its standard error."""
         return list(self._kept.get(rank, ()))
-
-    def is_out_of_sight(self, rank: str) -> bool:
-        """Return True if others wrote more than a screen after the last error line of a rank."""
-        return self._printed - self._printed_at.get(rank, 0) > _SCREEN_LINES
 
     def forget(self, rank: str) -> None:
         """Drop the kept lines of a rank, before another process takes its place."""
