@@ -32,13 +32,14 @@ _TCP_LISTEN = "0A"
 class Snapshot:
     """What the process holds at one moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = folder or tempfile.gettempdir()  # Which a test may change.
         lifelong = _lifelong()
         self.threads = frozenset(threading.enumerate())
         self.children = _children() - {pid for pid, _ in lifelong}
         self.files = _open_files({fd for _, fd in lifelong})
         self.segments = frozenset(os.listdir("/dev/shm"))
-        self.temporary = frozenset(entry.path for entry in os.scandir(tempfile.gettempdir()))
+        self.temporary = frozenset(os.listdir(self.folder))
 
 
 def leaks_since(before: Snapshot, seconds: float = LEAK_DEADLINE_SECONDS) -> list[str]:
@@ -60,7 +61,7 @@ def leaks_since(before: Snapshot, seconds: float = LEAK_DEADLINE_SECONDS) -> lis
 
 def _new_since(before: Snapshot) -> list[Callable[[], str]]:
     """Return a describer for each thing that is new; describing is slow and seldom needed."""
-    now = Snapshot()
+    now = Snapshot(before.folder)
     threads = [thread for thread in now.threads - before.threads if thread.is_alive()]
     segments = [name for name in now.segments - before.segments if not _held_by_others(name)]
     return [
@@ -68,10 +69,7 @@ def _new_since(before: Snapshot) -> list[Callable[[], str]]:
         *(functools.partial(_describe_child, pid) for pid in now.children - before.children),
         *(functools.partial(_describe_file, *file) for file in now.files - before.files),
         *(f"shared memory /dev/shm/{name}".format for name in segments),
-        *(
-            functools.partial("temporary {}".format, path)
-            for path in now.temporary - before.temporary
-        ),
+        *(f"temporary {now.folder}/{name}".format for name in now.temporary - before.temporary),
     ]
 
 
