@@ -133,14 +133,24 @@ def check_call(
     sizes = [getattr(value, "size", 1) for value in args]
     if isinstance(function, np.ufunc) or function.__name__ in _OUTER:
         if math.prod(sizes) > MOST_ELEMENTS:
-            is_ufunc = isinstance(function, np.ufunc)
-            check_shape(np.broadcast_shapes(*map(np.shape, args)) if is_ufunc else sizes)
+            check_shape(_shape_of(function, args) if isinstance(function, np.ufunc) else sizes)
         return
     for position, name in _numbers(function):
         argument: Any = kwargs.get(name) if position >= len(args) else args[position]
         numbers = [n for n in np.ravel(argument).tolist() if n]
         grows = name in ("num", "repeats", "reps")
         check_shape([*([max(numbers)] if name == "repeats" else numbers), *sizes[:grows]])
+
+
+def _shape_of(function: np.ufunc, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the shape of a ufunc's result; one of matrices or vectors is at most as large."""
+    shapes = [np.shape(value) for value in args]
+    if function is np.matmul and min(map(len, shapes)) > 1:
+        (*rows, _), (*others, _, columns) = shapes
+        shapes = [(*rows, 1), (*others, 1, columns)]
+    elif function.signature is not None:
+        return max(shapes, key=math.prod)
+    return np.broadcast_shapes(*shapes)
 
 
 @functools.cache

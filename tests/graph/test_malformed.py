@@ -158,6 +158,7 @@ LONG: dict[str, Any] = {
     "linspace": [[0.0, 1.0, 1 << 40], {}],
     "multiply.outer": [[["input", 1], ["input", 1]], {}],
     "add": [[["input", 1], ["input", 2]], {}],
+    "matmul": [[["input", 2], ["input", 3]], {}],
 }
 MISTAKES |= {
     f"a long {name}": (
@@ -165,7 +166,8 @@ MISTAKES |= {
             ONE,
             op("line", "constant", value=pack(np.zeros(1 << 17, np.int8))),
             op("column", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", -1, 1]], {}]),
-            op("a", f"numpy.{name}", "one:0", "line:0", "column:0", call=call),
+            op("row", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", 1, -1]], {}]),
+            op("a", f"numpy.{name}", "one:0", "line:0", "column:0", "row:0", call=call),
         ),
         "more than 2147483648 elements",
     )
