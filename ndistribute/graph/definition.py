@@ -81,28 +81,49 @@ def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return [[*map(_encoded, args)], {name: _encoded(value) for name, value in kwargs.items()}]
 
 
-def filler(
-    template: Any, count: int, indexes: bool = False
-) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
+def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
     """Return a function from an operation's inputs to the arguments of its function.
 
     Raises:
-        MalformedError: the template is not one, refers to an input that is not among `count`, or
-            asks for arrays of Python objects, whose computing can take for ever and not be ended.
+        MalformedError: the template is not one, or refers to an input that is not among `count`.
     """
     if template in (None, [[["input", k] for k in range(count)], {}]):
         return lambda inputs: (inputs, {})
     if not isinstance(template, list) or list(map(type, template)) != [list, dict]:
         raise _no_template()
     args, kwargs = template
-    if {"sig", "signature"} & kwargs.keys():
-        raise MalformedError("an operation names no signature: use dtype.")
-    parts = [_decoded(arg, count, indexes) for arg in args]
-    named = {str(name): _decoded(value, count, indexes) for name, value in kwargs.items()}
+    parts = [_decoded(arg, count) for arg in args]
+    named = {str(name): _decoded(value, count) for name, value in kwargs.items()}
     return lambda inputs: (
         [part(inputs) for part in parts],
         {name: part(inputs) for name, part in named.items()},
     )
+
+
+def refuse_objects(node: Any) -> None:
+    """Raise an error for a template whose call makes arrays of Python objects.
+
+    To compute with them may take for ever, holds Python's lock, and cannot be ended.
+
+    Raises:
+        MalformedError: it names such a dtype, or has lists of what is neither number nor text.
+    """
+    parts = [*node, *node.values()] if isinstance(node, dict) else node
+    is_bad = isinstance(node, str) and (node in ("sig", "signature") or _is_of_objects(node))
+    if isinstance(node, list) and node[0] in ("list", "tuple"):
+        kinds = [part[0] if isinstance(part, list) else part for part in node[1:]]
+        is_bad = any(kind in (None, "dtype", "ellipsis", "slice") for kind in kinds)
+    if is_bad:
+        raise MalformedError(f"no {node!r}: operations compute with numbers and text alone.")
+    for part in parts if isinstance(node, dict | list) else ():
+        refuse_objects(part)
+
+
+def _is_of_objects(text: str) -> bool:
+    try:
+        return np.dtype(text).hasobject if re.search("O|object", text) else False
+    except (SyntaxError, TypeError, ValueError):  # It is no dtype.
+        return False
 
 
 def _encoded(value: Any) -> Any:
@@ -132,13 +153,9 @@ def _is_dtype(kind: type) -> bool:
     return issubclass(kind, np.generic) or kind in (bool, int, float, complex)
 
 
-def _decoded(
-    node: Any, count: int, indexes: bool, depth: int = 0
-) -> Callable[[Sequence[Any]], Any]:
+def _decoded(node: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]], Any]:
     """Return a function from an operation's inputs to one argument."""
     if isinstance(node, _PLAIN):
-        if isinstance(node, str) and re.search("O|object", node) and _means_objects(node):
-            raise _no_objects(node)
         return lambda inputs: node
     if depth > _DEEPEST or not isinstance(node, list) or not node:
         raise _no_template()
@@ -156,13 +173,7 @@ def _decoded(
     made = _MADE.get(kind) if isinstance(kind, str) else None
     if made is None:
         raise _no_template()
-    if kind == "list" or (kind == "tuple" and not indexes):
-        for part in rest:  # NumPy would make an array of objects of such lists.
-            if part is None or (
-                type(part) is list and part[:1] in (["slice"], ["ellipsis"], ["dtype"])
-            ):
-                raise _no_objects(part)
-    parts = [_decoded(part, count, indexes, depth + 1) for part in rest]
+    parts = [_decoded(part, count, depth + 1) for part in rest]
     return lambda inputs: made([part(inputs) for part in parts])
 
 
@@ -170,7 +181,6 @@ def _no_template() -> MalformedError:
     return MalformedError("the arguments of an operation are no template.")
 
 
-_NO_NUMBERS = ["slice"], ["ellipsis"], ["dtype"]
 _MADE: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -181,27 +191,9 @@ _MADE: dict[str, Callable[[list[Any]], Any]] = {
 
 def _dtype(name: str) -> np.dtype[Any]:
     try:
-        dtype = np.dtype(dtype_named(name))
+        return np.dtype(dtype_named(name))
     except (TypeError, ValueError, ImportError) as error:
         raise MalformedError(f"no dtype {name!r} is known here.") from error
-    if dtype.hasobject:
-        raise _no_objects(name)
-    return dtype
-
-
-def _means_objects(text: str) -> bool:
-    """Return True if NumPy takes a text for a dtype with objects, such as ``"i4,O"``."""
-    try:
-        return np.dtype(text).hasobject
-    except (SyntaxError, TypeError, ValueError):
-        return False
-
-
-def _no_objects(name: object) -> MalformedError:
-    return MalformedError(
-        f"an operation computes with {name!r}, and not with numbers or text: use another dtype, "
-        "and a constant for text."
-    )
 
 
 def pack(value: Any) -> Value:

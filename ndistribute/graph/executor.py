@@ -19,7 +19,7 @@ from typing import Any
 from ndistribute.autodiff.tracked import untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
-from ndistribute.graph.definition import BodyDef, OperationDef, filler, unpack
+from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
 from ndistribute.graph.functions import check_call, function_named
 from ndistribute.graph.kernels import KERNELS, dense, run_recorded
 from ndistribute.graph.partition import in_order, needs
@@ -65,7 +65,9 @@ class Node:
                 f"operation {definition.name!r} is a {definition.kind!r}, which is not known here.",
                 op=definition.name,
             ) from None
-        fill = filler(definition.call, len(definition.inputs), definition.kind == "getitem")
+        fill = filler(definition.call, len(definition.inputs))
+        if definition.kind != "getitem":  # Whose index may have slices and None.
+            refuse_objects(definition.call)
 
         def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
             if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.

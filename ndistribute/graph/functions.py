@@ -131,7 +131,7 @@ def check_call(
         ):
             raise ValueError("it computes with Python objects, and not with numbers or text.")
     sizes = [getattr(value, "size", 1) for value in args]
-    if isinstance(function, np.ufunc) or function.__name__ in _OUTER:
+    if isinstance(function, np.ufunc) or getattr(function, "__name__", "") in _OUTER:
         if math.prod(sizes) > MOST_ELEMENTS:
             check_shape(_shape_of(function, args) if isinstance(function, np.ufunc) else sizes)
         return
@@ -156,7 +156,10 @@ def _shape_of(function: np.ufunc, args: Sequence[Any]) -> tuple[int, ...]:
 @functools.cache
 def _numbers(function: Any) -> list[tuple[int, str]]:
     """Return the positions and names of the arguments that tell the size of a function's result."""
-    parameters = enumerate(inspect.signature(function).parameters)
+    try:
+        parameters = enumerate(inspect.signature(function).parameters)
+    except ValueError:  # A registered function of another language has none.
+        return []
     return [(k, name) for k, name in parameters if name in _NUMBERS and function is not np.reshape]
 
 

@@ -15,12 +15,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ndistribute.errors import (
-    AuthenticationError,
-    DistributeError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from ndistribute import errors
+from ndistribute.errors import InvalidArgumentError, UnavailableError
 from ndistribute.graph.messages import Reply
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
@@ -89,7 +85,7 @@ class Lanes:
     def __init__(
         self, credentials: Credentials, name: str, tasks: Mapping[str, str] | None = None
     ) -> None:
-        self._credentials, self._tasks = credentials, tasks or {}
+        self.credentials, self._tasks = credentials, tasks or {}
         self._has_met = False
         self._hello = Hello(name=name, purpose=PURPOSE)
         self._lock = threading.Lock()
@@ -169,7 +165,7 @@ class Lanes:
             connections += self._one_way.values()
             self._idle, self._one_way = {}, {}
         for connection in connections:
-            with contextlib.suppress(OSError, DistributeError):
+            with contextlib.suppress(OSError, errors.DistributeError):
                 connection.close()
 
     def unavailable(self, address: str, why: object) -> UnavailableError:
@@ -180,11 +176,6 @@ class Lanes:
             "session can go on once it is back.",
             task=task,
         )
-
-    @property
-    def job(self) -> str:
-        """The identity of the job; empty before the first connection, unless it was given."""
-        return self._credentials.job
 
     def _one_way_to(self, address: str, until: float) -> Connection:
         connection = self._one_way.get(address)
@@ -208,13 +199,13 @@ class Lanes:
             raise ConnectionLostError(_ENDED)
         deadline = min(until, time.monotonic() + _CONNECT_SECONDS)
         try:
-            made = connect(address, self._credentials, self._hello, _replies, deadline=deadline)
-        except AuthenticationError as error:
+            made = connect(address, self.credentials, self._hello, _replies, deadline=deadline)
+        except errors.AuthenticationError as error:
             if not self._has_met:
                 raise
             raise ConnectionLostError(str(error)) from error  # Another job's server took over.
-        self._has_met, job = True, self._credentials.job or made.peer.job
-        self._credentials = dataclasses.replace(self._credentials, job=job)
+        self._has_met, job = True, self.credentials.job or made.peer.job
+        self.credentials = dataclasses.replace(self.credentials, job=job)
         return made
 
 

@@ -128,7 +128,7 @@ class Session:
     @property
     def job(self) -> str:
         """The identity of the job whose servers it uses; empty while that is open."""
-        return self._runner.lanes.job if isinstance(self._runner, _Remote) else ""
+        return self._runner.lanes.credentials.job if isinstance(self._runner, _Remote) else ""
 
     @staticmethod
     def reset(target: str) -> None:

@@ -207,7 +207,7 @@ def _caller(
         ValueError: its results are too expensive.
     """
     function = function_named(definition.kind)
-    fill = filler(definition.call, len(definition.inputs), definition.kind == "getitem")
+    fill = filler(definition.call, len(definition.inputs))
 
     def call(arrays: Sequence[Any], cut: slice) -> Any:
         args, kwargs = fill(arrays)

@@ -121,7 +121,7 @@ ENDLESS: dict[str, Any] = {
 MISTAKES |= {
     f"{name} of objects": (
         lambda call=call: run_of(ONE, op("a", "numpy.power", "one:0", call=call)),
-        "computes with|no signature",
+        "numbers and text alone",
     )
     for name, call in ENDLESS.items()
 }
