@@ -566,7 +566,9 @@ class Connection:
         clean = isinstance(error, ConnectionLostError) and error.clean
         why = _CLOSED_HERE if self._closed else str(error) or type(error).__name__
         self.abort(why, clean=clean)
-        if isinstance(error, TimeoutError) or not isinstance(error, OSError):
+        # After `close`, polling the socket is a ValueError.
+        expected = (OSError, ValueError) if self._closed else OSError
+        if isinstance(error, TimeoutError) or not isinstance(error, expected):
             raise error
         raise ConnectionLostError(*(self._lost or (why, clean))) from error
 
