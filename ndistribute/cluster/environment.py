@@ -61,7 +61,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
         environ: the environment variables; None: ``os.environ``.
 
     Raises:
-        ValueError: the variables are malformed.
+        ValueError: the variables are malformed, or some of a launcher's variables are missing.
 
     >>> resolve({}) is None
     True
@@ -71,9 +71,9 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG", "").strip():
         return TFConfigClusterResolver(environ=environ)
-    has_torchrun = all(environ.get(name) for name in _OF_TORCHRUN)
-    under_torchrun = has_torchrun and number_in(environ, "WORLD_SIZE") > 1
-    if under_torchrun and "TORCHELASTIC_RUN_ID" in environ:
+    # If only some variables of a launcher are set, its resolver raises: do not train alone.
+    of_torchrun = any(map(environ.get, _OF_TORCHRUN[:2])) and environ.get("WORLD_SIZE") != "1"
+    if of_torchrun and "TORCHELASTIC_RUN_ID" in environ:
         return TorchrunClusterResolver(environ=environ)
     mpi = _mpi_rank_and_size(environ)
     if mpi is not None and mpi[1] > 1:
@@ -82,7 +82,9 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     in_step = mpi is None and "SLURM_STEP_NUM_TASKS" in environ
     if in_step and number_in(environ, "SLURM_STEP_NUM_TASKS") > 1:
         return SlurmClusterResolver(environ=environ)
-    return TorchrunClusterResolver(environ=environ) if under_torchrun else None
+    if of_torchrun:
+        return TorchrunClusterResolver(environ=environ)
+    return MPIClusterResolver(environ=environ) if mpi is None and _of_mpi(environ) else None
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -120,6 +122,8 @@ class TFConfigClusterResolver(ClusterResolver):
                 raise ValueError(f"'type' in 'task' is {task_type!r}, not a string.")
             if task_id is None and task.get("index") is not None:
                 task_id = number_of(task["index"], "'index' in 'task'")
+            if task and not cluster and (task_id or "cluster" not in config):
+                raise ValueError("it has a 'task', but no 'cluster' with the task's address.")
             super().__init__(cluster, task_type, task_id, str(config.get("environment", "")))
         except (TypeError, ValueError) as error:
             what = f"it is not JSON: {error}." if isinstance(error, json.JSONDecodeError) else error
@@ -145,11 +149,13 @@ class MPIClusterResolver(ClusterResolver):
     bootstrap = "mpi"
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
-        found = _mpi_rank_and_size(os.environ if environ is None else environ)
+        environ = os.environ if environ is None else environ
+        found = _mpi_rank_and_size(environ)
         if found is None:
-            names = sorted({rank for rank, _ in _OF_MPI})
             raise ValueError(
-                f"MPI did not start this process: none of {', '.join(names)} is set. Start it with "
+                "MPI did not start this process: none of the pairs "
+                f"{', '.join(map(' and '.join, _OF_MPI))} is set, only "
+                f"{', '.join(_of_mpi(environ)) or 'nothing'}. Start it with "
                 "`mpiexec -n 4 python script.py` or `ndistribute run --mpi -n 4 script.py`."
             )
         rank, size = found
@@ -181,8 +187,9 @@ class TorchrunClusterResolver(ClusterResolver):
         missing = [name for name in _OF_TORCHRUN if not environ.get(name)]
         if missing:
             raise ValueError(
-                f"torchrun did not start this process: {', '.join(missing)} is not set. Start it "
-                "with `torchrun --nproc-per-node 2 script.py`."
+                f"torchrun did not start this process: {', '.join(missing)} is not set, only "
+                f"{', '.join(name for name in _OF_TORCHRUN if environ.get(name)) or 'nothing'}. "
+                "Start it with `torchrun --nproc-per-node 2 script.py`, or remove the rest."
             )
         rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
         port = number_in(environ, "MASTER_PORT") + 1
@@ -216,6 +223,12 @@ def _object(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {type(value).__name__}, not an object in braces.")
     return value
+
+
+def _of_mpi(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that only MPI's launchers set."""
+    names = dict.fromkeys(name for pair in _OF_MPI for name in pair)
+    return [name for name in names if environ.get(name) and not name.startswith("SLURM_")]
 
 
 def _mpi_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import threading
 from collections import defaultdict
@@ -19,7 +20,7 @@ import numpy as np
 
 from ndistribute import context, tree
 from ndistribute.autodiff import untrack
-from ndistribute.cluster import ClusterResolver
+from ndistribute.cluster import ClusterResolver, resolve
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
@@ -104,6 +105,8 @@ class Strategy:
         self.numbers = itertools.count()
         self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
         self._build()
+        if cluster_resolver is None and not self.is_default:
+            _warn_if_alone(type(self).__name__)
         if self.num_replicas_in_sync > 1:
             context.register_strategy_of_several(self)
 
@@ -465,3 +468,15 @@ def _refuse_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_refuse_in_fork)
+
+
+def _warn_if_alone(what: str) -> None:
+    """Log a warning if this process is a worker of a job, but computes without the others."""
+    with contextlib.suppress(ValueError):  # A strategy of several workers raises it.
+        job = resolve()
+        if job is not None and job.worker_index is not None and job.num_workers > 1:
+            logging.getLogger("ndistribute").warning(
+                "%s uses this process alone, but it is worker %d of a job of %d, which train "
+                "unrelated models. To train one together, use MultiWorkerMirroredStrategy().",
+                *(what, job.worker_index, job.num_workers),
+            )

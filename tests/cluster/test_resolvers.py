@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+import ndistribute as nd
 from ndistribute.cluster import (
     ClusterSpec,
     MPIClusterResolver,
@@ -85,6 +86,9 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
             "an unknown job 'wroker'; the known jobs are 'chief', 'worker', 'ps', 'evaluator'",
         ),
         (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one 'chief'"),
+        ('{"task": {"type": "worker", "index": 0}}', "a 'task', but no 'cluster'"),
+        ('{"clusters": {}, "task": {"type": "worker"}}', "a 'task', but no 'cluster'"),
+        (tf_config({}, index=1), "a 'task', but no 'cluster'"),
     ],
 )
 def test_what_is_wrong_in_tf_config_is_named(text, message):
@@ -224,13 +228,43 @@ def test_the_simple_one_says_what_it_was_told():
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
         {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
-        {name: text for name, text in TORCHRUN.items() if name != "MASTER_PORT"},
+        {"WORLD_SIZE": "1"},
+        {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "LOCAL_RANK": "1"},  # Any script may set them.
         # A batch script may start tasks, but is none itself.
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n1"},
     ],
 )
 def test_a_process_on_its_own_has_no_resolver(environ):
     assert resolve(environ) is None
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_torchrun_s_variables_are_all_set_or_none(missing):
+    half = {name: text for name, text in TORCHRUN.items() if name != missing}
+    with pytest.raises(ValueError, match=rf"{missing} is not set, only \w+, "):
+        resolve(half)
+    # Whoever started this process has said all that is needed.
+    assert isinstance(resolve({**STEP, **half}), SlurmClusterResolver)
+    assert isinstance(resolve({"PMI_RANK": "0", "PMI_SIZE": "2", **half}), MPIClusterResolver)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set, only RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "is set, only OMPI_COMM_WORLD_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "is set, only OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "0"}, "the pairs .*PMI_RANK and PMI_SIZE, .*, only PMI_RANK"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK and SLURM_NTASKS is set, only PMIX_RANK"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_JOB_NODELIST are not set"),
+    ],
+)
+def test_a_rank_without_the_number_of_ranks_does_not_train_alone(environ, message, monkeypatch):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=message):
+        nd.MultiWorkerMirroredStrategy(devices=["cpu:0"])
+    nd.MirroredStrategy(["cpu:0"]).close()  # Asks for no other process.
 
 
 def test_what_was_written_for_this_process_comes_first():
