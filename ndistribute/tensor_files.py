@@ -205,18 +205,18 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
 
 
 @contextlib.contextmanager
-def exclusive(directory: str | os.PathLike[str], name: str) -> Iterator[None]:
+def exclusive(directory: Path, name: str, seconds: float = _TURN_SECONDS) -> Iterator[None]:
     """Let this thread alone write a series, and then remove the file of the lock.
 
     Raises:
-        OSError: the directory cannot be used, or other processes never left the series alone.
+        OSError: the directory cannot be used, or others did not leave the series for `seconds`.
     """
     name = f"{name}.writing"
-    with claim(directory, name, _TURN_SECONDS) as file:
+    with claim(directory, name, seconds) as file:
         try:
             yield
         finally:
-            (Path(directory) / f"{name}.lock").unlink(missing_ok=True)
+            (directory / f"{name}.lock").unlink(missing_ok=True)
             fcntl.flock(file, fcntl.LOCK_UN)  # Processes that were forked meanwhile have it too.
 
 

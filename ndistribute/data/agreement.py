@@ -18,7 +18,7 @@ from ndistribute import tree
 from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, upstream
+from ndistribute.data.pipeline import Epoch, Node, facts, upstream
 from ndistribute.data.steps import COMPLETE_IT, Position, Progress, Step
 from ndistribute.devices import Device, copy_to
 from ndistribute.errors import DistributeError
@@ -99,30 +99,19 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     """Return the next epoch of a pipeline and its progress; collective with a process group."""
     epoch = Epoch.begin(node)
     seeds = list(epoch.seeds.values())
-    steps = upstream(node)
-    files = sum(len(step.files or ()) for step in steps)
     shards = 1 if sharding is Sharding.DATA else topology.num_workers
     of_workers = [seeds] * topology.num_workers
     if topology.workers is not None:
-        lengths = [step.spec.cardinality for step in steps if not step.inputs]
-        note = {
-            "auto_shard_policy": sharding.value,
-            "number of files": files,
-            "number of batches": node.spec.cardinality,
-            "length of its sources": lengths[0] if len(lengths) == 1 else lengths,
-            "batch size": node.spec.batch_size,
-            "number of shuffles": len(seeds),
-        }
-        if sharding is Sharding.DATA:  # Each worker takes its part of what must be the same arrays.
-            arrays = [(step.name, one) for step in steps for one in step.contents]
-            note |= {f"array {k} of {name}": one for k, (name, one) in enumerate(arrays)}
+        alike = sharding in (Sharding.DATA, Sharding.FILE)
+        note = {"auto_shard_policy": sharding.value} | (facts(node) if alike else {})
         told = _tell(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
         of_workers = [theirs.pop("seeds") for theirs in told]
-        if sharding in (Sharding.DATA, Sharding.FILE):
+        if alike:
             _check_alike(told, _SEPARATELY)
             of_workers = of_workers[:1] * topology.num_workers
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
+    files = sum(len(step.files or ()) for step in upstream(node))
     return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
 
 

@@ -162,16 +162,13 @@ def checksum(array: Any) -> int:
     the last values. Of objects only text and numbers count: the ``repr`` of others may contain an
     address.
     """
-    array = as_array(array)
     as_text = array.dtype.hasobject
     length = max(1, _PIECE // (_OBJECT if as_text else array.itemsize or 1))
-    starts: Sequence[int] = range(0, array.size, length)
-    if len(starts) > _PIECES:
-        starts = np.linspace(0, array.size - length, _PIECES).astype(int).tolist()
+    count = min(-(-array.size // length), _PIECES)
     # Reshaping would copy a whole array that is not contiguous.
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
     value = 0
-    for start in starts:
+    for start in np.linspace(0, max(0, array.size - length), count).astype(int):
         piece = to_host(flat[start : start + length])
         known = (item if isinstance(item, str | bytes | Number) else None for item in piece.flat)
         data = repr(list(known)).encode() if as_text else piece.tobytes()

@@ -178,6 +178,21 @@ def seeds_of(node: Node) -> list[SeedCounter]:
     return [step.seeds for step in upstream(node) if step.seeds is not None]
 
 
+def facts(node: Node) -> dict[str, Any]:
+    """Return what is equal for pipelines of the same elements, with a checksum of each array."""
+    sources = [step for step in upstream(node) if not step.inputs]
+    lengths = [step.spec.cardinality for step in sources]
+    arrays = [f"{one} of {step.name}" for step in sources for one in step.contents]
+    return {
+        "number of files": sum(len(step.files or ()) for step in sources),
+        "number of batches": node.spec.cardinality,
+        "length of its sources": lengths[0] if len(lengths) == 1 else lengths,
+        "batch size": node.spec.batch_size,
+        "number of shuffles": len(seeds_of(node)),
+        **{f"array {number}": one for number, one in enumerate(arrays)},
+    }
+
+
 def name_of(fn: Callable[..., Any]) -> str:
     """Return the name of a user's function for `describe`."""
     return getattr(fn, "__name__", type(fn).__name__)

@@ -67,8 +67,8 @@ def slices(tensors: Any) -> Node:
         "from_tensor_slices",
         "Check the arrays, or use from_tensors for one element.",
     )
-    rows, arrays = Rows.of(columns, length), tuple(tree.flatten(columns))
-    return _of_rows("from_tensor_slices", rows, _like(columns, 1), arrays)
+    node = _of_rows("from_tensor_slices", Rows.of(columns, length), _like(columns, 1))
+    return dataclasses.replace(node, arrays=tuple(tree.flatten(columns)))
 
 
 def numbers(values: range) -> Node:
@@ -77,13 +77,11 @@ def numbers(values: range) -> Node:
     return _of_rows(repr(values), rows, ArraySpec(np.dtype(np.int64), ()))
 
 
-def _of_rows(name: str, rows: Rows, like: Any, arrays: tuple[Any, ...] = ()) -> Node:
+def _of_rows(name: str, rows: Rows, like: Any) -> Node:
     spec = ElementSpec(len(rows), batched=False, like=like)
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return iter((rows[start:] if start else rows,))
-
-    return Node(name=name, chunks=chunks, spec=spec, arrays=arrays)
+    return Node(
+        name=name, chunks=lambda epoch, start: iter((rows[start:] if start else rows,)), spec=spec
+    )
 
 
 def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:

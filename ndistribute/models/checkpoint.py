@@ -392,6 +392,9 @@ class CheckpointManager:
 
         def read() -> Any:
             saved = tensor_files.newest(self.directory, _SERIES)
+            for path, one in self.checkpoint._parts():
+                if saved is not None and hasattr(one, "check_state"):
+                    one.check_state(saved.path, saved.data["states"].get(path, {}))
             return None if saved is None else _contents(saved)
 
         found = by_chief(self.strategy, read)

@@ -38,6 +38,7 @@ from ndistribute.models.batches import (
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Checkpoint, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
+from ndistribute.models.fingerprint import fingerprint
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
@@ -66,6 +67,7 @@ class Position:
     finished: bool = False  # Whether the training ended as planned.
     trained: Sequence[Variable] = ()
     penalized: Sequence[Layer] = ()  # The layers whose regularizers add to the loss.
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _restored: Any = None  # The position of the iterator to begin at.
 
     def begin_epoch(self, dataset: Any, steps: int | None) -> None:
@@ -91,7 +93,19 @@ class Position:
             "step": self.step,
             "steps_made": self.steps_made,
             "input": None if self.iterator is None else self.iterator.state_dict(),
+            "fingerprint": dict(self.fingerprint),
         }
+
+    def check_state(self, source: Path, state: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` if a state, which was saved in a folder, is of another training."""
+        was, now = state.get("fingerprint", {}), self.fingerprint
+        parts = [part for part in {**was, **now} if was.get(part) != now.get(part)]
+        if parts:
+            changed = "; ".join(f"{part} was {was.get(part)}, is {now.get(part)}" for part in parts)
+            raise ValueError(
+                f"{source} is of another training: {changed}. Run the program as it was to "
+                f"continue it, or delete {source.parent} to begin anew. Nothing has changed."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position of `state_dict`."""
@@ -238,7 +252,8 @@ class Trainer(Layer):
             progress = Progress(verbose if self.strategy.is_chief else 0)
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             self.stop_training = False
-            self.position = position = self._begun(initial_epoch, called.members)
+            more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
+            self.position = position = self._begun(initial_epoch, called.members, data, more)
 
             def validate(epoch: int) -> dict[str, float]:
                 if validation is None or (epoch + 1) % validation_freq:
@@ -388,7 +403,7 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
-    def _begun(self, epoch: int, callbacks: Sequence[Callback]) -> Position:
+    def _begun(self, epoch: int, callbacks: list[Callback], data: Dataset, more: Any) -> Position:
         """Return the position at the beginning of a training."""
         trained = self.trainable_variables
         if not trained:
@@ -397,7 +412,8 @@ class Trainer(Layer):
                 "layer.trainable = True."
             )
         penalized = [layer for layer in self.walk() if layer.penalties()]
-        return Position(epoch, callbacks, trained=trained, penalized=penalized)
+        found = fingerprint(self, data._node, more) if any(c.restores for c in callbacks) else {}
+        return Position(epoch, callbacks, trained=trained, penalized=penalized, fingerprint=found)
 
     def _fit_and_validate(
         self,

@@ -103,7 +103,7 @@ class Optimizer(Explaining, Shown):
         if isinstance(learning_rate, str) or not (callable(learning_rate) or learning_rate >= 0):
             raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}.")
         self.rule = rule
-        self.learning_rate = learning_rate
+        self.learning_rate = self._first_rate = learning_rate
         strategy = current_frame().strategy
         # So an optimizer that only other processes use can read their step count.
         self._served_by: Any = strategy if hasattr(type(strategy), "servers") else None

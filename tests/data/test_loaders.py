@@ -347,7 +347,7 @@ def arrays_of(rank, change):
 )
 def test_workers_whose_arrays_differ_are_told_which(change, array):
     steps = shared(2, lambda rank: Dataset.from_tensor_slices(arrays_of(rank, change)).batch(500))
-    message = rf"array {array} of from_tensor_slices is \w+\[.*on worker 0 .*on worker 1"
+    message = rf"array {array} is \w+\[.*on worker 0 .*on worker 1"
     all_raise(steps, ValueError, message)
 
 

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from ndistribute import tensor_files
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief
 
 __all__ = ["BackupAndRestore", "CSVLogger", "ModelCheckpoint", "continued"]
 
 _log = logging.getLogger("ndistribute")
 
 
-class ModelCheckpoint(Monitor):
+class _Saving(Callback):
+    """The base class of callbacks that save after each epoch, or after so many steps."""
+
+    _every: int  # The number of steps; 0: after each epoch.
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Save after each `save_freq` steps."""
+        if self.saves_after(self.model.position.steps_made):
+            self._save(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Save after the epoch, unless after steps."""
+        if not self._every:
+            self._save(logs)
+
+    def saves_after(self, steps_made: int) -> bool:
+        """Return True after each `save_freq` steps."""
+        return bool(self._every) and steps_made % self._every == 0
+
+    def _save(self, logs: Logs) -> None:
+        raise NotImplementedError
+
+
+class ModelCheckpoint(_Saving, Monitor):
     """Saves the model, its optimizer and its metrics as an `nd.Checkpoint`.
 
     Restore it with ``nd.Checkpoint(model=model).restore(path)``.
@@ -57,21 +82,9 @@ class ModelCheckpoint(Monitor):
         """Remember the epoch, for the path."""
         self._epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Save after each `save_freq` steps."""
-        if self.saves_after(self.model.position.steps_made):
-            self._save(logs)
-
-    def saves_after(self, steps_made: int) -> bool:
-        """Return True after each `save_freq` steps."""
-        return bool(self._every) and steps_made % self._every == 0
-
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Save the epoch."""
-        if not self._every and (not self._best_only or self.improved(logs)):
-            self._save(logs)
-
     def _save(self, logs: Logs) -> None:
+        if self._best_only and not self.improved(logs):
+            return
         path = self.filepath.format(epoch=self._epoch + 1, **logs)
         if self._weights_only:
             self.model.save_weights(path)
@@ -79,7 +92,7 @@ class ModelCheckpoint(Monitor):
             Checkpoint(model=self.model).save(path)
 
 
-class BackupAndRestore(Callback):
+class BackupAndRestore(_Saving):
     """Saves the training, and continues a training that was interrupted at the same step.
 
     The state has the model, the optimizer, the metrics, the random generators, the position in the
@@ -87,7 +100,8 @@ class BackupAndRestore(Callback):
     replicas or workers. The state is deleted when the training ends.
 
     Args:
-        backup_dir: the directory of the state, which one training uses.
+        backup_dir: the directory of the state. One training uses it at a time: for a second one,
+            `fit` raises an `OSError`.
         save_freq: ``"epoch"``, or a number of steps.
         delete_checkpoint: whether to delete the state when the training ends.
     """
@@ -104,32 +118,22 @@ class BackupAndRestore(Callback):
         self._every = steps_of(save_freq)
         self._deletes = delete_checkpoint
         self._manager: CheckpointManager | None = None
+        self._held = contextlib.ExitStack()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue from the saved state, if there is one."""
+        lock = tensor_files.exclusive(self.directory, "backup", seconds=0)
+        by_chief(self.model.strategy, lambda: self._held.enter_context(lock))
         manager = CheckpointManager(Checkpoint(model=self.model), self.directory, max_to_keep=2)
         self._manager = continued(manager, self.model)
 
-    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Save after each `save_freq` steps."""
-        if self.saves_after(self.model.position.steps_made):
-            self._save()
-
-    def saves_after(self, steps_made: int) -> bool:
-        """Return True after each `save_freq` steps."""
-        return bool(self._every) and steps_made % self._every == 0
-
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Save after the epoch."""
-        if not self._every:
-            self._save()
-
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Delete the state, if the training was not interrupted."""
-        if self._deletes and self._manager is not None and self.model.position.finished:
-            self._manager.delete()
+        with self._held:
+            if self._deletes and self._manager is not None and self.model.position.finished:
+                self._manager.delete()
 
-    def _save(self) -> None:
+    def _save(self, logs: Logs) -> None:
         if self._manager is not None:
             self._manager.save(self.model.position.steps_made)
 

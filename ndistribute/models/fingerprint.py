@@ -1,0 +1,58 @@
+"""The fingerprint of a training: what must agree for it to be continued, as text for each part.
+
+It describes how the data, the model, the loss and the optimizer were made, not their state, which
+changes as the training goes on. Replicas, workers, seeds, epochs and callbacks are no part of it.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from types import CodeType
+from typing import Any
+
+from ndistribute.data.pipeline import Node, describe, facts
+from ndistribute.models.layers.layer import Layer
+from ndistribute.models.losses import Loss
+from ndistribute.optimizers import Optimizer
+
+# The attributes of optimizers that do not change in a training.
+_OF_OPTIMIZER = {"rule", "_first_rate", "_bound", "inner", "steps"}
+# In a text: addresses, and the names of layers, which are numbered in each program.
+_OWN_NAMES = r" at 0x[0-9a-f]+|(?<!class) '[^']*'(?=>)"
+
+
+def fingerprint(model: Any, data: Node, more: dict[str, Any]) -> dict[str, str]:
+    """Return the text of each part of a training.
+
+    Args:
+        model: the compiled model.
+        data: the pipeline of the global batches.
+        more: other arguments of the training.
+    """
+    found = {"dataset": describe(data), **facts(data), **more}
+    found |= {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
+    found |= {"loss": _text(model.loss), "optimizer": _text(model.optimizer)}
+    return {part: str(one) for part, one in found.items()}
+
+
+def _text(value: Any) -> str:
+    """Return what an object was made of, without names and addresses; of a function its code."""
+    if isinstance(value, Layer):
+        config = value.get_config() | {"computing in": value.compute_dtype.name}
+    elif isinstance(value, Loss | Optimizer):
+        kept = vars(value) if isinstance(value, Loss) else _OF_OPTIMIZER
+        config = {name: one for name, one in vars(value).items() if name in kept}
+    else:
+        text, code = re.sub(_OWN_NAMES, "", repr(value)), getattr(value, "__code__", None)
+        return f"{text} of code {_checksum(code)}" if isinstance(code, CodeType) else text
+    texts = [f"{name.lstrip('_')}={_text(one)}" for name, one in config.items() if name != "name"]
+    return f"{type(value).__name__}({', '.join(texts)})"
+
+
+def _checksum(code: CodeType) -> int:
+    """Return a checksum of a function's code, wherever it stands."""
+    # The order of a set in a text differs between processes.
+    constants = [one for one in code.co_consts if not isinstance(one, frozenset)]
+    inner = [_checksum(one) if isinstance(one, CodeType) else one for one in constants]
+    return zlib.crc32(repr((code.co_code, code.co_names, inner)).encode())
