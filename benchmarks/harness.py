@@ -15,9 +15,10 @@ import math
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Contender:
     params: Mapping[str, Any]
     jobs: tuple[str, ...] = ("worker",)  # Its processes, as tasks of a cluster.
     wire: str = "python"  # Or "mpi": they are started by mpiexec.
-    threads: int = 1  # For arithmetic, in each process.
+    threads: int = 1  # For arithmetic, in each process; 0: it chooses itself.
     environ: Mapping[str, str] = field(default_factory=dict)  # Of its processes, besides.
     units: float = 1.0  # How much work a step is, in the benchmark's unit.
     facts: Mapping[str, Any] = field(default_factory=dict)  # What else the JSON says about it.
@@ -119,6 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
     parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
     parser.add_argument("--cores", type=int, default=2, help="that all processes share; 2")
+    parser.add_argument("--busy", type=int, default=0, help="loops that use cores meanwhile; none")
     parser.add_argument("--repetitions", type=int, help="of each contender; 7, quick 1")
 
 
@@ -171,7 +173,7 @@ def measure(
         if finding.state == "slow":
             _log.warning("%s", finding)
     groups = [one for one in benchmark.groups(options.quick) if options.only in one.name]
-    with contextlib.closing(_Run(benchmark, options)) as run:
+    with contextlib.closing(_Run(benchmark, options)) as run, _busy_loops(options.busy):
         run.describe({one.side for group in groups for one in group.contenders})
         for group in groups:
             run.group(group)
@@ -192,6 +194,7 @@ class _Run:
             **{name: getattr(benchmark, name) for name in ("name", "title", "unit", "rate")},
             "quick": options.quick,
             "machine": machine(),
+            "busy_loops": options.busy,
             "sides": {},
             "results": [],
             "failures": [],
@@ -335,11 +338,24 @@ def _key(one: Contender) -> tuple[Any, ...]:
     return (one.side, one.name, one.jobs, one.wire, one.threads)
 
 
+@contextlib.contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    """Keep cores busy in a ``with`` block."""
+    loop = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(loop) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in loops:
+            process.kill()
+            process.wait(10)
+
+
 def _pinned(threads: int) -> dict[str, str]:
     """Return the environment that all processes get, whoever's they are."""
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-    return dict.fromkeys(names, str(threads)) | quiet
+    return dict.fromkeys(names, str(threads or "")) | quiet
 
 
 @contextlib.contextmanager

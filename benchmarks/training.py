@@ -196,6 +196,7 @@ _WAYS: dict[str, list[tuple[str, str, str, str, int, int]]] = {
     "one replica": [
         ("1 BLAS thread", OURS, "ours", "one", 1, 1),
         ("2 BLAS threads", OURS, "ours", "one", 1, 2),
+        ("chosen BLAS threads", OURS, "ours", "one", 1, 0),
         ("2 threads", TF, "tensorflow", "one", 1, 2),
     ],
     "2 replicas": [

@@ -1,4 +1,4 @@
-"""Limits on BLAS threads, for replicas or processes that compute at the same time.
+"""The number of BLAS threads: the share of the cores that a replica, or a process, has to itself.
 
 If every replica uses as many BLAS threads as there are cores, the threads compete: two replicas of
 512 x 512 products ran at 0.8 of the speed of one, and at 2.0 with one BLAS thread each. The setting
@@ -7,14 +7,28 @@ applies to the whole process, so this module keeps all current limits and applie
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+# The last one says that the launcher, not the user, set this number in the others.
+LAUNCHER_VARIABLES = (*THREAD_VARIABLES, "NDISTRIBUTE_BLAS_THREADS")
+
+# How often a second, in windows of so many seconds, the system takes a core from a process before
+# the process tries fewer threads: below 5 times on idle cores, 40 to 300 beside busy programs.
+CROWDED, WINDOW_SECONDS = 20.0, 0.05
+# A trial measures at least so many steps and seconds with each number of threads, twice.
+TRIAL_STEPS, TRIAL_SECONDS = 4, 0.02
+
+_log = logging.getLogger("ndistribute")
 
 
 class _BlasThreads:
@@ -82,27 +96,62 @@ def core_numbers() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+@functools.cache
+def cpu_quota() -> float:
+    """Return how many cores' time the control groups of this process grant it; infinity: all."""
+    with suppress(OSError):
+        return quota_of(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
+    return math.inf
+
+
+def quota_of(groups: str, root: Path) -> float:
+    """Return the least quota, in cores, of control groups and those above them.
+
+    Args:
+        groups: what /proc says of a process: a group for each hierarchy, of version 1 or 2.
+        root: the folder below which the hierarchies are. A container may see its own group at the
+            top of one, whatever the path of the group on the host.
+    """
+    least = math.inf
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in root / controllers, root / ("cpu" if controllers else "unified"):
+            group = mount / path.lstrip("/")
+            folders = [group, *group.parents]
+            least = min(least, *map(_granted, folders[: folders.index(mount) + 1]))
+    return least
+
+
 def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(core_numbers())
+    """Return the number of cores that this process may use: those of its mask, within its quota."""
+    return max(1, int(min(len(core_numbers()), cpu_quota())))
 
 
-def cores_of_one(own: Sequence[int], everyone: Sequence[Sequence[int]]) -> int:
+def cores_of_one(
+    own: Sequence[int], everyone: Sequence[Sequence[int]], quota: float = math.inf
+) -> int:
     """Return how many of its `own` cores are a process's share, at least 1.
 
-    `everyone` has the numbers of the cores of all processes that compute on its host.
+    `everyone` has the numbers of the cores of all processes that compute on its host, which also
+    share the quota.
 
     >>> cores_of_one([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3]])
     2
     >>> cores_of_one([0, 1], [[0, 1], [2, 3]])  # Each is bound to cores of its own.
     2
+    >>> cores_of_one([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3]], quota=3.0)
+    1
     """
-    return max(1, int(sum(1 / sum(core in some for some in everyone) for core in own)))
+    share = sum(1 / sum(core in some for some in everyone) for core in own)
+    return max(1, int(min(share, quota / len(everyone))))
 
 
 def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if an environment variable sets the number of BLAS threads."""
-    return any(environ.get(name) for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS"))
+    """Return True if an environment variable, not the launcher, sets the number of BLAS threads."""
+    numbers = {environ.get(name) for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS")}
+    return bool(numbers - {None, "", environ.get(LAUNCHER_VARIABLES[-1])})
 
 
 def limited_blas(threads: int | None) -> AbstractContextManager[None]:
@@ -115,7 +164,103 @@ def shared_blas(
 ) -> AbstractContextManager[None]:
     """Limit BLAS in a ``with`` block to the share of one of the processes that compute on its host.
 
-    No limit is set for a single process, or if an environment variable sets the number of threads.
+    No limit is set if an environment variable sets the number of threads.
     """
-    free = sharing < 2 or set_by_user(environ)
-    return limited_blas(None if free else max(1, cores() // sharing))
+    return limited_blas(None if set_by_user(environ) else max(1, cores() // max(1, sharing)))
+
+
+class StepThreads:
+    """How many BLAS threads the next step of a replica uses: fewer than the most if that is faster.
+
+    OpenBLAS's threads spin while they wait for each other, so steps take up to 70 times as long if
+    other programs hold the cores. The system then preempts this process often. That starts a trial:
+    steps run with each number of threads, in an order and back again. The next trial follows after
+    100 times the time that this one lost. On cores of its own, a process tries nothing, so that two
+    runs give the same bits: the last bits of some products depend on the number of threads.
+
+    Args:
+        most: the number of threads to begin with.
+
+    Attributes:
+        threads: the number of threads for the coming step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.threads = self._fastest = self._most = most
+        self._candidates = [most >> k for k in reversed(range(most.bit_length()))]
+        self._blocks: list[int] = []  # The numbers of threads that the trial has yet to measure.
+        self._spent, self._steps = 0.0, 0  # In the first of these blocks.
+        self._totals: dict[int, tuple[float, int]] = {}  # By threads, the same of ended blocks.
+        self._since: tuple[float, int] | None = None  # When preemptions were counted, and how many.
+        self._due = -math.inf
+
+    def record(self, seconds: float, now: float, preemptions: int) -> None:
+        """Take the time of a step, and set the number of threads for the next one.
+
+        Args:
+            seconds: how long the step took.
+            now: the time after it, in seconds.
+            preemptions: how often the system has taken a core from this process until now.
+        """
+        if self._blocks:
+            self._measure(seconds, now)
+        elif now >= self._due and (self.threads < self._most or self._crowded(now, preemptions)):
+            self._blocks = self._candidates + self._candidates[::-1]
+            self._totals = {}
+            self.threads = self._blocks[0]
+
+    def _crowded(self, now: float, preemptions: int) -> bool:
+        start, before = self._since or (now, preemptions)
+        if now - start < WINDOW_SECONDS and self._since is not None:
+            return False
+        self._since = now, preemptions
+        return preemptions - before > CROWDED * (now - start)
+
+    def _measure(self, seconds: float, now: float) -> None:
+        self._spent += seconds
+        self._steps += 1
+        least = min((spent / steps for spent, steps in self._totals.values()), default=math.inf)
+        hopeless = self._spent > 4 * max(TRIAL_SECONDS, TRIAL_STEPS * least)
+        if not hopeless and (self._steps < TRIAL_STEPS or self._spent < TRIAL_SECONDS):
+            return
+        spent, steps = self._totals.get(self.threads, (0.0, 0))
+        self._totals[self.threads] = spent + self._spent, steps + self._steps
+        self._spent, self._steps = 0.0, 0
+        self._blocks.pop(0)
+        if hopeless and self._blocks[:1] == [self.threads]:
+            self._blocks.pop(0)
+        if self._blocks:
+            self.threads = self._blocks[0]
+        else:
+            self._choose(now)
+
+    def _choose(self, now: float) -> None:
+        """Choose the number that made steps fastest; of nearly equal numbers, the highest."""
+        means = {threads: spent / steps for threads, (spent, steps) in self._totals.items()}
+        least = min(means.values())
+        self.threads = max(threads for threads, mean in means.items() if mean < 1.05 * least)
+        lost = sum(spent - steps * least for spent, steps in self._totals.values())
+        self._due, self._since = now + max(1.0, 100 * lost), None
+        if self.threads != self._fastest:
+            self._fastest = self.threads
+            _log.info(
+                "Other programs use the cores: %s BLAS threads -> %s a step. From now on, steps "
+                "use %d. The last bits of results may differ from those of another run, unless "
+                "%s sets the number of threads.",
+                ", ".join(map(str, means)),
+                ", ".join(f"{1e3 * mean:.3g} ms" for mean in means.values()),
+                self.threads,
+                THREAD_VARIABLES[0],
+            )
+
+
+def _granted(folder: Path) -> float:
+    """Return the quota of a control group in cores, infinity if it has none."""
+    with suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota = (folder / "cpu.cfs_quota_us").read_text()
+        period = (folder / "cpu.cfs_period_us").read_text()
+        return math.inf if int(quota) < 0 else int(quota) / int(period)
+    return math.inf

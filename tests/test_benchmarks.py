@@ -13,7 +13,7 @@ from benchmarks.harness import MPICH, OURS, TF, TORCH, Benchmark, Contender, Gro
 from benchmarks.run_all import NAMES
 from tests.processes import ROOT
 
-QUICK = Namespace(quick=True, repetitions=1, only="", peers=False, cores=2)
+QUICK = Namespace(quick=True, repetitions=1, only="", peers=False, cores=2, busy=1)
 LOCAL = Contender("local", OURS, "all_reduce:in_steps", {"size": 4096, "calls": 1, "replicas": 2})
 BROKEN = Contender("broken", OURS, "training:ours", {"batch": 1})
 

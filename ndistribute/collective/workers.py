@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ndistribute import timeline
-from ndistribute.blas import core_numbers, cores_of_one, limited_blas, set_by_user
+from ndistribute.blas import core_numbers, cores_of_one, cpu_quota, limited_blas, set_by_user
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import CommunicationOptions, Communicator
 from ndistribute.collective.control import ControlPlane
@@ -112,7 +112,7 @@ class Workers:
             for host, (_, numbers) in zip(peers.hosts, told, strict=True)
             if host == peers.hosts[self.rank]
         ]
-        self.cores = cores_of_one(core_numbers(), here)
+        self.cores = cores_of_one(core_numbers(), here, cpu_quota())
         self._held = contextlib.ExitStack()
         self._held.callback(backend.close)
         # The processes share the cores of their host, whatever launcher started them.

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ndistribute.blas import THREAD_VARIABLES
+from ndistribute.blas import LAUNCHER_VARIABLES, THREAD_VARIABLES
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import reaper
 from ndistribute.transport.listener import LISTEN_FD
@@ -113,7 +113,7 @@ def remote_script(
         # Only the host knows the number of its cores.
         lines.append(f"threads=$(( $(nproc 2>/dev/null || echo 1) / {sharing} ))")
         lines.append('[ "$threads" -ge 1 ] || threads=1')
-        lines += [f"export {name}=$threads" for name in THREAD_VARIABLES]
+        lines += [f"export {name}=$threads" for name in LAUNCHER_VARIABLES]
     for name, value in variables.items():
         if name not in _NOT_CARRIED:
             lines.append(f"export {name}={shlex.quote(value)}")

@@ -9,17 +9,30 @@ import contextlib
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from ndistribute.blas import THREAD_VARIABLES, cores
+import numpy as np
+
+from ndistribute.blas import (
+    LAUNCHER_VARIABLES,
+    THREAD_VARIABLES,
+    StepThreads,
+    core_numbers,
+    cores,
+    cpu_quota,
+    limited_blas,
+    set_by_user,
+)
 from ndistribute.devices import list_devices
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.commands import find_mpiexec
@@ -27,6 +40,8 @@ from ndistribute.launcher.commands import find_mpiexec
 State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
+# How long products are timed: a trial on busy cores takes less.
+_TRY_SECONDS = 1.0
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 _AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
 # OpenBLAS's kernels for x86-64 without AVX-512; unknown kernels stay unchanged.
@@ -75,7 +90,7 @@ def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
     """Return environment variables for one of `parts` processes; the user's settings stay."""
     settings = {}
     if not any(environ.get(name) for name in THREAD_VARIABLES):
-        settings = dict.fromkeys(THREAD_VARIABLES, str(max(1, cores() // parts)))
+        settings = dict.fromkeys(LAUNCHER_VARIABLES, str(max(1, cores() // parts)))
     kernel = better_kernel(_cpu_flags(), _architecture())
     if kernel is not None and not environ.get(_KERNEL_VARIABLE):
         settings[_KERNEL_VARIABLE] = kernel
@@ -90,6 +105,7 @@ def _processor() -> Iterator[Finding]:
     blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
     remedy = "pip install --force-reinstall numpy"
     yield _either("BLAS", "".join(blas[:1]), "slow", "none known", remedy)
+    yield _threads()
     chosen = _architecture()
     better = better_kernel(_cpu_flags(), chosen)
     found = "" if better else chosen or "not OpenBLAS's"
@@ -98,6 +114,30 @@ def _processor() -> Iterator[Finding]:
     remedy = f"unset {_KERNEL_VARIABLE}" if os.environ.get(_KERNEL_VARIABLE) else remedy
     remedy += " (`ndistribute run` then sets it)"
     yield _either("BLAS kernels", found, "slow", text, remedy)
+
+
+def _threads() -> Finding:
+    """Say how many BLAS threads the steps of one replica use here, and why."""
+    if set_by_user():
+        named = (name for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS") if os.environ.get(name))
+        return Finding("BLAS threads", "ok", ", ".join(f"{one}={os.environ[one]}" for one in named))
+    bound = f"{len(core_numbers())} cores"
+    if cpu_quota() < len(core_numbers()):
+        bound += f", of which the control group grants {cpu_quota():g}"
+    chosen = StepThreads(cores())
+    factor = np.ones((512, 512), np.float32)
+    end = time.perf_counter() + _TRY_SECONDS
+    while (begun := time.perf_counter()) < end and cores() > 1:
+        with limited_blas(chosen.threads):
+            factor @ factor
+        now = time.perf_counter()
+        chosen.record(now - begun, now, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+    if chosen.threads == cores():
+        return Finding("BLAS threads", "ok", f"{cores()}: {bound}")
+    text = f"{chosen.threads}: {bound}, but other programs use them: products are faster so"
+    return Finding(
+        "BLAS threads", "slow", text, "end them; until then, steps do the same by trying"
+    )
 
 
 def _packages() -> Iterator[Finding]:
@@ -168,7 +208,6 @@ def _cpu_flags() -> frozenset[str]:
 
 def _pools() -> list[dict[str, Any]]:
     """Return the thread pools of NumPy's BLAS in this process."""
-    import numpy as np  # noqa: F401, its BLAS is what threadpoolctl finds
     import threadpoolctl
 
     return [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextvars
 import functools
 import queue
+import resource
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndistribute.blas import cores, limited_blas
+from ndistribute.blas import StepThreads, core_numbers, cores, limited_blas, set_by_user
 from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.context import Frame, ReplicaContext, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
@@ -89,11 +90,13 @@ class ReplicaPool:
         self._title = title
         self._threads: list[threading.Thread] = []
         self._queues: list[Jobs] = []
+        self._limit_blas()
         weakref.finalize(self, _end, self._queues).atexit = False
 
     def run(self, step: Step) -> list[Any]:
         """Return the results of a step, called with each replica's number on its thread."""
         running = _Running(len(self._contexts))
+        begun = time.perf_counter()
         try:
             self._group.begin()
             self._run_all(step, running)
@@ -104,6 +107,10 @@ class ReplicaPool:
             self._group.end()
         if running.errors:
             self._raise_first(running)
+        if self._step_threads is not None:
+            now = time.perf_counter()
+            preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+            self._step_threads.record(now - begun, now, preemptions)
         return running.results
 
     def close(self) -> None:
@@ -115,15 +122,25 @@ class ReplicaPool:
         """Let a replica that has forked inside a step wait for no other one in the child."""
         self._group.rendezvous.refuse_in_fork(cause)
 
+    def _limit_blas(self) -> None:
+        """Decide how many BLAS threads each replica has, and whether steps try fewer."""
+        workers, size = self._group.workers, len(self._contexts)
+        here = cores() if workers is None else workers.cores
+        self._share = max(1, here // size)
+        everything = len(core_numbers()) if workers is None else here
+        # What a replica that is alone in its process has without a limit.
+        self._unlimited = (self._share if set_by_user() else everything) if size == 1 else None
+        on_cpus = not any(stream.on_gpu for stream in self._group.streams)
+        tries = self._share > 1 and on_cpus and not set_by_user()
+        self._step_threads = StepThreads(self._share) if tries else None
+
     def _run_all(self, step: Step, running: _Running) -> None:
         """Run every replica, and return when all have left the step or are abandoned."""
-        size, threads = len(self._contexts), None
-        if size > 1:
-            if not self._threads:
-                self._start_threads()
-            workers = self._group.workers
-            threads = max(1, (cores() if workers is None else workers.cores) // size)
-        with limited_blas(threads):
+        size = len(self._contexts)
+        if size > 1 and not self._threads:
+            self._start_threads()
+        threads = self._share if self._step_threads is None else self._step_threads.threads
+        with limited_blas(None if threads == self._unlimited else threads):
             try:
                 for rank in range(1, size):
                     # The copy passes on settings in context variables, such as np.errstate.

@@ -9,6 +9,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import cli
+from ndistribute.blas import LAUNCHER_VARIABLES, THREAD_VARIABLES
 from ndistribute.launcher import doctor
 from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions
@@ -107,7 +108,7 @@ def test_the_command_is_installed_under_its_name():
 
 def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(capfd):
     names = (
-        "Python|processor|BLAS|BLAS kernels|mpi4py|CuPy|NCCL|cloudpickle|"
+        "Python|processor|BLAS|BLAS threads|BLAS kernels|mpi4py|CuPy|NCCL|cloudpickle|"
         "mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine()
@@ -117,6 +118,20 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     assert cli.main(["doctor", "--fast"]) == 0
     said = capfd.readouterr().out
     assert all(name in said for name in names.split("|"))
+
+
+def test_the_doctor_says_how_many_blas_threads_steps_use_and_why(monkeypatch):
+    def line():
+        return next(str(one) for one in doctor.examine() if one.name == "BLAS threads")
+
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "core_numbers", lambda: range(64))
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(doctor, "cores", lambda: 1)
+    assert "1: 64 cores, of which the control group grants 1.5" in line()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS=3" in line()
 
 
 def test_the_doctor_says_what_is_missing_for_every_job(monkeypatch, capfd):
@@ -142,7 +157,7 @@ def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: AVX512)
     monkeypatch.setattr(doctor, "_architecture", lambda: "Haswell")
     monkeypatch.setattr(doctor, "cores", lambda: 6)
-    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    threads = dict.fromkeys(LAUNCHER_VARIABLES, "1")
     assert doctor.blas_settings({}, 4) == {**threads, "OPENBLAS_CORETYPE": "SkylakeX"}
     assert doctor.blas_settings({}, 2)["OMP_NUM_THREADS"] == "3"
     mine = {"OPENBLAS_CORETYPE": "Zen", "OMP_NUM_THREADS": "5"}
