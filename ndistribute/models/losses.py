@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.context import get_replica_context
 from ndistribute.devices import as_array
 from ndistribute.mistakes import Explaining
@@ -109,7 +110,7 @@ def _weighted(losses: Any, sample_weight: Any) -> Any:
     """Return the loss of each example, times its weight, or that of each of its elements."""
     if sample_weight is None:
         return losses
-    weight = as_array(sample_weight)
+    weight = as_operand(sample_weight)
     if weight.ndim > losses.ndim and weight.shape[-1] == 1:
         weight = weight[..., 0]
     if weight.shape != losses.shape[: weight.ndim]:
@@ -397,7 +398,7 @@ def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
 
 def _like(y_true: Any, y_pred: Any) -> Any:
     """Return labels in the dtype of the predictions."""
-    return as_array(y_true).astype(y_pred.dtype, copy=False)
+    return as_operand(y_true).astype(y_pred.dtype, copy=False)
 
 
 def _log_of(p: Any) -> Any:

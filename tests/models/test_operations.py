@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import activations, operations, regularizers
+from ndistribute.models import activations, losses, operations, regularizers
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.operations.windows import Windows
 from tests.autodiff.standin import check_gradients, gradients_of
@@ -227,6 +227,29 @@ def test_the_gradients_of_softmax_cross_entropy():
     )
     weights = np.random.default_rng(0).uniform(size=(3, 4))
     check_gradients(lambda logits: operations.softmax_cross_entropy(logits, weights), normal(3, 4))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.mean_squared_error,
+        losses.mean_absolute_error,
+        losses.huber,
+        losses.binary_crossentropy,
+        losses.categorical_crossentropy,
+    ],
+)
+def test_the_gradients_of_losses_by_labels_and_weights(loss):
+    """They were None, without a word."""
+    labels, predictions, weights = np.random.default_rng(0).uniform(0.1, 0.9, size=(3, 4, 4))
+    check_gradients(losses.FunctionLoss(loss), labels, predictions, weights[0])
+    check_gradients(
+        lambda a, w: losses.compute_average_loss(a, w, global_batch_size=9), labels, weights[0]
+    )
+    with nd.GradientTape() as tape:
+        variable = nd.Variable(labels)
+        total = np.sum(loss(variable, predictions))
+    assert np.any(tape.gradient(total, variable))
 
 
 def test_the_gradients_of_regularizers():

@@ -20,7 +20,8 @@ def is_tracked(value: Any) -> bool:
 
 
 def as_operand(value: Any) -> Any:
-    """Return an array for a value; a tracked array unchanged, in contrast to `as_array`."""
+    """Return an array for a value; a tracked one for a tracked array or a watched variable."""
+    value = value.tracked_value() if hasattr(value, "tracked_value") else value
     return value if is_tracked(value) else as_array(value)
 
 
