@@ -22,7 +22,7 @@ from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.devices import Array
+from ndistribute.devices import Array, as_array
 
 Axis = int | tuple[int, ...] | None
 
@@ -94,7 +94,9 @@ def _custom(function: Any, composition: Callable[..., Any] | None) -> Callable[.
 
             def make() -> Any:
                 if composition is None:
-                    return _rules(function, function(*again, **kwargs)[1], again, wanted, several)
+                    repeated, tracked = function(*again, **kwargs)
+                    _check_repeated(result, repeated)
+                    return _rules(function, tracked, again, wanted, several)
                 made = functools.partial(composition, *again, **kwargs)
                 return functools.partial(_composed, graph, made, parents, several)
 
@@ -103,6 +105,17 @@ def _custom(function: Any, composition: Callable[..., Any] | None) -> Callable[.
         return record(result, tuple(parents), rules)
 
     return call
+
+
+def _check_repeated(result: Any, repeated: Any) -> None:
+    """Raise a TypeError if a function that runs again returns another result, but for rounding."""
+    for one, two in zip(tree.flatten(result), tree.flatten(repeated), strict=True):
+        bound = 10 ** (-1.25 * one.real.itemsize)  # Threads of BLAS may add in another order.
+        if not np.allclose(as_array(two), one, bound, bound, equal_nan=True):
+            raise TypeError(
+                "it ran again, and returned another result: pass what may change, such as the "
+                "value of a variable or random numbers, as an argument"
+            )
 
 
 def _rules(

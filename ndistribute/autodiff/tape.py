@@ -17,7 +17,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff.backward import Entry, Spans, backpropagate, dense, finished, tracked_pass
 from ndistribute.autodiff.recorder import Graph
-from ndistribute.autodiff.tracked import Tracked, is_differentiable, untrack
+from ndistribute.autodiff.tracked import Tracked, is_differentiable, refuse_detached, untrack
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array
 
@@ -260,6 +260,7 @@ class GradientTape:
         graph, _ = self._recorded()
         if isinstance(value, Tracked) and value.graph is graph:
             return value
+        refuse_detached("GradientTape.watch", value)
         array = as_array(untrack(value))
         if not is_differentiable(array):
             raise TypeError(

@@ -192,6 +192,27 @@ HEAD = np.array([[1.0], [-0.5], [2.0]])
 BATCH = np.array([[0.3, -0.2], [1.0, 0.5], [-0.7, 0.9]])
 
 
+@pytest.mark.parametrize("what", ["random numbers", "a variable"])
+def test_a_derivative_that_returns_another_result_when_it_runs_again_is_refused(what):
+    """Its gradient was that of the second run: 300 for 3, and that of another dropout."""
+    factor, rng = nd.Variable(1.0), np.random.default_rng(0)
+
+    @custom_gradient
+    def scaled(x):
+        scale = factor.numpy() if what == "a variable" else rng.normal(size=x.shape)
+        return scale * x**3, lambda g: [g * 3 * scale * x**2]
+
+    with GradientTape() as outer:
+        x = outer.watch(np.ones(5))
+        with GradientTape() as inner:
+            y = scaled(x)
+        factor.assign(100.0)
+        slope = inner.gradient(y, x)
+    np.testing.assert_allclose(slope, 3 * y)
+    with pytest.raises(TypeError, match="scaled are not available: it ran again, and returned"):
+        outer.gradient(slope, x)
+
+
 def penalty_of(kernel, head, x):
     """Return the gradients of a critic's loss with the penalty of its gradient."""
     with GradientTape() as outer:

@@ -177,7 +177,9 @@ def test_a_tape_records_in_its_own_frame_only():
                 with pytest.raises(TypeError, match=rf"{HERE}:\d+ computes.*records elsewhere"):
                     compute(x)
             with GradientTape() as inner:
-                y = inner.watch(x)
+                with pytest.raises(TypeError, match=r"GradientTape\.watch .* records elsewhere"):
+                    inner.watch(x)
+                y = inner.watch(nd.stop_gradient(x))
                 z = y * y
                 with pytest.raises(TypeError, match="records elsewhere"):
                     np.stack([x, y])
