@@ -146,8 +146,8 @@ class GradientTape:
 
         Raises:
             RuntimeError: the tape is not persistent and was used before, or was never entered.
-            TypeError: an operation has no derivative rule, or a source is a plain array or an
-                integer variable.
+            TypeError: an operation has no derivative rule, a target is None, or a source is a plain
+                array or an integer variable.
             ValueError: an argument is invalid, or target and sources are swapped.
         """
         zero = str(getattr(unconnected_gradients, "value", unconnected_gradients)).lower()
@@ -293,6 +293,12 @@ class GradientTape:
         seeds: dict[int, Any] = {}
         place: int | None
         for target, gradient in zip(flat, given, strict=True):
+            if target is None:
+                raise TypeError(
+                    "GradientTape.gradient: a target is None, such as the gradient of a source "
+                    "on which nothing depends. Leave it out, or ask for it with "
+                    "unconnected_gradients='zero'."
+                )
             if isinstance(target, Tracked) and target.graph is self._graph:
                 place, value = target.index, target.value
             elif _is_variable(target):

@@ -31,8 +31,11 @@ def test_sources_and_targets_are_nests():
     assert gradient["b"][1].dtype == np.float32
     assert gradient["a"] == (1,)
     assert tape.gradient(target, nest["b"][0]) == 9
-    for constant in (3.0, np.ones(2), None, [1, 2]):
+    for constant in (3.0, np.ones(2), [1, 2]):
         assert tape.gradient(constant, nest["a"]) == (None,)
+    for lost in (None, [y, None]):
+        with pytest.raises(TypeError, match="a target is None"):
+            tape.gradient(lost, nest["a"])
 
 
 def test_output_gradients_are_carried_on():
