@@ -107,6 +107,7 @@ def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans:
             entries[index] = parents, constant
             _step(index, found, needed, None, keep=True)
     known = {source: found.gradients[source] for source in reached}
+    graph.has_rows = any(getattr(one, "is_rows", False) for one in known.values())
     # Nothing else may refer to an array that the user gets.
     return {source: np.copy(dense(one)) for source, one in known.items() if one is not None}
 

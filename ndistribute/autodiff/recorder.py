@@ -28,7 +28,8 @@ class Graph:
     """The recorder of a frame while a tape records; implements `ndistribute.context.Recorder`."""
 
     __slots__ = (
-        *"_frame _open _outer _recording again askers entries leaves nested shared".split(),
+        *"_frame _open _outer _recording again askers entries".split(),
+        *"has_rows leaves lock nested shared".split(),
     )
 
     def __init__(self, frame: Frame) -> None:
@@ -40,6 +41,8 @@ class Graph:
         self.nested = False  # Whether several tapes are open now.
         # For entries of nested tapes: the function, and what returns rules of tracked arrays.
         self.again: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self.has_rows = False  # Whether the last tracked gradients were rows, before made whole.
+        self.lock: Any = None  # Of the threads that append to it, if there are several.
         self._frame = frame
         self._open = 0
         self._recording: list[Any] = []

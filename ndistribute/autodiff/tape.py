@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,12 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff.backward import Entry, Spans, backpropagate, dense, finished, tracked_pass
 from ndistribute.autodiff.recorder import Graph
+from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, refuse_detached, untrack
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
-Pullback = Callable[..., list[Any]]
 
 
 class GradientTape:
@@ -326,65 +327,112 @@ class GradientTape:
             self._spans[-1] = (start, len(self._entries))
 
 
-def vjp(function: Callable[[Any], Any], arguments: Sequence[Any]) -> tuple[Any, Pullback]:
-    """Return a function's result, and the function that computes the gradients of its arguments.
+def vjp(
+    function: Callable[[Any], Any], arguments: Sequence[Any], nested: bool = False
+) -> tuple[Any, Pullback]:
+    """Return a function's result, and what computes the gradients of its arguments.
 
     It records what a tape would record that watches these arguments and nothing else, whatever
-    else records, and takes a third of a tape's time.
+    else records, and takes a third of a tape's time. In the function of a nested `vjp`, the result
+    and the gradients are tracked by that one.
 
     Args:
         function: takes the list of arguments, and returns an array or a sequence of arrays.
         arguments: arrays, numbers and other values; those of floating dtypes have gradients.
-
-    Returns:
-        The untracked result, and a function of the gradients of all results, None for a result
-        without; of the positions of arguments; and of whether to be called again, for which it
-        keeps arrays. It returns the gradients of these arguments, zeros where there are none.
+        nested: whether the gradients can be differentiated: see `Pullback.recorded`.
 
     >>> result, pullback = vjp(lambda xs: xs[0] * xs[1], [np.array(3.0), np.array(4.0)])
     >>> pullback([np.array(1.0)], [0, 1])
     [array(4.), array(3.)]
     """
     frame = current_frame()
+    outer: Any = frame.recorder
+    if isinstance(outer, Graph) and outer.nested and not outer.is_recording:
+        leaves = [_separate(outer, one) for one in arguments]
+        start, result = len(outer.entries), function(leaves)
+        return result, Pullback(outer, leaves, result, [(start, len(outer.entries))])
     graph = Graph(frame)
+    if nested:
+        graph.nested, graph.lock = True, threading.Lock()
     leaves = [graph.leaf(one) if is_differentiable(one) else one for one in arguments]
-    outer, frame.recorder = frame.recorder, graph
+    frame.recorder = graph
     try:
         result = function(leaves)
     finally:
         frame.recorder = outer
-    results = list(result) if isinstance(result, list | tuple) else [result]
-    rule_of = _rules_of_one(graph, result)
+    return untrack(result), Pullback(graph, leaves, result, [(0, len(graph.entries))])
 
-    def pullback(
-        gradients: Sequence[Any], positions: Sequence[int], again: bool = False
+
+class Pullback:
+    """The way from the gradients of the results of `vjp` to those of its arguments."""
+
+    def __init__(self, graph: Graph, arguments: list[Any], result: Any, spans: Spans) -> None:
+        self._graph, self._arguments, self._spans = graph, arguments, spans
+        self._results = list(result) if isinstance(result, list | tuple) else [result]
+        self._rules: dict[Any, Any] = {}  # By argument, if one operation gave the result.
+        *leaves, last = graph.entries or [None]
+        if last is None or graph.nested or any(leaves) or type(last[1]) is not tuple:
+            return
+        if isinstance(result, Tracked) and result.index == len(leaves):
+            parents, rules = last
+            if len(set(parents)) == len(parents):  # Most are like this, and need no pass.
+                self._rules = dict(zip(parents, rules, strict=True))
+
+    def __call__(
+        self, gradients: Sequence[Any], positions: Sequence[int], again: bool = False
     ) -> list[Any]:
+        """Return the gradients of some arguments, zeros where there are none.
+
+        Args:
+            gradients: those of all results, None for a result without.
+            positions: of the arguments.
+            again: whether to be called again, for which it keeps arrays.
+        """
         seeds: dict[int, Any] = {}
-        for target, gradient in zip(results, gradients, strict=True):
+        for target, gradient in zip(self._results, gradients, strict=True):
             if gradient is not None and isinstance(target, Tracked):
                 _add_seed(seeds, target.index, _seed(target.value, gradient, copied=False))
-        sources = [leaves[k] for k in positions]
+        sources, graph = [self._arguments[k] for k in positions], self._graph
         places = [one.index if isinstance(one, Tracked) else None for one in sources]
-        if rule_of and seeds and current_frame().replica is None:
+        if graph.nested and graph is current_frame().recorder:
+            found = tracked_pass(graph, seeds, set(places), self._spans)
+        elif self._rules and seeds and current_frame().replica is None:
             (seed,) = seeds.values()
-            found = {k: finished(rule_of[k](seed)) for k in places if k in rule_of}
+            found = {k: finished(rule(seed)) for k, rule in self._rules.items() if k in places}
         else:
-            spans = [(0, len(graph.entries))]
-            found = _backward(graph.entries, seeds, places, spans, free=not again)
+            free = not (again or graph.nested)
+            found = _backward(graph.entries, seeds, places, self._spans, free=free)
         return _results(sources, places, found, zero=True)
 
-    return untrack(result), pullback
+    def recorded(
+        self, gradients: Sequence[Any], positions: Sequence[int]
+    ) -> tuple[list[Any], Pullback]:
+        """Return the gradients of some arguments, and what computes their own gradients.
+
+        That one's arguments are the gradients that are not None, and the arguments of this one.
+        """
+        frame, graph = current_frame(), self._graph
+        outer, frame.recorder = frame.recorder, graph
+        try:
+            with graph.lock:  # Several threads may differentiate the same results.
+                given = [None if one is None else _separate(graph, one) for one in gradients]
+                start, tracked = len(graph.entries), self(given, positions)
+                spans, has_rows = [*self._spans, (start, len(graph.entries))], graph.has_rows
+        finally:
+            frame.recorder = outer
+        arguments = [*(one for one in given if one is not None), *self._arguments]
+        # Rows stay rows, so that who uses them computes the same whether or not this is recorded.
+        plain = self(gradients, positions, again=True) if has_rows else untrack(tracked)
+        return tracked if outer is graph else plain, Pullback(graph, arguments, tracked, spans)
 
 
-def _rules_of_one(graph: Graph, result: Any) -> dict[Any, Any]:
-    """Return the rules by argument if one operation gave a result; most have, and need no pass."""
-    *leaves, last = graph.entries or [None]
-    if last is None or any(leaves) or type(last[1]) is not tuple:
-        return {}
-    if not isinstance(result, Tracked) or result.index < len(leaves):
-        return {}
-    parents, rules = last
-    return dict(zip(parents, rules, strict=True)) if len(set(parents)) == len(parents) else {}
+def _separate(graph: Graph, value: Any) -> Any:
+    """Return an argument with an entry that no other value has, if it can have a gradient."""
+    if not isinstance(value, Tracked):
+        return graph.leaf(value) if is_differentiable(value) else value
+    copied = graph.record(value.value, (value.index,), (identity,))
+    graph.again[copied.index] = None, lambda: (identity,)
+    return copied
 
 
 def _backward(

@@ -53,7 +53,12 @@ class Node:
         self.place = place_of(definition.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
         self.constant = None if value is None else read_only(unpack(value))
-        self.bodies: Sequence[Body] = [_plan_of(body) for body in definition.bodies]
+        plans = [_plan_of(body) for body in definition.bodies]
+        self.bodies: Sequence[Body] = plans
+        inner = [node for plan in plans for node in plan.nodes]
+        # Whether gradients of its gradients are computed.
+        self.is_nested: bool = any(one.is_nested or one.type == "gradient" for one in inner)
+        self.recorded: Node = self  # The operation whose record its gradient walks back.
         found = KERNELS.get(definition.kind)
         if found is not None:
             self.compute: Callable[[Step, Any, Sequence[Any]], Any] = found
@@ -161,7 +166,10 @@ class Plan:
             for earlier in before:
                 self.nodes[earlier].next.append(k)
             if node.type == "gradient":
-                self.nodes[_differentiated(node, position)].gradients += 1
+                of = self.nodes[_differentiated(node, position)]
+                of.gradients += 1
+                node.recorded = of.recorded
+                of.recorded.is_nested |= of.type == "gradient"
         self.fetches = fetches
         self._fetches = [_slot(slots, name) for name in fetches]
         self._uses = self._count_uses(len(feeds) + len(self._first))

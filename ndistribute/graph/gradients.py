@@ -35,15 +35,13 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
 
     Returns:
         A tensor for each of `xs`, None if no y depends on it. Where only rows of a variable were
-        read, its value is an `IndexedSlices`.
-
-    Raises:
-        ValueError: a y depends on a gradient with respect to one of `xs`.
+        read, its value is an `IndexedSlices`. `gradients` of it gives second derivatives.
 
     >>> from ndistribute.graph.session import Session
     >>> x = as_tensor(np.array([1.0, 2.0]))
-    >>> Session().run(gradients(np.sum(x * x), x))
-    [array([2., 4.])]
+    >>> slope = gradients(np.sum(x * x), x)
+    >>> Session().run([slope, gradients(slope, x)])
+    [[array([2., 4.])], [array([2., 2.])]]
     """
     targets = [as_tensor(y) for y in _listed(ys)]
     sources = _listed(xs)
@@ -117,16 +115,9 @@ def _ends(source: Any) -> list[Tensor]:
 def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict[Operation, None]:
     """Return the operations on paths from the ends to the targets, in the order of the graph."""
     behind = _behind([target.op for target in targets])
-    differentiated = [op.definition.attributes["of"] for op in behind if op.type == "gradient"]
-    for op in _behind(map(graph.get_operation_by_name, differentiated)):
-        if not ends.isdisjoint(op.inputs):
-            raise ValueError(
-                f"gradients of gradients are not computed, and that of {op.name!r} is one of the "
-                "ys. Pass it through stop_gradient() if it shall be a constant."
-            )
     found: dict[Operation, None] = {}
     for op in graph.get_operations():
-        if op in behind and any(one in ends or one.op in found for one in op.inputs):
+        if op in behind and any(one in ends or one.op in found for one in _arguments(op)):
             found[op] = None
     return found
 
@@ -139,8 +130,16 @@ def _behind(operations: Iterable[Operation]) -> set[Operation]:
         op = stack.pop()
         if op not in found and op.type not in _CONSTANT:
             found.add(op)
-            stack += [tensor.op for tensor in op.inputs]
+            stack += [tensor.op for tensor in _arguments(op)]
     return found
+
+
+def _arguments(op: Operation) -> list[Tensor]:
+    """Return what an operation computes from: a gradient, also from that of its operation."""
+    if op.type != "gradient":
+        return op.inputs
+    of = op.graph.get_operation_by_name(op.definition.attributes["of"])
+    return [*op.inputs, *_arguments(of)]
 
 
 def _propagate(
@@ -153,7 +152,8 @@ def _propagate(
     seeds = [_sum(upstream.get(tensor, [])) for tensor in op.outputs]
     if all(seed is None for seed in seeds):
         return
-    wanted = [k for k, one in enumerate(op.inputs) if one in ends or one.op in between]
+    arguments = _arguments(op)
+    wanted = [k for k, one in enumerate(arguments) if one in ends or one.op in between]
     if op.type == "identity":
         upstream.setdefault(op.inputs[0], []).append(seeds[0])
         return
@@ -167,8 +167,8 @@ def _propagate(
         device=op.device,
     )
     for k, gradient in zip(wanted, node.outputs, strict=True):
-        gradient.known = (op.inputs[k],)
-        upstream.setdefault(op.inputs[k], []).append(gradient)
+        gradient.known = (arguments[k],)
+        upstream.setdefault(arguments[k], []).append(gradient)
 
 
 def _sum(parts: list[Tensor]) -> Any:

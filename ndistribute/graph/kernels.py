@@ -389,25 +389,39 @@ def _truncated(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
 
 def run_recorded(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Run a node whose gradient is an operation of the same step, and keep the way back."""
-    if Tracked in map(type, inputs):
-        raise InvalidArgumentError(
-            f"the gradient of {node.name!r} is computed inside a cond or while_loop whose own "
-            "gradient is needed: gradients of gradients are not computed."
-        )
-    result, pullback = vjp(functools.partial(node.compute, step, node), inputs)
+    if node.type == "gradient":
+        return _gradient(step, node, inputs)
+    function, arguments = functools.partial(node.compute, step, node), inputs
+    if IndexedSlices in map(type, inputs):
+        if node.type == "sum_of_squares":
+            raise InvalidArgumentError(
+                f"{node.name!r} is the norm of rows before those of one index are added, and has "
+                "no gradient. Make the gradient whole, for example by np.positive(gradient)."
+            )
+        arguments = list(map(dense, inputs))
+    result, pullback = vjp(function, arguments, node.is_nested)
     step.pullbacks[node.name] = inputs, pullback, node.gradients > 1
-    return result
+    is_of_rows = arguments is not inputs and node.type in ("add_gradients", "scaled")
+    return function(inputs) if is_of_rows and not isinstance(result, Tracked) else result
 
 
 @kernel("gradient")
 def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Return the gradients of an operation's inputs from those of its outputs."""
+    """Return the gradients of an operation's arguments from those of its outputs.
+
+    The arguments of a gradient operation are its inputs, and then those of its operation.
+    """
     of, given = node.attributes["of"], iter(inputs)
-    _, pullback, again = step.pullbacks[of]
+    near, pullback, again = step.pullbacks[of]
     if not again:  # No other gradient needs what it keeps.
         del step.pullbacks[of]
     seeds = [dense(next(given)) if there else None for there in node.attributes["upstream"]]
-    gradients = pullback(seeds, node.attributes["inputs"], again)
+    positions = node.attributes["inputs"]
+    if node.gradients:
+        gradients, back = pullback.recorded(seeds, positions)
+        step.pullbacks[node.name] = near, back, node.gradients > 1
+    else:
+        gradients = pullback(seeds, positions, again)
     return gradients[0] if node.outputs == 1 else gradients
 
 

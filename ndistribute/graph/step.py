@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from ndistribute.autodiff.tape import Pullback
 from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
 from ndistribute.ownership import ArrayOwner
 
@@ -34,6 +35,7 @@ class Node(Protocol):
     constant: Any
     bodies: Sequence[Body]
     gradients: int  # The number of operations that compute its gradients.
+    is_nested: bool  # Whether gradients of its gradients are computed.
     compute: Callable[[Step, Any, Sequence[Any]], Any]
 
 
@@ -137,7 +139,7 @@ class Step:
         self.session = session
         self.functions = functions or {}
         self.outside = outside
-        self.pullbacks: dict[str, tuple[Sequence[Any], Callable[..., list[Any]], bool]] = {}
+        self.pullbacks: dict[str, tuple[Sequence[Any], Pullback, bool]] = {}
         """By operation: its inputs, the function that computes its gradients, if several do so."""
         self.error: BaseException | None = None
         self.on_abort: list[Callable[[], None]] = []  # Called once when the step fails.

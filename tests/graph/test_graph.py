@@ -218,21 +218,6 @@ MISTAKES = {
         "overwrite_input=True",
     ),
     "files": (lambda: np.save("x", constant(1.0)), TypeError, "save cannot be an operation"),
-    "second order": (
-        lambda: gradients(gradients((x := placeholder(float)) ** 3, x), x),
-        ValueError,
-        "gradients of gradients are not computed, and that of 'pow",
-    ),
-    "second order in a loop": (
-        lambda: gradients(
-            while_loop(
-                lambda x: x < 9.0, lambda x: x + gradients(x * x, x)[0], [x := constant(1.0)]
-            ),
-            x,
-        ),
-        errors.InvalidArgumentError,
-        "computed inside a cond or while_loop whose own gradient is needed",
-    ),
     "other graph": (lambda: Graph().add("identity", [constant(1.0)]), ValueError, "another graph"),
 }
 

@@ -1,0 +1,321 @@
+"""Gradients of gradients in graphs: as tapes and numeric differences give, or refused by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import special
+
+import ndistribute as nd
+from ndistribute import errors
+from ndistribute.autodiff import GradientTape, tape, untrack
+from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.graph import executor
+from ndistribute.graph.gradients import clip_by_global_norm, global_norm, gradients
+from ndistribute.graph.graph import Graph, Tensor, get_default_graph
+from ndistribute.graph.operations import cond, constant, identity, placeholder, register, while_loop
+from ndistribute.graph.optimizers import GradientDescentOptimizer
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import Variable, global_variables_initializer
+from tests.autodiff.standin import dense
+from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines
+from tests.autodiff.test_second_derivatives import both
+from tests.processes import free_addresses
+
+AT, WEIGHTS = np.array([0.3, -0.7, 1.2]), np.array([1.0, 2.0, 3.0])
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Graph().as_default(), Session() as session:
+        yield session
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, Any]]:
+    """Start a server for variables and one for a worker, and use a new graph."""
+    spec = free_addresses({"ps": 1, "worker": 1})
+    servers = {job: nd.Server(spec, job, 0) for job in spec}
+    with Graph().as_default():
+        yield servers
+    for server in servers.values():
+        server.stop()
+
+
+def differences(run: Callable[[Any], Any], at: Any) -> Any:
+    """Return the central differences of a function of an array by its elements."""
+    found = np.zeros_like(at)
+    for index in np.ndindex(at.shape):
+        step = np.zeros_like(at)
+        step[index] = 1e-6
+        found[index] = (run(at + step) - run(at - step)) / 2e-6
+    return found
+
+
+def function_of(expression: str) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        q = x[:, :3] + 2 * np.eye(3)
+        names = {**PLAIN, "x": x, "a": x[0, 0], "v": x[1], "q": q, "p": q @ q.T}
+        return eval(expression, names)
+
+    return function
+
+
+def first_gradient(expression: str) -> Any:
+    """Return the function of an expression, x, y and dy/dx, if graphs can compute them."""
+    function, x = function_of(expression), placeholder(np.float64, X.shape)
+    weights = np.random.default_rng(5).uniform(0.5, 1.5, np.shape(function(X)))
+    y = function(x)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"{y!r} is no tensor.")
+    slope = gradients(y, x, weights)[0]
+    return function, x, weights, slope
+
+
+def test_each_expression_has_the_derivatives_that_a_tape_and_differences_give() -> None:
+    direction, compared = np.random.default_rng(6).uniform(-1, 1, X.shape), 0
+    for expression in lines(DIFFERENTIATED):
+        with Graph().as_default(), Session() as session:
+            try:
+                function, x, weights, slope = first_gradient(expression)
+                alone = session.run(slope, {x: X})
+            except (AttributeError, NameError, TypeError, errors.InvalidArgumentError):
+                continue  # Graphs have not all functions and methods of arrays.
+            second = gradients(np.sum(slope * direction), x)[0]
+            third = gradients(np.sum(second * direction), x)[0]
+            computed = [*map(dense, session.run([slope, second, third], {x: X}))]
+            by_tape = both(function, X, weights, direction)
+            ends = [dense(session.run(second, {x: X + step * direction})) for step in (1e-6, -1e-6)]
+        np.testing.assert_allclose(dense(alone), computed[0], rtol=1e-10, err_msg=expression)
+        for ours, expected in zip(computed, by_tape, strict=False):
+            np.testing.assert_allclose(ours, dense(expected), 1e-9, 1e-12, err_msg=expression)
+        change = np.sum((ends[0] - ends[1]) / 2e-6 * direction)
+        assert np.sum(computed[2] * direction) == pytest.approx(change, rel=1e-4, abs=1e-4)
+        compared += 1
+    assert compared >= 150
+
+
+def slope_of(y: Any, x: Any, seed: Any = None) -> Any:
+    return gradients(y, x, seed)[0]
+
+
+def in_branch(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a program in which a branch computes a function, and its gradients."""
+
+    def program(x: Any) -> Any:
+        either = cond(np.sum(x) > 0, lambda: function(x * 1.0), lambda: x)
+        return np.sum(either**2)
+
+    return program
+
+
+def descent(x: Any) -> Any:
+    """Return the end of a descent whose steps use a gradient."""
+
+    def step(i: Any, a: Any) -> Any:
+        return [i + 1, a - 0.1 * slope_of(np.sum(a**4 * x), a)]
+
+    return np.sum(while_loop(lambda i, a: i < 3, step, [0, x])[1] ** 2)
+
+
+def loop(x: Any) -> Any:
+    turns = while_loop(lambda i, a: i < 3, lambda i, a: [i + 1, np.sin(a) * x + a], [0, x])
+    return np.sum(turns[1] ** 2)
+
+
+def clipped(x: Any, most: float) -> Any:
+    slopes = slope_of(np.sum(np.sin(x) * x), x), slope_of(np.sum(x**3), x), None
+    (one, other, _), norm = clip_by_global_norm(slopes, most)
+    return np.sum(one * WEIGHTS) + np.sum(other**2) + norm
+
+
+def looked_up(x: Any, power: int = 3) -> Any:
+    return np.sum(x[constant(np.array([1, 1, 2]))] ** power)
+
+
+def partial(x: Any) -> Any:
+    """Return a gradient by what was computed from another argument of the same operation."""
+    b = np.sin(x)
+    return slope_of(np.multiply(x, b) * b, b)
+
+
+def seeded(x: Any) -> Any:
+    w = WEIGHTS * constant(1.0)
+    return slope_of(np.sin(w), w, x**2)
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "seeds": lambda x: np.sum(seeded(x) ** 2),
+    "itself as the seed": lambda x: np.sum(slope_of(y := x**3, x, y) ** 2),
+    "several": lambda x: np.sum(slope_of([np.sum(x**3), np.sum(np.exp(x))], x) ** 2),
+    "identity": lambda x: np.sum(slope_of(identity(identity(x) ** 3), x) ** 2),
+    "parts": lambda x: np.sum(slope_of(np.sum(np.split(x**3, 3)[1] * x), x) ** 2),
+    "clipped": lambda x: clipped(x, 1.5),
+    "not clipped": lambda x: clipped(x, 150.0),
+    "rows": lambda x: np.sum(slope_of(looked_up(x), x) ** 2),
+    "rows added": lambda x: np.sum(slope_of([looked_up(x), looked_up(x, 2)], x) ** 2),
+    "rows scaled": lambda x: np.sum(
+        clip_by_global_norm([slope_of(looked_up(x), x)], 1.0, np.sum(x))[0][0] ** 2
+    ),
+    "norm of rows made whole": lambda x: global_norm([np.positive(slope_of(looked_up(x), x))]),
+    "of a branch": lambda x: np.sum(slope_of(in_branch(np.sin)(x), x) ** 2),
+    "of a loop": lambda x: np.sum(slope_of(loop(x), x) ** 2),
+    "in a branch": in_branch(lambda x: slope_of(np.sum(np.sin(x) * WEIGHTS * x), x)),
+    "in a branch, an argument twice": in_branch(lambda x: slope_of(np.multiply(x, x), x) * x),
+    "in a branch, arguments of each other": in_branch(partial),
+    "in a branch, seeds alone": in_branch(seeded),
+    "in a branch, twice": in_branch(lambda x: slope_of(slope_of(x**3, x) ** 2, x)),
+    "in a branch, rows": in_branch(lambda x: slope_of(looked_up(x), x) * x),
+    "in a loop": descent,
+    "of one in a loop": lambda x: np.sum(slope_of(descent(x), x) ** 2),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_with_gradients_is_differentiated(session: Session, program: str) -> None:
+    x = placeholder(np.float64, [3])
+    y = PROGRAMS[program](x)
+    found = [session.run(gradients(y, x)[0], {x: AT}) for _ in range(2)]
+    expected = differences(lambda at: session.run(y, {x: at}), AT)
+    for one in found:
+        np.testing.assert_allclose(dense(one), expected, 1e-5, 1e-7)
+
+
+def test_a_hessian_and_its_product_with_a_vector(session: Session) -> None:
+    x = placeholder(np.float64, [3])
+    slope = slope_of(np.sum(x**3) + x[0] * x[1] * x[2], x)
+    rows = [slope_of(slope[k], x) for k in range(3)]
+    hessian, product = session.run([np.stack(rows), slope_of(slope, x, WEIGHTS)], {x: AT})
+    a, b, c = AT
+    np.testing.assert_allclose(hessian, [[6 * a, c, b], [c, 6 * b, a], [b, a, 6 * c]])
+    np.testing.assert_allclose(product, hessian @ WEIGHTS)
+
+
+def test_a_stopped_gradient_is_a_constant(session: Session) -> None:
+    x = placeholder(np.float64, [3])
+    slope = slope_of(np.sum(x**3), x)
+    assert gradients(slope.stop_gradient(), x) == [None]
+    found = session.run(slope_of(np.sum(slope.stop_gradient() * x), x), {x: AT})
+    np.testing.assert_allclose(found, 3 * AT**2)
+
+
+def test_a_gradient_has_the_same_value_whether_or_not_it_is_differentiated(
+    session: Session,
+) -> None:
+    x = placeholder(np.float64, [3])
+    slope = slope_of(looked_up(x), x)
+    norm, second = global_norm([slope, slope * 2.0]), slope_of(np.sum(slope**2), x)
+    alone, beside = session.run([slope, norm], {x: AT}), session.run([slope, norm, second], {x: AT})
+    assert type(alone[0]) is type(beside[0]) is IndexedSlices
+    np.testing.assert_array_equal(alone[0].values, beside[0].values)
+    assert alone[1] == beside[1]
+
+
+def test_what_has_no_second_derivative_is_refused_by_name(session: Session) -> None:
+    register("special.digamma", special.digamma)
+    x = placeholder(np.float64, [3])
+    y = get_default_graph().add("special.digamma", [x]).outputs[0]
+    second = slope_of(slope_of(y, x) ** 2, x)
+    with pytest.raises(errors.InvalidArgumentError, match=r"_zeta, .* has no derivative rule"):
+        session.run(second, {x: WEIGHTS})
+    norm = slope_of(global_norm([slope_of(looked_up(x), x)]), x)
+    with pytest.raises(errors.InvalidArgumentError, match=r"norm of rows .* has no gradient"):
+        session.run(norm, {x: AT})
+
+
+def test_one_thread_at_a_time_differentiates_an_operation(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, most, changed = 0, 0, threading.Condition()
+
+    def tracked_pass(*args: Any) -> Any:
+        nonlocal inside, most
+        with changed:
+            inside += 1
+            most = max(most, inside)
+            changed.notify_all()
+            changed.wait_for(lambda: most > 1, 0.02)  # For another thread, if one may come.
+            inside -= 1
+        return computed(*args)
+
+    monkeypatch.setattr(executor, "_LONG_SECONDS", 0.0)
+    computed = tape.tracked_pass
+    monkeypatch.setattr(tape, "tracked_pass", tracked_pass)
+    x = placeholder(np.float64, [3])
+    y = np.sin(x)
+    parts = [slope_of(slope_of(y, x, WEIGHTS * k) ** 2, x, WEIGHTS) for k in range(1, 4)]
+    for _ in range(4):
+        found = session.run(parts, {x: AT})
+    assert most == 1
+    for k, one in enumerate(found, 1):
+        np.testing.assert_allclose(one, found[0] * k**2)
+
+
+def trained_by_a_tape(weights: list[Any], points: Any, steps: int) -> list[Any]:
+    """Return weights after descents of `loss_of`, whose gradients are clipped."""
+    for _ in range(steps):
+        with GradientTape() as outer:
+            tracked = outer.watch(weights)
+            with GradientTape() as inner:
+                x = inner.watch(points)
+                y = network(x, tracked)
+            loss = loss_of(y, inner.gradient(y, x))
+        slopes = outer.gradient(loss, tracked)
+        factor = 1 / max(1.0, np.sqrt(sum(np.sum(one**2) for one in slopes)))
+        weights = [
+            one - 0.5 * factor * untrack(slope) for one, slope in zip(weights, slopes, strict=True)
+        ]
+    return weights
+
+
+def network(x: Any, weights: Any) -> Any:
+    return np.tanh(x @ weights[0] + weights[1]) @ weights[2]
+
+
+def loss_of(y: Any, slope: Any) -> Any:
+    """Return a loss with the penalty of a gradient whose norm is not one."""
+    return np.mean(y) + 10 * np.mean((np.sqrt(np.sum(slope**2, axis=1)) - 1) ** 2)
+
+
+def test_an_optimizer_minimises_the_penalty_of_a_gradient_on_two_tasks(cluster: Any) -> None:
+    rng, graph = np.random.default_rng(4), get_default_graph()
+    start = [rng.standard_normal(shape) for shape in ((3, 5), (5,), (5, 1))]
+    points = rng.standard_normal((6, 3))
+    with graph.device(PS):
+        weights = [Variable(one) for one in start]
+    with graph.device(WORKER):
+        x = placeholder(np.float64, [None, 3])
+        y = network(x, weights)
+        loss = loss_of(y, slope_of(y, x))
+    optimizer = GradientDescentOptimizer(0.5)
+    pairs = optimizer.compute_gradients(loss, weights)
+    slopes, _ = clip_by_global_norm([slope for slope, _ in pairs], 1.0)
+    train = optimizer.apply_gradients(zip(slopes, weights, strict=True))
+    with Session(cluster["worker"].target) as session:
+        session.run(global_variables_initializer())
+        before, *_ = [session.run([loss, train], {x: points})[0] for _ in range(6)]
+        after, *trained = session.run([loss, *weights], {x: points})
+    assert after < before
+    for ours, expected in zip(trained, trained_by_a_tape(start, points, 6), strict=True):
+        np.testing.assert_allclose(ours, expected, 1e-9, 1e-12)
+
+
+def test_derivatives_of_operations_on_two_tasks(cluster: Any) -> None:
+    with Session(cluster["worker"].target) as session:
+        x = placeholder(np.float64, [3])
+        with get_default_graph().device(PS):
+            inner = np.sin(x) * x
+        with get_default_graph().device(WORKER):
+            y = np.sum(inner**2 * x)
+        orders = [y]
+        for _ in range(3):
+            orders.append(np.sum(slope_of(orders[-1], x) * WEIGHTS))
+        found = session.run(orders[1:], {x: AT})
+        for order, value in zip(orders[:-1], found, strict=True):
+            slope = differences(lambda at, order=order: session.run(order, {x: at}), AT)
+            assert value == pytest.approx(np.sum(slope * WEIGHTS), rel=1e-5)
