@@ -20,7 +20,7 @@ _CONSTANT = frozenset(
     "numpy.equal numpy.floor numpy.greater numpy.greater_equal numpy.isfinite numpy.isnan "
     "numpy.less numpy.less_equal numpy.logical_and numpy.logical_not numpy.logical_or "
     "numpy.not_equal numpy.ones_like numpy.rint numpy.round numpy.shape numpy.size "
-    "numpy.zeros_like assign assign_add assign_sub".split()
+    "numpy.zeros_like assign assign_add assign_sub py_function".split()
 )
 
 

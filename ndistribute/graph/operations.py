@@ -89,7 +89,7 @@ def py_function(
     """Return the result of a Python function of arrays, which is called in this process.
 
     A session without a target runs it, and one whose target is a server of this process, on the
-    task of that server.
+    task of that server. For gradients the result is a constant.
 
     Args:
         function: takes the values of the inputs as arrays; returns an array, or a sequence of them.

@@ -115,7 +115,10 @@ def test_random_numbers_repeat_with_the_seed_and_differ_from_run_to_run() -> Non
 
 
 def test_python_functions_run_in_this_process(session: Session) -> None:
-    assert session.run(py_function(lambda x: x + 1, [constant(1.0)])) == 2.0
+    x = constant(1.0)
+    y = py_function(lambda x: x + 1, [x])
+    assert session.run(y) == 2.0
+    assert gradients(y, x) == [None]
 
 
 def test_a_use_of_a_variable_reads_it_once(session: Session) -> None:
