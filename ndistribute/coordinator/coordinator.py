@@ -178,7 +178,9 @@ class ClusterCoordinator:
 
         Args:
             dataset: a function that returns a dataset, called on each worker at its first use
-                (`nd.cluster.worker_index` is the worker's index there), or a dataset to send.
+                (`nd.cluster.worker_index` is the worker's index there), or a dataset to send. Each
+                worker goes through all elements of a dataset that is sent, in an order of its own
+                if it has a `shuffle`, also with a seed.
 
         Raises:
             ValueError: the dataset cannot be pickled.

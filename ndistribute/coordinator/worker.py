@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import queue
 import threading
@@ -18,7 +19,10 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ndistribute.cluster.resolvers import worker_index
 from ndistribute.coordinator.pickling import Pickled, dump, load
+from ndistribute.data import Dataset
+from ndistribute.data.pipeline import seeds_of
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
 from ndistribute.timeline import recorded
@@ -94,9 +98,19 @@ def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) ->
 
 
 def kept_dataset(function_key: str, key: str) -> Any:
-    """Return this worker's own dataset; create it at the first call."""
-    made = _session().running[function_key]()
-    return keep(key, made if callable(made) else lambda: made)
+    """Return this worker's own dataset, with its own order; create it at the first call."""
+    # Not the object that all datasets of these bytes share, whose seeds would change twice.
+    load_anew = inspect.unwrap(_session().running[function_key])
+
+    def make() -> Any:
+        made = load_anew()
+        if callable(made):
+            return made()
+        for seeds in seeds_of(made._node) if isinstance(made, Dataset) else ():
+            seeds.fold(worker_index())
+        return made
+
+    return keep(key, make)
 
 
 def input_value(index: int) -> Any:

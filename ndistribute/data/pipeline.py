@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ndistribute.data.elements import Chunk, Element, checksum
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
@@ -47,6 +49,12 @@ class SeedCounter:
             drawn = self._next
             self._next = drawn._replace(iteration=drawn.iteration + 1)
             return drawn
+
+    def fold(self, number: int) -> None:
+        """Draw from now on the seeds that belong to a number; 0 changes nothing."""
+        if number:
+            own = np.random.SeedSequence(self._next.entropy, spawn_key=(number,))
+            self._next = self._next._replace(entropy=int(own.generate_state(1, np.uint64)[0]))
 
     def resume(self, seed: ShuffleSeed) -> None:
         """Continue after this seed, as if it had been the last."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.data import Dataset
 from tests.coordinator import errands
 from tests.processes import Tasks, wait_until
 from tests.transport.ends import forked
@@ -94,6 +95,21 @@ def test_each_worker_has_its_own_dataset(coordinator, fifo):
         sides = [coordinator.schedule(take, (fifo, side, iterator)) for side in ("in", "out")]
         got += coordinator.fetch(sides)
     assert sorted(got) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_a_dataset_that_is_sent_has_an_order_of_its_own_on_each_worker(coordinator, fifo):
+    def take(fifo: str, side: str, iterator) -> tuple[int, list[int]]:
+        errands.meet(fifo, side)
+        return errands.index(), next(iterator).tolist()
+
+    dataset, got = Dataset.range(40).shuffle(40, seed=3).batch(40), []
+    for _ in range(2):  # The same bytes, sent again, give the same orders.
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        sides = [coordinator.schedule(take, (fifo, side, iterator)) for side in ("in", "out")]
+        got.append(dict(coordinator.fetch(sides)))
+    assert got[0] == got[1]
+    assert got[0][0] == next(iter(dataset)).tolist() != got[0][1]
+    assert sorted(got[0][1]) == list(range(40))
 
 
 def test_short_functions_are_sent_ahead_and_long_ones_are_not(coordinator, fifo):
