@@ -10,12 +10,14 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-__all__ = ["Explaining", "explain_read_only"]
+__all__ = ["HARMLESS", "Explaining", "explain_read_only", "refuse_options"]
 
 _INSTEAD = {
+    "add_loss": "use kernel_regularizer, override penalties, or write a loop of your own",
+    "add_metric": "pass metrics to compile",
     "add_variable": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "add_weight": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "decay": "pass a schedule, such as learning_rate=optimizers.ExponentialDecay(...)",
@@ -23,6 +25,16 @@ _INSTEAD = {
     "lr": "use learning_rate",
 }
 """What to do instead of what Keras, or an older Keras, has by these names."""
+
+HARMLESS = """
+    aggregation_method back_prop caching_device colocate_gradients_with_ops deterministic
+    experimental_deterministic flush_secs gate_gradients max_queue meta_graph_suffix name
+    num_threads output_partition_graphs parallel_iterations private_threadpool_size queue_capacity
+    read_value replica_id restore_sequentially save_relative_paths session shape_invariants sharded
+    strip_default_attrs swap_memory trace_level use_locking use_resource validate_shape
+    write_meta_graph write_version
+""".split()
+"""Options of TensorFlow that have no effect, as they can change no result."""
 
 
 class Explaining:
@@ -36,11 +48,29 @@ class Explaining:
 
     _needs_init: ClassVar[bool] = True
     """Whether the constructor of the base class, which sets `name`, must run."""
+    _uncalled: ClassVar[dict[str, str]] = {}
+    """What others than this package may not define, as nothing calls it, and what to do instead."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = _explained(cls.__init__)  # type: ignore[method-assign]
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] != __name__.partition(".")[0]:
+                cls._refuse_uncalled(vars(base))
+
+    @classmethod
+    def _refuse_uncalled(cls, names: Iterable[str]) -> None:
+        """Raise a `TypeError` if something is defined that has no effect."""
+        for name in names:
+            instead = cls._instead_of(name)
+            if instead is not None:
+                raise TypeError(f"{cls.__name__}: nothing calls {name}: {instead}.")
+
+    @classmethod
+    def _instead_of(cls, name: str) -> str | None:
+        """Return what to do instead of defining a name; None if it has an effect."""
+        return cls._uncalled.get(name)
 
     if not TYPE_CHECKING:  # Else no attribute would be unknown.
 
@@ -76,6 +106,13 @@ def _explained(init: Callable[..., None]) -> Any:
             raise TypeError(f"{kind.__name__} takes no argument {name!r}: {hint[0]}.") from error
 
     return explained
+
+
+def refuse_options(what: str, options: Iterable[str]) -> None:
+    """Raise a `TypeError` for options without effect, unless they are `HARMLESS`."""
+    for name in options:
+        if name not in HARMLESS:
+            raise TypeError(f"{what}: {name} has no effect here, so leave it out.")
 
 
 def explain_read_only(error: BaseException) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class Loss(Explaining, Shown):
     Raises:
         ValueError: the reduction is unknown.
     """
+
+    _uncalled: ClassVar = {"__call__": "define call, which returns the loss of each example"}
 
     def __init__(self, reduction: str | None = _REDUCTIONS[0], name: str | None = None) -> None:
         self.reduction = "none" if reduction is None else str(reduction).lower()

@@ -45,6 +45,12 @@ class Metric(Explaining, Shown):
         size: the number of sums that the metric keeps.
     """
 
+    _uncalled: ClassVar = {
+        "merge_state": "the sums of replicas are added up",
+        "reset_states": "define reset_state",
+        "result": "define value_of, which computes the value from the sums",
+    }
+
     def __init__(self, name: str | None = None, *, size: int = 2) -> None:
         self.name = name or snake_case(type(self).__name__)
         self.state = Variable(

@@ -53,6 +53,11 @@ _ONE_OUTPUT = (
     "nest."
 )
 
+_OF_KERAS = """
+    compute_loss compute_metrics get_metrics_result make_predict_function make_test_function
+    make_train_function predict_step reset_metrics test_step train_step
+""".split()
+
 
 @dataclasses.dataclass(eq=False)
 class Position:
@@ -126,6 +131,9 @@ class Position:
 class Trainer(Layer):
     """A layer that can be compiled, fitted and evaluated, under the strategy of its scope."""
 
+    _uncalled = Layer._uncalled | dict.fromkeys(_OF_KERAS, "write a loop of your own")
+    del _uncalled["trainable_variables"]  # That of a model has an effect.
+
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name, **options)
         keep_freed_memory()
@@ -175,6 +183,11 @@ class Trainer(Layer):
             if halves and not isinstance(self.optimizer, _optimizers.LossScale):
                 self.optimizer = _optimizers.LossScale(self.optimizer)
             self.loss = None if loss is None else _losses.get(loss)
+            if self.loss is not None and self.loss.reduction != "sum_over_batch_size":
+                raise ValueError(
+                    f"compile: the loss has reduction={self.loss.reduction!r}, but fit divides the "
+                    "sum by the number of examples: leave it out, or write a loop of your own."
+                )
             self._loss_mean = _metrics.Mean("loss")
             self._metrics = [
                 (_metrics.get(one, self.loss), weighted)
@@ -543,6 +556,8 @@ class Trainer(Layer):
             self(tree.map_leaves(lambda one: copy_to(one, device), example), training=False)
 
         self.strategy.run(call)
+
+    _build_with = build_for
 
     def on_any_worker(self, flag: bool) -> bool:
         """Return True if a flag is set on any worker; all must call this after the same step."""

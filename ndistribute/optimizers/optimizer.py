@@ -48,7 +48,10 @@ LearningRate = float | Callable[[int], float]
 # For each variable and each memory: the variable and its slots, writable; and the step's rate.
 _Opened = tuple[list[list[tuple[Array, ...]]], float]
 
-_OF_RULES = {name for name in vars(Rule) if not name.startswith("_")} - {"name"}
+_OF_KERAS = (
+    *("_apply_dense", "_apply_sparse", "_resource_apply_dense", "_resource_apply_sparse"),
+    *("_create_slots", "apply", "get_updates", "update_step"),
+)
 
 _log = logging.getLogger("ndistribute")
 
@@ -79,14 +82,10 @@ class Optimizer(Explaining, Shown):
         ValueError: a number is out of range, or more than one kind of clipping is given.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        arithmetic = _OF_RULES & vars(cls).keys()
-        if arithmetic:
-            raise TypeError(
-                f"{cls.__name__} defines {', '.join(sorted(arithmetic))}, which belong to a Rule: "
-                "define them in one and pass it, Optimizer(rule, learning_rate)."
-            )
+    _uncalled = dict.fromkeys(
+        {name for name in (*vars(Rule), *_OF_KERAS) if not name.startswith("__")} - {"name"},
+        "define update of a Rule, and pass that: Optimizer(rule, learning_rate)",
+    )
 
     def __init__(
         self,

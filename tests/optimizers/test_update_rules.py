@@ -102,7 +102,7 @@ def test_a_rule_needs_a_name_of_its_own_and_an_optimizer_no_arithmetic() -> None
             name = "twice"
 
     assert hyperparameters_of(First()) == ("twice", {})
-    with pytest.raises(TypeError, match="defines update, which belong to a Rule"):
+    with pytest.raises(TypeError, match="nothing calls update: define update of a Rule"):
 
         class Own(SGD):
             def update(self) -> None:

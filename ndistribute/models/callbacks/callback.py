@@ -27,6 +27,14 @@ class Callback(Explaining):
     """
 
     _needs_init = False
+
+    @classmethod
+    def _instead_of(cls, name: str) -> str | None:
+        if not name.startswith("on_") or hasattr(Callback, name):
+            return None
+        near = difflib.get_close_matches(name, dir(Callback), 1)
+        return f"define {near[0]}" if near else "see help(Callback)"
+
     restores: bool = False
     model: Any = None
     params: Mapping[str, Any] = {}
@@ -111,7 +119,7 @@ class Callbacks:
         for one in self.members:
             if not isinstance(one, Callback):
                 raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
-            _check_names(one)
+            one._refuse_uncalled(name for name in vars(one) if callable(vars(one)[name]))
             one.set_model(model)
             one.set_params(params)
         self._restoring_last = sorted(self.members, key=lambda one: one.restores)
@@ -144,16 +152,6 @@ def _own(callback: Callback, name: str) -> Callable[..., Any] | None:
     """Return a method of a callback, unless it is that of `Callback`."""
     method: Any = getattr(callback, name)
     return None if getattr(method, "__func__", None) is getattr(Callback, name) else method
-
-
-def _check_names(callback: Callback) -> None:
-    """Raise a `TypeError` if a callback has a method ``on_...`` that nothing calls."""
-    for name in dir(callback):
-        unknown = name.startswith("on_") and not hasattr(Callback, name)
-        if unknown and callable(getattr(callback, name)):
-            near = difflib.get_close_matches(name, dir(Callback), 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise TypeError(f"{type(callback).__name__}: nothing calls {name}.{hint}")
 
 
 class History(Callback):

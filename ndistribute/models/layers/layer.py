@@ -30,6 +30,27 @@ from ndistribute.variables import Variable
 __all__ = ["Layer", "set_dtype_policy"]
 
 
+_STATES = "load_assets load_own_variables save_assets save_own_variables".split()
+_LISTS = "non_trainable_variables trainable_variables variables".split()
+
+
+def _building(build: Callable[[Any, Any], None]) -> Any:
+    """Return a `build` that users may call, too: it does what a first call does."""
+
+    @functools.wraps(build)
+    def built(self: Layer, input_shape: Any) -> None:
+        if self._builds:
+            build(self, input_shape)
+            return
+        example = _example_of(input_shape, self.compute_dtype)
+        if self.built and _lengths_of(self.input_spec) != _lengths_of(example):
+            shapes = _lengths_of(self.input_spec)
+            raise ValueError(f"{self.name!r} was built for examples of the shapes {shapes}.")
+        self._build_with(example)
+
+    return built
+
+
 class Layer(Explaining):
     """The base class of layers.
 
@@ -61,10 +82,21 @@ class Layer(Explaining):
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    _builds = False  # Whether the first call is creating the variables.
+    _uncalled: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
+        **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
+        "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
+        "compute_mask": "pass masks as arguments of call",
+        "from_config": "load calls the constructor with what get_config returns",
+        "losses": "define penalties",
+    }
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         Layer.known[cls.__name__] = cls
+        if "build" in vars(cls):
+            cls.build = _building(cls.build)  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer = super().__new__(cls)
@@ -89,12 +121,18 @@ class Layer(Explaining):
 
     # Methods that a subclass defines.
 
+    @_building
     def build(self, input_shape: Any) -> None:
-        """Create the variables; called once, before the first `call`.
+        """Create the variables; called once, before the first `call`, or earlier by the user.
+
+        A call for a model creates the variables of all its layers.
 
         Args:
-            input_shape: the shape of the first argument of `call`, with the length of the batch; a
-                nest of shapes for a nest of arrays.
+            input_shape: the shape of the first argument of `call`, with the length of the batch,
+                which may be None; a nest of shapes for a nest of arrays.
+
+        Raises:
+            ValueError: the layer was built for another shape.
         """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,14 +307,24 @@ class Layer(Explaining):
             if name != "_arguments":
                 yield from _leaves(name, value)
 
+    def _build_with(self, batch: Any) -> None:
+        """Create the variables for an input; a model overrides this."""
+        self._build_once([batch])
+
     def _build_once(self, args: Sequence[Any]) -> None:
         """Create the variables; inside `run`, once for all replicas, which wait for it."""
 
         def build(_: Any = None) -> None:
-            if not self.built:
+            if self.built:
+                return
+            self._refuse_uncalled(name for name, one in vars(self).items() if one is not None)
+            self._builds = True
+            try:
                 self.build(tree.map_leaves(_shape_of, args[0]) if args else None)
-                self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
-                self.built = True
+            finally:
+                del self._builds
+            self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
+            self.built = True
 
         replica = get_replica_context()
         if replica is None or replica.num_replicas_in_sync == 1:
@@ -338,6 +386,22 @@ def _takes_training(call: Callable[..., Any]) -> bool:
 
 def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(np.shape(value))
+
+
+def _example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
+    """Return zeros of a shape that a user gave, or a nest of zeros for a nest of shapes."""
+    if isinstance(shape, Mapping):
+        return {name: _example_of(one, dtype) for name, one in shape.items()}
+    lengths = list(shape)
+    if any(isinstance(one, Mapping | Sequence) for one in lengths):
+        return type(shape)(_example_of(one, dtype) for one in lengths)
+    if not lengths or None in lengths[1:]:
+        raise ValueError(f"build needs each length but the first, got {tuple(lengths)}.")
+    return np.zeros((1, *lengths[1:]), dtype)
+
+
+def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
+    return [one.shape[1:] for one in tree.flatten(batch)]
 
 
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:

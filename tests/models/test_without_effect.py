@@ -1,0 +1,157 @@
+"""What users of Keras define that nothing here calls is refused by name; `build` works."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import callbacks, layers, losses, metrics, optimizers
+
+X, Y = np.ones((6, 4), np.float32), np.ones((6, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "instead"),
+    [
+        (nd.Model, "train_step", "write a loop of your own"),
+        (nd.Sequential, "test_step", "write a loop of your own"),
+        (nd.Model, "predict_step", "write a loop of your own"),
+        (nd.Model, "compute_loss", "write a loop of your own"),
+        (nd.Model, "losses", "define penalties"),
+        (layers.Dense, "compute_mask", "pass masks as arguments of call"),
+        (layers.Layer, "activity_regularizer", "write a loop of your own"),
+        (layers.Layer, "trainable_variables", "set trainable"),
+        (layers.Layer, "save_own_variables", "variables"),
+        (layers.Layer, "from_config", "load calls the constructor"),
+        (losses.Loss, "__call__", "define call"),
+        (metrics.Mean, "result", "define value_of"),
+        (metrics.Metric, "reset_states", "define reset_state"),
+        (optimizers.SGD, "update_step", "define update of a Rule"),
+        (optimizers.Optimizer, "_resource_apply_dense", "define update of a Rule"),
+        (callbacks.Callback, "on_epoch_finish", "define on_epoch"),
+    ],
+)
+def test_a_class_that_defines_what_nothing_calls_is_refused(base, name, instead):
+    with pytest.raises(TypeError, match=f"Own: nothing calls {name}: .*{instead}"):
+        type("Own", (base,), {name: lambda self, *args: None})
+    mixed = type("Mixed", (), {name: lambda self, *args: None})
+    with pytest.raises(TypeError, match=f"Own: nothing calls {name}"):
+        type("Own", (mixed, base), {})
+
+
+def test_a_regularizer_of_activities_that_a_layer_sets_is_refused():
+    class Penalized(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.activity_regularizer = nd.models.regularizers.L2(0.1)
+
+        def call(self, inputs):
+            return inputs
+
+    with pytest.raises(TypeError, match="nothing calls activity_regularizer"):
+        Penalized()(X)
+
+
+def test_a_model_may_choose_what_it_trains():
+    class Head(nd.Model):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = layers.Dense(3), layers.Dense(2)
+
+        def call(self, x):
+            return self.head(self.body(x))
+
+        @property
+        def trainable_variables(self):
+            return self.head.trainable_variables
+
+    model = Head()
+    model.build_for(X)
+    model.compile("sgd", "mse")
+    kept = model.body.kernel.numpy()
+    model.fit(X, Y, verbose=0)
+    assert np.array_equal(model.body.kernel.numpy(), kept)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_fit_takes_no_loss_of_another_reduction(reduction):
+    model = nd.Sequential([layers.Dense(2)])
+    with pytest.raises(ValueError, match=f"reduction='{reduction}'.* divides the sum"):
+        model.compile("sgd", losses.MeanSquaredError(reduction=reduction))
+
+
+def test_build_makes_the_variables_of_all_layers():
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nd.Sequential([layers.Dense(3), layers.Dense(2)])
+        model.build((None, 4))
+        shapes = [variable.shape for variable in model.variables]
+        assert shapes == [(4, 3), (3,), (3, 2), (2,)]
+        model.build([None, 4])
+        kernel = model.layers[0].kernel
+        model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+        assert model.layers[0].kernel is kernel
+    with pytest.raises(ValueError, match=r"built for examples of the shapes \[\(4,\)\]"):
+        model.build((None, 5))
+    with pytest.raises(ValueError, match="each length but the first"):
+        nd.Sequential([layers.Dense(3)]).build((None, None))
+
+
+def test_build_of_several_inputs_takes_a_nest_of_shapes():
+    class Joined(nd.Model):
+        def __init__(self):
+            super().__init__()
+            self.output = layers.Dense(2)
+
+        def call(self, parts):
+            return self.output(np.concatenate([parts["a"], parts["b"][0]], axis=-1))
+
+    model = Joined()
+    model.build({"a": (None, 3), "b": [(None, 2)]})
+    assert model.output.kernel.shape == (5, 2)
+
+
+def test_a_layer_that_was_built_early_keeps_its_variables():
+    dense = layers.Dense(2)
+    dense.build((None, 4))
+    kernel = dense.kernel
+    dense(X)
+    assert dense.kernel is kernel
+
+
+def test_an_own_build_of_a_model_runs_once_and_may_call_that_of_its_base():
+    class Own(nd.Model):
+        def build(self, input_shape):
+            self.scale = self.add_weight("scale", input_shape[-1:], "ones")
+            self.output = layers.Dense(2)
+            super().build(input_shape)
+
+        def call(self, x):
+            return self.output(x * self.scale)
+
+    early, late = Own(), Own()
+    early.build((None, 4))
+    late(X)
+    assert [*early.named_variables()] == [*late.named_variables()]
+    assert [*early.named_variables()] == ["scale", "output/kernel", "output/bias"]
+
+
+def test_accuracy_of_a_binary_loss_of_logits_compares_probabilities_with_a_half():
+    class Same(nd.Model):
+        def __init__(self):
+            super().__init__()
+            self.unused = layers.Dense(1)
+
+        def call(self, x):
+            return self.unused(x) * 0 + x
+
+    logits = np.array([[-3.0], [0.2], [0.4], [2.0], [-0.1], [-1.0]], np.float32)
+    labels = np.array([0, 1, 1, 1, 0, 0])
+    model = Same()
+    loss = losses.BinaryCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy", metrics.BinaryAccuracy(name="of_keras")])
+    found = model.evaluate(logits, labels, verbose=0, return_dict=True)
+    assert found["accuracy"] == 1.0
+    assert found["of_keras"] == pytest.approx(4 / 6)
