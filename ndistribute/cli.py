@@ -55,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a script in several processes"))
     doctor = commands.add_parser("doctor", help="show what this machine has and what is missing")
-    doctor.add_argument("--fast", action="store_true", help="no effect: doctor measures nothing")
     doctor.set_defaults(act=_doctor)
     bench = commands.add_parser("bench", help="run a benchmark of the repository")
     bench.add_argument("name", choices=_BENCHMARKS.split())

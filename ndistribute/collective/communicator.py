@@ -59,7 +59,7 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommunicationOptions:
-    """The settings of the collectives of a call or of a strategy.
+    """The settings of the collectives of a strategy; of a single call, only of how long it waits.
 
     Args:
         bytes_per_pack: the most bytes of a bucket of gradients and of a message; 0: the default of
@@ -179,10 +179,16 @@ class Communicator:
             outputs = [flat.copy() for flat in inputs]
         else:
             outputs = self._outputs.like(inputs)
-            timeout = self._timeout if options is None else options.timeout
+            timeout = self._timeout_of(options)
             with self._numbered("all_reduce", op.name, signature) as call:
                 self._backend.all_reduce(call, inputs, outputs, op, timeout)
         return self._returned(value, arrays, outputs)
+
+    def _timeout_of(self, options: CommunicationOptions | None) -> float:
+        """Return how long a call with options waits."""
+        if options is not None and options.wire_dtype is not None:
+            raise ValueError("wire_dtype has no effect in a call: give it to the strategy.")
+        return self._timeout if options is None or not options.timeout_seconds else options.timeout
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
@@ -192,7 +198,7 @@ class Communicator:
             return tree.unflatten(value, [array.copy() for array in arrays])
         placed = [copy_to(rows, self._backend.device) for rows in moved] if self._on_gpu else moved
         inputs = [rows.reshape(len(rows), math.prod(rows.shape[1:])) for rows in placed]
-        timeout = self._timeout if options is None else options.timeout
+        timeout = self._timeout_of(options)
         # "*" replaces the number of rows, which may differ.
         signature = tuple((rows.dtype, ("*", *rows.shape[1:])) for rows in moved)
         with self._numbered("all_gather", f"axis={axis}", signature) as call:

@@ -24,6 +24,7 @@ from ndistribute.context import current_seed
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
+from ndistribute.mistakes import refuse_options
 from ndistribute.models import activations, layers, nn
 from ndistribute.tree import map_leaves
 
@@ -269,13 +270,12 @@ class Model(models.Model):
             super().compile(get_optimizer(optimizer), *args, **kwargs)
 
     compile = adapted(_compile, "run_eagerly", "steps_per_execution", "jit_compile")
-    predict = adapted(models.Model.predict, "verbose")
     save = adapted(models.Model.export, "overwrite", "save_format", filepath="path")
     weights = property(lambda self: self.variables)
     trainable_weights = property(lambda self: self.trainable_variables)
 
-    def summary(self, *args: Any, **kwargs: Any) -> str:
-        sys.stdout.write(f"{super().summary()}\n")
+    def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
+        (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
         return super().summary()
 
 
@@ -335,9 +335,18 @@ ADAPTERS: dict[str, Any] = {
     "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
 }
 Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")
+
+
+def _set_option(options: Any, name: str, value: Any) -> None:
+    """Set an option, or one that changes no result."""
+    refuse_options("Options", {name} - vars(options).keys())
+    object.__setattr__(options, name, value)
+    options.__post_init__()
+
+
 Options = subclass(
     nd.InputOptions,
-    __setattr__=object.__setattr__,
+    __setattr__=_set_option,
     experimental_distribute=property(lambda self: self),
     threading=property(lambda self: self),
 )
@@ -403,11 +412,18 @@ gather = unary(
     ),
     ids="indices",
 )
+
+
+def _whole(params: Any) -> Any:
+    """Return a table, which may be the only one of a list."""
+    if isinstance(params, list | tuple) and len(params) != 1:
+        raise ValueError(f"embedding_lookup needs one table, got {len(params)}: concat them.")
+    return params[0] if isinstance(params, list | tuple) else params
+
+
 embedding_lookup = adapted(
-    lambda params, ids, partition_strategy="mod", name=None, **_: gather(
-        params[0] if isinstance(params, list | tuple) and len(params) == 1 else params,
-        ids,
-        name=name,
+    lambda params, ids, partition_strategy="mod", name=None, validate_indices=True: gather(
+        _whole(params), ids, name=name
     )
 )
 expand_dims = unary(np.expand_dims, input="a", dim="axis")

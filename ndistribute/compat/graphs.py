@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.hooks import global_step_of_graph
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
+from ndistribute.mistakes import refuse_options
 from ndistribute.models import nn
 
 _program = {"has graphs": False}
@@ -66,7 +68,9 @@ class Session(graph.Session):
     Text is bytes, as TensorFlow's is.
     """
 
-    def run(self, fetches: Any, feed_dict: Any = None, *_: Any, **__: Any) -> Any:
+    def run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
         """Return the values of fetches; see `ndistribute.graph.Session`."""
         with self.graph.as_default():
             known = tree.map_leaves(_as_fetch, fetches)
@@ -76,15 +80,21 @@ class Session(graph.Session):
 class MonitoredTrainingSession(graph.MonitoredTrainingSession):
     """A session with hooks, whose text is bytes."""
 
-    def run(self, fetches: Any, feed_dict: Any = None, *_: Any, **__: Any) -> Any:
+    def run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
         """Return the values of fetches; see `ndistribute.graph.MonitoredTrainingSession`."""
         return tree.map_leaves(_as_bytes, super().run(fetches, feed_dict))
 
 
 class RunOptions(SimpleNamespace):
-    """Options of a run; they have no effect."""
+    """Options of a run; they have no effect, so a limit of time is refused."""
 
     NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
+
+    def __init__(self, **options: Any) -> None:
+        refuse_options("RunOptions", options)
+        super().__init__(**options)
 
 
 class InteractiveSession(Session):
@@ -150,11 +160,10 @@ def gradients(
     xs: Any,
     grad_ys: Any = None,
     name: str = "gradients",
-    colocate_gradients_with_ops: bool = False,
-    gate_gradients: Any = False,
-    aggregation_method: Any = None,
+    **options: Any,
 ) -> list[Any]:
     """Return the gradients of the sum of tensors with respect to others."""
+    refuse_options("gradients", options)
     return graph.gradients(ys, xs, grad_ys, name)
 
 
@@ -170,7 +179,8 @@ def global_step(sess: Any, global_step_tensor: Any) -> int:
 
 def get_global_step(graph_: Any = None) -> Any:
     """Return the variable that counts the steps; None if there is none."""
-    with contextlib.suppress(RuntimeError):
+    chosen = graph_ or graph.get_default_graph()
+    with contextlib.suppress(RuntimeError), chosen.as_default():
         return global_step_of_graph()
     return None
 
@@ -216,9 +226,15 @@ def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: An
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
-def _while(condition: Any, body: Any, loop_vars: Any, *_: Any, **__: Any) -> Any:
+def _while(
+    cond: Any, body: Any, loop_vars: Any, *, maximum_iterations: Any = None, **options: Any
+) -> Any:
+    refuse_options("while_loop", options)
     values = list(loop_vars)
-    while condition(*values):
+    rounds = itertools.count() if maximum_iterations is None else range(maximum_iterations)
+    for _ in rounds:
+        if not cond(*values):
+            break
         found = body(*values)
         values = list(found) if isinstance(found, list | tuple) else [found]
     return values
@@ -239,13 +255,12 @@ def _graph_while(
     cond: Any,
     body: Any,
     loop_vars: Any,
-    shape_invariants: Any = None,
-    parallel_iterations: int = 10,
-    back_prop: bool = True,
-    swap_memory: bool = False,
-    name: Any = None,
+    *,
     maximum_iterations: Any = None,
+    name: Any = None,
+    **options: Any,
 ) -> Any:
+    refuse_options("while_loop", options)
     return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
 
 
@@ -438,9 +453,10 @@ def numpy_input_fn(
     batch_size: int = 128,
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Callable[[], Dataset]:
     """Return an input function that gives batches of arrays; None epochs: for ever."""
+    refuse_options("numpy_input_fn", options)
     if shuffle is None:
         raise ValueError("numpy_input_fn: shuffle must be True or False.")
 
@@ -503,7 +519,7 @@ FLAGS = _Flags()
 
 
 def _defines(kind: Callable[[str], Any]) -> Callable[..., None]:
-    def define(flag_name: str, default_value: Any, docstring: Any = None, **_: Any) -> None:
+    def define(flag_name: str, default_value: Any, docstring: Any = None) -> None:
         FLAGS.define(flag_name, default_value, docstring, type=kind)
 
     return define
@@ -520,9 +536,7 @@ DEFINE_integer = _defines(int)
 DEFINE_float = _defines(float)
 
 
-def DEFINE_boolean(  # noqa: N802
-    flag_name: str, default_value: Any, docstring: Any = None, **_: Any
-) -> None:
+def DEFINE_boolean(flag_name: str, default_value: Any, docstring: Any = None) -> None:  # noqa: N802
     """Define a flag that is true or false; alone, it means true, and false after ``no``."""
     FLAGS.define(flag_name, default_value, docstring, type=_truth, nargs="?", const=True)
     no: Any = {"dest": flag_name, "action": "store_const", "const": False}
@@ -534,7 +548,6 @@ def DEFINE_enum(  # noqa: N802
     default: Any,
     enum_values: list[str],
     help: Any = None,  # noqa: A002
-    **_: Any,
 ) -> None:
     """Define a flag with a choice of values."""
     FLAGS.define(name, default, help, choices=enum_values)

@@ -61,6 +61,7 @@ class Scaffold:
         local_init_op: run by each worker; None: that of the local variables.
         summary_op: the summary to write; None: that of all summaries.
         saver: saves and restores; None: one for the global variables.
+        ready_for_local_init_op: None.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Scaffold:
         local_init_op: Any = None,
         summary_op: Any = None,
         saver: Saver | None = None,
-        **_: Any,
+        ready_for_local_init_op: Any = None,
     ) -> None:
+        if ready_for_local_init_op is not None:
+            raise ValueError("ready_for_local_init_op has no effect: local_init_op runs at once.")
         self.init_op, self.init_feed_dict, self.init_fn = init_op, init_feed_dict, init_fn
         self.ready_op, self.local_init_op = ready_op, local_init_op
         self.summary_op, self.saver = summary_op, saver

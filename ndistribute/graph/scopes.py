@@ -17,6 +17,7 @@ import numpy as np
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import random_uniform
 from ndistribute.graph.variables import Variable
+from ndistribute.mistakes import refuse_options
 
 AUTO_REUSE = "auto"
 """A value for `reuse`: a variable is created at its first use, and used again later."""
@@ -66,7 +67,7 @@ def variable_scope(
     Args:
         name_or_scope: the prefix in the current scope, or a scope to enter again.
         default_name: the prefix if `name_or_scope` is None; a number makes it unique.
-        values: ignored.
+        values: changes no result.
         reuse: True: variables must exist already; `AUTO_REUSE`: they may; None or False: as
             around.
         initializer: the default initializer; None: as around.
@@ -111,7 +112,7 @@ def get_variable(
     trainable: bool = True,
     collections: list[str] | None = None,
     regularizer: Callable[[Any], Any] | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Variable:
     """Return a variable of a name, which the current scope creates or finds.
 
@@ -125,11 +126,14 @@ def get_variable(
         collections: the names of the collections to add it to; None: the global variables.
         regularizer: a function whose result for a new variable is added to the collection
             ``"regularization_losses"``.
+        options: those of TensorFlow that change no result.
 
     Raises:
+        TypeError: there is another option.
         ValueError: it exists although the scope does not reuse, or the other way round; or it has
             another shape.
     """
+    refuse_options("get_variable", options)
     graph, scope = get_default_graph(), get_variable_scope()
     full = f"{scope.name}/{name}" if scope.name else name
     store = graph.get_collection_ref(_STORE)

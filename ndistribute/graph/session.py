@@ -46,7 +46,8 @@ class ConfigProto:
         log_device_placement: whether to log where operations run.
         operation_timeout_in_ms: the most milliseconds that a step may take; 0: no limit.
         device_filters: has no effect: a session uses only tasks on which operations are placed.
-        gpu_options: has no effect; neither have the options below.
+        gpu_options: has no effect; neither have the options below, which change no result.
+        isolate_session_state: must be False: sessions of a job share its variables.
 
     >>> ConfigProto(allow_soft_placement=True).operation_timeout_in_ms
     0
@@ -64,6 +65,10 @@ class ConfigProto:
     inter_op_parallelism_threads: int = 0
     use_per_session_threads: bool = False
     isolate_session_state: bool = False
+
+    def __post_init__(self) -> None:
+        if self.isolate_session_state:
+            raise ValueError("isolate_session_state has no effect: choose Session(job=...).")
 
 
 class Session:

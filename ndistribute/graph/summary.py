@@ -10,6 +10,7 @@ import numpy as np
 
 from ndistribute.event_files import EventFile
 from ndistribute.graph.graph import Graph, Tensor, as_tensor, get_default_graph
+from ndistribute.mistakes import refuse_options
 
 __all__ = ["SUMMARIES", "FileWriter", "histogram", "image", "merge", "merge_all", "scalar"]
 
@@ -66,8 +67,9 @@ class FileWriter(EventFile):
     """
 
     def __init__(
-        self, logdir: str | os.PathLike[str], graph: Graph | None = None, **_: Any
+        self, logdir: str | os.PathLike[str], graph: Graph | None = None, **options: Any
     ) -> None:
+        refuse_options("FileWriter", options)
         super().__init__(logdir)
         if graph is not None:
             self.add_graph(graph)

@@ -93,6 +93,7 @@ class Supervisor:
                 ready_op,
                 local_init_op,
                 saver=None if saver is _DEFAULT else saver,
+                ready_for_local_init_op=ready_for_local_init_op,
             ).finalize()
         if saver is None:
             self._scaffold.saver = None
@@ -125,10 +126,12 @@ class Supervisor:
         Args:
             master: the address of the server to use; empty: this process.
             config: a `ConfigProto`.
-            wait_for_checkpoint: ignored: a chief without a checkpoint initialises.
+            wait_for_checkpoint: False: a chief without a checkpoint initialises.
             max_wait_secs: how long to wait for the chief, and for tasks that come back.
             start_standard_services: whether the chief saves and writes summaries from threads.
         """
+        if wait_for_checkpoint:
+            raise ValueError("wait_for_checkpoint must be False: who waits is not the chief.")
         with self.graph.as_default():
             if not self.is_chief:
                 return wait_for_session(self._scaffold, master, config, max_wait_secs)
@@ -220,7 +223,9 @@ class Supervisor:
         return thread
 
     def start_queue_runners(self, sess: Any = None, queue_runners: Any = None) -> list[Any]:
-        """Do nothing: there are no queues."""
+        """Do nothing: there are no queues, and their runners are None."""
+        if any(one is not None for one in queue_runners or ()):
+            raise ValueError(f"there are no queues to run, got {queue_runners!r}.")
         return []
 
     def summary_computed(self, sess: Any, summary: Any, global_step: Any = None) -> None:

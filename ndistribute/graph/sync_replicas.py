@@ -12,6 +12,7 @@ from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
 from ndistribute.graph.optimizers import GradsAndVars, Optimizer, with_gradients
 from ndistribute.graph.variables import Variable
+from ndistribute.mistakes import refuse_options
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -36,8 +37,9 @@ class SyncReplicasOptimizer(Optimizer):
         opt: Optimizer,
         replicas_to_aggregate: int,
         total_num_replicas: int | None = None,
-        **_: Any,
+        **options: Any,
     ) -> None:
+        refuse_options("SyncReplicasOptimizer", options)
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
         if not 0 < replicas_to_aggregate <= total:
             raise ValueError(

@@ -18,6 +18,7 @@ from ndistribute.graph.graph import (
     get_default_graph,
 )
 from ndistribute.graph.shapes import Known, Shape, narrowed
+from ndistribute.mistakes import refuse_options
 
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
@@ -107,16 +108,19 @@ class Variable(Symbolic):
         """Return a boolean tensor that tells whether it has a value."""
         return self._kernel("is_initialized")
 
-    def assign(self, value: Any, **_: Any) -> Tensor:
+    def assign(self, value: Any, **options: Any) -> Tensor:
         """Return the tensor of its new value, whose computation assigns a value."""
+        refuse_options("assign", options)
         return self._change("assign", value)
 
-    def assign_add(self, delta: Any, **_: Any) -> Tensor:
+    def assign_add(self, delta: Any, **options: Any) -> Tensor:
         """Return the tensor of its new value, whose computation adds to it."""
+        refuse_options("assign_add", options)
         return self._change("assign_add", delta)
 
-    def assign_sub(self, delta: Any, **_: Any) -> Tensor:
+    def assign_sub(self, delta: Any, **options: Any) -> Tensor:
         """Return the tensor of its new value, whose computation subtracts from it."""
+        refuse_options("assign_sub", options)
         return self._change("assign_sub", delta)
 
     def load(self, value: Any, session: Any = None) -> None:

@@ -197,19 +197,22 @@ class Strategy:
             args: a list or tuple. Each replica gets its own component of every `PerReplica`
                 anywhere in it; all other values are passed unchanged.
             kwargs: a dict of keyword arguments, treated in the same way.
-            options: ignored; accepted for compatibility with TensorFlow.
+            options: None.
 
         Returns:
             The structure that `fn` returned, with a `PerReplica` at each leaf, or None where every
             replica returned None.
 
         Raises:
-            ValueError: `args` is not a list or tuple, a `PerReplica` does not have one component
-                for each replica of this process, or the replicas returned different structures.
+            ValueError: there are `options`, `args` is not a list or tuple, a `PerReplica` does not
+                have one component for each replica of this process, or the replicas returned
+                different structures.
             TypeError: `fn` is not callable, or `kwargs` is not a dict.
             RuntimeError: called inside a replica or a merge_call.
             BaseException: the exception that a replica raised, with a note that names the replica.
         """
+        if options is not None:
+            raise ValueError(f"run: options have no effect, got {options!r}: leave them out.")
         if not callable(fn):
             raise TypeError(f"fn must be a function, got {fn!r}: write run(step, args=(x,)).")
         if not isinstance(args, list | tuple):

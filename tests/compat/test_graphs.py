@@ -371,3 +371,80 @@ def test_variables_are_found_by_name_and_collections_by_patterns() -> None:
         assert x.shape == (5, 3)
         with pytest.raises(ValueError, match=r"is \(5, 3\)"):
             x.set_shape([None, 4])
+
+
+WITHOUT_EFFECT = {
+    "aggregate": lambda w: tf.train.GradientDescentOptimizer(0.1).minimize(w * w, average=True),
+    "run": lambda w: tf.RunOptions(timeout_in_ms=5),
+    "initialized": lambda w: tf.train.Scaffold(copy_from_scaffold=print),
+    "ready": lambda w: tf.train.Supervisor(ready_for_local_init_op=w),
+    "waits": lambda w: tf.train.Supervisor().prepare_or_wait_for_session(wait_for_checkpoint=True),
+    "queues": lambda w: tf.train.Supervisor().start_queue_runners(None, ["runner"]),
+    "isolated": lambda w: tf.ConfigProto(isolate_session_state=True),
+    "padded": lambda w: tf.train.Saver([w], pad_step_number=True),
+    "state": lambda w: tf.train.Saver([w]).save(None, "path", latest_filename="other"),
+    "constraint": lambda w: tf.get_variable("v", [2], constraint=tf.identity),
+    "partitioner": lambda w: tf.get_variable("v", [2], partitioner=print),
+    "assigned": lambda w: w.assign(1.0, when="later"),
+    "averages": lambda w: tf.train.SyncReplicasOptimizer(None, 1, variable_averages=print),
+    "named": lambda w: tf.summary.FileWriter("logs", filename_suffix="x"),
+    "norm": lambda w: tf.nn.embedding_lookup(np.eye(2), [1], max_norm=0.5),
+    "tables": lambda w: tf.nn.embedding_lookup([np.eye(2), np.eye(2)], [1]),
+    "bounds": lambda w: tf.flags.DEFINE_integer("bounded", 1, "", lower_bound=0),
+    "seed": lambda w: tf.estimator.inputs.numpy_input_fn(np.eye(2), shuffle=True, seed=1),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused_and_leaves_no_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with tf.Graph().as_default(), pytest.raises((TypeError, ValueError)):
+        WITHOUT_EFFECT[name](tf.Variable(2.0, name="w"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_that_change_no_result_are_accepted(tmp_path):
+    with tf.Graph().as_default():
+        w = tf.get_variable("w", [], initializer=tf.zeros_initializer(), use_resource=True)
+        step = tf.train.GradientDescentOptimizer(0.1).minimize(w, gate_gradients=1)
+        saver = tf.train.Saver([w], write_version=2, sharded=True)
+        options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            session.run(step, options=options, run_metadata=tf.RunMetadata())
+            assert session.run(w.assign(3.0, use_locking=True)) == 3.0
+            assert saver.save(session, str(tmp_path / "w"), write_meta_graph=False)
+
+
+def test_the_global_step_is_that_of_the_graph_that_is_named():
+    first, second = tf.Graph(), tf.Graph()
+    with first.as_default():
+        step = tf.train.get_or_create_global_step()
+    with second.as_default():
+        assert tf.train.get_global_step() is None
+        assert tf.train.get_global_step(first) is step
+
+
+def test_a_loop_ends_after_its_greatest_number_of_rounds():
+    tf.enable_eager_execution()
+    (count,) = tf.while_loop(lambda n: True, lambda n: n + 1, [0], maximum_iterations=3)
+    assert count == 3
+
+
+def test_options_of_datasets_are_checked_when_they_are_set():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = "off"
+    options.threading.private_threadpool_size = 2
+    assert options.auto_shard_policy is tf.data.experimental.AutoShardPolicy.OFF
+    with pytest.raises(ValueError, match="auto_shard_policy must be one of"):
+        options.auto_shard_policy = "some"
+    with pytest.raises(TypeError, match="auto_shard_polcy has no effect"):
+        options.experimental_distribute.auto_shard_polcy = "off"
+
+
+def test_a_summary_goes_where_the_program_wants_it(capsys):
+    lines = []
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(2,))])
+    model.summary(print_fn=lines.append)
+    assert "Parameters: 3" in lines[0]
+    assert capsys.readouterr().out == ""

@@ -115,7 +115,7 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     assert [finding.name for finding in findings] == names.split("|")
     for finding in findings:
         assert finding.state == "ok" or finding.remedy or finding.name == "GPUs", finding
-    assert cli.main(["doctor", "--fast"]) == 0
+    assert cli.main(["doctor"]) == 0
     said = capfd.readouterr().out
     assert all(name in said for name in names.split("|"))
 

@@ -139,3 +139,8 @@ def test_a_strategy_of_clusters_has_a_resolver_also_where_it_is_alone(monkeypatc
             assert (resolver.task_type, resolver.task_id, resolver.num_workers) == (None, None, 1)
             assert resolver.is_chief
             assert strategy.is_chief
+
+
+def test_options_of_a_run_are_refused(strategy):
+    with pytest.raises(ValueError, match="run: options have no effect, got 'dynamic'"):
+        strategy.run(rank, options="dynamic")

@@ -47,6 +47,17 @@ def test_the_error_names_who_waited_for_whom(name, late):
     assert "raised in replica" in notes
 
 
+def test_options_of_a_call_set_its_timeout_alone():
+    packed = nd.CommunicationOptions(bytes_per_pack=8)
+    with mirrored(2) as strategy:
+        halves = nd.CommunicationOptions(wire_dtype="float16")
+        with pytest.raises(ValueError, match="wire_dtype has no effect in a call"):
+            strategy.run(lambda: context().all_reduce("sum", 1.0, halves))
+        communicator = strategy.run(lambda: context().communicator).values[0]
+        assert communicator._timeout_of(packed) == communicator._timeout_of(None)
+        assert communicator._timeout_of(nd.CommunicationOptions(timeout_seconds=3)) == 3
+
+
 def test_options_that_make_no_sense_are_refused():
     for name, wrong in (
         ("timeout_seconds", 0),
