@@ -32,7 +32,8 @@ from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
 _EPOCH_BITS = 30
 # A request begins with the checksum of the rest, and the lengths of the index and of all buffers,
-# which follow. The index is the control record and the length of each buffer.
+# which follow. The index is the control record and the length of each buffer. Each checksum goes on
+# from that of the request before, also across logs, so that none can be missing or out of order.
 _CHECKSUM, _LENGTHS = struct.Struct("<I"), struct.Struct("<QQ")
 # A log begins and each request ends with this. A request that is damaged was written as a whole if
 # a mark is behind its start, also if its lengths are damaged; otherwise the server was killed.
@@ -85,8 +86,9 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
 class UpdateLog:
     """A new log: `append` runs under the lock of the store, `sync` outside it, once for all."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checksum: int) -> None:
         self.path = path
+        self.checksum = checksum  # That of the last request, here or in the log before.
         self.written = 0
         self.broken: OSError | None = None  # The reason why the content of the file is unknown.
         self._synced = 0
@@ -106,7 +108,7 @@ class UpdateLog:
         lengths = list(map(len, buffers))
         index = msgspec.msgpack.encode((control, lengths))
         head = _LENGTHS.pack(len(index), sum(lengths)) + index
-        checksum = zlib.crc32(head)
+        checksum = zlib.crc32(head, self.checksum)
         for buffer in buffers:
             checksum = zlib.crc32(buffer, checksum)
         head = (b"" if self.written else _MARK) + _CHECKSUM.pack(checksum) + head
@@ -114,6 +116,7 @@ class UpdateLog:
             for part in (head, *buffers, _MARK):
                 _write(self._file, part)
             self.written += len(head) + sum(lengths) + len(_MARK)
+            self.checksum = checksum
         except OSError:
             try:
                 os.ftruncate(self._file, self.written)
@@ -157,6 +160,7 @@ class Disk:
         self._stem = task.replace(":", "-")
         self._next = 1  # The number of the next log.
         self._first = 1  # The first log after the last snapshot.
+        self._checksum = 0  # That of the last request that was read from a log.
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
             self._resume()
@@ -168,7 +172,7 @@ class Disk:
 
     def begin_log(self) -> None:
         """Log all changes from now on; a snapshot must contain the changes before."""
-        self.logs.append(UpdateLog(self._log_path(self._next)))
+        self.logs.append(UpdateLog(self._log_path(self._next), self._last_checksum))
         self._next += 1
         self.store.log = self._append
 
@@ -179,9 +183,9 @@ class Disk:
                 self.begin_log()
             replaced, logged = self.logs[:-1], bool(self.logs)
             first = self._next - 1 if logged else self._next
-            totals = self.store.totals
+            totals, checksum = self.store.totals, self._last_checksum
             tensors, store = take(self.store)
-        data = {"store": store, "log": first, "logged": logged}
+        data = {"store": store, "log": first, "logged": logged, "checksum": checksum}
         path = tensor_files.write(self._directory, self._stem, tensors, data)
         with lock:
             self.logs = self.logs[len(replaced) :]
@@ -200,6 +204,10 @@ class Disk:
         for log in self.logs:
             log.close(covered=False)
         self._claim.close()
+
+    @property
+    def _last_checksum(self) -> int:
+        return self.logs[-1].checksum if self.logs else self._checksum
 
     def _append(self, request: Logged) -> None:
         log = self.logs[-1]
@@ -220,6 +228,7 @@ class Disk:
             try:
                 self.store = restore(saved.tensors, saved.data["store"], floor)
                 first, logged = int(saved.data["log"]), bool(saved.data["logged"])
+                self._checksum = int(saved.data.get("checksum", 0))
             except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointCorruptError(
                     f"{saved.path} is whole, but not of this version of ndistribute ({error}): "
@@ -245,7 +254,8 @@ class Disk:
     def _replay(self, path: Path, *, later: bool) -> None:
         before = self.store.total
         try:
-            for request in _requests(path, later):
+            for request, checksum in _requests(path, later, self._checksum):
+                self._checksum = checksum
                 for _, reply in self.store.handle("", 0, request):
                     if isinstance(reply, Failure):
                         raise MalformedError(reply.message)
@@ -264,8 +274,10 @@ class Disk:
         return {int(n): path for path in found if (n := path.name.split(".")[-2]).isdecimal()}
 
 
-def _requests(path: Path, later: bool) -> Iterator[Logged]:
-    """Yield the requests in a log, and cut off one at its end that was never written as a whole.
+def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, int]]:
+    """Yield the requests in a log and their checksums, which go on from that of the log before.
+
+    One at its end that was never written as a whole is cut off.
 
     Raises:
         CheckpointCorruptError: a request that was written as a whole is damaged, or the log is not
@@ -279,9 +291,9 @@ def _requests(path: Path, later: bool) -> Iterator[Logged]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = data[: len(_MARK)]
         start = len(_MARK) if begin == _MARK else 0
-        while start and (found := _request_at(memoryview(data), start)):
-            control, buffers, start = found
-            yield decoder.decode(control, buffers)
+        while start and (found := _request_at(memoryview(data), start, checksum)):
+            control, buffers, start, checksum = found
+            yield decoder.decode(control, buffers), checksum
         if start == size:
             return
         if not start and not _MARK.startswith(begin.rstrip(b"\0")):
@@ -297,8 +309,10 @@ def _requests(path: Path, later: bool) -> Iterator[Logged]:
         os.fsync(file.fileno())
 
 
-def _request_at(data: memoryview, start: int) -> tuple[Buffer, list[memoryview], int] | None:
-    """Return a whole request as the decoder takes it, and where the next one starts."""
+def _request_at(
+    data: memoryview, start: int, checksum: int
+) -> tuple[Buffer, list[memoryview], int, int] | None:
+    """Return a whole request as the decoder takes it, where the next one starts, its checksum."""
     checked = start + _CHECKSUM.size
     body = checked + _LENGTHS.size
     if body > len(data):
@@ -307,11 +321,12 @@ def _request_at(data: memoryview, start: int) -> tuple[Buffer, list[memoryview],
     end = body + length + rest
     if end + len(_MARK) > len(data):
         return None
-    if _CHECKSUM.pack(zlib.crc32(data[checked:end])) != data[start:checked]:
+    checksum = zlib.crc32(data[checked:end], checksum)
+    if _CHECKSUM.pack(checksum) != data[start:checked]:
         return None
     control, lengths = msgspec.msgpack.decode(data[body : body + length])
     ends = itertools.accumulate(lengths, initial=body + length)
-    return control, [data[a:b] for a, b in itertools.pairwise(ends)], end + len(_MARK)
+    return control, [data[a:b] for a, b in itertools.pairwise(ends)], end + len(_MARK), checksum
 
 
 def _write(file: int, buffer: Buffer) -> None:

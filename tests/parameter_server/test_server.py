@@ -279,6 +279,43 @@ def test_a_log_that_was_cut_before_another_one_is_told_and_kept(left):
     assert log.read_bytes() == data
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda logs, ends: [logs[0][: ends[0]] + logs[0][ends[1] :], logs[1]],
+        lambda logs, ends: [swapped(logs[0], *ends[:3]), logs[1]],
+        lambda logs, ends: [logs[0][: ends[2]], logs[1]],
+        lambda logs, ends: [b"", logs[1]],
+        lambda logs, ends: [logs[0], logs[0]],
+        lambda logs, ends: [logs[0], logs[1] + logs[1][8:]],
+    ],
+    ids=["missing", "swapped", "cut before a log", "emptied", "another log", "twice"],
+)
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_whole_requests_that_are_missing_or_out_of_order_are_told(left, damage, snapshot):
+    """The others were made as if nothing had been there."""
+    ends = []  # Where in the first log each update ends.
+    with killed(left) as (service, client):
+        if snapshot:
+            client.ask(m.Status("snapshot"))
+        for number in range(5):
+            client.change(add("w", ONES))
+            ends.append(service._disk.logs[-1].written)
+            if number == 3:
+                service._disk.begin_log()
+    paths = [left / name for name in files(left, ".log")[-2:]]
+    changed = damage([path.read_bytes() for path in paths], ends)
+    for path, data in zip(paths, changed, strict=True):
+        path.write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match=r"damaged at byte \d+.* left as it is"):
+        restored(left)
+    assert [path.read_bytes() for path in paths] == changed
+
+
+def swapped(data: bytes, first: int, second: int, third: int) -> bytes:
+    return data[:first] + data[second:third] + data[first:second] + data[third:]
+
+
 @pytest.mark.parametrize("buffers", [0, 1])
 def test_a_log_of_another_version_is_told_and_kept(left, buffers):
     """It was taken for a record that is not whole, and cut off to nothing."""
