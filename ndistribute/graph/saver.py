@@ -19,6 +19,7 @@ from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
 from ndistribute.mistakes import refuse_options
+from ndistribute.variables.policy import fitted
 
 
 class Saver:
@@ -114,7 +115,8 @@ class Saver:
         Raises:
             CheckpointCorruptError: it is damaged; the message names the file.
             NotFoundError: there is no such checkpoint, or it lacks a variable.
-            ValueError: a shape differs; nothing has changed then.
+            InvalidArgumentError: a shape differs, or its dtype here cannot hold a value; nothing
+                has changed then.
         """
         path = Path(save_path)
         saved = tensor_files.newest(path.parent, path.name)
@@ -126,14 +128,16 @@ class Saver:
                 f"checkpoint {os.fspath(save_path)!r} lacks {', '.join(missing)}: it has "
                 f"{', '.join(sorted(saved.tensors))}."
             )
+        values = {}
         for name, variable in self._variables.items():
-            dtype = saved.tensors[name].dtype
-            if variable.dtype is not None and not np.can_cast(dtype, variable.dtype, "same_kind"):
+            value = saved.tensors[name]
+            values[self._values[name]] = fitting = fitted(value, variable.dtype or value.dtype)
+            if fitting is None:
                 raise InvalidArgumentError(
-                    f"{name!r} is {dtype} in checkpoint {os.fspath(save_path)!r}, which its dtype "
-                    f"here, {variable.dtype}, would cut."
+                    f"{name!r} is {value.dtype} in checkpoint {os.fspath(save_path)!r}, which its "
+                    f"dtype here, {variable.dtype}, would cut. Nothing has changed."
                 )
-        sess.run(self._restore, {self._values[name]: saved.tensors[name] for name in self._values})
+        sess.run(self._restore, values)
 
     def restore_latest(self, sess: Any, directory: str | os.PathLike[str]) -> str | None:
         """Restore the newest checkpoint of a folder that is not damaged.

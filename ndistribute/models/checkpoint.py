@@ -7,29 +7,32 @@ workers or servers. All workers take part: the chief writes and reads the files.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-import itertools
-import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
 from ndistribute import tensor_files
 from ndistribute.collective.objects import all_gather_object
-from ndistribute.context import current_seed, get_replica_context, get_strategy, restore_seed
-from ndistribute.dtypes import dtype_named
+from ndistribute.context import current_seed, get_strategy, restore_seed
 from ndistribute.errors import CheckpointCorruptError, DistributeError
-from ndistribute.models.layers.layer import Layer
-from ndistribute.models.metrics import Metric
+from ndistribute.models import contents
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.optimizers import Optimizer
 from ndistribute.tensor_files import Saved
 from ndistribute.variables import Variable
 
-__all__ = ["Checkpoint", "CheckpointManager", "latest_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointManager", "Weights", "latest_checkpoint", "read_newest"]
+
+# The attributes of a model that are saved with its variables.
+_OF_MODELS = ("metrics", "optimizer")
+
 
 Save = TypeVar("Save", bound=Callable[..., Any])
 
@@ -80,14 +83,16 @@ class Checkpoint:
     array([1., 2.])
     """
 
+    _saves: ClassVar[tuple[str, ...]] = _OF_MODELS
+
     def __init__(self, **objects: Any) -> None:
         vars(self)["_objects"] = {}
         for name, one in objects.items():
             setattr(self, name, one)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for path, one in _flat(name, value):
-            if not isinstance(one, Variable | Optimizer) and not _has_state(one):
+        for path, one in contents.flat(name, value, self._saves):
+            if not isinstance(one, Variable | Optimizer) and not contents.has_state(one):
                 raise TypeError(
                     f"Checkpoint: {path} is a {type(one).__name__}, whose state is unknown: pass "
                     "variables, layers, optimizers, metrics, or objects with state_dict and "
@@ -122,13 +127,16 @@ class Checkpoint:
                 variable that is not part of the checkpoint, or JSON cannot represent a state.
         """
         path = Path(path)
-        return Path(by_chief(self.strategy, self.writer(path.parent, path.name, _ALL)))
+        return Path(by_chief(self.strategy, self.writer(path.parent, path.name)))
 
     @by_every_worker
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Set the state to what was saved; models and optimizers not built yet are built.
+        """Set the state to what was saved, all of it or nothing.
 
-        Every worker must call this outside of replicas; the chief reads.
+        Models and layers without variables are built for the input that they had when they were
+        saved, and optimizers for the variables that they trained. Every worker must call this
+        outside of replicas; the chief reads. What the file has under other keywords, and the
+        optimizer and metrics of a model that lacks them, are ignored.
 
         Args:
             path: the result of `save`, or the path that was passed to it, for its last checkpoint.
@@ -136,29 +144,30 @@ class Checkpoint:
         Raises:
             FileNotFoundError: there is none.
             CheckpointCorruptError: it is damaged; the message names the file.
-            ValueError: it lacks a variable, or a shape differs; nothing has changed then.
+            ValueError: it and the objects do not fit each other.
+
+        If this raises, also in `load_state_dict` of an object, no value has changed on any worker.
+        Models and optimizers that were built for it stay built.
         """
         self.load(*by_chief(self.strategy, lambda: read_newest(Path(path))))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state as tensors and plain values, the same on every worker."""
+        """Return a copy of the state as tensors and plain values, the same on every worker."""
         parts = list(self._parts())
-        names = _names(parts)
-        tensors: dict[str, Any] = {}
         states: dict[str, Any] = {}
-        trained: dict[str, list[str]] = {}
+        trained = {path: [*slots] for path, slots in contents.slots_of(parts).items()}
         with self.strategy.scope():
             for path, one in parts:
-                if isinstance(one, Variable):
-                    tensors[path] = one.numpy()
-                elif isinstance(one, Optimizer):
-                    trained[path] = [_name_of(variable, names, one) for variable in one.slots]
-                    tensors[f"{path}/iterations"] = np.array(one.iterations)
-                    for key, slot in _slots(path, one, names).items():
-                        tensors[key] = slot.numpy()
-                if _has_state(one):
-                    states[path] = _without_arrays(one.state_dict(), f"{path}/state", tensors)
-            generators = _generators(self.strategy)
+                if path in trained and one.iterations and not trained[path]:
+                    raise ValueError(
+                        f"optimizer {path!r} made its steps in other processes, so its slots are "
+                        "unknown here: call its build(variables) before."
+                    )
+            tensors = {path: one.numpy() for path, one in contents.variables_of(parts).items()}
+            for path, one in parts:
+                if contents.has_state(one):
+                    states[path] = contents.encoded(one.state_dict(), f"{path}/state", tensors)
+            generators = contents.generators_of(self.strategy)
         seed: Any = current_seed()
         random = {
             "entropy": str(seed.entropy),
@@ -166,91 +175,150 @@ class Checkpoint:
             "generators": generators,
         }
         inputs = {
-            name: [one.input_spec.shape[1:], one.input_spec.dtype.name]
-            for name, one in self._objects.items()
-            if hasattr(one, "build_for") and isinstance(one.input_spec, np.ndarray)
+            path: contents.encoded(one.input_spec, path, tensors)
+            for path, one in self._layers()
+            if one.input_spec is not None
         }
         return tensors, {"states": states, "trained": trained, "random": random, "inputs": inputs}
 
     def load(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-        """Set the state to one that was read from a folder, `source`."""
-        for name, (shape, dtype) in data.get("inputs", {}).items():
-            model: Any = self._objects.get(name)
-            if hasattr(model, "build_for") and not all(one.built for one in model.walk()):
-                with model.strategy.scope():
-                    model.build_for(np.zeros((1, *shape), dtype_named(dtype)))
-        self._check_built(source, tensors)
+        """Set the state to one that was read from a folder, `source`: all of it, or raise."""
+        self._build(source, tensors, data.get("inputs", {}))
+        values: list[tuple[Variable, Any]] = []
+        strategy = self.strategy
+        with strategy.scope(), contextlib.ExitStack() as undo:
+
+            def prepare() -> None:
+                values.extend(self._checked(source, tensors, data))
+                for path, one in self._parts():
+                    if contents.has_state(one):
+                        undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
+                        one.load_state_dict(contents.decoded(data["states"][path], tensors))
+
+            by_all(strategy, prepare)
+            undo.pop_all()
+            for variable, value in values:
+                variable.assign(value)
+            if self._saves and "random" in data:
+                random = data["random"]
+                restore_seed(int(random["entropy"]), random["children"])
+                contents.set_generators(strategy, random["generators"])
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy of the variables, or of a model; the current one if there are none."""
+        for _, one in self._parts():
+            if isinstance(one, Variable):
+                return one.distribute_strategy
+        models: list[Any] = [one for _, one in self._layers() if hasattr(one, "build_for")]
+        return models[0].strategy if models else get_strategy()
+
+    def _build(self, source: str, tensors: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        """Build the layers that lack variables, for the inputs that they were saved with."""
+        for path, one in self._layers():
+            known = {f"{path}/{name}" for name in one.named_variables()}
+            lacks = (
+                contents.below([path], [f"{path}/{part}" for part in _OF_MODELS], tensors) - known
+            )
+            if lacks and path in inputs:
+                try:
+                    build_for(one, contents.decoded(inputs[path], tensors), self.strategy)
+                except DistributeError:  # Of the workers, not of the model.
+                    raise
+                except Exception as error:
+                    raise ValueError(
+                        f"{source}: {path!r} cannot be built for the input that it was saved with "
+                        f"({error}): call it on an input before. Nothing has changed."
+                    ) from error
+
+    def _checked(
+        self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]
+    ) -> list[tuple[Variable, Any]]:
+        """Return all variables and their values; build the optimizers.
+
+        Raises:
+            ValueError: the objects and the file do not fit each other.
+        """
         parts = list(self._parts())
-        names = _names(parts)
-        by_name = {path: variable for path, variable in parts if isinstance(variable, Variable)}
-        built: list[tuple[str, Optimizer]] = []
+        variables = contents.variables_of(parts)
+        states, trained = data.get("states", {}), data.get("trained", {})
+        wrong = []
         for path, one in parts:
-            trained = data.get("trained", {}).get(path, []) if isinstance(one, Optimizer) else []
-            missing = [name for name in trained if name not in by_name]
+            kept = states if contents.has_state(one) else trained
+            if not isinstance(one, Variable) and path not in kept:
+                wrong.append(f"the state of {path} is missing")
+            if not isinstance(one, Optimizer):
+                continue
+            missing = [name for name in trained.get(path, []) if name not in variables]
             if missing:
                 raise ValueError(
                     f"{source}: optimizer {path!r} trained {', '.join(missing)}, not part of this "
                     "checkpoint: pass the model or the variables too. Nothing has changed."
                 )
-            if trained:
-                one.build([by_name[name] for name in trained])
-                built.append((path, one))
-        for path, one in built:
-            by_name |= _slots(path, one, names)
-        _check_fits(by_name, source, tensors)
-        with self.strategy.scope():
-            for name, variable in by_name.items():
-                variable.assign(tensors[name])
-            for path, one in built:
-                one.iterations = int(tensors[f"{path}/iterations"])
-            for path, one in parts:
-                if path in data.get("states", {}):
-                    one.load_state_dict(_with_arrays(data["states"][path], tensors))
-            if "random" in data:  # A graph's checkpoint has variables alone.
-                random = data["random"]
-                restore_seed(int(random["entropy"]), random["children"])
-                _set_generators(self.strategy, random["generators"])
+            one.build([variables[name] for name in trained.get(path, [])])
+            if np.any(tensors.get(f"{path}/iterations", 0) < 0):
+                wrong.append(f"{path}/iterations is below 0")
+        variables = contents.variables_of(parts)
+        values = contents.fitting(variables, tensors, wrong)
+        if "states" in data:  # Else a graph wrote it, which saves variables alone.
+            extra = self._below(tensors, states) - variables.keys() - {path for path, _ in parts}
+            wrong += [f"{name} is in the checkpoint alone" for name in sorted(extra)]
+        if wrong:
+            raise ValueError(
+                f"{source} does not fit: {'; '.join(wrong)}. Nothing has changed. Make the same "
+                "objects as when it was saved; call a model on an input before, so that it is "
+                "built."
+            )
+        return values
 
-    @property
-    def strategy(self) -> Any:
-        """The strategy of the variables, or the current one if there are none."""
-        variables = (one for _, one in self._parts() if isinstance(one, Variable))
-        first = next(variables, None)
-        return get_strategy() if first is None else first.distribute_strategy
-
-    def _check_built(self, source: str, tensors: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` if variables of a layer are missing that the checkpoint has."""
-        for name, one in self._objects.items():
-            own = (f"{name}/optimizer/", f"{name}/metrics/")
-            saved = any(key.startswith(f"{name}/") and not key.startswith(own) for key in tensors)
-            if saved and isinstance(one, Layer) and not one.variables:
-                raise ValueError(
-                    f"{source} has variables of {name!r}, which has none yet: call it on an input "
-                    "before, so that it is built. Nothing has changed."
-                )
+    def _below(self, tensors: Iterable[str], states: Iterable[str]) -> set[str]:
+        """Return the names of tensors and states in a file that these objects must take."""
+        left = [f"{path}/metrics" for path, _ in self._layers()]
+        for path, one in self._layers():
+            if not self._saves or getattr(one, "optimizer", None) is None:
+                left.append(f"{path}/optimizer")
+        arrays = [f"{path}/state" for path in states]
+        asked = [name for name, one in self._objects.items() if not isinstance(one, Variable)]
+        return contents.below(asked, [*left, *arrays], {*tensors, *states})
 
     def writer(
-        self, directory: Path, name: str, keep: int, more: dict[str, Any] | None = None
+        self,
+        directory: Path,
+        name: str,
+        keep: int | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> Callable[[], str]:
         """Return a function that writes the state of this moment, and returns its folder.
 
         Args:
             directory: the directory of the series.
             name: the name of the series.
-            keep: the number of checkpoints of the series to keep.
+            keep: the number of checkpoints of the series to keep; None: all.
             more: plain values to save too.
         """
+        _check_keep(keep)
         tensors, data = self.state()
+        data |= more or {}
 
         def write() -> str:
             with tensor_files.exclusive(directory, name):
-                return str(tensor_files.write(directory, name, tensors, data | (more or {}), keep))
+                return str(tensor_files.write(directory, name, tensors, data, keep or _ALL))
 
         return write
 
+    def _layers(self) -> Iterator[tuple[str, Layer]]:
+        for path, one in contents.leaves("", self._objects):
+            if isinstance(one, Layer):
+                yield path, one
+
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        for name, one in self._objects.items():
-            yield from _flat(name, one)
+        return contents.flat("", self._objects, self._saves)
+
+
+class Weights(Checkpoint):
+    """The variables of layers and models, without optimizers and metrics."""
+
+    _saves = ()
 
 
 class CheckpointManager:
@@ -259,7 +327,7 @@ class CheckpointManager:
     Args:
         checkpoint: what to save.
         directory: the directory; created if it is missing.
-        max_to_keep: the number of checkpoints to keep.
+        max_to_keep: the number of checkpoints to keep; None: all.
         asynchronous: whether `save` returns once the state is copied, and a thread writes it.
 
     Attributes:
@@ -279,12 +347,11 @@ class CheckpointManager:
         self,
         checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
-        max_to_keep: int = 5,
+        max_to_keep: int | None = 5,
         *,
         asynchronous: bool = False,
     ) -> None:
-        if max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be 1 or more, got {max_to_keep}.")
+        _check_keep(max_to_keep)
         self.checkpoint = checkpoint
         self.directory = Path(directory)
         self.step: int | None = None
@@ -332,10 +399,12 @@ class CheckpointManager:
             OSError: this state, or the one that a thread wrote, could not be written.
         """
         self.wait()
-        self.step = (self.step or 0) + 1 if step is None else int(step)
-        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, {"step": self.step})
+        step = (self.step or 0) + 1 if step is None else int(step)
+        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, {"step": step})
         if not self._asynchronous:
-            return Path(by_chief(self.strategy, write))
+            path = Path(by_chief(self.strategy, write))
+            self.step = step
+            return path
 
         def keep_failure() -> None:
             try:
@@ -347,6 +416,7 @@ class CheckpointManager:
         if strategy.is_chief or strategy.input_topology.workers is None:
             self._writing = threading.Thread(target=keep_failure, name="checkpoint")
             self._writing.start()
+        self.step = step
         return None
 
     def delete(self) -> None:
@@ -401,7 +471,7 @@ class CheckpointManager:
         if found is None:
             return None
         self.checkpoint.load(*found)
-        self.step = found[2]["step"]
+        self.step = found[2].get("step")
         return Path(found[0])
 
 
@@ -418,103 +488,18 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-# Errors of the chief that other workers raise as such.
+# Errors of one worker that the others raise as such.
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (CheckpointCorruptError, FileNotFoundError, OSError, PermissionError, ValueError)
 }
 _SERIES = "checkpoint"
 _ALL = 10**9
-_TENSOR = "$tensor"  # In a state, the reference to an array.
 
 
-def _flat(path: str, one: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the variables, optimizers and objects with a state of an object, by path."""
-    if isinstance(one, Layer):
-        for name, variable in one.named_variables().items():
-            yield f"{path}/{name}", variable
-        for name in ("metrics", "optimizer"):
-            held = getattr(one, name, None)
-            if held:
-                yield from _flat(f"{path}/{name}", held)
-    elif isinstance(one, Metric):
-        yield path, one.state
-    elif isinstance(one, Mapping):
-        for name, each in one.items():
-            yield from _flat(f"{path}/{name}", each)
-    elif isinstance(one, list | tuple):
-        for number, each in enumerate(one):
-            yield from _flat(f"{path}/{number}", each)
-    else:
-        yield path, one
-
-
-def _has_state(one: Any) -> bool:
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-
-
-def _without_arrays(state: Any, path: str, tensors: dict[str, Any]) -> Any:
-    """Return a state with references instead of its arrays, which are added to the tensors."""
-    if isinstance(state, np.ndarray):
-        tensors[path] = state
-        return {_TENSOR: path}
-    if isinstance(state, dict):
-        return {key: _without_arrays(one, f"{path}/{key}", tensors) for key, one in state.items()}
-    if isinstance(state, list | tuple):
-        return [_without_arrays(one, f"{path}/{k}", tensors) for k, one in enumerate(state)]
-    return state
-
-
-def _with_arrays(state: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return a state with its arrays again."""
-    if isinstance(state, dict):
-        if state.keys() == {_TENSOR}:
-            return tensors[state[_TENSOR]]
-        return {key: _with_arrays(one, tensors) for key, one in state.items()}
-    return [_with_arrays(one, tensors) for one in state] if isinstance(state, list) else state
-
-
-def _names(parts: list[tuple[str, Any]]) -> dict[int, str]:
-    """Return the first path of each variable, by its id."""
-    names: dict[int, str] = {}
-    for path, one in parts:
-        if isinstance(one, Variable):
-            names.setdefault(id(one), path)
-    return names
-
-
-def _name_of(variable: Variable, names: Mapping[int, str], optimizer: Optimizer) -> str:
-    name = names.get(id(variable))
-    if name is None:
-        raise ValueError(
-            f"optimizer {optimizer.name!r} trains variable {variable.name!r}, which is not part of "
-            "the checkpoint: pass the model or the variable too."
-        )
-    return name
-
-
-def _slots(path: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Variable]:
-    return {
-        f"{path}/{_name_of(variable, names, optimizer)}/{slot_name}": slot
-        for variable, slots in optimizer.slots.items()
-        for slot_name, slot in slots.items()
-    }
-
-
-def _check_fits(variables: Mapping[str, Variable], source: str, tensors: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` unless a checkpoint has each variable, in its shape."""
-    wrong = []
-    for name, variable in variables.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            wrong.append(f"{name} is missing")
-        elif tensor.shape != variable.shape:
-            wrong.append(f"{name} has shape {tensor.shape}, the variable {variable.shape}")
-    if wrong:
-        raise ValueError(
-            f"{source} does not fit: {'; '.join(wrong)}. Nothing has changed. Make the same "
-            "objects as when it was saved; call a model on an input before, so that it is built."
-        )
+def _check_keep(count: int | None) -> None:
+    if count is not None and count < 1:
+        raise ValueError(f"max_to_keep must be 1 or more, got {count}.")
 
 
 def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
@@ -542,22 +527,17 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     group = strategy.input_topology.workers
     if group is None:
         return act()
-    found, failure = None, None
-    if strategy.is_chief:
-        try:
-            found = act()
-        except Exception as error:
-            failure = error
-    kinds = [kind.__name__ for kind in type(failure).__mro__]
-    known = next((name for name in kinds if name in _ERRORS), "")
-    told = None if failure is None else (known, str(failure))
-    outcomes = all_gather_object(group, (strategy.is_chief, found, told))
-    if failure is not None:
-        raise failure
-    found, told = next((one[1], one[2]) for one in outcomes if one[0])
-    if told is not None:
-        raise _ERRORS.get(told[0], DistributeError)(f"on the chief: {told[1]}")
-    return found
+    told = _told(group, lambda: (act(),) if strategy.is_chief else ())
+    return next(one for one in told if one)[0]
+
+
+def by_all(strategy: Any, act: Callable[[], None]) -> None:
+    """Call a function on every worker; its error on one of them is raised by all."""
+    group = strategy.input_topology.workers
+    if group is None:
+        act()
+    else:
+        _told(group, act)
 
 
 def on_any_worker(strategy: Any, flag: bool) -> bool:
@@ -566,32 +546,21 @@ def on_any_worker(strategy: Any, flag: bool) -> bool:
     return flag if group is None else any(all_gather_object(group, bool(flag)))
 
 
-def _generators(strategy: Any) -> list[str]:
-    """Return the states of the generators of all replicas as JSON; empty for GPUs."""
-
-    def state() -> str:
-        generator = _generator()
-        return "" if generator is None else json.dumps(generator.bit_generator.state)
-
-    own = list(strategy.local_results(strategy.run(state)))
-    group = strategy.input_topology.workers
-    return own if group is None else list(itertools.chain(*all_gather_object(group, own)))
-
-
-def _set_generators(strategy: Any, states: Sequence[str]) -> None:
-    """Set the generators of the replicas for which there are states."""
-
-    def set_state() -> None:
-        replica, generator = get_replica_context(), _generator()
-        number = 0 if replica is None else replica.replica_id_in_sync_group
-        if generator is not None and number < len(states) and states[number]:
-            generator.bit_generator.state = json.loads(states[number])
-
-    strategy.run(set_state)
-
-
-def _generator() -> np.random.Generator | None:
-    """Return the generator of this replica, if it is one of NumPy."""
-    replica = get_replica_context()
-    generator = None if replica is None else replica.rng
-    return generator if isinstance(generator, np.random.Generator) else None
+def _told(group: Any, act: Callable[[], Any]) -> list[Any]:
+    """Return what a function returned on each worker, or raise the error of this or the first."""
+    found, failure, told = None, None, None
+    try:
+        found = act()
+    except Exception as error:
+        failure = error
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        known = next((name for name in kinds if name in _ERRORS), "")
+        told = known, str(error) if known else f"{type(error).__name__}: {error}"
+    outcomes = all_gather_object(group, (found, told))
+    if failure is not None:
+        raise failure
+    for rank, (_, other) in enumerate(outcomes):
+        if other is not None:
+            who = f"worker {rank}" if rank else "the chief"
+            raise _ERRORS.get(other[0], DistributeError)(f"on {who}: {other[1]}")
+    return [one for one, _ in outcomes]

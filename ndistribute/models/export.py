@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute import tensor_files
 from ndistribute.context import get_strategy
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
-from ndistribute.models.checkpoint import by_chief, read_newest
+from ndistribute.models.checkpoint import Weights, by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
 
 __all__ = ["export", "load"]
@@ -26,26 +25,17 @@ __all__ = ["export", "load"]
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def export(model: Any, path: str | os.PathLike[str]) -> Path:
+def export(model: Any, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
     """Write a model; see `Model.export`."""
     if model.input_spec is None:
         raise ValueError(
             f"export of model {model.name!r}: it is not built yet, so it has no weights. Fit it, "
             "or call it on an input first."
         )
-    path = Path(path)
-    with model.strategy.scope():
-        tensors = {name: one.numpy() for name, one in model.named_variables().items()}
-    writer = _Writer()
+    path, writer = Path(path), _Writer()
     data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
-
-    def write() -> str:
-        with tensor_files.exclusive(path.parent, path.name):
-            folder = tensor_files.write(
-                path.parent, path.name, tensors, {"architecture": data}, keep=1
-            )
-            return str(folder)
-
+    weights = Weights(model=model)
+    write = weights.writer(path.parent, path.name, max_to_keep, {"architecture": data})
     return Path(by_chief(model.strategy, write))
 
 
@@ -55,13 +45,14 @@ def load(
     """Return the model that `Model.export` wrote, in the strategy of the current scope.
 
     Args:
-        path: the result of `export`, or the path that was passed to it.
+        path: the result of `export`, or the path that was passed to it, for its last model.
         custom_objects: classes and functions that are not this package's, by name.
 
     Raises:
         FileNotFoundError: there is no model.
         CheckpointCorruptError: it is damaged.
-        ValueError: it needs a class or function that is unknown here, or is no model.
+        ValueError: it needs a class or function that is unknown here, is no model, or its class
+            makes other variables here.
 
     >>> import tempfile
     >>> from ndistribute.models import Sequential, layers
@@ -79,12 +70,7 @@ def load(
     reader = _Reader(source, custom_objects or {})
     model = reader.made(described["model"])
     model.build_for(reader.made(described["input"]))
-    variables = model.named_variables()
-    if variables.keys() != tensors.keys():
-        wrong = ", ".join(sorted(variables.keys() ^ tensors.keys()))
-        raise ValueError(f"{source}: the loaded model has other variables than the file: {wrong}.")
-    for name, variable in variables.items():
-        variable.assign(tensors[name])
+    Weights(model=model).load(source, tensors, {"states": {}})
     return model
 
 

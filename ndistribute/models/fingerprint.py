@@ -33,6 +33,7 @@ def fingerprint(model: Any, data: Node, more: dict[str, Any]) -> dict[str, str]:
     found = {"dataset": describe(data), **facts(data), **more}
     found |= {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
     found |= {"loss": _text(model.loss), "optimizer": _text(model.optimizer)}
+    found["metrics"] = [metric.name for metric in model.metrics]
     return {part: str(one) for part, one in found.items()}
 
 

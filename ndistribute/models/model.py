@@ -46,7 +46,7 @@ class Model(Trainer):
     ((3, 2), 58)
     """
 
-    def export(self, path: str | os.PathLike[str]) -> Path:
+    def export(self, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
         """Write the architecture and the weights, and return the folder; see `models.load`.
 
         Every worker must call this; the chief writes. No code is written: `load` needs the classes
@@ -54,11 +54,12 @@ class Model(Trainer):
 
         Args:
             path: the folder's path, to which a number is appended.
+            max_to_keep: the number of exports of this path to keep; None: all.
 
         Raises:
             ValueError: the model is not built, or an argument of a layer cannot be written.
         """
-        return export(self, path)
+        return export(self, path, max_to_keep)
 
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables.

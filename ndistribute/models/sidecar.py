@@ -14,7 +14,7 @@ from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.models.batches import check_counts, unpacked
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
-from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint import Weights
 from ndistribute.models.training import Position
 from ndistribute.tensor_files import Saved
 
@@ -108,14 +108,10 @@ class SidecarEvaluator:
         return history
 
     def _evaluate(self, saved: Saved, called: Callbacks) -> None:
-        model, prefix = self._model, f"{self._name}/"
-        if not model.variables:
-            self._scores(1, None)  # Creates them: a checkpoint needs them.
-        if not any(key.startswith(prefix) for key in saved.tensors):
-            prefix = ""  # As `save_weights` writes them.
-        weights = {f"{prefix}{key}": one for key, one in model.named_variables().items()}
-        data = {**saved.data, "states": {}, "trained": {}}
-        Checkpoint(**weights).load(str(saved.path), saved.tensors, data)
+        model, name = self._model, self._name
+        if not any(key.startswith(f"{name}/") for key in saved.tensors):
+            name = "model"  # As `save_weights` writes them.
+        Weights(**{name: model}).load(str(saved.path), saved.tensors, saved.data)
         found = self._scores(self._steps, called)
         step = _step_of(saved)
         model.position.steps_made = step

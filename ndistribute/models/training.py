@@ -24,7 +24,7 @@ from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset
-from ndistribute.devices import copy_to, to_host
+from ndistribute.devices import to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.batches import (
@@ -36,10 +36,10 @@ from ndistribute.models.batches import (
     validation_parts,
 )
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
-from ndistribute.models.checkpoint import Checkpoint, by_every_worker, on_any_worker
+from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
 from ndistribute.variables import Variable
@@ -548,14 +548,7 @@ class Trainer(Layer):
 
     def build_for(self, batch: Any) -> None:
         """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
-        example = tree.map_leaves(lambda one: np.zeros((1, *one.shape[1:]), one.dtype), batch)
-
-        def call() -> None:
-            replica = get_replica_context()
-            device = self.strategy.devices[0] if replica is None else replica.device
-            self(tree.map_leaves(lambda one: copy_to(one, device), example), training=False)
-
-        self.strategy.run(call)
+        build_for(self, batch, self.strategy)
 
     _build_with = build_for
 
@@ -566,26 +559,26 @@ class Trainer(Layer):
     @by_every_worker
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
-        return self._weights("save_weights").save(path)
+        if not self.variables:
+            raise RuntimeError(
+                f"save_weights of model {self.name!r}: it has no variables yet, so call it on an "
+                "input first."
+            )
+        return Weights(model=self).save(path)
 
     @by_every_worker
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Set the variables of all layers to what was saved; see `Checkpoint.restore`."""
+        """Set the variables of all layers to what was saved; see `Checkpoint.restore`.
+
+        Args:
+            path: a result of `save_weights`, `export`, or ``Checkpoint(model=model).save``.
+        """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
                 f"load_weights of model {self.name!r} needs a path, got a {type(path).__name__}: "
                 "pass that of the saved weights, as it was given to ModelCheckpoint."
             )
-        self._weights("load_weights").restore(path)
-
-    def _weights(self, what: str) -> Checkpoint:
-        variables = self.named_variables()
-        if not variables:
-            raise RuntimeError(
-                f"{what} of model {self.name!r}: it has no variables yet, so call it on an input "
-                "first."
-            )
-        return Checkpoint(**variables)
+        Weights(model=self).restore(path)
 
     def _check_compiled(self, what: str) -> None:
         if self.loss is None:

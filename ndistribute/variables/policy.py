@@ -25,6 +25,7 @@ __all__ = [
     "VariableSynchronization",
     "Write",
     "cast",
+    "fitted",
     "map_values",
 ]
 
@@ -167,6 +168,16 @@ def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
                 "Convert the value with astype first. Nothing has changed."
             )
         return array.astype(dtype)
+
+
+def fitted(array: Array, dtype: np.dtype[Any]) -> Array | None:
+    """Return an array in a dtype, rounded; None if it would lose more, or a value is too large."""
+    try:
+        with np.errstate(over="ignore"):
+            found = cast(array, dtype, "fitted")
+    except ValueError:
+        return None
+    return None if (np.isfinite(array) & ~np.isfinite(found)).any() else found
 
 
 def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:

@@ -89,6 +89,20 @@ def test_a_file_runs_no_code(tmp_path):
     assert not list(path.glob("*.pkl"))
 
 
+def test_earlier_exports_are_kept_and_the_last_is_loaded(tmp_path):
+    model = MODELS["sequential"]()
+    outputs = []
+    for factor in range(4):
+        model(X)
+        model.set_weights([np.full(one.shape, float(factor)) for one in model.get_weights()])
+        outputs.append((model.export(tmp_path / "model"), model(X)))
+    for path, expected in outputs:
+        assert np.array_equal(load(path)(X), expected)
+    assert np.array_equal(load(tmp_path / "model")(X), outputs[-1][1])
+    kept = [model.export(tmp_path / "model", max_to_keep=2) for _ in range(2)]
+    assert sorted(tmp_path.iterdir()) == kept
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

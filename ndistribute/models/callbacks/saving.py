@@ -142,7 +142,8 @@ def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
     """Return a manager that saves the training of a model too; continue from its newest state."""
     position = model.position
     stateful = [one for one in position.callbacks if hasattr(one, "state_dict")]
-    manager = manager.extended(_model=model, _position=position, _callbacks=stateful)
+    named = {f"{type(one).__name__}_{number}": one for number, one in enumerate(stateful)}
+    manager = manager.extended(_model=model, _position=position, _callbacks=named)
     if manager.restore_or_initialize() is not None:
         _log.info("continuing at epoch %d, step %d", position.epoch + 1, position.step)
     return manager

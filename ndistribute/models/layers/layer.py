@@ -21,6 +21,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
@@ -331,6 +332,19 @@ class Layer(Explaining):
             build()
         else:
             replica.merge_call(build)
+
+
+def build_for(layer: Layer, batch: Any, strategy: Any) -> None:
+    """Create the variables of a layer for inputs of the shapes and dtypes of a batch."""
+    example = tree.map_leaves(lambda one: np.zeros((1, *one.shape[1:]), one.dtype), batch)
+
+    def call() -> None:
+        replica = get_replica_context()
+        device = strategy.devices[0] if replica is None else replica.device
+        layer(tree.map_leaves(lambda one: copy_to(one, device), example), training=False)
+
+    with strategy.scope():
+        strategy.run(call)
 
 
 def set_dtype_policy(policy: Any) -> None:

@@ -1,0 +1,191 @@
+"""The state of objects in a checkpoint: its parts by path, as named tensors and plain values.
+
+Nothing here reads files, or changes an object, except for the generators of replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.collective.objects import all_gather_object
+from ndistribute.context import get_replica_context
+from ndistribute.dtypes import dtype_named
+from ndistribute.models.layers.layer import Layer
+from ndistribute.models.metrics import Metric
+from ndistribute.optimizers import Optimizer
+from ndistribute.variables import Variable
+from ndistribute.variables.policy import fitted
+
+# In a state as JSON: the reference to an array, the shape and dtype of an empty one, a tuple.
+_TENSOR, _EMPTY, _TUPLE = "$tensor", "$empty", "$tuple"
+
+
+def leaves(path: str, one: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the objects in a nest of lists and dicts, by path."""
+    if not isinstance(one, Mapping | list | tuple):
+        yield path, one
+        return
+    for name, each in one.items() if isinstance(one, Mapping) else enumerate(one):
+        yield from leaves(f"{path}/{name}" if path else str(name), each)
+
+
+def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the variables, optimizers and objects with a state of a nest, by path.
+
+    Args:
+        prefix: the path of the nest.
+        nest: the objects.
+        saves: the attributes of models that count as their parts, besides variables.
+    """
+    for path, one in leaves(prefix, nest):
+        if isinstance(one, Layer):
+            for name, variable in one.named_variables().items():
+                yield f"{path}/{name}", variable
+            parts = {f"{path}/{name}": getattr(one, name, None) for name in saves}
+            for part, held in parts.items():
+                if held:
+                    yield from flat(part, held, saves)
+        else:
+            yield path, one.state if isinstance(one, Metric) else one
+
+
+def has_state(one: Any) -> bool:
+    """Return True if an object can save its state and load it."""
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the names below some paths, but not below others."""
+    inside, outside = (tuple(f"{path}/" for path in each) for each in (paths, but))
+    return {
+        one for one in names if f"{one}/".startswith(inside) and not f"{one}/".startswith(outside)
+    }
+
+
+def encoded(state: Any, path: str, tensors: dict[str, Any]) -> Any:
+    """Return a copy of a state for JSON, with references to its arrays, which join the tensors."""
+    if isinstance(state, np.ndarray):
+        if not state.size:
+            return {_EMPTY: [state.shape, state.dtype.name]}
+        path = f"{path}#{len(tensors)}" if path in tensors else path  # As a key may have a slash.
+        tensors[path] = state.copy()
+        return {_TENSOR: path}
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        return {key: encoded(one, f"{path}/{key}", tensors) for key, one in state.items()}
+    if isinstance(state, list | tuple):
+        items = [encoded(one, f"{path}/{k}", tensors) for k, one in enumerate(state)]
+        return {_TUPLE: items} if isinstance(state, tuple) else items
+    if state is None or isinstance(state, str | int | float):
+        return state
+    raise ValueError(
+        f"{path} is {state!r}: a state has text, numbers, arrays, None, and lists, tuples and "
+        "dicts of them, whose keys are text."
+    )
+
+
+def decoded(state: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return what `encoded` got."""
+    match state:
+        case {"$tensor": path}:
+            return tensors[path]
+        case {"$empty": [shape, dtype]}:
+            return np.zeros(shape, dtype_named(dtype))
+        case {"$tuple": items}:
+            return tuple(decoded(items, tensors))
+        case dict():
+            return {key: decoded(one, tensors) for key, one in state.items()}
+        case list():
+            return [decoded(one, tensors) for one in state]
+    return state
+
+
+def slots_of(parts: Sequence[tuple[str, Any]]) -> dict[str, dict[str, dict[str, Variable]]]:
+    """Return for the path of each optimizer, and that of each variable it trains, the slots.
+
+    Raises:
+        ValueError: an optimizer trains a variable that is not among the parts.
+    """
+    names: dict[int, str] = {}
+    for path, one in parts:
+        if isinstance(one, Variable):
+            names.setdefault(id(one), path)
+    found = {}
+    for path, one in parts:
+        if isinstance(one, Optimizer):
+            others = [variable.name for variable in one.slots if id(variable) not in names]
+            if others:
+                raise ValueError(
+                    f"optimizer {path!r} trains variable {others[0]!r}, which is not part of the "
+                    "checkpoint: pass the model or the variable too."
+                )
+            found[path] = {names[id(variable)]: slots for variable, slots in one.slots.items()}
+    return found
+
+
+def variables_of(parts: Sequence[tuple[str, Any]]) -> dict[str, Variable]:
+    """Return all variables by path, with those of optimizers: slots and the number of steps."""
+    found: dict[str, Variable] = {}
+    for path, one in parts:
+        if isinstance(one, Variable) and found.setdefault(path, one) is not one:
+            raise ValueError(f"two variables have the path {path!r}: use other keywords or keys.")
+    slots = slots_of(parts)
+    for path, one in parts:
+        if slots.get(path):
+            found[f"{path}/iterations"] = one.variables[0]
+            for name, own in slots[path].items():
+                found |= {f"{path}/{name}/{kind}": slot for kind, slot in own.items()}
+    return found
+
+
+def fitting(
+    variables: Mapping[str, Variable], tensors: Mapping[str, Any], wrong: list[str]
+) -> list[tuple[Variable, Any]]:
+    """Return each variable and its value in its dtype; add those that do not fit to `wrong`."""
+    values = []
+    for name, variable in variables.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            wrong.append(f"{name} is missing")
+        elif tensor.shape != variable.shape:
+            wrong.append(f"{name} has shape {tensor.shape}, the variable {variable.shape}")
+        elif (value := fitted(tensor, variable.dtype)) is None:
+            wrong.append(f"{name} has {tensor.dtype} values that {variable.dtype} cannot hold")
+        else:
+            values.append((variable, value))
+    return values
+
+
+def generators_of(strategy: Any) -> list[str]:
+    """Return the states of the generators of all replicas as JSON; empty for GPUs."""
+
+    def state() -> str:
+        generator = _generator()
+        return "" if generator is None else json.dumps(generator.bit_generator.state)
+
+    own = list(strategy.local_results(strategy.run(state)))
+    group = strategy.input_topology.workers
+    return own if group is None else list(itertools.chain(*all_gather_object(group, own)))
+
+
+def set_generators(strategy: Any, states: Sequence[str]) -> None:
+    """Set the generators of the replicas for which there are states."""
+
+    def set_state() -> None:
+        replica, generator = get_replica_context(), _generator()
+        number = 0 if replica is None else replica.replica_id_in_sync_group
+        if generator is not None and number < len(states) and states[number]:
+            generator.bit_generator.state = json.loads(states[number])
+
+    strategy.run(set_state)
+
+
+def _generator() -> np.random.Generator | None:
+    """Return the generator of this replica, if it is one of NumPy."""
+    replica = get_replica_context()
+    generator = None if replica is None else replica.rng
+    return generator if isinstance(generator, np.random.Generator) else None

@@ -1,0 +1,347 @@
+"""A checkpoint is restored as a whole or not at all, also into models without variables."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import graph
+from ndistribute.models import Model, Sequential, layers
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from tests.contract_rows import served
+from tests.processes import Ranks
+
+
+class Holder:
+    """An object whose state is its own array and lists, which a program goes on to change."""
+
+    def __init__(self, value: float, *, fails: bool = False) -> None:
+        self.state = {"array": np.full(50_000, value), "nested": {"list": [value], "pair": (1, 2)}}
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state itself."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state, and then fail once if this is asked for."""
+        self.state = state
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("the object refuses")
+
+
+def test_an_asynchronous_save_copies_the_state_of_objects(tmp_path):
+    holder = Holder(0.0)
+    manager = CheckpointManager(
+        Checkpoint(holder=holder), tmp_path, max_to_keep=None, asynchronous=True
+    )
+    for step in range(8):
+        holder.state["array"][:] = step
+        holder.state["nested"]["list"][0] = step
+        manager.save(step)
+        holder.state["array"][:] = -1.0
+        holder.state["nested"]["list"].append(-1.0)
+        holder.state["nested"]["list"] = [0]
+    manager.wait()
+    for step, path in enumerate(manager.checkpoints):
+        read = Holder(9.0)
+        Checkpoint(holder=read).restore(path)
+        assert (read.state["array"] == step).all()
+        assert read.state["nested"] == {"list": [step], "pair": (1, 2)}
+
+
+def objects(value: float) -> dict[str, Any]:
+    """Return objects of each kind in a state that differs with a value."""
+    model = Sequential([layers.Dense(2, dtype="float64")])
+    model.compile(nd.optimizers.LossScale(nd.optimizers.Adam(), 2.0 + value), "mse")
+    model(np.ones((1, 3)))
+    model.set_weights([np.full(one.shape, value) for one in model.get_weights()])
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations = int(value)
+    return {"first": Holder(value), "model": model, "v": nd.Variable(value), "last": Holder(value)}
+
+
+def values(found: dict[str, Any]) -> Any:
+    """Return all values of objects."""
+    states = [copy.deepcopy(found[name].state) for name in ("first", "last")]
+    optimizer, draw = found["model"].optimizer, nd.get_strategy().run(lambda: None)
+    own = [one.numpy().tolist() for one in (found["v"], *optimizer.variables)]
+    weights = [one.tolist() for one in found["model"].get_weights()]
+    arrays = [state.pop("array").tolist() for state in states]
+    return states, arrays, own, weights, optimizer.state_dict(), draw
+
+
+def changed(**more: Any) -> Any:
+    """Return a function that replaces some of the objects."""
+    return lambda found: found.update(more)
+
+
+def with_steps(steps: Any) -> Any:
+    """Return a function that gives an optimizer an impossible number of steps."""
+
+    def change(found: dict[str, Any]) -> None:
+        found["model"].optimizer.variables[0].assign(steps)
+
+    return change
+
+
+CASES = {
+    "a dtype that would cut": (lambda old: old.update(v=nd.Variable(1.5)), "int", "v has float64"),
+    "a shape": (lambda old: old.update(v=nd.Variable([1.0])), None, r"v has shape \(1,\)"),
+    "a value too large": (
+        lambda old: old.update(v=nd.Variable(1e300)),
+        "float16",
+        "v has float64 values that float16 cannot hold",
+    ),
+    "steps below 0": (with_steps(-3), None, "model/optimizer/iterations is below 0"),
+    "a state too few": (lambda old: old.pop("last"), None, "the state of last is missing"),
+    "a variable too few": (lambda old: old.pop("v"), None, "v is missing"),
+    "another kind of object": (
+        lambda old: old.update(last=nd.Variable(1.0)),
+        None,
+        "the state of last is missing",
+    ),
+    "a layer too many": (
+        lambda old: old["model"].__dict__.update(more=nd.Variable(1.0)),
+        None,
+        "model/more is in the checkpoint alone",
+    ),
+    "an object that refuses": (lambda old: None, "refuses", "the object refuses"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_restore_that_raises_changes_nothing(case, tmp_path):
+    change, here, says = CASES[case]
+    saved, found = objects(3.0), objects(1.0)
+    change(saved)
+    path = Checkpoint(**saved).save(tmp_path / "run")
+    if here == "refuses":
+        found["last"].fails = True
+    elif here is not None:
+        found["v"] = nd.Variable(1, dtype=here)
+    before = values(found)
+    for restore in (
+        lambda: Checkpoint(**found).restore(path),
+        lambda: CheckpointManager(Checkpoint(**found), tmp_path).restore_or_initialize(),
+    ):
+        if here == "refuses":
+            found["last"].fails = True
+        path.rename(path := path.with_name("checkpoint.000001"))
+        with pytest.raises((ValueError, RuntimeError), match=says):
+            restore()
+        assert values(found) == before
+
+
+def test_numbers_that_are_not_finite_are_kept_and_others_rounded(tmp_path):
+    path = Checkpoint(v=nd.Variable([np.nan, np.inf, -np.inf, 0.1])).save(tmp_path / "run")
+    v = nd.Variable(np.zeros(4, np.float16))
+    Checkpoint(v=v).restore(path)
+    assert np.array_equal(v, np.array([np.nan, np.inf, -np.inf, 0.1], np.float16), equal_nan=True)
+
+
+def test_what_is_under_other_keywords_and_the_optimizer_of_a_model_without_one_are_ignored(
+    tmp_path,
+):
+    saved = objects(3.0)
+    path = Checkpoint(**saved).save(tmp_path / "run")
+    plain = Sequential([layers.Dense(2, dtype="float64")])
+    Checkpoint(model=plain).restore(path)
+    assert (plain.get_weights()[0] == 3.0).all()
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [({1: 2.0}, "held/state is {1: 2.0}"), ({"x": {4}}, r"held/state/x is \{4\}")],
+)
+def test_a_state_that_files_would_change_is_refused_by_name(state, says, tmp_path):
+    held = Holder(1.0)
+    held.state = state
+    with pytest.raises(ValueError, match=says):
+        Checkpoint(held=held).save(tmp_path / "run")
+
+
+def test_each_part_has_a_path_of_its_own(tmp_path):
+    v, held = nd.Variable(1.0), Holder(1.0)
+    with pytest.raises(ValueError, match="two variables have the path 'a/b'"):
+        Checkpoint(**{"a/b": v, "a": {"b": nd.Variable(2.0)}}).save(tmp_path / "run")
+    held.state = {"x/y": np.ones(2), "x": {"y": np.zeros(2)}}
+    path = Checkpoint(held=held).save(tmp_path / "run")
+    held.state = {}
+    Checkpoint(held=held).restore(path)
+    assert held.state["x/y"].tolist() == [1.0, 1.0]
+    assert held.state["x"]["y"].tolist() == [0.0, 0.0]
+
+
+def test_slots_that_only_other_processes_know_are_asked_for(tmp_path):
+    with served(1) as strategy, strategy.scope():
+        v, theirs = nd.Variable([1.0]), nd.optimizers.Adam(name="adam")
+        theirs.apply_gradients([([1.0], v)])
+        ours = nd.optimizers.Adam(name="adam")
+        with pytest.raises(ValueError, match=r"call its build\(variables\) before"):
+            Checkpoint(v=v, optimizer=ours).save(tmp_path / "run")
+        ours.build([v])
+        path = Checkpoint(v=v, optimizer=ours).save(tmp_path / "run")
+    w, read = nd.Variable([0.0]), nd.optimizers.Adam()
+    Checkpoint(v=w, optimizer=read).restore(path)
+    assert read.iterations == 1
+    assert read.slots[w]["m"].numpy() != 0
+
+
+def test_weights_leave_the_random_generator_alone(tmp_path):
+    model = Sequential([layers.Dense(2, input_shape=(3,))])
+    path = model.save_weights(tmp_path / "run")
+    nd.set_seed(5)
+    seed = nd.context.current_seed()
+    model.load_weights(path)
+    assert nd.context.current_seed() is seed
+
+
+def test_a_training_goes_on_with_the_same_callbacks_that_have_a_state(tmp_path):
+    def fit(*used: nd.callbacks.Callback, metrics: Any = ()) -> None:
+        model = Sequential([layers.Dense(1)])
+        model.compile("sgd", "mse", list(metrics))
+        backup = nd.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        model.fit(A, A[:, :1], epochs=1, verbose=0, callbacks=[backup, *used])
+
+    stopping = nd.callbacks.EarlyStopping("loss")
+    fit(stopping)
+    with pytest.raises(ValueError, match="EarlyStopping_0 is in the checkpoint alone"):
+        fit()
+    with pytest.raises(ValueError, match="state of _callbacks/ReduceLROnPlateau_1 is missing"):
+        fit(stopping, nd.callbacks.ReduceLROnPlateau("loss"))
+    with pytest.raises(ValueError, match="another training: metrics was"):
+        fit(stopping, metrics=["mae"])
+    fit(stopping)
+
+
+class Sums(Model):
+    """A model of a nest of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = layers.Dense(2), layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the sum of both layers."""
+        one, other = inputs.values() if isinstance(inputs, dict) else inputs
+        return self.left(one) + self.right(other)
+
+
+class Scaled(layers.Layer):
+    """A layer of two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, one: Any, other: Any) -> Any:
+        """Return the output times the other."""
+        return self.dense(one) * other
+
+
+A, B = np.ones((4, 3), np.float32), np.ones((4, 5), np.float32)
+UNBUILT = {
+    "array": (lambda: Sequential([layers.Dense(2)]), A),
+    "tuple": (Sums, (A, B)),
+    "list": (Sums, [A, B]),
+    "dict": (Sums, {"a": A, "b": B}),
+    "plain layer": (lambda: layers.Dense(2), A),
+}
+
+
+@pytest.mark.parametrize("kind", UNBUILT)
+def test_what_has_no_variables_is_built_for_the_input_that_the_file_has(kind, tmp_path):
+    make, inputs = UNBUILT[kind]
+    source = make()
+    expected = source(inputs)
+    path = Checkpoint(parts=[source]).save(tmp_path / "run")
+    for restore in (Checkpoint.restore, lambda one, _: manager(one).restore_or_initialize()):
+
+        def manager(one: Checkpoint) -> CheckpointManager:
+            return CheckpointManager(one, tmp_path / "more")
+
+        manager(Checkpoint(parts=[source])).save(1)
+        read = make()
+        restore(Checkpoint(parts=[read]), path)
+        assert np.array_equal(read(inputs), expected)
+    if hasattr(source, "load_weights"):
+        for saved in (source.save_weights(tmp_path / "w"), source.export(tmp_path / "e")):
+            read = make()
+            read.load_weights(saved)
+            assert np.array_equal(read(inputs), expected)
+
+
+def test_what_cannot_be_built_for_its_input_is_named(tmp_path):
+    source = Scaled()
+    source(A, 2.0)
+    path = Checkpoint(layer=source).save(tmp_path / "run")
+    v = nd.Variable(1.0)
+    with pytest.raises(ValueError, match=r"'layer' cannot be built.*call it on an input before"):
+        Checkpoint(layer=Scaled(), v=v).restore(path)
+
+
+def restore_where_one_refuses(rank: int, size: int, directory: str) -> tuple[str, float, float]:
+    """Restore on two workers, of which an object of one refuses."""
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]):
+        v, holder = nd.Variable(3.0), Holder(3.0)
+        checkpoint = Checkpoint(holder=holder, v=v)
+        path = checkpoint.save(f"{directory}/run")
+        v.assign(1.0)
+        holder.state = Holder(1.0).state
+        holder.fails = rank == 1
+        try:
+            checkpoint.restore(path)
+        except (RuntimeError, nd.DistributeError) as error:
+            return str(error), float(v), float(holder.state["array"][0])
+    return "", 0.0, 0.0
+
+
+def test_all_workers_raise_and_put_back_what_one_refuses(tmp_path):
+    module = importlib.import_module("tests.models.test_restoring")
+    with Ranks(2) as ranks:
+        first, second = ranks.results(module.restore_where_one_refuses, str(tmp_path))
+    assert first == ("on worker 1: RuntimeError: the object refuses", 1.0, 1.0)
+    assert second == ("the object refuses", 1.0, 1.0)
+
+
+def build_on_workers(rank: int, size: int, directory: str) -> list[Any]:
+    """Restore models without variables, where only the chief has a disk."""
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        source, *others = (Sequential([layers.Dense(2)]) for _ in range(3))
+        wrong = Sequential([layers.Dense(4)])
+        source(A)
+        path = source.save_weights(f"{directory if strategy.is_chief else '/nowhere'}/run")
+        others[0].load_weights(path)
+        Checkpoint(model=others[1]).restore(path)
+        told = ""
+        try:
+            wrong.load_weights(path)
+        except ValueError as error:
+            told = str(error)
+        return [*(one.get_weights()[0] for one in (source, *others)), told]
+
+
+def test_workers_build_models_alike_and_need_the_chiefs_disk_alone(tmp_path):
+    module = importlib.import_module("tests.models.test_restoring")
+    with Ranks(2) as ranks:
+        for *weights, told in ranks.results(module.build_on_workers, str(tmp_path)):
+            assert all(np.array_equal(one, weights[0]) for one in weights)
+            assert "kernel has shape (3, 2), the variable (3, 4)" in told
+
+
+def test_a_saver_refuses_what_a_dtype_cannot_hold_before_it_changes_anything(tmp_path):
+    saved = Checkpoint(a=nd.Variable(1.0), b=nd.Variable(1e300)).save(tmp_path / "run")
+    with graph.Graph().as_default(), graph.Session() as session:
+        a = graph.Variable(0.0, name="a")
+        b = graph.Variable(np.float16(0.0), name="b")
+        session.run(graph.global_variables_initializer())
+        with pytest.raises(nd.errors.InvalidArgumentError, match="'b' is float64"):
+            graph.Saver().restore(session, str(saved.with_suffix("")))
+        assert session.run([a, b]) == [0.0, 0.0]
