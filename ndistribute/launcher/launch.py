@@ -128,6 +128,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         # One queue if both are the same file, to keep the order of lines.
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
+        console.short = not options.verbose
         # No other program can take a port, even while a task restarts, and connections wait in the
         # meantime.
         listeners = {

@@ -90,6 +90,9 @@ class Writer:
 class Console:
     """Prints lines with their rank or task, keeps the last lines of each, and writes logs."""
 
+    short = False
+    """Whether a traceback that another rank has printed is printed in one line."""
+
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -104,6 +107,9 @@ class Console:
         self._full: set[Path] = set()
         self._rests: dict[tuple[str, str], bytes] = {}
         self._kept: dict[str, deque[bytes]] = {}
+        self._begun: dict[str, list[bytes]] = {}  # The lines of tracebacks that have no end yet.
+        self._first: dict[tuple[bytes, ...], str] = {}  # The rank that printed a traceback first.
+        self._again = ""  # The rank whose traceback was shortened last.
         self.reported: list[str] = []
         self.in_sight = deque[str](maxlen=_SCREEN_LINES)  # The ranks of the last printed lines.
 
@@ -125,6 +131,9 @@ class Console:
                 self.take(rank, stream, [line])
         else:
             self.take(label, stream, lines)
+        if not data and stream == "stderr":
+            for rank in [label] if label != MPIEXEC else [*self._begun]:
+                self._print(rank, stream, self._begun.pop(rank, []))
 
     def take(self, rank: str, stream: str, lines: list[bytes]) -> None:
         if not lines:
@@ -132,12 +141,35 @@ class Console:
         if self._log_dir is not None:
             name = f"rank-{rank}" if rank.isdigit() else rank.replace(":", "-")
             self._log(self._log_dir / (name + self._suffix), b"".join(b"%b\n" % x for x in lines))
-        self.in_sight.extend([rank] * len(lines))
         if stream == "stderr" or rank == MPIEXEC:
             self._kept.setdefault(rank, deque(maxlen=_KEPT_LINES)).extend(lines)
             if rank not in self.reported and any(_HEADER.match(line) for line in lines):
                 self.reported.append(rank)
+        if self.short and stream == "stderr":
+            lines = [each for line in lines for each in self._shortened(rank, line)]
+        self._print(rank, stream, lines)
+
+    def _print(self, rank: str, stream: str, lines: list[bytes]) -> None:
+        self.in_sight.extend([rank] * len(lines))
         self._writers[stream].write(b"".join(b"[%b] %b\n" % (rank.encode(), x) for x in lines))
+
+    def _shortened(self, rank: str, line: bytes) -> list[bytes]:
+        """Return what to print now: a traceback is complete with the line of its exception."""
+        lines = self._begun.setdefault(rank, [])
+        if not lines and not line.startswith(b"Traceback (most recent call last):"):
+            again, self._again = self._again == rank, ""
+            return [] if again and line.startswith(b"raised in replica ") else [line]
+        lines.append(line)
+        if len(lines) == 1 or (line[:1].isspace() and len(lines) < _KEPT_LINES):
+            return []
+        self._begun[rank] = []
+        if len(self._first) == _KEPT_LINES:
+            self._first.clear()
+        first = self._first.setdefault(tuple(lines), rank)
+        if first == rank:
+            return lines
+        self._again = rank
+        return [b"%b (as rank %b)" % (line, first.encode())]
 
     def say(self, message: str, report: Iterable[bytes] = ()) -> None:
         """Write a message of the launcher and lines that belong to it to the standard error."""

@@ -132,6 +132,23 @@ wait()
     assert ("--verbose" in end) is (not options)
 
 
+@pytest.mark.parametrize(("options", "tracebacks"), [("", 1), ("--verbose", 4)])
+def test_an_error_that_all_ranks_raise_is_printed_once(script, options, tracebacks):
+    path = script("""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0:
+    own = own_socket()
+    peers = [own.accept()[0] for _ in range(2)]  # All are here.
+    [peer.sendall(b"go") for peer in peers]
+else:
+    connect("worker", 0).recv(2)
+{}["lost"]
+""")
+    done = run("run", *options.split(), "-n", "3", path)
+    assert done.stderr.count("Traceback") == tracebacks, done.stderr
+    assert done.stderr.count("] KeyError: 'lost'") == max(3, tracebacks)
+
+
 def test_one_that_only_lost_another_is_not_blamed(script):
     """Rank 0 ends first, but tells of rank 1, which then ends by a signal."""
     path = script("""

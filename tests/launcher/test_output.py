@@ -66,6 +66,32 @@ def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path):
     assert (out.lines, err.lines) == ([b"a", b"b"], [what.encode()])
 
 
+def test_a_traceback_that_another_rank_has_printed_is_printed_in_one_line():
+    frames = [b"Traceback (most recent call last):", b'  File "a.py", line 1', b"    f()"]
+    note, err = b"raised in replica %d of 3 (cpu:0)", Memory()
+    console = Console(Memory(), err)
+    console.short = True
+    console.take("1", "stderr", frames)
+    for rank in (1, 0, 2):
+        lines = [*frames[3 * (rank == 1) :], b"ValueError: x", note % rank, b"end"]
+        console.feed(str(rank), "stderr", b"".join(b"%b\n" % line for line in lines))
+        assert console.kept(str(rank)) == [*frames, *lines[-3:]]
+    once = [[b"[%d] ValueError: x (as rank 1)" % rank, b"[%d] end" % rank] for rank in (0, 2)]
+    whole = [*frames, b"ValueError: x", note % 1, b"end"]
+    shown = [*(b"[1] " + line for line in whole), *once[0], *once[1]]
+    assert err.lines == [line.removeprefix(b"[0] ") for line in shown]
+
+
+def test_a_traceback_that_never_ends_is_printed_at_the_end_of_its_stream():
+    err = Memory()
+    console = Console(Memory(), err)
+    console.short = True
+    console.feed("0", "stderr", b"Traceback (most recent call last):\n  File\n")
+    assert err.lines == []
+    console.feed("0", "stderr", b"")
+    assert err.lines == [b"Traceback (most recent call last):", b"  File"]
+
+
 NOISE = """
 import sys
 print("loading", file=sys.stderr)
