@@ -81,7 +81,7 @@ class Explaining:
                     f"{kind}.__init__ has not called super().__init__(), which it must do first."
                 )
             if name in _INSTEAD:
-                raise AttributeError(f"a {kind} has no {name}: {_INSTEAD[name]}.")
+                raise AttributeError(f"{kind} has no {name}: {_INSTEAD[name]}.")
             return object.__getattribute__(self, name)  # Raises Python's own error.
 
 

@@ -484,7 +484,7 @@ def fitted(loss: str, labels: object) -> None:
     model.fit(np.ones((8, 4), np.float32), labels, verbose=0)
 
 
-@mistake(AttributeError, "a Seen has no add_weight", "super().__init__(name, size=n)")
+@mistake(AttributeError, "Seen has no add_weight", "super().__init__(name, size=n)")
 def weight_of_a_metric(_):
     class Seen(nd.models.metrics.Metric):
         def __init__(self):
@@ -548,6 +548,16 @@ def misspelt_argument_of_a_metric(_):
 @mistake(ValueError, "loss 'mean_squared_error'", "labels <U1[8]", "np.unique")
 def labels_as_text(_):
     fitted("mse", np.array(["a"] * 8))
+
+
+@mistake(ValueError, "labels object[8]", "np.unique")
+def labels_that_are_missing(_):
+    fitted("mse", np.array([None] * 8))
+
+
+@mistake(ValueError, "labels float64[8, 1] and predictions float32[8, 3]", "must have the shape")
+def labels_that_would_be_broadcast(_):
+    fitted("mse", np.ones((8, 1)))
 
 
 @mistake(

@@ -90,7 +90,8 @@ class Loss(Explaining, Shown):
         """Return the loss of each example, times its weight."""
         y_true, y_pred = aligned(y_true, y_pred)
         try:
-            if y_true.dtype.kind in "OSU" and any(isinstance(y, str | bytes) for y in y_true.flat):
+            text = y_true.flat if y_true.dtype.kind in "OSU" else ()
+            if any(isinstance(y, str | bytes | None) for y in text):
                 raise ValueError("labels are numbers: use np.unique(y, return_inverse=True)[1].")
             losses = self.call(y_true, y_pred)
         except ValueError as error:
@@ -185,15 +186,20 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def aligned(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    """Return labels and predictions, with a last axis of length 1 in both or in none.
-
-    Else ``(batch,)`` and ``(batch, 1)`` would be broadcast to a matrix.
-    """
+    """Return labels and predictions; a last axis of length 1 need not be in both."""
     y_true = y_true if hasattr(y_true, "ndim") else np.asarray(y_true)
     y_pred = y_pred if hasattr(y_pred, "ndim") else np.asarray(y_pred)
     if y_true.ndim + 1 == y_pred.ndim and y_pred.shape[-1] == 1:
         y_true = y_true[..., None]
+    if y_pred.ndim + 1 == y_true.ndim and y_true.shape[-1] == 1:
+        y_true = y_true[..., 0]
     return y_true, y_pred
+
+
+def check_shape(y_true: Any, needed: tuple[int, ...]) -> None:
+    """Raise ValueError if labels have another shape, which would be broadcast."""
+    if y_true.ndim and y_true.shape != needed:
+        raise ValueError(f"the labels must have the shape {needed}, got {y_true.shape}.")
 
 
 def mean_squared_error(y_true: Any, y_pred: Any) -> Any:
@@ -251,7 +257,7 @@ def categorical_crossentropy(
         from_logits: whether `y_pred` are logits.
         label_smoothing: the share of the labels that is divided evenly among all classes.
     """
-    labels = _like(y_true, y_pred)
+    labels = as_operand(y_true).astype(y_pred.dtype, copy=False)
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + label_smoothing / y_pred.shape[-1]
     if labels.shape != y_pred.shape:
@@ -399,8 +405,10 @@ def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
 
 
 def _like(y_true: Any, y_pred: Any) -> Any:
-    """Return labels in the dtype of the predictions."""
-    return as_operand(y_true).astype(y_pred.dtype, copy=False)
+    """Return labels in the dtype of the predictions, one for each."""
+    labels = as_operand(y_true)
+    check_shape(labels, y_pred.shape)
+    return labels.astype(y_pred.dtype, copy=False)
 
 
 def _log_of(p: Any) -> Any:

@@ -233,6 +233,7 @@ class _Ratio(Mean):
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
         """Add the examples of a batch."""
         y_true, y_pred = untrack(losses.aligned(y_true, y_pred))
+        losses.check_shape(y_true, y_pred.shape)
         both = y_true > 0.5, y_pred > self.threshold
         counted = both[0] & both[1], both[self._among]
         sums = [weighted_sum(one, sample_weight)[0] for one in counted]
@@ -314,11 +315,13 @@ def sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
 
 def categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
     """Return for each example whether its most probable class is that of the one-hot label."""
+    losses.check_shape(y_true, y_pred.shape)
     return y_pred.argmax(axis=-1) == y_true.argmax(axis=-1)
 
 
 def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
     """Return for each prediction whether it is on the label's side of a threshold."""
+    losses.check_shape(y_true, y_pred.shape)
     return (y_pred > threshold) == (y_true > 0.5)
 
 
@@ -328,4 +331,6 @@ def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:
 
 
 def _squeezed(y_true: Any, y_pred: Any) -> Any:
-    return y_true[..., 0] if y_true.ndim == y_pred.ndim else y_true
+    labels = y_true[..., 0] if y_true.shape == (*y_pred.shape[:-1], 1) else y_true
+    losses.check_shape(labels, y_pred.shape[:-1])
+    return labels

@@ -329,18 +329,18 @@ class Trainer(Layer):
         self,
         x: Any,
         batch_size: int | None = None,
+        verbose: int | str = 0,
         steps: int | None = None,
         callbacks: Iterable[Callback] | Callback | None = None,
-        verbose: int | str = 0,
     ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``x``, ``(x,)`` or ``(x, y)``.
             batch_size: the global batch size, for arrays; None means 32.
+            verbose: 0 shows nothing; otherwise the chief shows a line.
             steps: the number of batches; None means all.
             callbacks: `Callback` objects, the same on every worker.
-            verbose: 0 shows nothing; otherwise the chief shows a line.
         """
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
         progress = Progress(verbose if strategy.is_chief else 0)

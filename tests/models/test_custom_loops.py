@@ -93,6 +93,27 @@ def worst(labels, predicted):
     return np.max(np.abs(labels - predicted))
 
 
+@pytest.mark.parametrize(
+    ("metric", "labels"),
+    [
+        (metrics.SparseCategoricalAccuracy, np.eye(3)),
+        (metrics.SparseTopKCategoricalAccuracy, np.eye(3)),
+        (metrics.CategoricalAccuracy, np.arange(3)),
+        (metrics.BinaryAccuracy, np.arange(3)),
+        (metrics.Precision, np.ones((3, 1))),
+        (metrics.MeanSquaredError, np.ones((3, 1))),
+    ],
+)
+def test_a_metric_refuses_labels_of_another_shape(metric, labels):
+    with pytest.raises(ValueError, match="the labels must have the shape"):
+        metric().update_state(labels, np.eye(3))
+
+
+@pytest.mark.parametrize("kind", [losses.MeanSquaredError, metrics.MeanSquaredError])
+def test_labels_may_have_a_last_axis_of_one_that_predictions_have_not(kind):
+    assert float(kind()(np.array([[1.0], [2.0]]), np.zeros(2))) == 2.5
+
+
 def test_a_metric_of_one_number_for_a_batch_is_refused():
     with pytest.raises(ValueError, match=r"'worst' returned an array of shape \(\) for 2 examples"):
         metrics.get(worst, losses.MeanSquaredError()).update_state(np.ones((2, 1)), np.ones((2, 1)))
