@@ -8,19 +8,24 @@ The results so far are written after each group.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import importlib.util
 import logging
 import math
 import os
+import secrets
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from benchmarks import report, worker
@@ -129,8 +134,12 @@ def options_of(
 ) -> argparse.Namespace:
     """Parse the command line, and refuse now what would fail after minutes."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # Whoever ends this process ends its workers as well.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Whoever ends this process ends its workers as well, and what they left among temporary files.
+    signal.signal(signal.SIGTERM, _exit)
+    folder = os.path.join(tempfile.gettempdir(), f"benchmark-{secrets.token_hex(4)}")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # The signal may come during mkdir.
+    os.mkdir(folder, 0o700)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install '.[bench]'")
@@ -139,6 +148,11 @@ def options_of(
             setattr(options, name, os.path.abspath(getattr(options, name)))
     options.repetitions = options.repetitions or (1 if options.quick else 7)
     return options
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # Another one would interrupt the cleanup.
+    sys.exit(128 + number)
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> None:
