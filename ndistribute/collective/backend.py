@@ -41,7 +41,7 @@ HEADER_BYTES = _HEADER.size
 Signature = tuple[tuple[np.dtype[Any], tuple[int | str, ...]], ...]
 LeafKey = tuple[np.dtype[Any], int]  # The dtype of a leaf and its number of elements.
 Arrays = Sequence[Array]
-Prepare = Callable[[], Any]
+Begin = Callable[[], Any]
 Combine = Callable[[Sequence[Any]], T]
 
 Update = Callable[[Any, int, int, int, Array], None]
@@ -104,17 +104,11 @@ class Backend(Protocol):
         """Reduce each input over all replicas into the output of the same index, on all of them."""
 
     def reduce_update(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        update: Update,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
     ) -> Any:
         """Reduce, and call `update` on each replica with the ranges of the result that it owns.
 
-        `prepare` runs once in each process, when all of its replicas are in this call. Its result
+        `begin` runs once in each process, when all of its replicas are in this call. Its result
         is passed to every `update` and returned. No replica of a process returns before all updates
         of that process are done.
         """
@@ -158,11 +152,11 @@ def _mismatch(call: Call, rank: int, what: str, *, alike: bool) -> CollectiveMis
 
 
 def update_in_blocks(
-    call: Call, inputs: Arrays, totals: Arrays, prepare: Prepare, update: Update
+    call: Call, inputs: Arrays, totals: Arrays, begin: Begin, update: Update
 ) -> Any:
-    """Call `update` with complete totals, in the inputs' dtypes; return the result of `prepare`."""
+    """Call `update` with complete totals, in the inputs' dtypes; return the result of `begin`."""
     with span("update", call.title):
-        prepared = prepare()
+        prepared = begin()
         for leaf, (array, total) in enumerate(zip(inputs, totals, strict=True)):
             for start, stop in blocks(0, total.size, _UPDATE_ELEMENTS):
                 part = total[start:stop].astype(array.dtype, copy=False)

@@ -20,10 +20,10 @@ from ndistribute import tree
 from ndistribute.collective.backend import (
     Arrays,
     Backend,
+    Begin,
     Call,
     Combine,
     LeafKey,
-    Prepare,
     Signature,
     T,
     Update,
@@ -239,13 +239,7 @@ class Communicator:
             return self._backend.merge(call, value, combine, self._timeout)
 
     def reduce_update(
-        self,
-        op: Any,
-        arrays: Arrays,
-        prepare: Prepare,
-        update: Update,
-        *,
-        everywhere: bool = True,
+        self, op: Any, arrays: Arrays, begin: Begin, update: Update, *, everywhere: bool = True
     ) -> Any:
         """Reduce arrays, and call `update` with the ranges of the totals that this replica owns.
 
@@ -254,21 +248,21 @@ class Communicator:
         Args:
             op: the reduction.
             arrays: arrays of the same shapes and dtypes on all replicas.
-            prepare: called once in each process before the first update.
+            begin: called once in each process before the first update.
             update: called as ``update(prepared, leaf, start, stop, total)`` with the result of
-                `prepare` and with the total of the elements ``[start, stop)`` of the flattened
+                `begin` and with the total of the elements ``[start, stop)`` of the flattened
                 array number `leaf`; it may change `total`.
             everywhere: True: reduce over all replicas; False: over those of this process.
 
         Returns:
-            The result of `prepare`.
+            The result of `begin`.
         """
         op = ReduceOp.parse(op)
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
         # Error messages name the method that users call.
         with self._numbered("apply_gradients", op.name, signature) as call:
-            return backend.reduce_update(call, inputs, op, prepare, update, self._timeout)
+            return backend.reduce_update(call, inputs, op, begin, update, self._timeout)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates, among the replicas of its memory."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Backend, Call, LeafKey, Prepare, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.collective.threads import ThreadBackend, owned_blocks
 from ndistribute.collective.workers import ProcessBackend, Workers
@@ -125,17 +125,11 @@ class TwoLevelBackend:
             write_to(output, copy_to(narrow, self.device))
 
     def reduce_update(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        update: Update,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
     ) -> Any:
         """Reduce in each group, then over the groups, and update the part of this replica."""
         try:
-            totals, prepared = self._reduce(call, inputs, op, prepare, timeout)
+            totals, prepared = self._reduce(call, inputs, op, begin, timeout)
             # Owners in several memories read the same total, and `update` may change it.
             read_by_others = self._one_memory and self.owners < self._inside.size
             with span("update", call.title):
@@ -182,14 +176,9 @@ class TwoLevelBackend:
             level.close()
 
     def _reduce(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
     ) -> tuple[list[Array], Any]:
-        """Return the totals, valid until the next call, and the result of `prepare`."""
+        """Return the totals, valid until the next call, and the result of `begin`."""
         inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
         own = [to_host(array) for array in inputs]
         leaves = tuple([(accumulation_dtype(op, array.dtype), array.size) for array in own])
@@ -211,12 +200,12 @@ class TwoLevelBackend:
                 self._outside.all_reduce(call, sums, sums, inner, timeout)
                 for total in sums:
                     finish(op, total, self.size)
-            return prepare() if self._one_memory else None
+            return begin() if self._one_memory else None
 
         prepared = self._inside.merge(call, None, meet, timeout)
         if not self._one_memory:
             self._inside.broadcast(call, sums, 0, timeout)
-            prepared = prepare()  # Last, so that an earlier failure changes nothing.
+            prepared = begin()  # Last, so that an earlier failure changes nothing.
         return sums, prepared
 
     def _gather_apart(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:

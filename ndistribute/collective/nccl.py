@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Call, Combine, Prepare, T, Update
+from ndistribute.collective.backend import Arrays, Begin, Call, Combine, T, Update
 from ndistribute.collective.control import BEFORE_ALL, ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.threads import Rendezvous
@@ -190,10 +190,10 @@ class NcclBackend:
         outputs: Arrays,
         op: ReduceOp,
         timeout: float,
-        prepare: Prepare | None = None,
+        begin: Begin | None = None,
     ) -> Any:
-        """Reduce all leaves in one launch; then run `prepare` once, and return its result."""
-        launch = functools.partial(self._group.launch, call, timeout=timeout, prepare=prepare)
+        """Reduce all leaves in one launch; then run `begin` once, and return its result."""
+        launch = functools.partial(self._group.launch, call, timeout=timeout, begin=begin)
         with self._stream.use():
             with span("pack", call.title):
                 pairs = zip(inputs, outputs, strict=True)
@@ -205,18 +205,12 @@ class NcclBackend:
         return prepared
 
     def reduce_update(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        update: Update,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
     ) -> Any:
         """Reduce; each replica updates the whole copy on its GPU."""
         with self._stream.use():
             totals = [array_namespace(source).empty_like(source) for source in inputs]
-            prepared = self.all_reduce(call, inputs, totals, op, timeout, prepare)
+            prepared = self.all_reduce(call, inputs, totals, op, timeout, begin)
             with span("update", call.title):
                 for leaf, total in enumerate(totals):
                     update(prepared, leaf, 0, total.size, total)
@@ -266,12 +260,12 @@ class _Group:
         call: Call,
         everyone: Sequence[Sequence[Launch]],
         timeout: float,
-        prepare: Prepare | None = None,
+        begin: Begin | None = None,
         compared: bool = False,
     ) -> Any:
         """Enqueue each replica's launches in its stream, all of them or none.
 
-        `prepare` runs after the reduction, so that a failure changes no variable. `compared` is
+        `begin` runs after the reduction, so that a failure changes no variable. `compared` is
         True if the calls of all processes have been compared.
         """
         deadline = time.monotonic() + timeout
@@ -288,12 +282,12 @@ class _Group:
             # has used their results, and the inputs are unchanged.
             if not compared:
                 self._compare(call, deadline)
-            if self._peers is not None or prepare is not None:
+            if self._peers is not None or begin is not None:
                 with span("reduce", call.title):
                     self.drain(range(len(self.streams)), call, _left(deadline))
-            if prepare is None:
+            if begin is None:
                 return None
-            prepared = prepare()
+            prepared = begin()
             settle(self.streams)
             return prepared
 

@@ -17,10 +17,10 @@ import numpy as np
 from ndistribute.collective.backend import (
     HEADER_BYTES,
     Arrays,
+    Begin,
     Call,
     Combine,
     LeafKey,
-    Prepare,
     T,
     Update,
     compare_headers,
@@ -96,13 +96,7 @@ class RingBackend:
             self._reduce(runner, inputs, outputs, op)
 
     def reduce_update(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        update: Update,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
     ) -> Any:
         """Reduce everything, then update all of it, because this process owns all of its copies."""
         with self._begin(call, timeout) as runner:
@@ -111,7 +105,7 @@ class RingBackend:
             for packed, bucket in zip(layout, buckets, strict=True):
                 for leaf, place in packed.places.items():
                     totals[leaf] = bucket.target[place]
-            return update_in_blocks(call, inputs, totals, prepare, update)
+            return update_in_blocks(call, inputs, totals, begin, update)
 
     def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Exchange the numbers of rows, then send the rows around the ring."""

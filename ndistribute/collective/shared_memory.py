@@ -18,10 +18,10 @@ import numpy as np
 
 from ndistribute.collective.backend import (
     Arrays,
+    Begin,
     Call,
     Combine,
     LeafKey,
-    Prepare,
     T,
     Update,
     blocks,
@@ -124,13 +124,7 @@ class SharedMemoryBackend:
             raise
 
     def reduce_update(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        update: Update,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
     ) -> Any:
         """Reduce and update; two processes add each block where they update it.
 
@@ -140,7 +134,7 @@ class SharedMemoryBackend:
         try:
             if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
                 totals = self._sum(call, inputs, op, timeout)
-                return update_in_blocks(call, inputs, totals, prepare, update)
+                return update_in_blocks(call, inputs, totals, begin, update)
             everyone, lends = self._show_whole(call, inputs, timeout)
             rest = [leaf for leaf, terms in enumerate(everyone) if not terms]
             if rest:
@@ -148,7 +142,7 @@ class SharedMemoryBackend:
                 for leaf, total in zip(rest, totals, strict=True):
                     everyone[leaf] = [total]
             with span("update", call.title):
-                prepared = prepare()
+                prepared = begin()
                 for leaf, terms in enumerate(everyone):
                     block = BLOCK_BYTES // terms[0].itemsize
                     scratch = np.empty_like(terms[0][:block])

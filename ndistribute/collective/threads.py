@@ -16,9 +16,9 @@ from typing import Any
 
 from ndistribute.collective.backend import (
     Arrays,
+    Begin,
     Call,
     Combine,
-    Prepare,
     T,
     Update,
     blocks,
@@ -285,18 +285,12 @@ class ThreadBackend:
 
     @recorded(lambda prepared, self, call, *_: ("update", call.title))
     def reduce_update(
-        self,
-        call: Call,
-        inputs: Arrays,
-        op: ReduceOp,
-        prepare: Prepare,
-        update: Update,
-        timeout: float,
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
     ) -> Any:
         """Reduce the owned ranges in blocks, and update each block while it is in the cache."""
 
         def combine(everyone: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-            return everyone, prepare()
+            return everyone, begin()
 
         everyone, prepared = self.merge(call, inputs, combine, timeout)
         scratch: dict[Any, Array] = {}
