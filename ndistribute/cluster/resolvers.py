@@ -41,6 +41,9 @@ class ClusterResolver:
     bootstrap: Bootstrap = "tcp"
     # For errors: the source of the addresses, and how to change them; empty if given.
     address_hint: str = ""
+    # What a program gave instead of what `master` and `num_accelerators` would find.
+    _master = ""
+    _accelerators: dict[str, int] | None = None
 
     def __init__(
         self,
@@ -94,6 +97,8 @@ class ClusterResolver:
         Raises:
             ValueError: there is no such task.
         """
+        if self._master and task_type is None and task_id is None:
+            return self._master
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if not self._cluster or task_type is None or task_id is None:
@@ -106,6 +111,8 @@ class ClusterResolver:
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
         """Return the number of GPUs of this machine, as ``{"GPU": n}``, whatever the task."""
+        if self._accelerators is not None:
+            return dict(self._accelerators)
         from ndistribute.devices import list_devices
 
         return {"GPU": len(list_devices("gpu"))}
@@ -145,18 +152,6 @@ class SimpleClusterResolver(ClusterResolver):
         super().__init__(ClusterSpec(cluster_spec), task_type, task_id, environment)
         self._master = master
         self._accelerators = num_accelerators
-
-    def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        if self._master and task_type is None and task_id is None:
-            return self._master
-        return super().master(task_type, task_id)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        if self._accelerators is not None:
-            return dict(self._accelerators)
-        return super().num_accelerators(task_type, task_id)
 
 
 _entered: list[ClusterResolver] = []

@@ -26,7 +26,7 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.transport.codec import Decoder, Record
-from ndistribute.transport.connection import Connection, ConnectionLostError, connect, unix_wanted
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
 from ndistribute.transport.waiting import WaitReport
@@ -241,10 +241,7 @@ class Star:
 
     def _open(self, entrance: socket.socket) -> None:
         """Accept the other processes, at rank 0."""
-        info, sockets = self._info, [entrance]
-        if unix_wanted():
-            unix = listen_unix(info.first)
-            sockets = [entrance] if unix is None else [unix, entrance]
+        info, sockets = self._info, [*listen_unix(self._info.first), entrance]
         own = Hello(name="worker 0")
         self._entrance = Listener(
             sockets, info.credentials, own, self._admit, check=self._refusal_of

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from ndistribute.transport import handshake
 from ndistribute.transport.address import is_of_this_user, name_of_peer, split_address, unix_name
+from ndistribute.transport.connection import unix_wanted
 from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.transport.secret import Credentials, tls_context
 
@@ -80,17 +81,19 @@ def _inherited(number: str, address: str, port: int) -> socket.socket:
     )
 
 
-def listen_unix(address: str) -> socket.socket | None:
-    """Return a Unix socket for clients on this host, or None if its name is in use."""
+def listen_unix(address: str, environ: Mapping[str, str] = os.environ) -> list[socket.socket]:
+    """Return a Unix socket for clients on this host, or nothing if it is not wanted or in use."""
+    if not unix_wanted(environ):
+        return []
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(unix_name(address))  # An abstract name: no file remains.
         sock.listen(_BACKLOG)
-        return sock
+        return [sock]
     except OSError as error:
         sock.close()
         _log.warning("no Unix socket for %s: %s", address, error)
-        return None
+        return []
 
 
 @dataclass(eq=False, slots=True)

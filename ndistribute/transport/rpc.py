@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ndistribute import errors
 from ndistribute.transport.codec import Decoder, MalformedError, Record
-from ndistribute.transport.connection import Connection, ConnectionLostError, connect, unix_wanted
+from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.failure_detector import FORKED, detector, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
@@ -317,8 +317,7 @@ class RpcServer:
         sock = listen(address, environ)
         self.port: int = sock.getsockname()[1]
         own = f"{address.rpartition(':')[0]}:{self.port}"
-        unix = listen_unix(own) if unix_wanted(environ) else None
-        sockets = [sock] if unix is None else [unix, sock]
+        sockets = [*listen_unix(own, environ), sock]
         hello = Hello(name=name, instance=self.instance)
         self._listener = Listener(sockets, credentials, hello, self._on_peer, check=self._refusal)
 

@@ -13,7 +13,7 @@ from ndistribute.stream import working_on
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import Cell, MirroredVariable
 from ndistribute.variables.policy import VariablePolicy, Write
-from ndistribute.variables.variable import Variable, create_variable, detached
+from ndistribute.variables.variable import Variable, create_variable
 
 __all__ = ["ShardedVariable", "sharded_variable"]
 
@@ -70,11 +70,6 @@ class ShardedVariable(MirroredVariable):
         if isinstance(whole, np.ndarray):
             whole.flags.writeable = False
         return whole
-
-    @property
-    def values(self) -> tuple[Array, ...]:
-        """Snapshots of the shards of this process's replicas."""
-        return tuple(detached(cell.read()) for cell in self._cells)
 
     def _cell_of(self, replica: Any) -> Cell:
         cell: Cell = self._cells[replica.local_replica_id]
