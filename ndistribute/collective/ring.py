@@ -14,21 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import (
-    HEADER_BYTES,
-    Arrays,
-    Begin,
-    Call,
-    Combine,
-    LeafKey,
-    T,
-    Update,
-    compare_headers,
-    encode_header,
-    update_in_blocks,
-)
+from ndistribute.collective.backend import Arrays, Begin, Call, Combine, LeafKey, T, Update
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.cuts import update_in_blocks
+from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
 from ndistribute.collective.schedule import Action, Message, Move, pack, plan_gather, plan_reduce
 from ndistribute.collective.tcp import Handle, Transport

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import LeafKey, blocks
+from ndistribute.collective.backend import LeafKey
+from ndistribute.collective.cuts import blocks
 from ndistribute.devices import Array
 from ndistribute.transport.shared_memory import ALIGNMENT
 

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.backend import HEADER_BYTES, Call, compare_headers, encode_header
+from ndistribute.collective.backend import Call
+from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.devices import Array
 from ndistribute.errors import DistributeError
 from ndistribute.ownership import COUNTS_TELL, ArrayOwner

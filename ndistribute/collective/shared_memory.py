@@ -16,18 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.backend import (
-    Arrays,
-    Begin,
-    Call,
-    Combine,
-    LeafKey,
-    T,
-    Update,
-    blocks,
-    owned_ranges,
-    update_in_blocks,
-)
+from ndistribute.collective.backend import Arrays, Begin, Call, Combine, LeafKey, T, Update
+from ndistribute.collective.cuts import blocks, owned_ranges, update_in_blocks
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
 from ndistribute.devices import Array, Device

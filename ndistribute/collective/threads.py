@@ -14,17 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ndistribute.collective.backend import (
-    Arrays,
-    Begin,
-    Call,
-    Combine,
-    T,
-    Update,
-    blocks,
-    check_calls,
-    owned_ranges,
-)
+from ndistribute.collective.backend import Arrays, Begin, Call, Combine, T, Update
+from ndistribute.collective.cuts import blocks, owned_ranges
+from ndistribute.collective.headers import check_calls
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.devices import Array, array_namespace, copy_to, device_of, is_gpu_array
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError

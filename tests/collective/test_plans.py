@@ -15,13 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ndistribute.collective.backend import (
-    OWNED_ALIGNMENT,
-    Call,
-    compare_headers,
-    encode_header,
-    owned_ranges,
-)
+from ndistribute.collective.backend import Call
+from ndistribute.collective.cuts import OWNED_ALIGNMENT, owned_ranges
+from ndistribute.collective.headers import compare_headers, encode_header
 from ndistribute.collective.ring import compress, compressed_dtype, decompress
 from ndistribute.collective.schedule import (
     Action,

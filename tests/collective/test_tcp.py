@@ -9,7 +9,7 @@ import ssl
 import numpy as np
 import pytest
 
-from ndistribute.collective.backend import encode_header
+from ndistribute.collective.headers import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
 from tests.collective import backend_calls
 from tests.collective.backend_calls import joined_peers
