@@ -17,7 +17,7 @@ SHORT = "short"
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 # Several processes raise these together, so each one reports in a line.
-_OF_SEVERAL = CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
+OF_SEVERAL = CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 
 
 def install() -> None:
@@ -36,7 +36,7 @@ def short_report(error: BaseException) -> str:
     """
     report = traceback.TracebackException.from_exception(error, compact=True)
     _drop_frames(report)
-    if not isinstance(error, _OF_SEVERAL) or report.__cause__ or report.__context__:
+    if not isinstance(error, OF_SEVERAL) or report.__cause__ or report.__context__:
         return "".join(report.format())
     said = " ".join(next(report.format_exception_only()).split())
     last = report.stack[-1] if report.stack else None

@@ -19,15 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from ndistribute import errors
 from ndistribute.collective import star
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import DataConnections, ProcessInfo
-from ndistribute.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
 from ndistribute.transport.waiting import SHOWN, WaitReport, shortened, why_absent
 
 # After this time in a wait, a process asks the others about its call; rank 0 relays that.
@@ -162,7 +157,7 @@ class WaitMonitor:
                 f"{', '.join(map(str, late))}. If they need more time, raise "
                 "CommunicationOptions(timeout_seconds=...)."
             )
-            raise self._call.error(CollectiveTimeoutError, text, late[0] if late else None)
+            raise self._call.error(errors.CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
             plane.tell(self._place, made=True)
@@ -297,11 +292,11 @@ class ControlPlane:
         blob = star.MADE if made else star.SKIPPED
         self._star.post(star.Exchange(star.CALL, self.generation, place, {self.rank: blob}))
 
-    def error_for(self, call: Call, rank: int) -> DistributeError:
+    def error_for(self, call: Call, rank: int) -> errors.DistributeError:
         """Return the error of a wait for a process that cannot make the call."""
         if rank in self._lost:
             about = f"{call.kind}: {self.name_of(rank)} was lost. Start the job again."
-            return WorkerLostError(about, rank=rank)
+            return errors.WorkerLostError(about, rank=rank)
         departed = self.where.departed.get(rank)
         reason = (
             f"has left the step in which worker {self.rank} made this call. Every replica must "
@@ -310,7 +305,7 @@ class ControlPlane:
             else f"{departed}, and worker {self.rank} waits for it. Every worker must run the same "
             "number of steps."
         )
-        kind = CollectiveMismatchError if departed is None else WorkerLostError
+        kind = errors.CollectiveMismatchError if departed is None else errors.WorkerLostError
         return call.error(kind, f"{self.name_of(rank)} {reason}", rank)
 
     def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
@@ -338,7 +333,7 @@ class ControlPlane:
             self.abort(error)
             raise
         if len(set(totals)) > 1:
-            raise CollectiveMismatchError(
+            raise errors.CollectiveMismatchError(
                 "recover: only some workers completed a collective in which another failed, so "
                 "their variables may differ: restore them, or start the job again.",
                 op="recover",
@@ -380,7 +375,7 @@ class ControlPlane:
                 if not (late := self.others - self.where.gone(end)):
                     break
                 if (left := deadline - time.monotonic()) <= 0:
-                    error = CollectiveTimeoutError(
+                    error = errors.CollectiveTimeoutError(
                         f"worker {self.rank} raised in a step, and waited {timeout:g} s for "
                         f"worker(s) {sorted(late)} to leave it. If they need more "
                         "time, raise CommunicationOptions(timeout_seconds=...).",
@@ -402,7 +397,7 @@ class ControlPlane:
             try:
                 until = min(deadline, report.due)
                 told = self._meet(star.JOIN, own, until - time.monotonic())
-            except CollectiveTimeoutError as error:
+            except errors.CollectiveTimeoutError as error:
                 if self.cause is not None:
                     raise  # Another process has given up.
                 # If rank 0 has answered nothing, only it is known to be missing.
@@ -411,7 +406,7 @@ class ControlPlane:
                     # Rank 0 tells for all who have reached it.
                     report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
-                raise CollectiveTimeoutError(
+                raise errors.CollectiveTimeoutError(
                     f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
                     f"{self._star.refusal} Check that all {self.size} processes were started with "
                     f"the same secret, and that they can reach worker 0 at {info.first}.",
@@ -463,7 +458,7 @@ class ControlPlane:
                 now = time.monotonic()
                 if now >= deadline + (0.0 if missing else _GRACE_SECONDS):
                     missing = missing or [0]  # It has not answered.
-                    raise CollectiveTimeoutError(
+                    raise errors.CollectiveTimeoutError(
                         f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) "
                         f"{', '.join(map(str, missing))}.",
                         rank=missing[0],
@@ -488,7 +483,7 @@ class ControlPlane:
             raise self.error_for(Call(0, kind), rank)
 
     def _refuse_closed(self) -> NoReturn:
-        raise WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
+        raise errors.WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
 
     def _raise(self, cause: star.Failed) -> NoReturn:
         self._told = cause
@@ -551,7 +546,7 @@ class ControlPlane:
         if message.failed:
             failed = self._failures.get(rank)
             if failed is None or failed.generation != self.generation:
-                lost = WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
+                lost = errors.WorkerLostError(f"{self.name_of(rank)} {message.reason}", rank=rank)
                 failed = self._failure(lost, BEFORE_ALL)
             self._break(failed)  # A failure in a step ended the process.
 
@@ -564,7 +559,7 @@ class ControlPlane:
             why = f"{why}; or it counted this process as lost, which may have been stopped"
         self._lost.add(rank)
         reason = f"was lost: its connection to worker {0 if rank else self.rank} ended: {why}."
-        lost = WorkerLostError(f"{self.name_of(rank)} {reason}", rank=rank)
+        lost = errors.WorkerLostError(f"{self.name_of(rank)} {reason}", rank=rank)
         self._break(self._failure(lost, BEFORE_ALL))
 
     def _failure(self, cause: BaseException, place: Place) -> star.Failed:

@@ -154,11 +154,7 @@ class RingBackend:
         return Runner(peers, self._transport, self._space, self._ranks, header, call.title)
 
     def _reduce(
-        self,
-        runner: Runner,
-        inputs: Arrays,
-        outputs: Sequence[Array | None],
-        op: ReduceOp,
+        self, runner: Runner, inputs: Arrays, outputs: Sequence[Array | None], op: ReduceOp
     ) -> tuple[list[Packed], list[Bucket]]:
         """Reduce inputs into outputs; for an output None, leave the total in its bucket."""
         layout, moves = self._packing(tuple([(array.dtype, array.size) for array in inputs]))

@@ -11,12 +11,8 @@ import functools
 import logging
 from collections.abc import Sequence
 
+from ndistribute.collective import bootstrap
 from ndistribute.collective.backend import Backend
-from ndistribute.collective.bootstrap import (
-    info_from_addresses,
-    info_from_exchange,
-    info_from_rank_0,
-)
 from ndistribute.collective.communicator import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -125,10 +121,7 @@ def make_group(
 
 
 def join_workers(
-    addresses: Sequence[str],
-    rank: int,
-    devices: Sequence[Device],
-    options: CommunicationOptions,
+    addresses: Sequence[str], rank: int, devices: Sequence[Device], options: CommunicationOptions
 ) -> Workers:
     """Return the group of all processes of the job, once all have joined.
 
@@ -140,11 +133,11 @@ def join_workers(
     """
     over_mpi = not addresses
     if over_mpi:
-        info = info_from_exchange(exchange_over_mpi, rank)
+        info = bootstrap.info_from_exchange(exchange_over_mpi, rank)
     elif not all(addresses):
-        info = info_from_rank_0(addresses[0], rank, len(addresses))
+        info = bootstrap.info_from_rank_0(addresses[0], rank, len(addresses))
     else:
-        info = info_from_addresses(addresses, rank)
+        info = bootstrap.info_from_addresses(addresses, rank)
     peers = ControlPlane(info, timeout=options.timeout)
     try:
         _check_alike(peers, options)

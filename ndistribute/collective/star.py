@@ -17,14 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ndistribute import errors
 from ndistribute.collective.bootstrap import ProcessInfo
-from ndistribute.errors import (
-    AuthenticationError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
+from ndistribute.tracebacks import OF_SEVERAL
 from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Accepted, Hello
@@ -41,10 +36,7 @@ _POLL_SECONDS = 0.1  # Between two questions about the same call.
 _RETRY_SECONDS = 0.05
 _FAREWELL_SECONDS = 2.0
 _MOST_CHARACTERS = 4000
-_KINDS: dict[str, type[DistributeError]] = {
-    kind.__name__: kind
-    for kind in (CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError)
-}
+_KINDS: dict[str, type[errors.DistributeError]] = {kind.__name__: kind for kind in OF_SEVERAL}
 _log = logging.getLogger("ndistribute")
 
 
@@ -305,12 +297,12 @@ class Star:
             except BaseException as error:
                 if connection is not None:
                     connection.close()
-                if isinstance(error, AuthenticationError) or not isinstance(error, OSError):
+                if isinstance(error, errors.AuthenticationError) or not isinstance(error, OSError):
                     raise
                 reason = f"{error}".rstrip(".")
                 report.tell(f"worker 0 at {info.first} ({reason})")
             pause.wait(timeout=_RETRY_SECONDS)
-        raise CollectiveTimeoutError(
+        raise errors.CollectiveTimeoutError(
             f"worker {info.rank} waited {timeout:g} s for worker 0 at {info.first} to start: "
             f"{reason}. Check that all {info.size} processes were started with the same secret, "
             "and that this process can reach that address.",
@@ -395,7 +387,7 @@ def _wait_for(threads: list[threading.Thread]) -> None:
 
 def describe_error(error: BaseException, worker: int) -> Failure:
     """Return the failure that other processes get for an exception of a worker."""
-    if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError | WorkerLostError):
+    if isinstance(error, OF_SEVERAL):
         return Failure(
             type(error).__name__,
             sendable(str(error)),
@@ -412,9 +404,9 @@ def describe_error(error: BaseException, worker: int) -> Failure:
     return Failure("WorkerLostError", sendable("; ".join([text, *notes])), worker)
 
 
-def restore_error(failure: Failure) -> DistributeError:
+def restore_error(failure: Failure) -> errors.DistributeError:
     """Return the exception to raise for a failure of another process."""
-    return _KINDS.get(failure.kind, WorkerLostError)(
+    return _KINDS.get(failure.kind, errors.WorkerLostError)(
         failure.text, rank=failure.rank, op=failure.op, sequence=failure.sequence
     )
 

@@ -132,10 +132,7 @@ class Progress:
 
 
 def steps_of(
-    node: Node,
-    topology: Topology,
-    sharding: Sharding,
-    epochs: Mapping[int, tuple[Epoch, Position]],
+    node: Node, topology: Topology, sharding: Sharding, epochs: Mapping[int, tuple[Epoch, Position]]
 ) -> Iterator[Step]:
     """Yield the steps of this worker; `epochs` has the epoch and start position of each shard."""
     if sharding is Sharding.DATA:

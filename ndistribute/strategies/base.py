@@ -27,12 +27,7 @@ from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
 from ndistribute.data import Topology, distribute, distribute_from_function
 from ndistribute.devices import Array, Device, copy_to, device_of, to_host
-from ndistribute.strategies.reductions import (
-    components_of_workers,
-    gather_value,
-    local_components,
-    reduce_value,
-)
+from ndistribute.strategies import reductions
 from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable, SyncOnReadVariable
@@ -129,7 +124,8 @@ class Strategy:
 
     def across_workers(self, value: Any) -> Any:
         """Return a nest in which each `PerReplica` has the components of all processes."""
-        return value if self._workers is None else components_of_workers(value, self._workers)
+        workers = self._workers
+        return value if workers is None else reductions.components_of_workers(value, workers)
 
     def agree_on(self, initial_value: Any, what: str) -> Any:
         """Return rank 0's initial value of a new variable, which `what` describes."""
@@ -261,7 +257,7 @@ class Strategy:
         self._cross_replica_frame("reduce", "merge_call or all_reduce")
         op = ReduceOp.parse(reduce_op)
         value = self.across_workers(value)
-        return reduce_value(op, value, axis, self._devices[0], self.num_replicas_in_sync)
+        return reductions.reduce_value(op, value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the components of all replicas, concatenated in replica order.
@@ -276,7 +272,7 @@ class Strategy:
         """
         self._cross_replica_frame("gather", "all_gather")
         value = self.across_workers(value)
-        return gather_value(value, axis, self._devices[0], self.num_replicas_in_sync)
+        return reductions.gather_value(value, axis, self._devices[0], self.num_replicas_in_sync)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Return a dataset that splits each global batch into one part per replica.
@@ -330,7 +326,7 @@ class Strategy:
         >>> nd.get_strategy().local_results({"x": nd.PerReplica([1])})
         ({'x': 1},)
         """
-        return local_components(value)
+        return reductions.local_components(value)
 
     def close(self) -> None:
         """End the strategy's threads and its connections to servers and workers.

@@ -19,14 +19,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from ndistribute import context, tree
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
-from ndistribute.devices import (
-    Array,
-    array_namespace,
-    as_array,
-    device_of,
-    is_gpu_array,
-    to_host,
-)
+from ndistribute.devices import Array, array_namespace, as_array, device_of, is_gpu_array, to_host
 from ndistribute.dtypes import kind_of, native
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.stream import working_on
