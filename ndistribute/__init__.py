@@ -1,175 +1,88 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
-import functools
-import sys
-import types
-
-from ndistribute import cluster, errors, estimator, graph, models, optimizers, tracebacks
-from ndistribute.autodiff import (
-    GradientTape,
-    custom_gradient,
-    log_softmax,
-    logsumexp,
-    softmax,
-    stop_gradient,
+from ndistribute import cluster as cluster
+from ndistribute import errors as errors
+from ndistribute import estimator as estimator
+from ndistribute import graph as graph
+from ndistribute import models as models
+from ndistribute import optimizers as optimizers
+from ndistribute import tracebacks
+from ndistribute.autodiff import GradientTape as GradientTape
+from ndistribute.autodiff import custom_gradient as custom_gradient
+from ndistribute.autodiff import log_softmax as log_softmax
+from ndistribute.autodiff import logsumexp as logsumexp
+from ndistribute.autodiff import softmax as softmax
+from ndistribute.autodiff import stop_gradient as stop_gradient
+from ndistribute.cluster import ClusterSpec as ClusterSpec
+from ndistribute.cluster import MPIClusterResolver as MPIClusterResolver
+from ndistribute.cluster import SimpleClusterResolver as SimpleClusterResolver
+from ndistribute.cluster import SlurmClusterResolver as SlurmClusterResolver
+from ndistribute.cluster import TFConfigClusterResolver as TFConfigClusterResolver
+from ndistribute.cluster import TorchrunClusterResolver as TorchrunClusterResolver
+from ndistribute.collective.communicator import (
+    CommunicationImplementation as CommunicationImplementation,
 )
-from ndistribute.cluster import (
-    ClusterSpec,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-)
-from ndistribute.collective.communicator import CommunicationImplementation, CommunicationOptions
-from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.collective.select import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-    RingAllReduce,
-)
-from ndistribute.context import (
-    ReplicaContext,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-    set_seed,
-    set_strategy,
-)
-from ndistribute.coordinator.coordinator import ClusterCoordinator
-from ndistribute.coordinator.server import Server
-from ndistribute.data import (
-    AutoShardPolicy,
-    Dataset,
-    DistributedDataset,
-    InputContext,
-    InputOptions,
-)
-from ndistribute.devices import Device, list_devices
-from ndistribute.errors import (
-    AuthenticationError,
-    CheckpointCorruptError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DistributeError,
-    WorkerLostError,
-)
-from ndistribute.graph import device
-from ndistribute.models import (
-    Checkpoint,
-    CheckpointManager,
-    Model,
-    Sequential,
-    callbacks,
-    layers,
-    losses,
-    metrics,
-)
-from ndistribute.strategies import (
-    CentralStorageStrategy,
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    ParameterServerStrategy,
-    Strategy,
-)
-from ndistribute.values import DistributedValues, Mirrored, PerReplica
-from ndistribute.variables import (
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-    partitioners,
-)
-from ndistribute.version import __version__
+from ndistribute.collective.communicator import CommunicationOptions as CommunicationOptions
+from ndistribute.collective.indexed_slices import IndexedSlices as IndexedSlices
+from ndistribute.collective.reduce_op import ReduceOp as ReduceOp
+from ndistribute.collective.select import CrossDeviceOps as CrossDeviceOps
+from ndistribute.collective.select import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from ndistribute.collective.select import NcclAllReduce as NcclAllReduce
+from ndistribute.collective.select import ReductionToOneDevice as ReductionToOneDevice
+from ndistribute.collective.select import RingAllReduce as RingAllReduce
+from ndistribute.context import ReplicaContext as ReplicaContext
+from ndistribute.context import get_replica_context as get_replica_context
+from ndistribute.context import get_strategy as get_strategy
+from ndistribute.context import has_strategy as has_strategy
+from ndistribute.context import in_cross_replica_context as in_cross_replica_context
+from ndistribute.context import set_seed as set_seed
+from ndistribute.context import set_strategy as set_strategy
+from ndistribute.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
+from ndistribute.coordinator.server import Server as Server
+from ndistribute.data import AutoShardPolicy as AutoShardPolicy
+from ndistribute.data import Dataset as Dataset
+from ndistribute.data import DistributedDataset as DistributedDataset
+from ndistribute.data import InputContext as InputContext
+from ndistribute.data import InputOptions as InputOptions
+from ndistribute.devices import Device as Device
+from ndistribute.devices import list_devices as list_devices
+from ndistribute.errors import AuthenticationError as AuthenticationError
+from ndistribute.errors import CheckpointCorruptError as CheckpointCorruptError
+from ndistribute.errors import CollectiveMismatchError as CollectiveMismatchError
+from ndistribute.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from ndistribute.errors import DistributeError as DistributeError
+from ndistribute.errors import WorkerLostError as WorkerLostError
+from ndistribute.exports import export as _export
+from ndistribute.graph import device as device
+from ndistribute.models import Checkpoint as Checkpoint
+from ndistribute.models import CheckpointManager as CheckpointManager
+from ndistribute.models import Model as Model
+from ndistribute.models import Sequential as Sequential
+from ndistribute.models import callbacks as callbacks
+from ndistribute.models import layers as layers
+from ndistribute.models import losses as losses
+from ndistribute.models import metrics as metrics
+from ndistribute.strategies import CentralStorageStrategy as CentralStorageStrategy
+from ndistribute.strategies import MirroredStrategy as MirroredStrategy
+from ndistribute.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from ndistribute.strategies import OneDeviceStrategy as OneDeviceStrategy
+from ndistribute.strategies import ParameterServerStrategy as ParameterServerStrategy
+from ndistribute.strategies import Strategy as Strategy
+from ndistribute.values import DistributedValues as DistributedValues
+from ndistribute.values import Mirrored as Mirrored
+from ndistribute.values import PerReplica as PerReplica
+from ndistribute.variables import Variable as Variable
+from ndistribute.variables import VariableAggregation as VariableAggregation
+from ndistribute.variables import VariableSynchronization as VariableSynchronization
+from ndistribute.variables import partitioners as partitioners
+from ndistribute.version import __version__ as __version__
 
 # Users expect these names in `cluster`, which their modules import.
-cluster.ClusterCoordinator, cluster.Server = ClusterCoordinator, Server  # type: ignore[attr-defined]
-cluster.__all__ += ["ClusterCoordinator", "Server"]
-
-__all__ = [
-    "AuthenticationError",
-    "AutoShardPolicy",
-    "CentralStorageStrategy",
-    "Checkpoint",
-    "CheckpointCorruptError",
-    "CheckpointManager",
-    "ClusterCoordinator",
-    "ClusterSpec",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "CrossDeviceOps",
-    "Dataset",
-    "Device",
-    "DistributeError",
-    "DistributedDataset",
-    "DistributedValues",
-    "GradientTape",
-    "HierarchicalCopyAllReduce",
-    "IndexedSlices",
-    "InputContext",
-    "InputOptions",
-    "MPIClusterResolver",
-    "Mirrored",
-    "MirroredStrategy",
-    "Model",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "PerReplica",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "ReplicaContext",
-    "RingAllReduce",
-    "Sequential",
-    "Server",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "Strategy",
-    "TFConfigClusterResolver",
-    "TorchrunClusterResolver",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "WorkerLostError",
-    "__version__",
-    "callbacks",
-    "cluster",
-    "custom_gradient",
-    "device",
-    "errors",
-    "estimator",
-    "get_replica_context",
-    "get_strategy",
-    "graph",
-    "has_strategy",
-    "in_cross_replica_context",
-    "layers",
-    "list_devices",
-    "log_softmax",
-    "logsumexp",
-    "losses",
-    "metrics",
-    "models",
-    "optimizers",
+vars(cluster).update(ClusterCoordinator=ClusterCoordinator, Server=Server)
+_export(vars(cluster))
+_export(
+    vars(),
+    "__version__ callbacks cluster errors estimator graph layers losses metrics models optimizers "
     "partitioners",
-    "set_seed",
-    "set_strategy",
-    "softmax",
-    "stop_gradient",
-]
-
-# Completion shows the public names alone, without the modules' helpers and imports.
-for _module in (
-    sys.modules[__name__],
-    *(found for name in __all__ if isinstance(found := globals()[name], types.ModuleType)),
-):
-    _module.__dir__ = functools.partial(list, _module.__all__)  # type: ignore[method-assign]
-
+)
 tracebacks.install()

@@ -26,6 +26,7 @@ LAYERS = (
         "dtypes",
         "errors",
         "event_files",
+        "exports",
         "mistakes",
         "ownership",
         "values",

@@ -1,25 +1,12 @@
 """Cluster resolvers: the processes of a job, their addresses, and the task of this process."""
 
-from ndistribute.cluster.environment import (
-    MPIClusterResolver,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-    resolve,
-    resolver_of_job,
-)
-from ndistribute.cluster.resolvers import ClusterResolver, SimpleClusterResolver, worker_index
-from ndistribute.cluster.slurm import SlurmClusterResolver
-from ndistribute.cluster.spec import ClusterSpec
-
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "MPIClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "TorchrunClusterResolver",
-    "resolve",
-    "resolver_of_job",
-    "worker_index",
-]
+from ndistribute.cluster.environment import MPIClusterResolver as MPIClusterResolver
+from ndistribute.cluster.environment import TFConfigClusterResolver as TFConfigClusterResolver
+from ndistribute.cluster.environment import TorchrunClusterResolver as TorchrunClusterResolver
+from ndistribute.cluster.environment import resolve as resolve
+from ndistribute.cluster.environment import resolver_of_job as resolver_of_job
+from ndistribute.cluster.resolvers import ClusterResolver as ClusterResolver
+from ndistribute.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
+from ndistribute.cluster.resolvers import worker_index as worker_index
+from ndistribute.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
+from ndistribute.cluster.spec import ClusterSpec as ClusterSpec

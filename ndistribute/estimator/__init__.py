@@ -1,30 +1,18 @@
 """Estimators: loops that train, evaluate and predict with a graph that a function builds."""
 
-from ndistribute.estimator import feature_column
-from ndistribute.estimator.canned import (
-    DNNClassifier,
-    DNNRegressor,
-    LinearClassifier,
-    LinearRegressor,
-)
-from ndistribute.estimator.estimator import Estimator
-from ndistribute.estimator.models import model_to_estimator
-from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
-from ndistribute.estimator.training import train_and_evaluate
+from ndistribute.estimator import feature_column as feature_column
+from ndistribute.estimator.canned import DNNClassifier as DNNClassifier
+from ndistribute.estimator.canned import DNNRegressor as DNNRegressor
+from ndistribute.estimator.canned import LinearClassifier as LinearClassifier
+from ndistribute.estimator.canned import LinearRegressor as LinearRegressor
+from ndistribute.estimator.estimator import Estimator as Estimator
+from ndistribute.estimator.models import model_to_estimator as model_to_estimator
+from ndistribute.estimator.run_config import RunConfig as RunConfig
+from ndistribute.estimator.spec import EstimatorSpec as EstimatorSpec
+from ndistribute.estimator.spec import EvalSpec as EvalSpec
+from ndistribute.estimator.spec import ModeKeys as ModeKeys
+from ndistribute.estimator.spec import TrainSpec as TrainSpec
+from ndistribute.estimator.training import train_and_evaluate as train_and_evaluate
+from ndistribute.exports import export as _export
 
-__all__ = [
-    "DNNClassifier",
-    "DNNRegressor",
-    "Estimator",
-    "EstimatorSpec",
-    "EvalSpec",
-    "LinearClassifier",
-    "LinearRegressor",
-    "ModeKeys",
-    "RunConfig",
-    "TrainSpec",
-    "feature_column",
-    "model_to_estimator",
-    "train_and_evaluate",
-]
+_export(vars(), "feature_column")

@@ -1,155 +1,81 @@
 """Graph programs: operations on the tasks of a cluster, and sessions that run them."""
 
-from ndistribute.graph import metrics, summary
-from ndistribute.graph.coordinator import Coordinator
-from ndistribute.graph.devices import (
-    GreedyLoadBalancingStrategy,
-    byte_size_load_fn,
-    device,
-    replica_device_setter,
-)
-from ndistribute.graph.gradients import clip_by_global_norm, global_norm, gradients
-from ndistribute.graph.graph import (
-    Graph,
-    Operation,
-    Tensor,
-    as_tensor,
-    get_default_graph,
-    reset_default_graph,
-)
-from ndistribute.graph.hooks import (
-    CheckpointSaverHook,
-    CheckpointSaverListener,
-    FinalOpsHook,
-    GlobalStepWaiterHook,
-    LoggingTensorHook,
-    NanLossDuringTrainingError,
-    NanTensorHook,
-    SessionRunArgs,
-    SessionRunContext,
-    SessionRunHook,
-    SessionRunValues,
-    StepCounterHook,
-    StopAtStepHook,
-    SummarySaverHook,
-)
-from ndistribute.graph.iterators import DatasetIterator
-from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
-from ndistribute.graph.moving_averages import ExponentialMovingAverage
-from ndistribute.graph.operations import (
-    cond,
-    constant,
-    group,
-    identity,
-    placeholder,
-    py_function,
-    random_normal,
-    random_uniform,
-    register,
-    stop_gradient,
-    truncated_normal,
-    while_loop,
-)
-from ndistribute.graph.optimizers import (
-    AdagradOptimizer,
-    AdamOptimizer,
-    GradientDescentOptimizer,
-    MomentumOptimizer,
-    Optimizer,
-    RMSPropOptimizer,
-    exponential_decay,
-    piecewise_constant,
-    polynomial_decay,
-)
-from ndistribute.graph.saver import Saver, get_checkpoint_state, latest_checkpoint
-from ndistribute.graph.scopes import AUTO_REUSE, get_variable, get_variable_scope, variable_scope
-from ndistribute.graph.session import ConfigProto, Session
-from ndistribute.graph.supervisor import Supervisor
-from ndistribute.graph.sync_replicas import SyncReplicasOptimizer
+from ndistribute.exports import export as _export
+from ndistribute.graph import metrics as metrics
+from ndistribute.graph import summary as summary
+from ndistribute.graph.coordinator import Coordinator as Coordinator
+from ndistribute.graph.devices import GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy
+from ndistribute.graph.devices import byte_size_load_fn as byte_size_load_fn
+from ndistribute.graph.devices import device as device
+from ndistribute.graph.devices import replica_device_setter as replica_device_setter
+from ndistribute.graph.gradients import clip_by_global_norm as clip_by_global_norm
+from ndistribute.graph.gradients import global_norm as global_norm
+from ndistribute.graph.gradients import gradients as gradients
+from ndistribute.graph.graph import Graph as Graph
+from ndistribute.graph.graph import Operation as Operation
+from ndistribute.graph.graph import Tensor as Tensor
+from ndistribute.graph.graph import as_tensor as as_tensor
+from ndistribute.graph.graph import get_default_graph as get_default_graph
+from ndistribute.graph.graph import reset_default_graph as reset_default_graph
+from ndistribute.graph.hooks import CheckpointSaverHook as CheckpointSaverHook
+from ndistribute.graph.hooks import CheckpointSaverListener as CheckpointSaverListener
+from ndistribute.graph.hooks import FinalOpsHook as FinalOpsHook
+from ndistribute.graph.hooks import GlobalStepWaiterHook as GlobalStepWaiterHook
+from ndistribute.graph.hooks import LoggingTensorHook as LoggingTensorHook
+from ndistribute.graph.hooks import NanLossDuringTrainingError as NanLossDuringTrainingError
+from ndistribute.graph.hooks import NanTensorHook as NanTensorHook
+from ndistribute.graph.hooks import SessionRunArgs as SessionRunArgs
+from ndistribute.graph.hooks import SessionRunContext as SessionRunContext
+from ndistribute.graph.hooks import SessionRunHook as SessionRunHook
+from ndistribute.graph.hooks import SessionRunValues as SessionRunValues
+from ndistribute.graph.hooks import StepCounterHook as StepCounterHook
+from ndistribute.graph.hooks import StopAtStepHook as StopAtStepHook
+from ndistribute.graph.hooks import SummarySaverHook as SummarySaverHook
+from ndistribute.graph.iterators import DatasetIterator as DatasetIterator
+from ndistribute.graph.monitored import MonitoredTrainingSession as MonitoredTrainingSession
+from ndistribute.graph.monitored import Scaffold as Scaffold
+from ndistribute.graph.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
+from ndistribute.graph.operations import cond as cond
+from ndistribute.graph.operations import constant as constant
+from ndistribute.graph.operations import group as group
+from ndistribute.graph.operations import identity as identity
+from ndistribute.graph.operations import placeholder as placeholder
+from ndistribute.graph.operations import py_function as py_function
+from ndistribute.graph.operations import random_normal as random_normal
+from ndistribute.graph.operations import random_uniform as random_uniform
+from ndistribute.graph.operations import register as register
+from ndistribute.graph.operations import stop_gradient as stop_gradient
+from ndistribute.graph.operations import truncated_normal as truncated_normal
+from ndistribute.graph.operations import while_loop as while_loop
+from ndistribute.graph.optimizers import AdagradOptimizer as AdagradOptimizer
+from ndistribute.graph.optimizers import AdamOptimizer as AdamOptimizer
+from ndistribute.graph.optimizers import GradientDescentOptimizer as GradientDescentOptimizer
+from ndistribute.graph.optimizers import MomentumOptimizer as MomentumOptimizer
+from ndistribute.graph.optimizers import Optimizer as Optimizer
+from ndistribute.graph.optimizers import RMSPropOptimizer as RMSPropOptimizer
+from ndistribute.graph.optimizers import exponential_decay as exponential_decay
+from ndistribute.graph.optimizers import piecewise_constant as piecewise_constant
+from ndistribute.graph.optimizers import polynomial_decay as polynomial_decay
+from ndistribute.graph.saver import Saver as Saver
+from ndistribute.graph.saver import get_checkpoint_state as get_checkpoint_state
+from ndistribute.graph.saver import latest_checkpoint as latest_checkpoint
+from ndistribute.graph.scopes import AUTO_REUSE as AUTO_REUSE
+from ndistribute.graph.scopes import get_variable as get_variable
+from ndistribute.graph.scopes import get_variable_scope as get_variable_scope
+from ndistribute.graph.scopes import variable_scope as variable_scope
+from ndistribute.graph.session import ConfigProto as ConfigProto
+from ndistribute.graph.session import Session as Session
+from ndistribute.graph.supervisor import Supervisor as Supervisor
+from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
+from ndistribute.graph.variables import Variable as Variable
+from ndistribute.graph.variables import get_or_create_global_step as get_or_create_global_step
+from ndistribute.graph.variables import global_variables as global_variables
+from ndistribute.graph.variables import global_variables_initializer as global_variables_initializer
+from ndistribute.graph.variables import local_variables as local_variables
 from ndistribute.graph.variables import (
-    Variable,
-    get_or_create_global_step,
-    global_variables,
-    global_variables_initializer,
-    local_variables,
-    report_uninitialized_variables,
-    trainable_variables,
-    variables_initializer,
+    report_uninitialized_variables as report_uninitialized_variables,
 )
+from ndistribute.graph.variables import trainable_variables as trainable_variables
+from ndistribute.graph.variables import variables_initializer as variables_initializer
 
-__all__ = [
-    "AUTO_REUSE",
-    "AdagradOptimizer",
-    "AdamOptimizer",
-    "CheckpointSaverHook",
-    "CheckpointSaverListener",
-    "ConfigProto",
-    "Coordinator",
-    "DatasetIterator",
-    "ExponentialMovingAverage",
-    "FinalOpsHook",
-    "GlobalStepWaiterHook",
-    "GradientDescentOptimizer",
-    "Graph",
-    "GreedyLoadBalancingStrategy",
-    "LoggingTensorHook",
-    "MomentumOptimizer",
-    "MonitoredTrainingSession",
-    "NanLossDuringTrainingError",
-    "NanTensorHook",
-    "Operation",
-    "Optimizer",
-    "RMSPropOptimizer",
-    "Saver",
-    "Scaffold",
-    "Session",
-    "SessionRunArgs",
-    "SessionRunContext",
-    "SessionRunHook",
-    "SessionRunValues",
-    "StepCounterHook",
-    "StopAtStepHook",
-    "SummarySaverHook",
-    "Supervisor",
-    "SyncReplicasOptimizer",
-    "Tensor",
-    "Variable",
-    "as_tensor",
-    "byte_size_load_fn",
-    "clip_by_global_norm",
-    "cond",
-    "constant",
-    "device",
-    "exponential_decay",
-    "get_checkpoint_state",
-    "get_default_graph",
-    "get_or_create_global_step",
-    "get_variable",
-    "get_variable_scope",
-    "global_norm",
-    "global_variables",
-    "global_variables_initializer",
-    "gradients",
-    "group",
-    "identity",
-    "latest_checkpoint",
-    "local_variables",
-    "metrics",
-    "piecewise_constant",
-    "placeholder",
-    "polynomial_decay",
-    "py_function",
-    "random_normal",
-    "random_uniform",
-    "register",
-    "replica_device_setter",
-    "report_uninitialized_variables",
-    "reset_default_graph",
-    "stop_gradient",
-    "summary",
-    "trainable_variables",
-    "truncated_normal",
-    "variable_scope",
-    "variables_initializer",
-    "while_loop",
-]
+_export(vars(), "metrics summary")

@@ -1,38 +1,26 @@
 """Models: layers, losses, metrics and callbacks, and the loops that train them."""
 
-from ndistribute import optimizers
-from ndistribute.models import (
-    activations,
-    callbacks,
-    initializers,
-    layers,
-    losses,
-    metrics,
-    nn,
-    regularizers,
+from ndistribute import optimizers as optimizers
+from ndistribute.exports import export as _export
+from ndistribute.models import activations as activations
+from ndistribute.models import callbacks as callbacks
+from ndistribute.models import initializers as initializers
+from ndistribute.models import layers as layers
+from ndistribute.models import losses as losses
+from ndistribute.models import metrics as metrics
+from ndistribute.models import nn as nn
+from ndistribute.models import regularizers as regularizers
+from ndistribute.models.callbacks.preemption import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
-from ndistribute.models.callbacks.preemption import PreemptionCheckpointHandler
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
-from ndistribute.models.export import load
-from ndistribute.models.model import Model, Sequential
-from ndistribute.models.sidecar import SidecarEvaluator
+from ndistribute.models.checkpoint import Checkpoint as Checkpoint
+from ndistribute.models.checkpoint import CheckpointManager as CheckpointManager
+from ndistribute.models.checkpoint import latest_checkpoint as latest_checkpoint
+from ndistribute.models.export import load as load
+from ndistribute.models.model import Model as Model
+from ndistribute.models.model import Sequential as Sequential
+from ndistribute.models.sidecar import SidecarEvaluator as SidecarEvaluator
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointManager",
-    "Model",
-    "PreemptionCheckpointHandler",
-    "Sequential",
-    "SidecarEvaluator",
-    "activations",
-    "callbacks",
-    "initializers",
-    "latest_checkpoint",
-    "layers",
-    "load",
-    "losses",
-    "metrics",
-    "nn",
-    "optimizers",
-    "regularizers",
-]
+_export(
+    vars(), "activations callbacks initializers layers losses metrics nn optimizers regularizers"
+)

@@ -1,19 +1,15 @@
 """Optimizers, which update variables by their gradients, and schedules of the learning rate."""
 
-from ndistribute.optimizers import schedules
-from ndistribute.optimizers.algorithms import SGD, Adagrad, Adam, AdamW, RMSprop, get
-from ndistribute.optimizers.optimizer import Optimizer
-from ndistribute.optimizers.wrappers import GradientAccumulation, LossScale
+from ndistribute.exports import export as _export
+from ndistribute.optimizers import schedules as schedules
+from ndistribute.optimizers.algorithms import SGD as SGD
+from ndistribute.optimizers.algorithms import Adagrad as Adagrad
+from ndistribute.optimizers.algorithms import Adam as Adam
+from ndistribute.optimizers.algorithms import AdamW as AdamW
+from ndistribute.optimizers.algorithms import RMSprop as RMSprop
+from ndistribute.optimizers.algorithms import get as get
+from ndistribute.optimizers.optimizer import Optimizer as Optimizer
+from ndistribute.optimizers.wrappers import GradientAccumulation as GradientAccumulation
+from ndistribute.optimizers.wrappers import LossScale as LossScale
 
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "GradientAccumulation",
-    "LossScale",
-    "Optimizer",
-    "RMSprop",
-    "get",
-    "schedules",
-]
+_export(vars(), "schedules")

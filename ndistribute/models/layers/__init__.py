@@ -1,42 +1,23 @@
 """Layers: functions of arrays with variables of their own."""
 
-from ndistribute.models.layers.attention import MultiHeadAttention
-from ndistribute.models.layers.convolution import (
-    AveragePool2D,
-    Conv2D,
-    GlobalAveragePool2D,
-    MaxPool2D,
-)
-from ndistribute.models.layers.core import (
-    Activation,
-    Dense,
-    Dropout,
-    Embedding,
-    Flatten,
-    Input,
-    Reshape,
-)
-from ndistribute.models.layers.layer import Layer, set_dtype_policy
-from ndistribute.models.layers.normalization import BatchNormalization, LayerNormalization
-from ndistribute.models.layers.parallel import ColumnParallelDense, RowParallelDense
+from ndistribute.exports import export as _export
+from ndistribute.models.layers.attention import MultiHeadAttention as MultiHeadAttention
+from ndistribute.models.layers.convolution import AveragePool2D as AveragePool2D
+from ndistribute.models.layers.convolution import Conv2D as Conv2D
+from ndistribute.models.layers.convolution import GlobalAveragePool2D as GlobalAveragePool2D
+from ndistribute.models.layers.convolution import MaxPool2D as MaxPool2D
+from ndistribute.models.layers.core import Activation as Activation
+from ndistribute.models.layers.core import Dense as Dense
+from ndistribute.models.layers.core import Dropout as Dropout
+from ndistribute.models.layers.core import Embedding as Embedding
+from ndistribute.models.layers.core import Flatten as Flatten
+from ndistribute.models.layers.core import Input as Input
+from ndistribute.models.layers.core import Reshape as Reshape
+from ndistribute.models.layers.layer import Layer as Layer
+from ndistribute.models.layers.layer import set_dtype_policy as set_dtype_policy
+from ndistribute.models.layers.normalization import BatchNormalization as BatchNormalization
+from ndistribute.models.layers.normalization import LayerNormalization as LayerNormalization
+from ndistribute.models.layers.parallel import ColumnParallelDense as ColumnParallelDense
+from ndistribute.models.layers.parallel import RowParallelDense as RowParallelDense
 
-__all__ = [
-    "Activation",
-    "AveragePool2D",
-    "BatchNormalization",
-    "ColumnParallelDense",
-    "Conv2D",
-    "Dense",
-    "Dropout",
-    "Embedding",
-    "Flatten",
-    "GlobalAveragePool2D",
-    "Input",
-    "Layer",
-    "LayerNormalization",
-    "MaxPool2D",
-    "MultiHeadAttention",
-    "Reshape",
-    "RowParallelDense",
-    "set_dtype_policy",
-]
+_export(vars())
