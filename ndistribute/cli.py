@@ -19,8 +19,6 @@ from ndistribute.launcher.commands import Host, assign, parse_hosts
 from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launch
 from ndistribute.version import __version__
 
-__all__ = ["job_options", "main", "parser"]
-
 _USAGE_ERROR = 2
 _BENCHMARKS = "all_reduce cost_model faults graph input models overhead run_all servers training"
 

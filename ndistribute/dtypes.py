@@ -14,8 +14,6 @@ import numpy as np
 from ndistribute.devices import Array
 from ndistribute.errors import MissingDependencyError
 
-__all__ = ["can_cast", "computing_dtype", "dtype_named", "kind_of", "native", "standard"]
-
 _FLOAT16 = np.dtype(np.float16)
 
 

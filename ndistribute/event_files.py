@@ -19,8 +19,6 @@ from typing import Any, Self
 
 import numpy as np
 
-__all__ = ["EventFile", "crc32c", "histogram", "image", "masked_crc32c", "png", "scalar"]
-
 _POLYNOMIAL = 0x82F63B78  # Of Castagnoli, with its bits reversed.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # The wire types of fields.
 _BINS = 30

@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-__all__ = ["HARMLESS", "Explaining", "explain_read_only", "refuse_options"]
-
 _INSTEAD = {
     "add_loss": "use kernel_regularizer, override penalties, or write a loop of your own",
     "add_metric": "pass metrics to compile",

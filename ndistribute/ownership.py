@@ -13,8 +13,6 @@ import numpy as np
 
 from ndistribute.devices import Array
 
-__all__ = ["COUNTS_TELL", "ArrayOwner"]
-
 
 class ArrayOwner:
     """The owner of an array that owns its memory, and to which nobody else keeps a reference."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from ndistribute.devices import Array, Device, copy_to, cupy_module, device_of
 
-__all__ = ["Stream", "random_generator", "settle", "working_on", "write_to"]
-
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t
 _NOTHING = contextlib.nullcontext()
 

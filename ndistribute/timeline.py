@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-__all__ = ["Recorder", "enabled", "flush", "identify", "recorded", "span", "totals"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _log = logging.getLogger("ndistribute")

@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-__all__ = ["Event", "Lateness", "Trace", "explain", "lateness", "merge", "read", "report"]
-
 # The times of entering and leaving each collective, by its title and the number of its step.
 Calls = dict[tuple[str, int], tuple[float, float]]
 

@@ -17,16 +17,6 @@ import numpy as np
 from ndistribute.devices import Array, is_gpu_array
 from ndistribute.dtypes import can_cast, computing_dtype, kind_of
 
-__all__ = [
-    "Rule",
-    "can_train",
-    "hyperparameters_of",
-    "rule_named",
-    "update_block",
-    "update_rows",
-    "update_whole",
-]
-
 # Blocks of the gradient, the variable and two slots fit a core's second-level cache together.
 BLOCK_ELEMENTS = 32 * 1024
 

@@ -9,8 +9,6 @@ from typing import Any, Unpack
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job
 
-__all__ = ["run"]
-
 
 def run(
     fn_or_script: Work,

@@ -13,8 +13,6 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.data import Dataset, as_dataset
 
-__all__ = ["batches_of", "check_counts", "rows_of", "split", "unpacked", "validation_parts"]
-
 _BATCH = 32
 
 

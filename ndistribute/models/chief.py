@@ -15,8 +15,6 @@ from ndistribute.coordinator.coordinator import ClusterCoordinator
 from ndistribute.models.callbacks.callback import Callbacks
 from ndistribute.optimizers import GradientAccumulation
 
-__all__ = ["Chief", "schedules_steps"]
-
 # Enough that a worker always has its next steps; few, as they are made when the training is told
 # to stop.
 _STEPS_AHEAD = 32  # For each worker.

@@ -11,8 +11,6 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-__all__ = ["keep_freed_memory"]
-
 # Parameters of mallopt, and their values in bytes. Arrays above the first are not kept.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = (-3, 1 << 25), (-1, 1 << 28)
 

@@ -16,8 +16,6 @@ from ndistribute.models.layers.layer import Layer
 from ndistribute.models.training import Trainer
 from ndistribute.variables import Variable
 
-__all__ = ["Model", "Sequential"]
-
 _WIDTH, _LEAST = 80, 20  # Of a summary, and of its column of shapes.
 _UNBROKEN = "\N{NO-BREAK SPACE}"
 

@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["found", "snake_case"]
-
 
 def snake_case(name: str) -> str:
     """Return the name of a class with underscores.

@@ -10,8 +10,6 @@ from typing import Any
 
 from ndistribute.models.callbacks.callback import Callback, Logs
 
-__all__ = ["Progress"]
-
 _RUNNING = "{elapsed}<{remaining}"
 
 

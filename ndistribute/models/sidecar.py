@@ -18,8 +18,6 @@ from ndistribute.models.checkpoint import Weights
 from ndistribute.models.training import Position
 from ndistribute.tensor_files import Saved
 
-__all__ = ["SidecarEvaluator"]
-
 _log = logging.getLogger("ndistribute")
 
 

@@ -44,8 +44,6 @@ from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
 from ndistribute.variables import Variable
 
-__all__ = ["Trainer"]
-
 _NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
 _ONE_OUTPUT = (
     "{}: fit and evaluate compare one output of a model with one array of labels. For several, "

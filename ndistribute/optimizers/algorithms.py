@@ -11,21 +11,6 @@ from ndistribute.devices import Array, array_namespace
 from ndistribute.optimizers.optimizer import LearningRate, Optimizer, Options
 from ndistribute.update_rules import Rule
 
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "AdagradRule",
-    "Adam",
-    "AdamRule",
-    "AdamW",
-    "AdamWRule",
-    "MomentumRule",
-    "RMSprop",
-    "RMSpropRule",
-    "SGDRule",
-    "get",
-]
-
 
 @dataclass(frozen=True)
 class SGDRule(Rule):

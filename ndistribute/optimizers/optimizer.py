@@ -42,8 +42,6 @@ from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_
 from ndistribute.variables.sharded import ShardedVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["LearningRate", "Optimizer", "Options", "check_whole", "divided", "sum_over"]
-
 LearningRate = float | Callable[[int], float]
 # For each variable and each memory: the variable and its slots, writable; and the step's rate.
 _Opened = tuple[list[list[tuple[Array, ...]]], float]

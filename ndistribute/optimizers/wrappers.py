@@ -18,8 +18,6 @@ from ndistribute.optimizers.optimizer import Optimizer, check_whole, divided, su
 from ndistribute.variables.policy import map_values
 from ndistribute.variables.variable import Variable
 
-__all__ = ["GradientAccumulation", "LossScale"]
-
 Pairs = Iterable[tuple[Any, Variable]]
 
 

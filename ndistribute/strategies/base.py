@@ -35,8 +35,6 @@ from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
 from ndistribute.variables.sharded import ShardedVariable
 from ndistribute.variables.variable import Variable
 
-__all__ = ["Strategy"]
-
 # How long `run` waits for another thread's `run` of the same strategy.
 TURN_SECONDS = 600.0
 _CLOSED = "cannot be used any more: make a new strategy."

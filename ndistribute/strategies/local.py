@@ -16,14 +16,6 @@ from ndistribute.variables.mirrored import CentralVariable
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.variable import Variable
 
-__all__ = [
-    "CentralStorageStrategy",
-    "DefaultStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-]
-
 
 class DefaultStrategy(Strategy):
     """The strategy that is current outside any scope, with one replica on ``cpu:0``."""

@@ -47,8 +47,6 @@ from ndistribute.variables.policy import (
 from ndistribute.variables.served import CachedShard, ServedVariable, VariableCache
 from ndistribute.variables.variable import Variable
 
-__all__ = ["ParameterServerStrategy"]
-
 _LIVES_APART = 1 << 29  # Versions differ by more after a server's restart.
 
 

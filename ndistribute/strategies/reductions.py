@@ -32,8 +32,6 @@ from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.policy import VariableSynchronization
 from ndistribute.variables.variable import Variable
 
-__all__ = ["components_of_workers", "gather_value", "local_components", "reduce_value"]
-
 
 def local_components(value: Any) -> tuple[Any, ...]:
     """Return this process's components of a value; see `Strategy.local_results`."""

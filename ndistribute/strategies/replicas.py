@@ -23,8 +23,6 @@ from ndistribute.errors import WorkerLostError
 from ndistribute.mistakes import explain_read_only
 from ndistribute.timeline import span
 
-__all__ = ["ReplicaPool"]
-
 Step = Callable[[int], Any]
 
 # How long a failed or interrupted step waits for replicas that still compute. After this time it

@@ -13,8 +13,6 @@ from ndistribute.errors import CollectiveTimeoutError
 from ndistribute.parameter_server.client import Servers, Then
 from ndistribute.parameter_server.messages import Aggregate, Apply, AwaitClock, AwaitStep, Outcome
 
-__all__ = ["UpdateMode", "update_mode_of"]
-
 Applies = Mapping[int, Apply]
 
 

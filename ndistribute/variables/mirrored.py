@@ -20,8 +20,6 @@ from ndistribute.values import PerReplica
 from ndistribute.variables.policy import VariableAggregation, VariablePolicy, Write, map_values
 from ndistribute.variables.variable import Variable, detached
 
-__all__ = ["CentralVariable", "DeviceCopies", "MirroredVariable", "SyncOnReadVariable"]
-
 
 class Cell(ArrayOwner):
     """An array whose readers get snapshots.

@@ -19,16 +19,6 @@ from ndistribute.devices import Array, as_array, device_of, to_host
 from ndistribute.dtypes import can_cast, kind_of, standard
 from ndistribute.stream import working_on
 
-__all__ = [
-    "VariableAggregation",
-    "VariablePolicy",
-    "VariableSynchronization",
-    "Write",
-    "cast",
-    "fitted",
-    "map_values",
-]
-
 E = TypeVar("E", bound=enum.Enum)
 
 

@@ -34,8 +34,6 @@ from ndistribute.variables.partitioners import Shards, joined, select_rows
 from ndistribute.variables.policy import VariablePolicy, Write
 from ndistribute.variables.variable import ArrayLike, Variable
 
-__all__ = ["CachedShard", "Place", "ServedVariable", "VariableCache", "attached", "on_host"]
-
 # Variables up to this size are read whole, with the others of a step, because reading rows costs a
 # separate message.
 _SMALL_BYTES = 1 << 14

@@ -15,8 +15,6 @@ from ndistribute.variables.mirrored import Cell, MirroredVariable
 from ndistribute.variables.policy import VariablePolicy, Write
 from ndistribute.variables.variable import Variable, create_variable
 
-__all__ = ["ShardedVariable", "sharded_variable"]
-
 
 class ShardedVariable(MirroredVariable):
     """A variable that is cut along an axis, with one contiguous shard on each replica.

@@ -32,8 +32,6 @@ from ndistribute.variables.policy import (
     cast,
 )
 
-__all__ = ["ArrayLike", "Variable", "detached"]
-
 V = TypeVar("V", bound="Variable")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from ndistribute.mistakes import Explaining
 
-__all__ = ["Callback", "Callbacks", "History", "LambdaCallback", "Logs", "steps_of"]
-
 Logs = Mapping[str, float]
 
 

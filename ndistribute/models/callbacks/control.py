@@ -11,14 +11,6 @@ from typing import Any
 from ndistribute.devices import as_array
 from ndistribute.models.callbacks.callback import Callback, Logs
 
-__all__ = [
-    "EarlyStopping",
-    "LearningRateScheduler",
-    "Monitor",
-    "ReduceLROnPlateau",
-    "TerminateOnNaN",
-]
-
 _log = logging.getLogger("ndistribute")
 
 

@@ -16,8 +16,6 @@ from ndistribute.models.callbacks.callback import Callback, Logs
 from ndistribute.models.callbacks.saving import continued
 from ndistribute.models.checkpoint import CheckpointManager, on_any_worker
 
-__all__ = ["PreemptionCheckpointHandler"]
-
 _log = logging.getLogger("ndistribute")
 
 

@@ -14,8 +14,6 @@ from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief
 
-__all__ = ["BackupAndRestore", "CSVLogger", "ModelCheckpoint", "continued"]
-
 _log = logging.getLogger("ndistribute")
 
 

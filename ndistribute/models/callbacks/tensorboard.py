@@ -15,8 +15,6 @@ from ndistribute.devices import as_array
 from ndistribute.event_files import EventFile
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 
-__all__ = ["TensorBoard"]
-
 _MOST_IMAGES = 3
 
 

@@ -10,8 +10,6 @@ from ndistribute.models import operations
 from ndistribute.models.layers.core import Dense, dropout_factors, positive, rate_of
 from ndistribute.models.layers.layer import Layer
 
-__all__ = ["MultiHeadAttention"]
-
 _OF_LAYERS = {"name", "trainable", "dtype", "input_shape"}
 
 

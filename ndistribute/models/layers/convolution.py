@@ -11,8 +11,6 @@ from ndistribute.models import operations
 from ndistribute.models.layers.core import KernelLayer, positive
 from ndistribute.models.layers.layer import Layer
 
-__all__ = ["AveragePool2D", "Conv2D", "GlobalAveragePool2D", "MaxPool2D"]
-
 Pair = int | Sequence[int]
 
 

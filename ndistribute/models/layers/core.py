@@ -13,8 +13,6 @@ from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.operations import dense
 
-__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten", "Input", "Reshape"]
-
 
 class KernelLayer(Layer):
     """The base class of layers with a kernel, a bias and an activation; see `Dense`."""

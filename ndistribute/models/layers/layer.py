@@ -28,9 +28,6 @@ from ndistribute.models import initializers
 from ndistribute.models.names import snake_case
 from ndistribute.variables import Variable
 
-__all__ = ["Layer", "set_dtype_policy"]
-
-
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
 _LISTS = "non_trainable_variables trainable_variables variables".split()
 

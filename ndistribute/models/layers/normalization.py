@@ -13,8 +13,6 @@ from ndistribute.models.chief import schedules_steps
 from ndistribute.models.layers.core import as_floats
 from ndistribute.models.layers.layer import Layer
 
-__all__ = ["BatchNormalization", "LayerNormalization"]
-
 Initializer = str | Callable[..., Any]
 
 

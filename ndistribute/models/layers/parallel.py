@@ -24,8 +24,6 @@ from ndistribute.models.layers.core import Dense
 from ndistribute.models.operations import dense
 from ndistribute.variables.sharded import sharded_variable
 
-__all__ = ["ColumnParallelDense", "RowParallelDense"]
-
 
 class _ParallelDense(Dense):
     """A dense layer with weights in shards."""

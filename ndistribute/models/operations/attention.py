@@ -17,8 +17,6 @@ from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.devices import Array, array_namespace
 from ndistribute.models.operations.epilogue import wide
 
-__all__ = ["attention"]
-
 
 @custom_gradient
 def attention(

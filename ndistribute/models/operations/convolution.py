@@ -22,8 +22,6 @@ from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.epilogue import Epilogue, KernelRule, in_place, operands
 from ndistribute.models.operations.windows import Pair, Windows
 
-__all__ = ["conv2d"]
-
 # The size of the columns of a block: the cache of a core, or a small part of the memory of a GPU.
 _HOST_BYTES, _GPU_BYTES = 1 << 20, 1 << 28
 

@@ -16,8 +16,6 @@ from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
 from ndistribute.models.activations import IN_PLACE, InPlace, linear
 
-__all__ = ["Epilogue", "KernelRule", "column_sums", "in_place", "joined_rows", "operands", "wide"]
-
 Memory = Callable[[Any, tuple[int, ...]], Array | None]
 
 # Rows are joined up to so many elements, because NumPy has a cost for each row: a sum with a vector

@@ -18,8 +18,6 @@ from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.operations.epilogue import column_sums, joined_rows, wide
 
-__all__ = ["batch_normalization", "layer_normalization", "normalized_by"]
-
 Total = Callable[[Array], Array]
 
 

@@ -13,8 +13,6 @@ from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.operations.epilogue import wide
 from ndistribute.models.operations.windows import Pair, Windows
 
-__all__ = ["average_pool2d", "max_pool2d"]
-
 _BLOCK_BYTES = 1 << 19  # Half of the cache of a core, as measured.
 
 

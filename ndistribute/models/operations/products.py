@@ -12,8 +12,6 @@ from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.epilogue import Epilogue, KernelRule, in_place, operands, wide
 
-__all__ = ["dense", "softmax_cross_entropy"]
-
 
 def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> Any:
     """Return ``activation(x @ kernel + bias)``; those of `IN_PLACE` need no second array."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-__all__ = ["Offset", "Windows"]
-
 Pair = tuple[int, int]
 
 
