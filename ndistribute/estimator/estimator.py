@@ -28,7 +28,14 @@ from ndistribute.estimator.replicas import (
     is_empty,
 )
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, ModeKeys, check_input, check_steps
+from ndistribute.estimator.spec import (
+    EstimatorSpec,
+    EvalSpec,
+    ModeKeys,
+    TrainSpec,
+    check_input,
+    check_steps,
+)
 from ndistribute.event_files import EventFile
 from ndistribute.graph import metrics
 from ndistribute.graph.devices import replica_device_setter
@@ -131,7 +138,7 @@ class Estimator:
         check_steps(steps, "train: steps")
         check_steps(max_steps, "train: max_steps")
         check_input(input_fn, "train")
-        self.train_model(input_fn, hooks or (), steps, max_steps, saving_listeners or ())
+        self.train_model(TrainSpec(input_fn, max_steps, hooks or (), saving_listeners or ()), steps)
         return self
 
     def evaluate(
@@ -159,7 +166,8 @@ class Estimator:
         check_input(input_fn, "evaluate")
         strategy = self._strategy(self.config.eval_distribute)
         path = by_chief(strategy, lambda: self._path(checkpoint_path))
-        found = self._metrics(strategy, input_fn, steps, hooks or (), path)
+        spec = EvalSpec(input_fn, steps, name, hooks or ())
+        found = self._metrics(strategy, spec, path)
         if strategy.is_chief:
             self._write_summary(found, name)
         return found
@@ -216,27 +224,25 @@ class Estimator:
 
     def train_model(
         self,
-        input_fn: InputFn,
-        hooks: Sequence[Any],
-        steps: int | None,
-        max_steps: int | None,
-        listeners: Sequence[Any],
+        spec: TrainSpec,
+        steps: int | None = None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Train as `train` does, and call a function after each step, outside of replicas."""
+        max_steps = spec.max_steps
         strategy = self._training_strategy()
         start = by_chief(strategy, self._global_step)
         if max_steps is not None and start >= max_steps:
             _log.info("no training: step %d is at or after max_steps=%d", start, max_steps)
             return
         with contextlib.ExitStack() as stack:
-            batches = self._batches(strategy, input_fn, ModeKeys.TRAIN)
+            batches = self._batches(strategy, spec.input_fn, ModeKeys.TRAIN)
             stack.callback(batches.close)
             replicas = self._replicas(strategy, batches, ModeKeys.TRAIN)
             first = replicas.first
             stop = [] if steps is max_steps is None else [StopAtStepHook(steps, max_steps)]
             stack.enter_context(first.graph.as_default())
-            session = self._training_session(replicas, [*stop, *hooks], listeners)
+            session = self._training_session(replicas, [*stop, *spec.hooks], spec.saving_listeners)
             replicas.open(stack, session)
 
             def step(part: Any) -> None:
@@ -290,22 +296,15 @@ class Estimator:
             log_step_count_steps=config.log_step_count_steps,
         )
 
-    def _metrics(
-        self,
-        strategy: Any,
-        input_fn: InputFn,
-        steps: int | None,
-        hooks: Sequence[Any],
-        path: str | None,
-    ) -> dict[str, Any]:
+    def _metrics(self, strategy: Any, spec: EvalSpec, path: str | None) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
-            batches = self._batches(strategy, input_fn, ModeKeys.EVAL)
+            batches = self._batches(strategy, spec.input_fn, ModeKeys.EVAL)
             stack.callback(batches.close)
             replicas = self._replicas(strategy, batches, ModeKeys.EVAL)
             results = [_with_metrics(replica) for replica in replicas.all]
             first = replicas.first
             stack.enter_context(first.graph.as_default())
-            watching = [*hooks, *first.spec.evaluation_hooks]
+            watching = [*spec.hooks, *first.spec.evaluation_hooks]
             path = path if strategy.is_chief else None  # The others get its values.
             replicas.open(stack, _restored(first.spec, path, watching))
 
@@ -314,7 +313,7 @@ class Estimator:
                 if not is_empty(part):
                     replica.run(results[replicas.all.index(replica)][1], part)
 
-            for batch in itertools.islice(batches, steps):
+            for batch in itertools.islice(batches, spec.steps):
                 strategy.run(step, (batch,))
                 if first.session.should_stop():
                     break

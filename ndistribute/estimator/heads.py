@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.autodiff import log_softmax
 from ndistribute.devices import to_host
 from ndistribute.estimator import feature_column
 from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
@@ -17,6 +16,7 @@ from ndistribute.graph import metrics
 from ndistribute.graph.functions import register
 from ndistribute.graph.graph import apply_named, as_tensor
 from ndistribute.graph.variables import get_or_create_global_step
+from ndistribute.models import nn
 
 Tensors = dict[str, Any]
 
@@ -109,12 +109,12 @@ class MultiClassHead(Head):
         ids = np.argmax(logits, axis=1)
         return {
             "logits": logits,
-            "probabilities": np.exp(_log_softmax(logits)),
+            "probabilities": np.exp(nn.log_softmax(logits, axis=1)),
             **self._named(np.reshape(ids, (-1, 1))),
         }
 
     def losses(self, logits: Any, labels: Any) -> Any:
-        return -np.take_along_axis(_log_softmax(logits), labels, axis=1)
+        return -np.take_along_axis(nn.log_softmax(logits, axis=1), labels, axis=1)
 
     def labels(self, labels: Any) -> Any:
         words = np.array(self.vocabulary) if self.vocabulary else None
@@ -160,10 +160,6 @@ class BinaryHead(MultiClassHead):
         }
 
 
-def _log_softmax(logits: Any) -> Any:
-    return apply_named("estimator.log_softmax", (logits,), {"axis": 1})
-
-
 def _classes(labels: Any, count: int, words: Any) -> Any:
     """Return the classes of labels, which are integers or words, in a column."""
     ids = to_host(labels).reshape(-1, 1)
@@ -177,5 +173,4 @@ def _classes(labels: Any, count: int, words: Any) -> Any:
     return ids.astype(np.int64)
 
 
-register("estimator.log_softmax", log_softmax)
 register("estimator.classes", _classes)

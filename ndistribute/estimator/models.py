@@ -17,7 +17,7 @@ from ndistribute.data import Dataset, InputContext
 from ndistribute.estimator.estimator import Estimator, InputFn, chosen, examples
 from ndistribute.estimator.replicas import dataset_of
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import ModeKeys
+from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.callbacks.callback import Callback
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief
 from ndistribute.models.model import Model
@@ -76,40 +76,30 @@ class _ModelEstimator(Estimator):
 
     def train_model(
         self,
-        input_fn: InputFn,
-        hooks: Sequence[Any],
-        steps: int | None,
-        max_steps: int | None,
-        listeners: Sequence[Any],
+        spec: TrainSpec,
+        steps: int | None = None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Train as `train` does, and call a function after each step."""
-        data, model = self._data(input_fn, ModeKeys.TRAIN), self._model
+        data, model = self._data(spec.input_fn, ModeKeys.TRAIN), self._model
         self._manager.restore_or_initialize()
         start = model.optimizer.iterations
-        left = steps if max_steps is None else max_steps - start
+        left = steps if spec.max_steps is None else spec.max_steps - start
         if left is not None and left <= 0:
             return
-        saving = _Saving(self._manager, self.config, listeners, after_step)
+        saving = _Saving(self._manager, self.config, spec.saving_listeners, after_step)
         data = data if left is None else data.take(left)
-        model.fit(data, epochs=1, verbose=0, callbacks=[saving, *hooks])
+        model.fit(data, epochs=1, verbose=0, callbacks=[saving, *spec.hooks])
         saving.save()
 
-    def _metrics(
-        self,
-        strategy: Any,
-        input_fn: InputFn,
-        steps: int | None,
-        hooks: Sequence[Any],
-        path: str | None,
-    ) -> dict[str, Any]:
-        _refuse(hooks)
-        data, model = self._data(input_fn, ModeKeys.EVAL), self._model
+    def _metrics(self, strategy: Any, spec: EvalSpec, path: str | None) -> dict[str, Any]:
+        _refuse(spec.hooks)
+        data, model = self._data(spec.input_fn, ModeKeys.EVAL), self._model
         kept = self._checkpoint.state()  # A training may go on after this.
         try:
             if path is not None:
                 self._checkpoint.restore(path)
-            found = model.evaluate(data, steps=steps, verbose=0, return_dict=True)
+            found = model.evaluate(data, steps=spec.steps, verbose=0, return_dict=True)
             return {**found, "global_step": model.optimizer.iterations}
         finally:
             self._checkpoint.load("the state before the evaluation", *kept)

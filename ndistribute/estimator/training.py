@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import socket
@@ -71,12 +72,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     with Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext() as own:
         if own is not None:
             _greet(own, [cluster.task_address("ps", k) for k in cluster.task_indices("ps")])
-        estimator.train(
-            train_spec.input_fn,
-            hooks=train_spec.hooks,
-            max_steps=train_spec.max_steps,
-            saving_listeners=train_spec.saving_listeners,
-        )
+        estimator.train_model(train_spec)
         if on_servers and config.is_chief:
             _await_workers(config.resolver.worker_addresses[1:])
     return None
@@ -109,8 +105,8 @@ def _train_alone(estimator: Estimator, spec: TrainSpec, eval_spec: EvalSpec) -> 
             saved.is_new = False
             evaluations.evaluate()
 
-    listeners = [*spec.saving_listeners, saved]
-    estimator.train_model(spec.input_fn, spec.hooks, None, spec.max_steps, listeners, after_step)
+    listening = dataclasses.replace(spec, saving_listeners=[*spec.saving_listeners, saved])
+    estimator.train_model(listening, after_step=after_step)
     return evaluations.evaluate()
 
 
