@@ -78,11 +78,12 @@ def build(
         return Replica(graph, _arrays((features, labels)), make(features, labels))
 
 
+@dataclass(frozen=True)
 class Replicas:
     """The replicas of this process under a strategy."""
 
-    def __init__(self, strategy: Any, replicas: Sequence[Replica]) -> None:
-        self.strategy, self.all = strategy, replicas
+    strategy: Any
+    all: Sequence[Replica]
 
     @property
     def first(self) -> Replica:

@@ -7,17 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from ndistribute.errors import (
-    AbortedError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    OutOfRangeError,
-    UnavailableError,
-)
+from ndistribute import errors
 from ndistribute.graph import summary
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Tensor, get_default_graph
@@ -42,13 +37,14 @@ from ndistribute.graph.variables import (
 )
 
 T = TypeVar("T")
-_RECOVERABLE = (AbortedError, UnavailableError)
+_RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 10.0  # A mistyped address should not be waited for without a word.
 _DEFAULT: Any = object()
 _log = logging.getLogger("ndistribute")
 
 
+@dataclass(eq=False)
 class Scaffold:
     """The operations by which a training starts, saves and reports.
 
@@ -64,24 +60,22 @@ class Scaffold:
         ready_for_local_init_op: None.
     """
 
-    def __init__(
-        self,
-        init_op: Any = None,
-        init_feed_dict: Any = None,
-        init_fn: Callable[[Any, Any], None] | None = None,
-        ready_op: Any = None,
-        local_init_op: Any = None,
-        summary_op: Any = None,
-        saver: Saver | None = None,
-        ready_for_local_init_op: Any = None,
-    ) -> None:
-        if ready_for_local_init_op is not None:
+    init_op: Any = None
+    init_feed_dict: Any = None
+    init_fn: Callable[[Any, Any], None] | None = None
+    ready_op: Any = None
+    local_init_op: Any = None
+    summary_op: Any = None
+    saver: Saver | None = None
+    ready_for_local_init_op: Any = None
+    max_to_keep: int | None = field(default=5, init=False)
+    """Of the saver that is made if there is none."""
+    jobs: dict[str, str] = field(default_factory=dict, init=False)
+    """By target: the job whose servers the training uses."""
+
+    def __post_init__(self) -> None:
+        if self.ready_for_local_init_op is not None:
             raise ValueError("ready_for_local_init_op has no effect: local_init_op runs at once.")
-        self.init_op, self.init_feed_dict, self.init_fn = init_op, init_feed_dict, init_fn
-        self.ready_op, self.local_init_op = ready_op, local_init_op
-        self.summary_op, self.saver = summary_op, saver
-        self.max_to_keep: int | None = 5  # Of the saver that is made if there is none.
-        self.jobs: dict[str, str] = {}  # By target: the job whose servers the training uses.
 
     def finalize(self) -> Self:
         """Make what was not given, and the graph read-only; return the scaffold.
@@ -155,7 +149,7 @@ def prepare_session(
         if scaffold.local_init_op is not None:
             session.run(scaffold.local_init_op)
         if not is_ready(session, scaffold.ready_op):
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"not ready after the initialisation: {session.run(scaffold.ready_op)}"
                 + (f" and the restored {restored}" if restored else "")
                 + ": init_op and the saver must cover all of them."
@@ -173,7 +167,7 @@ def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs
     def make() -> Session:
         with _opened(scaffold, target, config) as session:
             if not is_ready(session, scaffold.ready_op):
-                raise UnavailableError("the chief has not initialised the variables.")
+                raise errors.UnavailableError("the chief has not initialised the variables.")
             if scaffold.local_init_op is not None:
                 session.run(scaffold.local_init_op)
             return session
@@ -181,7 +175,7 @@ def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs
     try:
         return retried(make, max_wait_secs)
     except _RECOVERABLE as error:
-        raise DeadlineExceededError(
+        raise errors.DeadlineExceededError(
             f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Does the chief run?"
         ) from error
 
@@ -345,7 +339,7 @@ class MonitoredTrainingSession:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
-        if error is None or isinstance(error, OutOfRangeError | StopIteration):
+        if error is None or isinstance(error, errors.OutOfRangeError | StopIteration):
             self.close()
             return error is not None
         self._abandon()

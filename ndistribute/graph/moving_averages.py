@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ndistribute.graph.operations import group
 from ndistribute.graph.variables import Variable, global_variables, trainable_variables
 
 
+@dataclass(eq=False)
 class ExponentialMovingAverage:
     """Keep averages of values: each update moves them by ``(1 - decay) * (value - average)``.
 
@@ -38,16 +40,11 @@ class ExponentialMovingAverage:
     ('w/ExponentialMovingAverage:0', 2.0)
     """
 
-    def __init__(
-        self,
-        decay: Any,
-        num_updates: Any = None,
-        zero_debias: bool = False,
-        name: str = "ExponentialMovingAverage",
-    ) -> None:
-        self._zero_debias = zero_debias
-        self._decay, self._num_updates, self.name = decay, num_updates, name
-        self._averages: dict[Any, Variable] = {}
+    decay: Any
+    num_updates: Any = None
+    zero_debias: bool = False
+    name: str = "ExponentialMovingAverage"
+    _averages: dict[Any, Variable] = field(default_factory=dict, init=False)
 
     def apply(self, var_list: Sequence[Any] | None = None) -> Operation:
         """Return an operation that updates the averages, which are made at the first call.
@@ -55,9 +52,9 @@ class ExponentialMovingAverage:
         Args:
             var_list: variables and tensors; None: the trainable variables.
         """
-        graph, decay = get_default_graph(), self._decay
-        if self._num_updates is not None:
-            updates = 1.0 * self._num_updates
+        graph, decay = get_default_graph(), self.decay
+        if self.num_updates is not None:
+            updates = 1.0 * self.num_updates
             decay = np.minimum(decay, (1.0 + updates) / (10.0 + updates))
         changes = []
         for value in trainable_variables() if var_list is None else var_list:
@@ -66,7 +63,7 @@ class ExponentialMovingAverage:
                     with graph.control_dependencies(None):
                         self._averages[value] = self._made(value)
                 average, rate = self._averages[value], 1.0 - decay
-                if self._zero_debias and not isinstance(value, Variable):
+                if self.zero_debias and not isinstance(value, Variable):
                     rate = self._rate(average, decay, rate)
                 changes.append(average.assign_sub((average - value) * rate))
         return group(*changes, name=self.name)

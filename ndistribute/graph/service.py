@@ -21,14 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
-from ndistribute.errors import (
-    AbortedError,
-    CancelledError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    OperationError,
-    UnavailableError,
-)
+from ndistribute import errors
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
@@ -186,10 +179,10 @@ class GraphService:
                 raise m.error_of(failure)
             results = plan.run(step, values)
             return tuple(map(sendable, plan.fetches, results))
-        except OperationError as error:
+        except errors.OperationError as error:
             if self.is_closed:  # Its variables were dropped, and its connections have ended.
                 raise self._stopped() from error
-            if isinstance(error, CancelledError):
+            if isinstance(error, errors.CancelledError):
                 raise step.error or error from None
             raise
         finally:
@@ -209,8 +202,8 @@ class GraphService:
         self.lanes.close()
         self.resources.clear()
 
-    def _stopped(self) -> UnavailableError:
-        return UnavailableError(f"{self.task} was stopped.", task=self.task)
+    def _stopped(self) -> errors.UnavailableError:
+        return errors.UnavailableError(f"{self.task} was stopped.", task=self.task)
 
     def _session(self, peer: Client, name: str) -> _Session:
         left: list[str] = []
@@ -234,7 +227,7 @@ class GraphService:
 
         def check(step: Step) -> None:
             if not peer.is_open:
-                step.abort(CancelledError("the master of the step is gone.", task=self.task))
+                step.abort(errors.CancelledError("the master of the step is gone.", task=self.task))
 
         values = [unpack(value) for value in request.values]
         return m.Values(self.run_plan(plan, request.step, values, check, math.inf))
@@ -247,7 +240,7 @@ class GraphService:
         for step in steps:
             if step.outside is not None and task in step.outside.sources:
                 why = f"the connection from {task} broke. A new session can go on."
-                step.abort(UnavailableError(why, task=task))
+                step.abort(errors.UnavailableError(why, task=task))
 
     def _abort(self, request: m.Abort) -> None:
         with self._lock:
@@ -263,7 +256,7 @@ class GraphService:
         if session is not None:
             until = time.monotonic() + _GIVE_UP_SECONDS
             for task in session.end():
-                with contextlib.suppress(OperationError):
+                with contextlib.suppress(errors.OperationError):
                     self.lanes.tell(self.tasks[task], m.Forget(name), until=until)
             self._forget(name)
 
@@ -282,9 +275,9 @@ class GraphService:
                 m.values_of(self.lanes.call(address, reset, _REGISTER_SECONDS))
 
 
-def restarted(task: str) -> AbortedError:
+def restarted(task: str) -> errors.AbortedError:
     """Return the error for a task that has lost a session's graph and variables."""
-    return AbortedError(f"{task} was restarted: make a new session.", task=task)
+    return errors.AbortedError(f"{task} was restarted: make a new session.", task=task)
 
 
 @dataclass
@@ -319,7 +312,7 @@ class _Session:
 
     def run(self, peer: Client, request: m.Run) -> m.Reply:
         if len(request.values) != len(request.feeds):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"{len(request.feeds)} feeds have {len(request.values)} values."
             )
         cut_ = self._prepared(request)
@@ -331,7 +324,7 @@ class _Session:
         key = (request.fetches, request.targets, request.feeds)
         with self._lock:
             if self.has_ended:
-                raise CancelledError("the session was closed.")
+                raise errors.CancelledError("the session was closed.")
             if request.known + len(request.operations) > len(self._operations):
                 new = request.operations[len(self._operations) - request.known :]
                 if request.known > len(self._operations):
@@ -415,7 +408,7 @@ class _Running:
             results = self._compute(values)
             self._collect()
         except BaseException:  # Such as Ctrl-C on a client in this process.
-            why = CancelledError("the step was interrupted.")
+            why = errors.CancelledError("the step was interrupted.")
             self._fail(m.failure_of(why, self._service.task))
             self._collect()
             raise
@@ -475,18 +468,18 @@ class _Running:
 
     def _check_ends(self, why: str = "") -> None:
         task = self._service.task
-        error: OperationError | None = None
+        error: errors.OperationError | None = None
         if time.monotonic() > self._ends:
             if self._pending and not why:
                 why = f"{' and '.join(self._pending)} did not answer."
             why = f": {why}" if why else "."
-            error = DeadlineExceededError(f"the step took longer than its timeout{why}")
+            error = errors.DeadlineExceededError(f"the step took longer than its timeout{why}")
         elif self._service.is_closed:  # A client in this process does not notice by itself.
-            error = UnavailableError(f"{task} was stopped.")
+            error = errors.UnavailableError(f"{task} was stopped.")
         elif self._session.has_ended:
-            error = CancelledError("the session was closed.")
+            error = errors.CancelledError("the session was closed.")
         elif not self._peer.is_open:
-            error = CancelledError("the client of the session is gone.")
+            error = errors.CancelledError("the client of the session is gone.")
         if error is not None:
             self._fail(m.failure_of(error, task))
 
@@ -495,7 +488,7 @@ class _Running:
         for task, pending in list(self._pending.items()):
             try:
                 reply = pending.result(until)
-            except OperationError as error:
+            except errors.OperationError as error:
                 reply = m.failure_of(error, task)
             if reply is None:
                 continue
@@ -513,32 +506,28 @@ class _Running:
         self._failure = failure
         service, until = self._service, time.monotonic() + _GIVE_UP_SECONDS
         for task, *_ in self._cut.others:  # Also those that have not begun, but may get values.
-            with contextlib.suppress(OperationError):
+            with contextlib.suppress(errors.OperationError):
                 abort = m.Abort(self._number, failure)
                 service.lanes.tell(service.tasks[task], abort, until=until)
 
 
+@dataclass(eq=False)
 class _Outside:
     """The other tasks, for one step."""
 
-    def __init__(
-        self,
-        service: GraphService,
-        number: str,
-        check: Callable[[Step], None],
-        ends: float,
-        sources: Container[Any],
-    ) -> None:
-        self._service, self._number, self._ends = service, number, ends
-        self.check, self.sources = check, sources
+    service: GraphService
+    number: str
+    check: Callable[[Step], None]
+    ends: float
+    sources: Container[Any]
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
         packed = {key: sendable(key, value) for key, value in values.items()}
-        delivery = m.Deliver(self._number, packed)
-        self._service.lanes.tell(self._service.tasks[task], delivery, until=self._ends)
+        delivery = m.Deliver(self.number, packed)
+        self.service.lanes.tell(self.service.tasks[task], delivery, until=self.ends)
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
-        self._service.rendezvous.receive(self._number, key, then)
+        self.service.rendezvous.receive(self.number, key, then)
 
 
 class _Rendezvous:
