@@ -6,24 +6,7 @@ the built-in class that fits, so code that knows nothing of this package handles
 
 from __future__ import annotations
 
-__all__ = [
-    "AbortedError",
-    "AuthenticationError",
-    "CancelledError",
-    "CheckpointCorruptError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "DeadlineExceededError",
-    "DistributeError",
-    "FailedPreconditionError",
-    "InvalidArgumentError",
-    "MissingDependencyError",
-    "NotFoundError",
-    "OperationError",
-    "OutOfRangeError",
-    "UnavailableError",
-    "WorkerLostError",
-]
+from ndistribute.exports import export as _export
 
 
 class DistributeError(RuntimeError):
@@ -126,3 +109,6 @@ class UnavailableError(OperationError, WorkerLostError):
 
 class DeadlineExceededError(OperationError, TimeoutError):
     """A step that took longer than its timeout."""
+
+
+_export(vars())

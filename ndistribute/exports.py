@@ -1,4 +1,4 @@
-"""What a package exports: the names that its `__init__` imports, so that no list repeats them."""
+"""What a package or module exports, derived from its names, so that no list repeats them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from typing import Any
 
 
 def export(namespace: dict[str, Any], also: str = "") -> None:
-    """Set `__all__` to the public names of a package, and let completion show no others.
+    """Set `__all__` to the public names of a package or module, and let completion show no others.
 
     Args:
-        namespace: the `vars` of a package that has imported what it exports.
-        also: the modules, which have an `__all__`, and names with an underscore to export too.
+        namespace: the `vars` of a package that has imported what it exports, or of a module that
+            has defined it.
+        also: modules, which have an `__all__`, and other names to export too.
     """
-    values, more = namespace.items(), also.split()
-    hidden = {name for name, value in values if name[0] == "_" or isinstance(value, ModuleType)}
+
+    def is_hidden(name: str, value: Any) -> bool:
+        is_foreign = getattr(value, "__module__", None) != namespace["__name__"]
+        return name[0] == "_" or isinstance(value, ModuleType) or (is_foreign and not is_package)
+
+    is_package, more = "__path__" in namespace, also.split()
+    hidden = {name for name, value in namespace.items() if is_hidden(name, value)}
     namespace["__all__"] = sorted(namespace.keys() - hidden | {*more})
-    modules = (vars(namespace[name]) for name in more if name in hidden and name[0] != "_")
+    modules = [vars(namespace[name]) for name in more if isinstance(namespace[name], ModuleType)]
     for shown in (namespace, *modules):
         shown["__dir__"] = lambda shown=shown: shown["__all__"]

@@ -10,20 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.exports import export as _export
 from ndistribute.graph.graph import Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import identity
 from ndistribute.graph.variables import LOCAL_VARIABLES, Variable
-
-__all__ = [
-    "METRIC_VARIABLES",
-    "accuracy",
-    "mean",
-    "mean_absolute_error",
-    "mean_squared_error",
-    "precision",
-    "recall",
-    "root_mean_squared_error",
-]
 
 METRIC_VARIABLES = "metric_variables"
 
@@ -139,3 +129,6 @@ def _local(name: str) -> Variable:
 def _like(predictions: Any, labels: Any) -> Any:
     """Return labels in the shape of predictions: an axis of length 1 may be missing or too many."""
     return np.reshape(as_tensor(labels), np.shape(as_tensor(predictions)))
+
+
+_export(vars(), "METRIC_VARIABLES")

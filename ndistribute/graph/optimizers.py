@@ -39,7 +39,7 @@ class Optimizer:
 
     def __init__(self, rule: str, learning_rate: Any, name: str, **hyperparameters: float) -> None:
         self._rule: Rule = rule_named(rule, hyperparameters)
-        self._learning_rate, self._name = learning_rate, name
+        self._learning_rate, self._name, self._scope = learning_rate, name, name
         self._slots: dict[Variable, dict[str, Variable]] = {}
         # What differs from the rule: where slots begin, and whether rows without gradient change.
         self._starts: dict[str, float] = {}
@@ -106,19 +106,26 @@ class Optimizer:
         Raises:
             ValueError: no variable has a gradient.
         """
-        found, variables = zip(*with_gradients(grads_and_vars), strict=True)
-        graph = variables[0].graph
-        with graph.as_default(), graph.name_scope(name or self._name):
-            updates = [
-                self.add_update("apply_rule", [mean], variable)
-                for mean, variable in zip(_mean_over_replicas(graph, found), variables, strict=True)
-            ]
-            if global_step is None:
-                return group(*updates, name="update")
-            with graph.colocate_with(global_step.op):
-                updated = group(*updates, name="update")
-            with graph.control_dependencies([updated]):
-                return global_step.assign_add(1).op
+        pairs = with_gradients(grads_and_vars)
+        graph = pairs[0][1].graph
+        with graph.as_default(), graph.name_scope(name or self._scope):
+            return self.add_updates(graph, pairs, global_step)
+
+    def add_updates(
+        self, graph: Graph, pairs: GradsAndVars, global_step: Variable | None
+    ) -> Operation:
+        """Return the operation for `apply_gradients`, made in its scope of names."""
+        gradients, variables = zip(*pairs, strict=True)
+        updates = [
+            self.add_update("apply_rule", [mean], variable)
+            for mean, variable in zip(_mean_over_replicas(graph, gradients), variables, strict=True)
+        ]
+        if global_step is None:
+            return group(*updates, name="update")
+        with graph.colocate_with(global_step.op):
+            updated = group(*updates, name="update")
+        with graph.control_dependencies([updated]):
+            return global_step.assign_add(1).op
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return the slot of a variable; None if it has none of this name."""

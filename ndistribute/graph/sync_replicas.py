@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.graph.graph import Operation
+from ndistribute.graph.graph import Graph, Operation
 from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
-from ndistribute.graph.optimizers import GradsAndVars, Optimizer, with_gradients
+from ndistribute.graph.optimizers import GradsAndVars, Optimizer
 from ndistribute.graph.variables import Variable
 from ndistribute.mistakes import refuse_options
 
@@ -47,7 +47,7 @@ class SyncReplicasOptimizer(Optimizer):
                 f"{replicas_to_aggregate}: each worker contributes once to a step."
             )
         vars(self).update(vars(opt))  # The rule, the rate and the slots are those of `opt`.
-        self._opt, self._replicas = opt, replicas_to_aggregate
+        self._opt, self._replicas, self._scope = opt, replicas_to_aggregate, "sync_replicas"
         # What programs run or pass to a Supervisor before the first step.
         self.chief_init_op: Operation
         self.local_step_init_op: Operation
@@ -57,52 +57,41 @@ class SyncReplicasOptimizer(Optimizer):
         """Return pairs of a gradient and a variable; see `Optimizer`."""
         return self._opt.compute_gradients(*args, **kwargs)
 
-    def apply_gradients(
-        self,
-        grads_and_vars: GradsAndVars,
-        global_step: Variable | None = None,
-        name: str | None = None,
+    def add_updates(
+        self, graph: Graph, pairs: GradsAndVars, global_step: Variable | None
     ) -> Operation:
         """Return the operation that contributes gradients and waits for the update.
 
-        Args:
-            grads_and_vars: pairs of a gradient, or None, and a variable.
-            global_step: the variable that counts the updates; all workers share it.
-            name: the name scope of the operations.
-
         Raises:
-            ValueError: there is no `global_step`, or no variable has a gradient.
+            ValueError: there is no `global_step`.
         """
         if global_step is None:
             raise ValueError(
                 "SyncReplicasOptimizer needs global_step, by which it tells late gradients: pass "
                 "get_or_create_global_step()."
             )
-        pairs = with_gradients(grads_and_vars)
-        graph = global_step.graph
 
         def at(variable: Variable, kind: str, inputs: Sequence[Any], outputs: int = 1) -> Operation:
             """Return a new operation of a variable, on its device."""
             attributes, device = {"variable": variable.op.name}, variable.device
             return graph.add(kind, inputs, outputs=outputs, attributes=attributes, device=device)
 
-        with graph.as_default(), graph.name_scope(name or "sync_replicas"):
-            self.local_step_init_op = group(name="init")
-            local = graph.add("local_step", [global_step.value()])
-            step = local.outputs[0]
-            made, restarted = [], []
-            for gradient, variable in pairs:
-                given = self.add_update(
-                    "aggregate", [gradient, step], variable, outputs=1, replicas=self._replicas
-                )
-                made += at(variable, "await_aggregate", given.outputs).outputs
-                restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
-            self.chief_init_op = group(*restarted, name="chief_init")
-            # The last of the variables tells the step; those of a late worker may be further.
-            steps: Any = np.stack(made)
-            reached, furthest = np.min(steps), np.max(steps)
-            kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})
-            return at(global_step, "count_step", [*kept.outputs, furthest])
+        self.local_step_init_op = group(name="init")
+        local = graph.add("local_step", [global_step.value()])
+        step = local.outputs[0]
+        made, restarted = [], []
+        for gradient, variable in pairs:
+            given = self.add_update(
+                "aggregate", [gradient, step], variable, outputs=1, replicas=self._replicas
+            )
+            made += at(variable, "await_aggregate", given.outputs).outputs
+            restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
+        self.chief_init_op = group(*restarted, name="chief_init")
+        # The last of the variables tells the step; those of a late worker may be further.
+        steps: Any = np.stack(made)
+        reached, furthest = np.min(steps), np.max(steps)
+        kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})
+        return at(global_step, "count_step", [*kept.outputs, furthest])
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SessionRunHook:
         """Return a hook by which the chief lets all go on from the step that it has restored."""

@@ -11,13 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "CosineDecay",
-    "ExponentialDecay",
-    "LearningRateSchedule",
-    "PiecewiseConstantDecay",
-    "WarmUp",
-]
+from ndistribute.exports import export as _export
 
 
 @dataclass(frozen=True)
@@ -132,3 +126,6 @@ class WarmUp(LearningRateSchedule):
         after = max(0, step - self.warmup_steps)
         rate = self.schedule(after) if callable(self.schedule) else self.schedule
         return rate * min(1.0, step / self.warmup_steps) if self.warmup_steps else rate
+
+
+_export(vars())
