@@ -362,6 +362,10 @@ Variable = graphs.either(
 )
 add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
 cast = unary(lambda tensor, dtype: tensor.astype(graphs.dtype_of(dtype)))
+cond = graphs.either(
+    adapted(graph.cond, pred="condition", fn1="true_fn", fn2="false_fn"),
+    lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)(),
+)
 clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
 constant = graphs.either(graph.constant, eager_constant)
 

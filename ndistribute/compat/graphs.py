@@ -156,11 +156,7 @@ def no_op(name: str = "no_op") -> Any:
 
 
 def gradients(
-    ys: Any,
-    xs: Any,
-    grad_ys: Any = None,
-    name: str = "gradients",
-    **options: Any,
+    ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients", **options: Any
 ) -> list[Any]:
     """Return the gradients of the sum of tensors with respect to others."""
     refuse_options("gradients", options)
@@ -240,17 +236,6 @@ def _while(
     return values
 
 
-def _graph_cond(
-    pred: Any,
-    true_fn: Any = None,
-    false_fn: Any = None,
-    name: str | None = None,
-    fn1: Any = None,
-    fn2: Any = None,
-) -> Any:
-    return graph.cond(pred, true_fn or fn1, false_fn or fn2, name or "cond")
-
-
 def _graph_while(
     cond: Any,
     body: Any,
@@ -264,9 +249,6 @@ def _graph_while(
     return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
 
 
-cond = either(
-    _graph_cond, lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)()
-)
 while_loop = either(_graph_while, _while)
 group = either(graph.group, lambda *_, name=None: None)
 latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)

@@ -149,14 +149,14 @@ _TABLE = """
         tensordot
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization
         custom_gradient stop_gradient
-    .compat.adapters: Tensor TensorSpec Variable clip_by_value constant convert_to_tensor
+    .compat.adapters: Tensor TensorSpec Variable clip_by_value cond constant convert_to_tensor
         executing_eagerly expand_dims fill function gather identity one_hot range=numbers
         slice=slice_ split squeeze tile transpose where
     numpy/unary: ones_like reshape zeros_like
     numpy/joining: concat=concatenate stack  .compat.adapters: ones zeros
     numpy/counted: rank=ndim shape size  numpy: newaxis  builtins: TensorShape=tuple print
     contextlib: init_scope=nullcontext
-    .compat.graphs: cond device disable_eager_execution=use_graphs
+    .compat.graphs: device disable_eager_execution=use_graphs
         disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
         while_loop
     .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub

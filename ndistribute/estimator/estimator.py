@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Self
@@ -196,7 +196,8 @@ class Estimator:
         check_input(input_fn, "predict")
         keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
         path = self._path(checkpoint_path)
-        return self._predictions(input_fn, keys, hooks or (), path, yield_single_examples)
+        batches = self._predictions(input_fn, keys, hooks or (), path)
+        return _examples(batches) if yield_single_examples else batches
 
     def latest_checkpoint(self) -> str | None:
         """Return the path of the newest checkpoint, or None."""
@@ -322,13 +323,9 @@ class Estimator:
         return {key: one.item() if np.ndim(one) == 0 else one for key, one in found.items()}
 
     def _predictions(
-        self,
-        input_fn: InputFn,
-        keys: Sequence[str] | None,
-        hooks: Sequence[Any],
-        path: str | None,
-        single: bool,
+        self, input_fn: InputFn, keys: Sequence[str] | None, hooks: Sequence[Any], path: str | None
     ) -> Iterator[Any]:
+        """Yield the predictions for each batch."""
         given = self._input(input_fn, ModeKeys.PREDICT, InputContext())
         batches = iter(dataset_of(given, repeated=False))
         batch = next(batches, None)
@@ -345,8 +342,7 @@ class Estimator:
             replica.session = _restored(replica.spec, path, watching)
         try:
             for one in itertools.chain([batch], batches):
-                found = replica.run(fetches, one[0] if isinstance(one, tuple) else one)
-                yield from examples(found) if single else [found]
+                yield replica.run(fetches, one[0] if isinstance(one, tuple) else one)
                 if replica.session.should_stop():
                     break
         finally:
@@ -510,13 +506,14 @@ def chosen(predictions: Any, keys: Sequence[str] | None) -> Any:
     return {key: predictions[key] for key in keys}
 
 
-def examples(found: Any) -> Iterator[Any]:
-    """Yield the predictions of each example."""
-    lengths = {len(one) if np.ndim(one) else -1 for one in tree.flatten(found)}
-    if len(lengths) != 1 or -1 in lengths:
-        raise ValueError(
-            "predictions must have an entry for each example; their lengths are "
-            f"{sorted(lengths)}. Pass yield_single_examples=False for others."
-        )
-    for row in range(lengths.pop()):
-        yield tree.map_leaves(lambda one, row=row: one[row], found)
+def _examples(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the predictions for each example of batches."""
+    for batch in batches:
+        lengths = {len(one) if np.ndim(one) else -1 for one in tree.flatten(batch)}
+        if len(lengths) != 1 or -1 in lengths:
+            raise ValueError(
+                "predictions must have an entry for each example; their lengths are "
+                f"{sorted(lengths)}. Pass yield_single_examples=False for others."
+            )
+        for row in range(lengths.pop()):
+            yield tree.map_leaves(lambda one, row=row: one[row], batch)

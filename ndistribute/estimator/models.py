@@ -14,7 +14,7 @@ from typing import Any
 
 from ndistribute import tree
 from ndistribute.data import Dataset, InputContext
-from ndistribute.estimator.estimator import Estimator, InputFn, chosen, examples
+from ndistribute.estimator.estimator import Estimator, InputFn, chosen
 from ndistribute.estimator.replicas import dataset_of
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
@@ -105,12 +105,7 @@ class _ModelEstimator(Estimator):
             self._checkpoint.load("the state before the evaluation", *kept)
 
     def _predictions(
-        self,
-        input_fn: InputFn,
-        keys: Sequence[str] | None,
-        hooks: Sequence[Any],
-        path: str | None,
-        single: bool,
+        self, input_fn: InputFn, keys: Sequence[str] | None, hooks: Sequence[Any], path: str | None
     ) -> Iterator[Any]:
         _refuse(hooks)
         data = self._data(input_fn, ModeKeys.PREDICT)
@@ -122,8 +117,7 @@ class _ModelEstimator(Estimator):
             rows = len(tree.flatten(features)[0])
             outputs = self._model.predict(features, batch_size=max(rows, 1))
             named = outputs if isinstance(outputs, dict) else {"predictions": outputs}
-            wanted = chosen(named, keys)
-            yield from examples(wanted) if single else [wanted]
+            yield chosen(named, keys)
 
     def latest_checkpoint(self) -> str | None:
         """Return the path of the newest checkpoint, or None."""
