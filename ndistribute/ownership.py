@@ -8,6 +8,7 @@ interpreter that counts differently, every array counts as shared and is copied.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,15 @@ class ArrayOwner:
     def is_shared(self, own_views: int = 0) -> bool:
         """Return True if others may refer to the array, or to a view but `own_views` of its own."""
         return _UNSHARED is None or sys.getrefcount(self.array) != _UNSHARED + own_views
+
+
+def read_only(value: Any) -> Any:
+    """Return a view of a NumPy array that cannot be written, and other values as they are."""
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
 
 
 def _unshared_count() -> int | None:

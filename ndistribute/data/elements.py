@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ndistribute import tree
+from ndistribute import ownership, tree
 from ndistribute.devices import as_array, to_host
 
 Element = Any
@@ -83,15 +83,7 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
 
 def read_only(element: Element) -> Element:
     """Return read-only views of an element whose arrays the dataset will return again."""
-
-    def view(leaf: Leaf) -> Leaf:
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        frozen = leaf.view()
-        frozen.flags.writeable = False
-        return frozen
-
-    return tree.map_leaves(view, element)
+    return tree.map_leaves(ownership.read_only, element)
 
 
 def stack(elements: Sequence[Element]) -> Element:

@@ -12,22 +12,17 @@ from ndistribute.estimator.feature_column import dtype_of, input_layer, linear_m
 from ndistribute.estimator.heads import BinaryHead, Head, MultiClassHead, RegressionHead
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
+from ndistribute.graph import optimizers
 from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.operations import random_uniform
-from ndistribute.graph.optimizers import (
-    AdagradOptimizer,
-    AdamOptimizer,
-    GradientDescentOptimizer,
-    RMSPropOptimizer,
-)
 from ndistribute.graph.scopes import glorot_uniform, variable_scope
 from ndistribute.graph.variables import Variable
 
 _NAMED = {
-    "Adagrad": AdagradOptimizer,
-    "Adam": AdamOptimizer,
-    "RMSProp": RMSPropOptimizer,
-    "SGD": GradientDescentOptimizer,
+    "Adagrad": optimizers.AdagradOptimizer,
+    "Adam": optimizers.AdamOptimizer,
+    "RMSProp": optimizers.RMSPropOptimizer,
+    "SGD": optimizers.GradientDescentOptimizer,
 }
 
 
@@ -48,7 +43,7 @@ class LinearRegressor(Estimator):
     >>> import ndistribute as nd
     >>> x = np.arange(8, dtype=np.float32)
     >>> column = nd.estimator.feature_column.numeric_column("x")
-    >>> model = LinearRegressor([column], optimizer=AdagradOptimizer(1.0))
+    >>> model = LinearRegressor([column], optimizer=nd.graph.AdagradOptimizer(1.0))
     >>> trained = model.train(lambda: ({"x": x}, 3 * x - 1), steps=400)
     >>> [one["predictions"].round(1) for one in model.predict(lambda: {"x": x[:2]})]
     [array([-1.], dtype=float32), array([2.], dtype=float32)]

@@ -24,7 +24,8 @@ from ndistribute.graph.functions import check_call, function_named
 from ndistribute.graph.kernels import KERNELS, dense, run_recorded
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import place_of
-from ndistribute.graph.step import Body, Step, read_only
+from ndistribute.graph.step import Body, Step
+from ndistribute.ownership import read_only
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.

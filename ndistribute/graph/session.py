@@ -27,7 +27,8 @@ from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import CPU, moved, task_of
 from ndistribute.graph.service import LocalClient, service_at
 from ndistribute.graph.shapes import known_of
-from ndistribute.graph.step import Resources, Step, read_only
+from ndistribute.graph.step import Resources, Step
+from ndistribute.ownership import read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
 HERE = "/job:localhost/task:0"

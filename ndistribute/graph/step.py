@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from ndistribute.autodiff.tape import Pullback
 from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
-from ndistribute.ownership import ArrayOwner
+from ndistribute.ownership import ArrayOwner, read_only
 
 T = TypeVar("T")
 _SHARED = frozenset({"variable", "aggregate"})  # What sessions share, by names of clients.
@@ -63,15 +61,6 @@ class SharedVariable(ArrayOwner):
         if self.is_shared() or not getattr(self.array.flags, "writeable", True):  # Not CuPy's.
             self.array = self.array.copy()
         return self.array
-
-
-def read_only(array: Any) -> Any:
-    """Return a view of an array that cannot be written; on a GPU, the array."""
-    if not isinstance(array, np.ndarray):
-        return array
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 class Resources:
