@@ -88,9 +88,7 @@ def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
     if isinstance(value, Tracked | nd.Variable):
         value = value if isinstance(value, Tracked) else value.tracked_value()
         return value if dtype is None else value.astype(dtype)
-    array = as_array(value)
-    if dtype is None and not hasattr(value, "dtype"):
-        dtype = narrowed(array).dtype if array.dtype.kind in "fi" else None
+    array = as_array(narrowed(value) if dtype is None else value)
     array = array if dtype is None else array.astype(dtype)
     return array.view(Tensor) if type(array) is np.ndarray else array
 

@@ -186,11 +186,11 @@ def local_variables_initializer() -> Any:
     return graph.variables_initializer(graph.local_variables(), "local_init")
 
 
-def _check_layout(data_format: Any, dilations: Any = 1) -> None:
+def check_layout(data_format: Any, dilations: Any = 1, known: str = "NHWC") -> None:
     """Raise ValueError for what only other libraries compute."""
-    if data_format not in (None, "NHWC") or windows(dilations) != (1, 1):
+    if data_format not in (None, known) or windows(dilations) != (1, 1):
         raise ValueError(
-            f"data_format must be 'NHWC' and dilations 1, got {data_format!r} and {dilations!r}."
+            f"data_format must be {known!r} and dilations 1, got {data_format!r} and {dilations!r}."
         )
 
 
@@ -205,20 +205,20 @@ def conv2d(
     filters: Any = None,
 ) -> Any:
     """Return the convolution of images, ``(batch, height, width, channels)``."""
-    _check_layout(data_format, dilations)
+    check_layout(data_format, dilations)
     kernel = filters if filter is None else filter
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
 def max_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
     """Return the greatest element of each window."""
-    _check_layout(data_format)
+    check_layout(data_format)
     return nn.max_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
 def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
     """Return the mean of each window."""
-    _check_layout(data_format)
+    check_layout(data_format)
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 

@@ -40,9 +40,7 @@ def conv2d(
     **options: Any,
 ) -> Any:
     """Return ``activation(convolution + bias)`` of images, ``(batch, height, width, channels)``."""
-    _check_format(data_format)
-    if graphs.windows(dilation_rate) != (1, 1):
-        raise ValueError(f"conv2d: dilation_rate must be 1, got {dilation_rate!r}.")
+    graphs.check_layout(data_format, dilation_rate, "channels_last")
 
     def convolve(images: Any, kernel: Any) -> Any:
         return nn.conv2d(images, kernel, strides=graphs.windows(strides), padding=padding.lower())
@@ -231,7 +229,7 @@ def _pooling(pool: Callable[..., Any]) -> Callable[..., Any]:
         data_format: str = "channels_last",
         name: str | None = None,
     ) -> Any:
-        _check_format(data_format)
+        graphs.check_layout(data_format, known="channels_last")
         sizes = graphs.windows(pool_size), graphs.windows(strides)
         return pool(inputs, *sizes, padding.lower())
 
@@ -249,8 +247,3 @@ def _channels(inputs: Any) -> int:
             f"a layer needs the length of the last axis of {inputs!r}: say it by set_shape()."
         )
     return int(length)
-
-
-def _check_format(data_format: str) -> None:
-    if data_format != "channels_last":
-        raise ValueError(f"data_format must be 'channels_last', got {data_format!r}.")

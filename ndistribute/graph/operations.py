@@ -44,9 +44,7 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
         shape: the shape to broadcast a scalar to, or to give to the elements; None: its own.
         name: its name in the current scope.
     """
-    array = np.asarray(value, dtype)
-    if dtype is None and not hasattr(value, "dtype"):
-        array = narrowed(array)
+    array = np.asarray(narrowed(value) if dtype is None else value, dtype)
     if shape is not None:
         array = np.broadcast_to(array, shape) if array.ndim == 0 else array.reshape(shape)
     return as_tensor(array, name=name)

@@ -35,8 +35,11 @@ _OF_VALUES = frozenset(
 """Functions whose results may have one shape for zeros and for ones, and others for the rest."""
 
 
-def narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return what Python numbers become: float32, and int32 if they fit into it."""
+def narrowed(value: Any) -> Any:
+    """Return an array for Python numbers: float32, and int32 if they fit; or what has a dtype."""
+    if hasattr(value, "dtype"):
+        return value
+    array = np.asarray(value)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
     if array.dtype.kind != "i":

@@ -64,8 +64,7 @@ class Variable(Symbolic):
             # A function that places the variable may ask for its bytes, so this comes first.
             with graph.device(None):
                 made = initial_value() if callable(initial_value) else initial_value
-                if not hasattr(made, "op") and dtype is None:
-                    dtype = _narrow(made)
+                made = narrowed(made) if dtype is None else made
                 self.initial_value: Tensor = as_tensor(made, dtype, "initial_value")
                 if dtype is not None and self.initial_value.dtype != np.dtype(dtype):
                     self.initial_value = self.initial_value.astype(dtype)
@@ -174,14 +173,6 @@ class Variable(Symbolic):
             "dtype": None if self.dtype is None else self.dtype.name,
             "shape": None if shape is None or None in shape else [*map(int, shape)],
         }
-
-
-def _narrow(value: Any) -> Any:
-    """Return the dtype of a variable made from Python numbers; None: that of the array."""
-    if hasattr(value, "dtype"):
-        return None
-    array = np.asarray(value)
-    return narrowed(array).dtype if array.dtype.kind in "fi" else None
 
 
 def global_variables(scope: str | None = None) -> list[Variable]:
