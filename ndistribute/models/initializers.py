@@ -14,22 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ndistribute.context import current_seed
+from ndistribute.exports import export as _export
 from ndistribute.models.names import found, snake_case
-
-__all__ = [
-    "Constant",
-    "GlorotNormal",
-    "GlorotUniform",
-    "HeNormal",
-    "HeUniform",
-    "Initializer",
-    "Ones",
-    "Orthogonal",
-    "RandomNormal",
-    "RandomUniform",
-    "Zeros",
-    "get",
-]
 
 Shape = Sequence[int]
 
@@ -118,7 +104,7 @@ class _Scaled(_Random):
         return 2.0 / max(1.0, inputs + outputs)
 
     def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        deviation = math.sqrt(self._variance(*fans(shape)))
+        deviation = math.sqrt(self._variance(*_fans(shape)))
         if self._is_normal:
             return self._generator().normal(0.0, deviation, shape)
         bound = math.sqrt(3.0) * deviation
@@ -183,10 +169,10 @@ class Orthogonal(_Random):
         return (self.gain * (q if rows >= columns else q.T)).reshape(shape)
 
 
-def fans(shape: Shape) -> tuple[float, float]:
+def _fans(shape: Shape) -> tuple[float, float]:
     """Return the numbers of inputs and outputs of a unit of a layer.
 
-    >>> fans((3, 3, 8, 16)), fans((10,))
+    >>> _fans((3, 3, 8, 16)), _fans((10,))
     ((72.0, 144.0), (10.0, 10.0))
     """
     if len(shape) < 2:
@@ -217,3 +203,6 @@ def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:
         return initializer
     made: Initializer = found(NAMED, initializer, "initializer")()
     return made
+
+
+_export(vars())
