@@ -37,6 +37,10 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
         A tensor for each of `xs`, None if no y depends on it. Where only rows of a variable were
         read, its value is an `IndexedSlices`. `gradients` of it gives second derivatives.
 
+    Raises:
+        ValueError: in the body of a `cond` or `while_loop`, a y depends on one of `xs` by way of
+            the graph around it.
+
     >>> from ndistribute.graph.session import Session
     >>> x = as_tensor(np.array([1.0, 2.0]))
     >>> slope = gradients(np.sum(x * x), x)
@@ -47,7 +51,7 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
     sources = _listed(xs)
     graph = targets[0].graph if targets else get_default_graph()
     with graph.as_default(), graph.control_dependencies(None), graph.name_scope(name):
-        ends = [_ends(source) for source in sources]
+        ends = [_ends(source, graph, targets) for source in sources]
         reached = {one for group in ends for one in group}
         between = _between(graph, targets, reached)
         upstream: dict[Tensor, list[Tensor]] = {}
@@ -100,16 +104,34 @@ def _listed(values: Any) -> list[Any]:
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
-def _ends(source: Any) -> list[Tensor]:
-    """Return the tensors of a source: all reads of a variable."""
-    if not isinstance(source, Variable):
-        return [as_tensor(source)]
-    return [
-        op.outputs[0]
-        for op in source.graph.get_operations()
-        if op.type in ("read", "initialized_value")
-        and op.definition.attributes["variable"] == source.op.name
-    ]
+def _ends(source: Any, graph: Graph, targets: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a graph that stand for a source: all reads of a variable.
+
+    Raises:
+        ValueError: a target depends on the source by other tensors of a graph around this one.
+    """
+    ends = [] if isinstance(source, Variable) else [as_tensor(source)]
+    place: Graph | None = graph
+    while place is not None and isinstance(source, Variable):
+        ends += [
+            op.outputs[0]
+            for op in place.get_operations()
+            if op.type in ("read", "initialized_value")
+            and op.definition.attributes["variable"] == source.op.name
+        ]
+        place = place.outer
+    around = [one for one in ends if one.graph is not graph]
+    here = [one for one in ends if one.graph is graph]
+    here += [graph.captured[one] for one in around if one in graph.captured]
+    behind = _behind([one.op for one in targets], {one.op for one in here}) if around else ()
+    for one in around:
+        if one.op in behind:
+            raise ValueError(
+                f"gradients: {one.name!r} is outside of the body of this cond or while_loop, where "
+                "the derivatives of what the body takes from there are unknown. Compute all of "
+                "the target in the body, or the gradients outside."
+            )
+    return here
 
 
 def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict[Operation, None]:
@@ -122,13 +144,13 @@ def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict
     return found
 
 
-def _behind(operations: Iterable[Operation]) -> set[Operation]:
-    """Return operations, and those on which their values depend smoothly."""
+def _behind(operations: Iterable[Operation], ends: Container[Operation] = ()) -> set[Operation]:
+    """Return operations, and those on which their values depend smoothly, up to some ends."""
     found: set[Operation] = set()
     stack = list(operations)
     while stack:
         op = stack.pop()
-        if op not in found and op.type not in _CONSTANT:
+        if op not in found and op not in ends and op.type not in _CONSTANT:
             found.add(op)
             stack += [tensor.op for tensor in _arguments(op)]
     return found
@@ -137,7 +159,8 @@ def _behind(operations: Iterable[Operation]) -> set[Operation]:
 def _arguments(op: Operation) -> list[Tensor]:
     """Return what an operation computes from: a gradient, also from that of its operation."""
     if op.type != "gradient":
-        return op.inputs
+        around = op.graph.arguments
+        return [around[op]] if op in around else op.inputs
     of = op.graph.get_operation_by_name(op.definition.attributes["of"])
     return [*op.inputs, *_arguments(of)]
 

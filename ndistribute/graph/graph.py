@@ -269,6 +269,11 @@ class Graph:
         """Whether no operation can be added any more."""
         self.seed: int | None = None
         """The seed of the graph's random operations; None: a new one for each."""
+        self.outer: Graph | None = None
+        self.arguments: dict[Operation, Tensor] = {}
+        """The arguments of a body, and their tensors of the graph around it, `outer`."""
+        self.captured: dict[Tensor, Tensor] = {}
+        """By a tensor of graphs around, the argument that always has its value."""
         self.replicated = False
         """Whether each replica of a strategy runs it: see `optimizers`."""
 

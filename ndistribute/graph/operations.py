@@ -292,9 +292,9 @@ class _Traced(Graph):
         arguments: Sequence[Tensor],
     ) -> None:
         super().__init__()
-        self.outer, self._captured = outer, captured
+        self.outer: Graph = outer
+        self._captured = captured
         self.functions, self.seed = outer.functions, outer.seed
-        self._inner: dict[Tensor, Tensor] = {}
         self.awaited: list[Operation] = []
         """Operations of graphs around, after which some in this one run."""
         # Names of its own, because a step keeps records, functions and generators by name.
@@ -309,7 +309,7 @@ class _Traced(Graph):
     def definition(self) -> BodyDef:
         for tensor in self._captured:
             self.inside(tensor)
-        inputs = [*self._arguments, *(self._inner[tensor] for tensor in self._captured)]
+        inputs = [*self._arguments, *(self.captured[tensor] for tensor in self._captured)]
         return BodyDef(
             tuple(one.op.name for one in inputs),
             tuple(op.definition for op in self.get_operations()),
@@ -320,21 +320,23 @@ class _Traced(Graph):
         """Return the tensor in this graph that stands for one of the graph around it."""
         if tensor.graph is self:
             return tensor
-        if tensor not in self._inner:
+        if tensor not in self.captured:
             outer = tensor
             if tensor.graph is not self.outer and isinstance(self.outer, _Traced):
                 outer = self.outer.inside(tensor)
             if outer not in self._captured:
                 self._captured.append(outer)
-            self._inner[outer] = self._inner[tensor] = self._argument(tensor)
-        return self._inner[tensor]
+            self.captured[outer] = self.captured[tensor] = self._argument(tensor)
+        return self.captured[tensor]
 
     def encloses(self, graph: Graph) -> bool:
         return graph is self or self.outer.encloses(graph)
 
     def _argument(self, like: Tensor) -> Tensor:
         with self.as_default():
-            return super().add("placeholder", name="argument", known=(like,)).outputs[0]
+            op = super().add("placeholder", name="argument", known=(like,))
+        self.arguments[op] = like
+        return op.outputs[0]
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
         self.awaited += [op for op in self._scopes.controls if op.graph is not self]

@@ -319,3 +319,28 @@ def test_derivatives_of_operations_on_two_tasks(cluster: Any) -> None:
         for order, value in zip(orders[:-1], found, strict=True):
             slope = differences(lambda at, order=order: session.run(order, {x: at}), AT)
             assert value == pytest.approx(np.sum(slope * WEIGHTS), rel=1e-5)
+
+
+def test_in_a_body_gradients_are_those_of_what_it_reads_and_others_are_refused():
+    x, v = constant(3.0), Variable(2.0)
+    around = x * v
+
+    def body(y, source):
+        return lambda: gradients(y(), source)[0]
+
+    def chosen(y, source):
+        return cond(constant(True), body(y, source), lambda: np.array(0.0))
+
+    inside = [chosen(lambda: x * x * v, source) for source in (v, x)]
+    for y, source in (
+        (lambda: around * x, v),
+        (lambda: around + 1.0, x),
+        (lambda: cond(constant(True), lambda: around * 2.0, lambda: around), v),
+    ):
+        with pytest.raises(ValueError, match=r"is outside of the body of this cond or while_loop"):
+            chosen(y, source)
+    with pytest.raises(ValueError, match="outside of the body"):
+        while_loop(lambda y: y < 9.0, lambda y: y + gradients(y * y, x)[0], [x])
+    with Session() as session:
+        session.run(global_variables_initializer())
+        assert session.run(inside) == [9.0, 12.0]
