@@ -282,6 +282,7 @@ class Strategy:
         Returns:
             A re-iterable of nests of `PerReplica`, with the parts for this process's replicas.
         """
+        self._refuse_if_closed()
         return distribute(dataset, self.input_topology, options)
 
     def distribute_datasets_from_function(
@@ -293,6 +294,7 @@ class Strategy:
             dataset_fn: called with the `InputContext` of this worker; returns the dataset.
             options: `InputOptions`.
         """
+        self._refuse_if_closed()
         return distribute_from_function(dataset_fn, self.input_topology, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ReplicaContext], Any]) -> Any:
@@ -305,6 +307,7 @@ class Strategy:
         Returns:
             A `PerReplica`, or a nest of them if `value_fn` returns nests.
         """
+        self._refuse_if_closed()
         return tree.regroup(list(map(value_fn, self.replica_contexts)), PerReplica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -440,10 +443,13 @@ class Strategy:
             except RuntimeError:
                 pass  # It was not acquired.
 
-    def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
-        """Return this thread's frame, after a check that the method may be called there."""
+    def _refuse_if_closed(self) -> None:
         if self._refusal == _CLOSED:
             raise RuntimeError(f"{self!r} {_CLOSED}")
+
+    def _cross_replica_frame(self, method: str, instead: str = "merge_call") -> Frame:
+        """Return this thread's frame, after a check that the method may be called there."""
+        self._refuse_if_closed()
         frame = current_frame()
         if frame.replica is not None:
             raise RuntimeError(

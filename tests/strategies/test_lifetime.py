@@ -75,6 +75,9 @@ def test_after_closing_variables_stay_and_every_use_says_that_it_is_closed(sever
         lambda: several.run(lambda: None),
         lambda: several.reduce("sum", 1.0),
         lambda: several.gather(np.zeros(1), 0),
+        lambda: several.distribute_dataset(nd.Dataset.range(2).batch(2)),
+        lambda: several.distribute_datasets_from_function(lambda context: nd.Dataset.range(2)),
+        lambda: several.distribute_values_from_function(lambda context: 1.0),
         lambda: several.scope().__enter__(),
         several.__enter__,
     ):
