@@ -107,7 +107,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
         told = _tell(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
         of_workers = [theirs.pop("seeds") for theirs in told]
         if alike:
-            _check_alike(told, _SEPARATELY)
+            _check_alike("distribute_dataset", told, _SEPARATELY)
             of_workers = of_workers[:1] * topology.num_workers
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
@@ -135,7 +135,7 @@ def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
             failed = [rank for rank, theirs in enumerate(told) if _FAILED in theirs]
             if failed:
                 raise _failed_on(failed[0], workers)
-            _check_alike(told, _SAME_BATCHES)
+            _check_alike("distribute_dataset", told, _SAME_BATCHES)
         if step is None:
             return
         rows += step.rows
@@ -195,14 +195,19 @@ def _failed_on(worker: int, workers: ProcessGroup) -> DistributeError:
     )
 
 
-def _check_alike(notes: Sequence[dict[str, Any]], remedy: str) -> None:
+def check_alike(workers: ProcessGroup, method: str, note: dict[str, Any], remedy: str) -> None:
+    """Raise a ValueError with a remedy if what the workers passed to a method differs."""
+    _check_alike(method, _tell(workers, f"the start of {method}", note), remedy)
+
+
+def _check_alike(method: str, notes: Sequence[dict[str, Any]], remedy: str) -> None:
     """Raise a ValueError with a remedy if the notes of the workers differ."""
     for key, first in notes[0].items():
         for worker, note in enumerate(notes):
             other = note.get(key, "missing")
             if other != first:
                 raise ValueError(
-                    f"distribute_dataset: the {key} is {first} on worker 0 and {other} on worker "
+                    f"{method}: the {key} is {first} on worker 0 and {other} on worker "
                     f"{worker}. {remedy}"
                 )
 

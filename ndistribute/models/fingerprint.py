@@ -30,7 +30,13 @@ def fingerprint(model: Any, data: Node, more: dict[str, Any]) -> dict[str, str]:
         data: the pipeline of the global batches.
         more: other arguments of the training.
     """
-    found = {"dataset": describe(data), **facts(data), **more}
+    found = {"dataset": describe(data), **facts(data)}
+    return {part: str(one) for part, one in found.items()} | without_data(model, more)
+
+
+def without_data(model: Any, more: dict[str, Any]) -> dict[str, str]:
+    """Return the text of each part of a training, except its data; see `fingerprint`."""
+    found: dict[str, Any] = dict(more)
     found |= {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
     found |= {"loss": _text(model.loss), "optimizer": _text(model.optimizer)}
     found["metrics"] = [metric.name for metric in model.metrics]

@@ -24,6 +24,7 @@ from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset
+from ndistribute.data.agreement import check_alike
 from ndistribute.devices import to_host
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
@@ -38,7 +39,7 @@ from ndistribute.models.batches import (
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
-from ndistribute.models.fingerprint import fingerprint
+from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.progress import Progress
@@ -264,7 +265,8 @@ class Trainer(Layer):
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             self.stop_training = False
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
-            self.position = position = self._begun(initial_epoch, called.members, data, more)
+            planned = range(initial_epoch, epochs)
+            self.position = position = self._begun(planned, called.members, data, more)
 
             def validate(epoch: int) -> dict[str, float]:
                 if validation is None or (epoch + 1) % validation_freq:
@@ -414,8 +416,10 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
-    def _begun(self, epoch: int, callbacks: list[Callback], data: Dataset, more: Any) -> Position:
-        """Return the position at the beginning of a training."""
+    def _begun(
+        self, epochs: range, callbacks: list[Callback], data: Dataset, more: Any
+    ) -> Position:
+        """Return the position at the beginning of a training, which is alike on all workers."""
         trained = self.trainable_variables
         if not trained:
             raise ValueError(
@@ -424,7 +428,15 @@ class Trainer(Layer):
             )
         penalized = [layer for layer in self.walk() if layer.penalties()]
         found = fingerprint(self, data._node, more) if any(c.restores for c in callbacks) else {}
-        return Position(epoch, callbacks, trained=trained, penalized=penalized, fingerprint=found)
+        workers = self.strategy.input_topology.workers
+        if workers is not None:
+            rate = self.optimizer.learning_rate
+            options = {**more, "epochs": epochs, "rate": "a function" if callable(rate) else rate}
+            remedy = "Make the same model and pass the same arguments on all workers."
+            check_alike(workers, "fit", without_data(self, options), remedy)
+        return Position(
+            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=found
+        )
 
     def _fit_and_validate(
         self,

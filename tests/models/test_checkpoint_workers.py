@@ -104,3 +104,30 @@ def test_a_value_per_replica_without_an_aggregation_is_refused_by_name(tmp_path)
         with pytest.raises(ValueError, match=r"'counts'.*aggregation"):
             Checkpoint(v=v).save(tmp_path / "run")
     assert not list(tmp_path.iterdir())
+
+
+def fit_otherwise_on_one(rank: int, size: int, what: str) -> str:
+    """Call `fit` on two workers whose programs differ in one thing, and then alike."""
+    x, y = np.ones((8, 3), np.float32), np.zeros(8, int)
+    differs = rank == 1
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        with strategy.scope():
+            activation = "relu" if differs and what == "layer 1" else "tanh"
+            model = nd.Sequential([nd.layers.Dense(4, activation), nd.layers.Dense(2)])
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        if differs and what == "rate":
+            model.optimizer.learning_rate = 0.5
+        options = {"epochs": 2 if differs and what == "epochs" else 1}
+        options["class_weight"] = {0: 2.0} if differs and what == "class_weight" else None
+        with pytest.raises(ValueError, match=rf"fit: the {what} is .* on worker 0 and") as caught:
+            model.fit(x, y, verbose=0, **options)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["layer 1", "rate", "epochs", "class_weight"])
+def test_workers_that_would_train_in_different_ways_are_told(what):
+    module = importlib.import_module("tests.models.test_checkpoint_workers")
+    with Ranks(2) as ranks:
+        first, second = ranks.results(module.fit_otherwise_on_one, what)
+    assert first == second
+    assert "on worker 1" in first
