@@ -44,6 +44,7 @@ class Closure:
     arguments: Pickled = _EMPTY
     number: int = 0  # From 1, in the order in which closures were scheduled.
     missing: int = 0  # The number of unfinished inputs.
+    attempt: int = 0  # How often it was sent, as a worker that counts as lost may still run it.
     lost_on: list[str] = field(default_factory=list)  # The workers that were lost while running it.
 
     def __str__(self) -> str:
@@ -327,6 +328,7 @@ class ClosureQueue:
                     break
                 closure = self._ready.popleft()
                 self._bytes -= closure.arguments.nbytes
+                closure.attempt += 1
                 flying[closure.number] = closure
                 taken.append(closure)
             if taken and was_full:

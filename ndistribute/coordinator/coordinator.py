@@ -326,6 +326,7 @@ class _Link:
                     {k: None if k in self._known else v for k, v in closure.functions.items()},
                     closure.arguments,
                     tuple(_payloads(closure)),
+                    dump((closure.attempt, self._owner.strategy)) if closure.attempt > 1 else None,
                 )
                 try:
                     connection.send(order)

@@ -47,6 +47,7 @@ class Run(Record, frozen=True):
     functions: dict[str, Pickled | None]
     arguments: Pickled
     inputs: tuple[Pickled, ...]  # Results of other closures in the arguments.
+    again: Pickled | None = None  # If it may have run before: the attempt, and the strategy.
 
 
 class Forget(Record, frozen=True):
@@ -204,6 +205,8 @@ class WorkerService:
         called = function()
         args, kwargs = load(order.arguments)
         with closure(order.client_id, order.number, order.low_water) as running:
+            if order.again is not None:
+                running.begin_again(*load(order.again))
             value = self._dump(called(*args, **kwargs))
         return value, tuple(running.reports.values())
 

@@ -50,11 +50,28 @@ class Closure:
     current: Closure | None = None  # The closure that this process runs.
 
     def __init__(self, client_id: str, number: int, low_water: int) -> None:
-        self.client_id, self.number = client_id, number
+        self.client_id, self.number, self.attempt = client_id, number, 1
         self.low_water = low_water  # The lowest unfinished closure.
+        self._made: set[m.Mark] = set()  # By earlier attempts; this one must come to all of them.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
         self.buffers: dict[Servers, _WriteBuffer] = {}
+
+    def begin_again(self, attempt: int, strategy: Any) -> None:
+        """Begin an attempt after the first: stop earlier ones, and learn what they made."""
+        self.attempt = attempt
+        replies = strategy.servers.ask_all(m.Rerun(self.client_id, self.number, attempt))
+        self._made.update(*(reply.marks for reply in replies.values()))
+
+    def match(self, mark: m.Mark | None) -> None:
+        """Compare an update, or None for the end, with what earlier attempts made."""
+        self._made.discard(mark or m.Mark())
+        if any(mark is None or made[:2] == mark[:2] for made in self._made):
+            raise ValueError(
+                f"function {self.number} runs again, and its updates are not of the same variables "
+                "in the same order as those of the attempt before, which were made already. Let no "
+                "clock, random number or value that it reads decide which variables it updates."
+            )
 
 
 @contextlib.contextmanager
@@ -65,6 +82,7 @@ def closure(client_id: str, number: int, low_water: int = 1) -> Iterator[Closure
     running = Closure.current = Closure(client_id, number, low_water)
     try:
         yield running
+        running.match(None)
         for buffer in list(running.buffers.values()):
             buffer.flush()
     finally:
@@ -87,8 +105,7 @@ class _WriteBuffer:
 
     def __init__(self, servers: Servers, running: Closure) -> None:
         self._servers, self._running = servers, running
-        # Two strategies may use the same servers, and count on their own.
-        self._client_id = f"{running.client_id}.{len(running.buffers)}"
+        self._index = len(running.buffers)  # Two strategies may use the same servers.
         self._marks: dict[int, m.Mark] = {}  # By replica: of its last update.
         self._flushing = threading.RLock()  # So that updates arrive in the order of their numbers.
         self._reset()
@@ -102,11 +119,13 @@ class _WriteBuffer:
         """Hold back copies of changes until the closure ends or the buffer is full."""
         with self._servers._lock:
             owned = {i: [self._owned(change) for change in some] for i, some in changes.items()}
-            last = self._marks.get(replica) or m.Mark(replica, number=-1)
-            digest = zlib.crc32(what.encode(), last.digest)
-            mark = self._marks[replica] = m.Mark(replica, last.number + 1, digest)
+            names = [n for some in owned.values() for change in some for n in _written(change)]
+            last = self._marks.get(replica) or m.Mark(f"{self._index}.{replica}", number=-1)
+            digest = zlib.crc32(" ".join([what, *names]).encode(), last.digest)
+            mark = self._marks[replica] = m.Mark(last.counter, last.number + 1, digest)
+            self._running.match(mark)
             self._updates.append((owned, mark, then))
-            self._names.update(*(_written(change) for some in owned.values() for change in some))
+            self._names.update(names)
             full = self._nbytes >= _BUFFERED_BYTES or len(self._updates) >= _BUFFERED_CHANGES
         if full:
             self.flush()
@@ -138,7 +157,7 @@ class _WriteBuffer:
         for i, pairs in sent.items():
             changes, marks = zip(*pairs, strict=True)
             numbers = running.number, running.low_water
-            orders[i] = m.Transaction(self._client_id, *numbers, changes, marks)
+            orders[i] = m.Transaction(running.client_id, *numbers, changes, marks, running.attempt)
         try:
             return {i: reply.outcomes for i, reply in self._servers.ask(orders).items()}
         finally:
@@ -304,9 +323,9 @@ class Servers:
             for call in calls.values():
                 call.cancel()
 
-    def ask_all(self, request: Record) -> None:
-        """Send a request to every server, and wait until all have executed it."""
-        self.ask(dict.fromkeys(range(len(self)), request))
+    def ask_all(self, request: Record) -> dict[int, Any]:
+        """Send a request to every server, and return all replies."""
+        return self.ask(dict.fromkeys(range(len(self)), request))
 
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
         """Create variables with names and values, except those that exist."""
@@ -336,7 +355,7 @@ class Servers:
 
         Args:
             changes: an update, in the parts that each server makes.
-            what: how the update is called in every attempt to run a closure.
+            what: the kind of the update, or the optimizer, in every attempt to run a closure.
             then: called with the outcomes.
             replica: the number, from 1, of the replica that makes the update; 0: all together.
         """

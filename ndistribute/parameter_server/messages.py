@@ -95,9 +95,9 @@ class Read(Record, frozen=True):
 class Mark(NamedTuple):
     """Which update of a closure a change belongs to, the same in every attempt to run it."""
 
-    replica: int = 0  # The replica that made it, from 1; 0: all together. They count on their own.
+    counter: str = ""  # Each replica of each strategy of the closure counts its own updates.
     number: int = 0
-    digest: int = 0  # Of what this update and those before it are called.
+    digest: int = 0  # Of what this update and those before it write, and how.
 
 
 class Transaction(Record, frozen=True):
@@ -111,7 +111,19 @@ class Transaction(Record, frozen=True):
     sequence: int
     low_water: int  # The client sends no lower number any more.
     changes: tuple[Change, ...]
-    marks: tuple[Mark, ...] = ()  # One for each change of a closure, in rising order per replica.
+    marks: tuple[Mark, ...] = ()  # One for each change of a closure, in rising order per counter.
+    attempt: int = 1  # To run the closure.
+
+
+class Rerun(Record, frozen=True):
+    """Begin a later attempt to run a closure; the reply is `Marks`.
+
+    The server refuses transactions of earlier attempts from now on: their worker may still live.
+    """
+
+    client: str
+    sequence: int
+    attempt: int
 
 
 class Delete(Record, frozen=True):
@@ -154,7 +166,7 @@ class Status(Record, frozen=True):
     of: Literal["memory", "snapshot", "log"] = "memory"
 
 
-Logged = Create | Delete | Transaction
+Logged = Create | Delete | Transaction | Rerun
 """The requests that change variables; a log of them can be replayed."""
 Wait = AwaitStep | AwaitClock
 Request = Logged | Wait | Read | Status
@@ -167,7 +179,7 @@ class Failure(Record, frozen=True):
         "unknown",  # Nothing has that name.
         "mismatch",  # A wrong shape, dtype, index or number.
         "left",  # The clients that the request waited for have left.
-        "superseded",  # The client sent the request again; the newer call gets the reply.
+        "superseded",  # A newer call gets the reply, or a newer attempt makes the changes.
         "full",  # The disk or the memory is full.
     ]
     message: str
@@ -210,6 +222,12 @@ class Changed(Record, frozen=True):
     repeated: bool = False  # All were made before; the outcomes are current ones.
 
 
+class Marks(Record, frozen=True):
+    """For each counter of a closure, the last update that the server made."""
+
+    marks: tuple[Mark, ...]
+
+
 class Number(Record, frozen=True):
     """A number, whose meaning depends on the request."""
 
@@ -223,7 +241,7 @@ class Totals(Record, frozen=True):
     began: int  # The number with which this instance started.
 
 
-Reply = Failure | Created | Values | Changed | Number | Totals
+Reply = Failure | Created | Values | Changed | Marks | Number | Totals
 
 
 class Report(Record, frozen=True):

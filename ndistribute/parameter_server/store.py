@@ -29,36 +29,28 @@ class Applied:
     """The changes that were made for a client: all below `low_water`, and those up to `last`."""
 
     low_water: int = 0
-    # By the number of a transaction or closure, and by replica: the last update that was made.
-    last: dict[int, dict[int, m.Mark]] = field(default_factory=dict)
+    # By the number of a transaction or closure, and by counter: the last update that was made.
+    last: dict[int, dict[str, m.Mark]] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)  # Of closures that ran again.
 
     def missing(self, request: m.Transaction) -> list[m.Mark | None]:
         """Return the mark of each change that was not made before, and None for the others."""
         if request.sequence < self.low_water:
             return [None] * len(request.changes)
-        last = self.last.get(request.sequence, {})
+        if request.attempt < self.attempts.get(request.sequence, 1):
+            raise Refused(f"function {request.sequence} runs on another worker.", "superseded")
+        made = {mark.counter: mark.number for mark in self.last.get(request.sequence, {}).values()}
         marks = request.marks or (m.Mark(),) * len(request.changes)
-        none = m.Mark(number=-1)
-        for mark in marks:
-            made = last.get(mark.replica, none)
-            if mark.number == made.number and mark.digest != made.digest:
-                raise Refused(
-                    f"function {request.sequence} runs again, and its first {mark.number + 1} "
-                    "update(s) are not of the same variables in the same order as those of the "
-                    "attempt before, which were made already. Let no clock, random number or value "
-                    "that it reads decide which variables it updates."
-                )
-        return [
-            mark if mark.number > last.get(mark.replica, none).number else None for mark in marks
-        ]
+        return [mark if mark.number > made.get(mark.counter, -1) else None for mark in marks]
 
     def add(self, request: m.Transaction, made: Iterable[m.Mark | None]) -> None:
         """Add changes, and forget numbers that the client will not send again."""
         last = self.last.setdefault(request.sequence, {})
-        last.update({mark.replica: mark for mark in made if mark is not None})
+        last.update({mark.counter: mark for mark in made if mark is not None})
         if request.low_water > self.low_water:
             self.low_water = request.low_water
             self.last = {n: last for n, last in self.last.items() if n >= request.low_water}
+            self.attempts = {n: a for n, a in self.attempts.items() if n >= request.low_water}
 
 
 @dataclass(slots=True)
@@ -144,6 +136,11 @@ class Store:
         match request:
             case m.Transaction():
                 return self._transact(request)
+            case m.Rerun(client, sequence, attempt):
+                self.log(request)
+                applied = self.applied.setdefault(client, Applied())
+                applied.attempts[sequence] = max(attempt, applied.attempts.get(sequence, 1))
+                return m.Marks(tuple(applied.last.get(sequence, {}).values()))
             case m.Read(items):
                 found = [self.variables.read(item) for item in items]
                 return m.Values(tuple(v for v, _ in found), tuple(array for _, array in found))

@@ -163,8 +163,7 @@ class ServedVariable(Variable):
                 continue
             for server in place.servers:
                 changes[server].append(Update(place.name, how, *on_host(value)))
-        what = f"{how} {self.places[0].name}"
-        self._strategy.servers.change(changes, what, replica=replica)
+        self._strategy.servers.change(changes, how, replica=replica)
         self._strategy.copies.changed(self.cached)
 
     def __getitem__(self, index: Any) -> Any:

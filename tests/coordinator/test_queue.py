@@ -62,6 +62,7 @@ def test_what_a_lost_worker_had_goes_first():
     queue.lose(0, GONE)
     assert queue.idle_worker() == 1
     assert queue.take(1, 2) == [one, two]
+    assert (one.attempt, two.attempt) == (2, 2)  # The lost worker may run both.
     queue.finish(0, 1, NOTHING)  # It came too late.
     assert not one.result.done()
     queue.finish(1, 1, NOTHING)

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +24,16 @@ SECONDS = 50.0
 Command = Callable[..., ClusterCoordinator]
 
 
+class Serverless:
+    """A strategy without variables; workers get it for functions that run again."""
+
+    def __init__(self, resolver: object) -> None:
+        self.cluster_resolver, self.servers = resolver, self
+
+    def ask_all(self, request: object) -> dict[int, object]:
+        return {}
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Tasks]:
     with Tasks(workers=2, servers=0, NDISTRIBUTE_HEARTBEAT_SECONDS="4") as workers:
@@ -39,7 +48,7 @@ def command(workers: Tasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
     made = []
 
     def make(**options: float) -> ClusterCoordinator:
-        strategy = SimpleNamespace(cluster_resolver=workers.resolver(), servers=None)
+        strategy = Serverless(workers.resolver())
         made.append(ClusterCoordinator(strategy, **options))
         return made[-1]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from ndistribute.optimizers.algorithms import AdamRule
 from ndistribute.parameter_server import messages as m
@@ -219,6 +220,22 @@ def test_a_client_can_not_make_the_server_remember_without_bound(calls, monkeypa
     assert calls.ask("a", orders[1]).repeated
     more = m.Transaction("a", 2, 0, orders[1].changes, (m.Mark(number=1),))
     assert not calls.ask("a", more).repeated  # Who has begun may go on.
+
+
+def test_of_the_attempts_to_run_a_function_only_the_newest_changes_anything(calls):
+    """A restored server knows them, and an earlier one that is late does not come back."""
+    calls.create(v=0.0)
+    mark = m.Mark("0.0", number=0, digest=5)
+    order = m.Transaction("a", 3, 1, (add("v", ZERO),), (mark,))
+    calls.ask("a", order)
+    assert calls.ask("b", m.Rerun("a", 3, 3)).marks == (mark,)
+    for each in (calls, calls.restored()):
+        assert each.ask("c", m.Rerun("a", 3, 2)).marks == (mark,)
+        assert each.ask("a", order).kind == "superseded"
+        assert each.ask("b", replace(order, attempt=3)).repeated
+    over = m.Transaction("a", 4, 4, (add("v", ZERO),), (mark,))
+    calls.ask("a", over)
+    assert not calls.store.applied["a"].attempts
 
 
 ZERO = np.array(0.0)
