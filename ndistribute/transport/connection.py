@@ -427,7 +427,9 @@ class Connection:
                 if ring is not None:
                     self._pass(ring, np.frombuffer(piece, np.uint8), deadline)
                 else:
-                    self._write([piece, _PADDING[: padded(len(piece)) - len(piece)]], deadline)
+                    padding = _PADDING[: padded(len(piece)) - len(piece)]
+                    mac.update(padding)
+                    self._write([piece, padding], deadline)
         if buffers:
             self._write([mac.digest()], deadline)
 
@@ -468,10 +470,11 @@ class Connection:
             view = self._arrays.take(padded(length))
             buffers.append(view[:length])
             for at in range(0, length, _PIECE_BYTES):
-                piece = buffers[-1][at : at + _PIECE_BYTES]
                 if ring is None:
-                    self._read_whole(view[at : at + _PIECE_BYTES], deadline)
-                else:
+                    piece = view[at : at + _PIECE_BYTES]
+                    self._read_whole(piece, deadline)
+                else:  # Without the padding.
+                    piece = buffers[-1][at : at + _PIECE_BYTES]
                     self._pass(ring, np.frombuffer(piece, np.uint8), deadline)
                 mac.update(piece)
         if lengths:

@@ -176,7 +176,7 @@ class Never:
 
 
 def test_a_flipped_byte_of_a_frame_with_a_mac_is_refused_before_anything_is_decoded():
-    (frame,) = frames(1, True, note(64, 0, 128, text="some text"))
+    (frame,) = frames(1, True, note(64, 0, 120, 1, text="some text"))
     for position in range(len(frame)):
         changed = bytearray(frame)
         changed[position] ^= 1
