@@ -83,6 +83,8 @@ def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     value = as_array(inputs[0])
     if dtype is not None and value.dtype.kind not in "USO":
         value = value.astype(dtype, copy=False)
+        if value.dtype.hasobject:
+            raise InvalidArgumentError(f"variable {name!r} cannot hold numbers as Python objects.")
     if shape is not None and value.shape != tuple(shape):
         raise InvalidArgumentError(
             f"variable {name!r} has shape {tuple(shape)}, and the value to assign {value.shape}: "
