@@ -14,9 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
-from ndistribute.autodiff.tracked import untrack
+from ndistribute.autodiff.tracked import Tracked, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
@@ -35,6 +36,7 @@ _BOUND = frozenset({"all_reduce"})
 """Types of operations that only the thread of the step can run, which is that of its replica."""
 _TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
+_APART_WORK = 1 << 32  # Multiplications of a call for whose end a failed step does not wait.
 _GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what cannot be ended.
 
 
@@ -79,7 +81,9 @@ class Node:
             if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.
                 inputs = list(map(dense, inputs))
             args, kwargs = fill(inputs)
-            check_call(function, inputs, args, kwargs)
+            work = check_call(function, inputs, args, kwargs)
+            if work > _APART_WORK and node.place is None and Tracked not in map(type, inputs):
+                return _run_apart(step, functools.partial(function, *args, **kwargs))
             return function(*args, **kwargs)
 
         self.compute = compute
@@ -387,6 +391,22 @@ class _Parallel:
             self._helpers.append(helper)
         except RuntimeError as error:  # The process may start no more threads.
             self._step.abort(error)
+
+
+def _run_apart(step: Step, call: Callable[[], Any]) -> Any:
+    """Return the result of a long call; if the step fails first, raise its error."""
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="ndistribute long call", daemon=True).start()
+    while not wait([result], _CHECK_SECONDS).done:
+        step.check()
+    return result.result()
 
 
 def _plan_of(body: BodyDef) -> Plan:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import operator
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -27,11 +28,57 @@ _EXCLUDED = frozenset(
 )
 # Functions with a list of results, whose number their second argument tells.
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
-MOST_ELEMENTS = 1 << 31
+# Numbers of 8 bytes then take at most half of the memory.
+MOST_ELEMENTS = min(1 << 31, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
+MOST_WORK = 1 << 40  # Multiplications outside BLAS and LAPACK: about ten minutes.
 _NUMBERS = frozenset("N minlength new_shape num repeats reps shape".split())
 """Arguments that tell the size of a result, some of them together with that of the first input."""
 _OUTER = frozenset({"kron", "outer"})
 _BOOL = np.dtype(bool)
+
+
+def _product(*values: Any, **options: Any) -> int:
+    return math.prod(max(1, np.size(value)) for value in values)
+
+
+def _count(value: Any) -> list[int]:
+    """Return a number of parts; nothing of a list of places, and of text that names a method."""
+    return [] if isinstance(value, str) or np.ndim(value) else [int(value)]
+
+
+def _contracted(a: Any, axes: Any) -> int:
+    summed = range(-axes, 0) if isinstance(axes, int) else np.ravel(axes[0])
+    return math.prod(np.shape(a)[k] for k in summed) or 1
+
+
+def _einsum_work(*operands: Any, optimize: Any = False, **options: Any) -> int:
+    if (most := _product(*operands)) <= MOST_WORK:
+        return most
+    report = np.einsum_path(*operands, optimize=optimize)[1]
+    return int(float(report.partition("Optimized FLOP count:")[2].split()[0]))
+
+
+_WORK: dict[Function, Callable[..., int]] = {
+    **dict.fromkeys([np.convolve, np.correlate, np.polydiv, np.polymul, np.polyval], _product),
+    np.diff: lambda a, n=1, *_, **__: max(1, np.size(a)) * int(n),
+    np.einsum: _einsum_work,
+    np.poly: lambda seq_of_zeros: np.size(seq_of_zeros) ** 2,
+    np.roots: lambda p: np.size(p) ** 3,
+}
+"""The multiplications of functions that take longer than a few per element."""
+_SHAPES: dict[Function, Callable[..., Sequence[int]]] = {
+    np.array_split: lambda ary, indices_or_sections, axis=0: _count(indices_or_sections),
+    np.diag: lambda v, k=0: [np.size(v) + abs(int(k))] * (2 if np.ndim(v) == 1 else 0),
+    np.diagflat: lambda v, k=0: [np.size(v) + abs(int(k))] * 2,
+    np.histogram: lambda a, bins=10, *_, **__: _count(bins),
+    np.meshgrid: lambda *xi, sparse=False, **_: [0 if sparse else _product(*xi), len(xi)],
+    np.pad: lambda array, pad_width, *_, **__: np.add(
+        np.shape(array), np.broadcast_to(pad_width, (np.ndim(array), 2)).sum(1, float)
+    ).tolist(),
+    np.tensordot: lambda a, b, axes=2: [_product(a, b) // _contracted(a, axes) ** 2],
+    np.vander: lambda x, *n, **named: [np.size(x), (n or [named.get("N")])[0] or np.size(x)],
+}
+"""The shapes of results that are larger than their arguments."""
 _UFUNC_METHODS = ("accumulate", "outer", "reduce")
 
 # Their values are arrays, as those of all operations are.
@@ -118,11 +165,14 @@ def number_of_parts(function: Any, args: Sequence[Any]) -> int:
 
 def check_call(
     function: Any, inputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
+) -> float:
     """Raise a `ValueError` for a call that a server must not make, because nothing could end it.
 
     A power of Python's integers takes any time, and holds Python's lock. A result that is larger
     than the memory ends the process; its size is known of repetitions, shapes and broadcasting.
+
+    Returns:
+        About how many multiplications it takes.
     """
     for value in inputs:
         if getattr(value, "dtype", _BOOL).hasobject and (
@@ -130,16 +180,23 @@ def check_call(
             or not all(isinstance(element, bytes | str) for element in value.flat)
         ):
             raise ValueError("it computes with Python objects, and not with numbers or text.")
-    sizes = [getattr(value, "size", 1) for value in args]
+    sizes: list[int] = [getattr(value, "size", 1) for value in args]
     if isinstance(function, np.ufunc) or getattr(function, "__name__", "") in _OUTER:
-        if math.prod(sizes) > MOST_ELEMENTS:
-            check_shape(_shape_of(function, args) if isinstance(function, np.ufunc) else sizes)
-        return
+        if math.prod(sizes) <= MOST_ELEMENTS:
+            return 0  # It is short.
+        check_shape(_shape_of(function, args) if isinstance(function, np.ufunc) else sizes)
+        return float(max(sizes) ** (1.5 if function is np.matmul else 1))
+    if function in _SHAPES:
+        check_shape(_SHAPES[function](*args, **kwargs))
+    work = _WORK[function](*args, **kwargs) if function in _WORK else sum(sizes) ** 1.5
+    if work > MOST_WORK and function in _WORK:
+        raise ValueError(f"it takes {work:.3g} multiplications, more than {MOST_WORK:.3g}.")
     for position, name in _numbers(function):
         argument: Any = kwargs.get(name) if position >= len(args) else args[position]
         numbers = [n for n in np.ravel(argument).tolist() if n]
         grows = name in ("num", "repeats", "reps")
         check_shape([*([max(numbers)] if name == "repeats" else numbers), *sizes[:grows]])
+    return work
 
 
 def _shape_of(function: np.ufunc, args: Sequence[Any]) -> tuple[int, ...]:

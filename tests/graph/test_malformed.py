@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ import ndistribute as nd
 from ndistribute import errors
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import BodyDef, OperationDef, pack
-from ndistribute.graph.functions import _functions
+from ndistribute.graph.functions import MOST_ELEMENTS, _functions, _registered, check_call
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.kernels import KERNELS
@@ -109,6 +110,7 @@ MISTAKES: dict[str, tuple[Callable[[], m.Run], str]] = {
 }
 
 
+LINE = op("line", "numpy.zeros_like", "one:0", call=[[["input", 0]], {"shape": 1 << 22}])
 FOREVER = 1 << 60  # As an exponent of Python's integers.
 ENDLESS: dict[str, Any] = {
     "dtype": [[["input", 0], FOREVER], {"dtype": ["dtype", "object"]}],
@@ -146,9 +148,13 @@ MISTAKES |= {
             op("one", "constant", value=pack(np.full(3, 1 << 20))),
             op("a", "random", "one:0", attributes={"seed": 1, "low": 0.0, "high": 1.0}),
         ),
-        "more than 2147483648 elements",
+        f"more than {MOST_ELEMENTS} elements",
     ),
 }
+MISTAKES["numbers as objects of a variable"] = (
+    lambda: run_of(ONE, op("a", "assign", "one:0", attributes={"variable": "v", "dtype": "O"})),
+    "cannot hold numbers as Python objects",
+)
 LONG: dict[str, Any] = {
     "tile": [[["input", 0], ["list", 1 << 20, 1 << 20]], {}],
     "repeat": [[["input", 0], 1 << 40], {}],
@@ -159,6 +165,14 @@ LONG: dict[str, Any] = {
     "multiply.outer": [[["input", 1], ["input", 1]], {}],
     "add": [[["input", 1], ["input", 2]], {}],
     "matmul": [[["input", 2], ["input", 3]], {}],
+    "tensordot": [[["input", 1], ["input", 1]], {"axes": 0}],
+    "diag": [[["input", 1]], {}],
+    "diagflat": [[["input", 0]], {"k": 1 << 40}],
+    "meshgrid": [[["input", 1], ["input", 1]], {}],
+    "pad": [[["input", 2], 1 << 20], {}],
+    "vander": [[["input", 1]], {}],
+    "histogram": [[["input", 0]], {"bins": 1 << 40}],
+    "array_split": [[["input", 0], 1 << 40], {}],
 }
 MISTAKES |= {
     f"a long {name}": (
@@ -169,9 +183,29 @@ MISTAKES |= {
             op("row", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", 1, -1]], {}]),
             op("a", f"numpy.{name}", "one:0", "line:0", "column:0", "row:0", call=call),
         ),
-        "more than 2147483648 elements",
+        f"more than {MOST_ELEMENTS} elements",
     )
     for name, call in LONG.items()
+}
+
+
+ENDLESS_WORK: dict[str, Any] = {
+    "convolve": [[["input", 0], ["input", 0]], {}],
+    "correlate": [[["input", 0], ["input", 0]], {"mode": "full"}],
+    "polyval": [[["input", 0], ["input", 0]], {}],
+    "poly": [[["input", 0]], {}],
+    "roots": [[["input", 0]], {}],
+    "diff": [[["input", 0]], {"n": 1 << 60}],
+    "einsum": [["i,j,k->", *[["input", 0]] * 3], {}],
+}
+MISTAKES |= {
+    f"an endless {name}": (
+        lambda name=name, call=call: run_of(
+            ONE, LINE, op("a", f"numpy.{name}", "line:0", call=call)
+        ),
+        "multiplications, more than",
+    )
+    for name, call in ENDLESS_WORK.items()
 }
 
 
@@ -184,6 +218,51 @@ def test_a_graph_that_cannot_run_is_an_error_that_says_why(
     assert isinstance(reply, m.Failure)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         raise m.error_of(reply)
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        (np.convolve, (np.zeros(1 << 24), np.zeros(100))),
+        (np.diag, (np.broadcast_to(0.0, (1 << 17, 10)),)),
+        (np.diff, (np.zeros(1 << 24),)),
+        (np.einsum, ("...ij,...jk->...ik", np.broadcast_to(0, (8, 999, 999)), np.ones((999, 9)))),
+        (np.histogram, (np.zeros(9), [0, 1 << 40, 1 << 60])),
+        (np.pad, (np.zeros((9, 9)), ((1, 2), (3, 4)))),
+        (np.split, (np.zeros(1 << 20), [5, 9])),
+        (np.tensordot, (np.broadcast_to(0, (9999, 9999)), np.broadcast_to(0, (9999, 9999)), 1)),
+        (np.tensordot, (np.broadcast_to(0, (9999, 99)), np.broadcast_to(0, (99, 9)), [[1], [0]])),
+        (np.vander, (np.zeros(1 << 20), 3)),
+    ],
+)
+def test_calls_that_end_are_not_refused(call: Any, args: tuple[Any, ...]) -> None:
+    check_call(call, args, args, {})
+
+
+@pytest.mark.parametrize("how", ["deadline", "closed"])
+def test_a_step_ends_although_a_long_call_goes_on(
+    server: nd.Server, lanes: Lanes, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def wait(x: Any) -> Any:
+        begun.set()
+        end.wait(HANG_SECONDS)
+        return x
+
+    monkeypatch.setitem(_registered, "tests.wait", wait)
+    step = run_of(ONE, LINE, op("a", "tests.wait", "line:0"))
+    timeout = 0.2 if how == "deadline" else None
+    pending = lanes.start(server.target, msgspec.structs.replace(step, timeout=timeout))
+    try:
+        assert begun.wait(HANG_SECONDS)
+        if how == "closed":
+            lanes.call(server.target, m.Close("s"), HANG_SECONDS)
+        reply = pending.result(time.monotonic() + HANG_SECONDS / 2)
+        assert reply.kind == ("CancelledError" if how == "closed" else "DeadlineExceededError")
+    finally:
+        end.set()
+        pending.cancel()
 
 
 def program() -> m.Run:
