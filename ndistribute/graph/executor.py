@@ -7,6 +7,7 @@ is ready when its inputs are there.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import itertools
 import os
@@ -396,10 +397,11 @@ class _Parallel:
 def _run_apart(step: Step, call: Callable[[], Any]) -> Any:
     """Return the result of a long call; if the step fails first, raise its error."""
     result: Future[Any] = Future()
+    settings = contextvars.copy_context()  # Such as np.errstate.
 
     def work() -> None:
         try:
-            result.set_result(call())
+            result.set_result(settings.run(call))
         except BaseException as error:
             result.set_exception(error)
 
