@@ -34,6 +34,7 @@ def export(model: Any, path: str | os.PathLike[str], max_to_keep: int | None = N
         )
     path, writer = Path(path), _Writer()
     data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
+    data["trainable"] = [layer.trainable for layer in model.walk()]
     weights = Weights(model=model)
     write = weights.writer(path.parent, path.name, max_to_keep, {"architecture": data})
     return Path(by_chief(model.strategy, write))
@@ -70,6 +71,8 @@ def load(
     reader = _Reader(source, custom_objects or {})
     model = reader.made(described["model"])
     model.build_for(reader.made(described["input"]))
+    for layer, trainable in zip(model.walk(), described.get("trainable", ()), strict=False):
+        layer.trainable = trainable
     Weights(model=model).load(source, tensors, {"states": {}})
     return model
 

@@ -71,6 +71,15 @@ def test_a_shared_layer_stays_shared(tmp_path):
     assert loaded.shared is next(one for one in loaded.walk() if isinstance(one, layers.Dense))
 
 
+def test_a_frozen_layer_stays_frozen(tmp_path):
+    model = MODELS["sequential"]()
+    model(X)
+    model.layers[0].trainable = False
+    loaded = load(model.export(tmp_path / "model"))
+    assert [layer.trainable for layer in loaded.walk()] == [one.trainable for one in model.walk()]
+    assert len(loaded.trainable_variables) == len(model.trainable_variables)
+
+
 def test_functions_and_unknown_classes_are_asked_for(tmp_path):
     model = Sequential([dense(3, activation=squared)])
     expected = model(X)
