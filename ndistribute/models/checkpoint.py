@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +34,7 @@ __all__ = ["Checkpoint", "CheckpointManager", "Weights", "latest_checkpoint", "r
 
 # The attributes of a model that are saved with its variables.
 _OF_MODELS = ("metrics", "optimizer")
+_log = logging.getLogger("ndistribute")
 
 
 Save = TypeVar("Save", bound=Callable[..., Any])
@@ -164,9 +167,13 @@ class Checkpoint:
                         "unknown here: call its build(variables) before."
                     )
             tensors = {path: one.numpy() for path, one in contents.variables_of(parts).items()}
-            for path, one in parts:
-                if contents.has_state(one):
-                    states[path] = contents.encoded(one.state_dict(), f"{path}/state", tensors)
+
+            def encode() -> None:
+                for path, one in parts:
+                    if contents.has_state(one):
+                        states[path] = contents.encoded(one.state_dict(), f"{path}/state", tensors)
+
+            by_all(self.strategy, encode)
             generators = contents.generators_of(self.strategy)
         seed: Any = current_seed()
         random = {
@@ -175,15 +182,13 @@ class Checkpoint:
             "generators": generators,
         }
         inputs = {
-            path: contents.encoded(one.input_spec, path, tensors)
-            for path, one in self._layers()
-            if one.input_spec is not None
+            path: contents.encoded(one.input_spec, path, tensors) for path, one in self._layers()
         }
         return tensors, {"states": states, "trained": trained, "random": random, "inputs": inputs}
 
     def load(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Set the state to one that was read from a folder, `source`: all of it, or raise."""
-        self._build(source, tensors, data.get("inputs", {}))
+        self._build(source, tensors, data)
         values: list[tuple[Variable, Any]] = []
         strategy = self.strategy
         with strategy.scope(), contextlib.ExitStack() as undo:
@@ -196,13 +201,13 @@ class Checkpoint:
                         one.load_state_dict(contents.decoded(data["states"][path], tensors))
 
             by_all(strategy, prepare)
-            undo.pop_all()
-            for variable, value in values:
-                variable.assign(value)
             if self._saves and "random" in data:
                 random = data["random"]
                 restore_seed(int(random["entropy"]), random["children"])
                 contents.set_generators(strategy, random["generators"])
+            undo.pop_all()
+            for variable, value in values:
+                variable.assign(value)
 
     @property
     def strategy(self) -> Any:
@@ -213,14 +218,16 @@ class Checkpoint:
         models: list[Any] = [one for _, one in self._layers() if hasattr(one, "build_for")]
         return models[0].strategy if models else get_strategy()
 
-    def _build(self, source: str, tensors: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    def _build(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Build the layers that lack variables, for the inputs that they were saved with."""
+        inputs = data.get("inputs", {})
         for path, one in self._layers():
+            if "inputs" in data and path not in inputs and not one.variables:
+                raise ValueError(f"{source} does not fit: {path} is missing. Nothing has changed.")
             known = {f"{path}/{name}" for name in one.named_variables()}
-            lacks = (
-                contents.below([path], [f"{path}/{part}" for part in _OF_MODELS], tensors) - known
-            )
-            if lacks and path in inputs:
+            other = [f"{path}/{part}" for part in _OF_MODELS]
+            lacks = contents.below([path], other, tensors) - known
+            if lacks and inputs.get(path) is not None:
                 try:
                     build_for(one, contents.decoded(inputs[path], tensors), self.strategy)
                 except DistributeError:  # Of the workers, not of the model.
@@ -261,7 +268,8 @@ class Checkpoint:
         variables = contents.variables_of(parts)
         values = contents.fitting(variables, tensors, wrong)
         if "states" in data:  # Else a graph wrote it, which saves variables alone.
-            extra = self._below(tensors, states) - variables.keys() - {path for path, _ in parts}
+            known = {path for path, one in parts if contents.has_state(one)}
+            extra = self._below(tensors, states) - variables.keys() - known
             wrong += [f"{name} is in the checkpoint alone" for name in sorted(extra)]
         if wrong:
             raise ValueError(
@@ -357,7 +365,7 @@ class CheckpointManager:
         self.step: int | None = None
         self._keep = max_to_keep
         self._asynchronous = asynchronous
-        self._writing: threading.Thread | None = None
+        self._writing: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: BaseException | None = None
 
     def extended(self, **objects: Any) -> CheckpointManager:
@@ -399,7 +407,7 @@ class CheckpointManager:
             OSError: this state, or the one that a thread wrote, could not be written.
         """
         self.wait()
-        step = (self.step or 0) + 1 if step is None else int(step)
+        step = (self.step or 0) + 1 if step is None else operator.index(step)
         write = self.checkpoint.writer(self.directory, _SERIES, self._keep, {"step": step})
         if not self._asynchronous:
             path = Path(by_chief(self.strategy, write))
@@ -410,12 +418,17 @@ class CheckpointManager:
             try:
                 write()
             except BaseException as error:
+                _log.error("the checkpoint of step %s could not be written: %s", step, error)
                 self._failure = error
+            finally:
+                written.set()
 
         strategy = self.strategy
         if strategy.is_chief or strategy.input_topology.workers is None:
-            self._writing = threading.Thread(target=keep_failure, name="checkpoint")
-            self._writing.start()
+            written = threading.Event()
+            thread = threading.Thread(target=keep_failure, name="checkpoint")
+            thread.start()
+            self._writing = [(thread, written)]
         self.step = step
         return None
 
@@ -439,9 +452,10 @@ class CheckpointManager:
             return
 
         def finish() -> None:
-            if self._writing is not None:
-                self._writing.join()
-                self._writing = None
+            for thread, written in self._writing:
+                # After an interrupt, `join` takes a thread for ended. A fork has no such thread.
+                while thread.is_alive():
+                    written.wait(1.0)
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure
@@ -498,7 +512,7 @@ _ALL = 10**9
 
 
 def _check_keep(count: int | None) -> None:
-    if count is not None and count < 1:
+    if count is not None and operator.index(count) < 1:
         raise ValueError(f"max_to_keep must be 1 or more, got {count}.")
 
 

@@ -21,8 +21,9 @@ from ndistribute.optimizers import Optimizer
 from ndistribute.variables import Variable
 from ndistribute.variables.policy import fitted
 
-# In a state as JSON: the reference to an array, the shape and dtype of an empty one, a tuple.
-_TENSOR, _EMPTY, _TUPLE = "$tensor", "$empty", "$tuple"
+# In a state as JSON: the reference to an array, the shape and dtype of an empty one, a tuple, and a
+# number that is not finite.
+_TENSOR, _EMPTY, _TUPLE, _FLOAT = _KEYS = "$tensor", "$empty", "$tuple", "$float"
 
 
 def leaves(path: str, one: Any) -> Iterator[tuple[str, Any]]:
@@ -69,22 +70,24 @@ def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set
 
 def encoded(state: Any, path: str, tensors: dict[str, Any]) -> Any:
     """Return a copy of a state for JSON, with references to its arrays, which join the tensors."""
-    if isinstance(state, np.ndarray):
+    if isinstance(state, np.ndarray) and not isinstance(state, np.ma.MaskedArray):
         if not state.size:
             return {_EMPTY: [state.shape, state.dtype.name]}
         path = f"{path}#{len(tensors)}" if path in tensors else path  # As a key may have a slash.
         tensors[path] = state.copy()
         return {_TENSOR: path}
-    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+    if isinstance(state, dict) and all(isinstance(key, str) and key not in _KEYS for key in state):
         return {key: encoded(one, f"{path}/{key}", tensors) for key, one in state.items()}
     if isinstance(state, list | tuple):
         items = [encoded(one, f"{path}/{k}", tensors) for k, one in enumerate(state)]
         return {_TUPLE: items} if isinstance(state, tuple) else items
+    if isinstance(state, float) and not np.isfinite(state):
+        return {_FLOAT: repr(float(state))}
     if state is None or isinstance(state, str | int | float):
         return state
     raise ValueError(
         f"{path} is {state!r}: a state has text, numbers, arrays, None, and lists, tuples and "
-        "dicts of them, whose keys are text."
+        f"dicts of them, whose keys are text but not {', '.join(_KEYS)}."
     )
 
 
@@ -95,6 +98,8 @@ def decoded(state: Any, tensors: Mapping[str, Any]) -> Any:
             return tensors[path]
         case {"$empty": [shape, dtype]}:
             return np.zeros(shape, dtype_named(dtype))
+        case {"$float": text}:
+            return float(text)
         case {"$tuple": items}:
             return tuple(decoded(items, tensors))
         case dict():

@@ -110,11 +110,13 @@ class GradientAccumulation(_Wrapper):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls since the last step."""
-        return {"calls": self._calls.get(0, self._before)}
+        """Return the number of calls, and how many make a step."""
+        return {"calls": self._calls.get(0, self._before), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after a number of calls."""
+        if (steps := state.get("steps", self.steps)) != self.steps:
+            raise ValueError(f"GradientAccumulation: steps was {steps}, and is {self.steps}.")
         self._calls = {}
         self._before = state["calls"]
 

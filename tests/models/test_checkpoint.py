@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ndistribute.models import Sequential, layers, losses
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from tests.contract_rows import STRATEGIES
 from tests.kinds import strategy
+from tests.processes import HANG_SECONDS
 
 __all__ = ["strategy"]
 
@@ -172,6 +175,56 @@ def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path):
     assert len(manager.checkpoints) == 1
     manager.restore_or_initialize()
     assert (v.numpy() == 2).all()
+
+
+def test_an_interrupted_wait_can_be_repeated_and_the_program_ends_after_the_save(tmp_path):
+    """The second `wait` returned at once, and the interpreter ended in the middle of the save."""
+    path, writing, on = tmp_path / "run", threading.Event(), threading.Event()
+    v = nd.Variable(1.0)
+    manager = CheckpointManager(Checkpoint(v=v), path, asynchronous=True)
+    writer = manager.checkpoint.writer
+
+    def slow(*args):
+        write = writer(*args)
+
+        def act():
+            writing.set()
+            assert on.wait(HANG_SECONDS)
+            return write()
+
+        return act
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def wait_until_interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        manager.wait()
+
+    vars(manager.checkpoint)["writer"] = slow
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        manager.save(1)
+        assert writing.wait(HANG_SECONDS)
+        with pytest.raises(KeyboardInterrupt):
+            wait_until_interrupted()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        later = threading.Timer(0.05, on.set)
+        later.start()
+    manager.wait()
+    later.join()
+    assert manager.latest_checkpoint == path / "checkpoint.000001"
+
+
+def test_a_failure_of_an_asynchronous_save_is_logged_for_a_program_that_ends(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    v = nd.Variable(1.0)
+    manager = CheckpointManager(Checkpoint(v=v), tmp_path / "file", asynchronous=True)
+    manager.save(7)
+    with pytest.raises(OSError, match="file"):
+        manager.wait()
+    assert "the checkpoint of step 7 could not be written" in caplog.text
 
 
 def test_a_failure_of_an_asynchronous_save_is_raised_by_the_next(tmp_path):

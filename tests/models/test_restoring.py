@@ -146,6 +146,71 @@ def test_numbers_that_are_not_finite_are_kept_and_others_rounded(tmp_path):
     assert np.array_equal(v, np.array([np.nan, np.inf, -np.inf, 0.1], np.float16), equal_nan=True)
 
 
+def test_numbers_of_a_state_that_are_not_finite_are_kept(tmp_path):
+    held = Holder(1.0)
+    held.state = {"best": np.inf, "more": [-np.inf, (np.nan,)]}
+    path = Checkpoint(held=held).save(tmp_path / "run")
+    held.state = {}
+    Checkpoint(held=held).restore(path)
+    assert repr(held.state) == repr({"best": np.inf, "more": [-np.inf, (np.nan,)]})
+
+
+@pytest.mark.parametrize(
+    "restore",
+    [Model.load_weights, lambda model, path: Checkpoint(model=model).restore(path)],
+    ids=["load_weights", "Checkpoint"],
+)
+def test_a_model_without_variables_that_the_file_does_not_have_is_refused(restore, tmp_path):
+    """It stayed without variables, and got initial values at its first call."""
+    saved, model = Sequential([layers.Dense(2)]), Sequential([layers.Dense(2)])
+    saved(A)
+    path = Checkpoint(encoder=saved, dropout=layers.Dropout(0.5)).save(tmp_path / "run")
+    with pytest.raises(ValueError, match="model is missing"):
+        restore(model, path)
+    Checkpoint(dropout=layers.Dropout(0.5)).restore(path)
+
+
+def test_the_state_of_a_wrapper_around_the_optimizer_must_fit(tmp_path):
+    """A plain optimizer dropped the scale, and two sums of three counted as two sums of two."""
+
+    def trained(optimizer):
+        model = Sequential([layers.Dense(2)])
+        model.compile(optimizer, "mse")
+        model(A)
+        optimizer.build(model.trainable_variables)
+        return Checkpoint(model=model)
+
+    adam = nd.optimizers.Adam
+    path = trained(nd.optimizers.LossScale(adam())).save(tmp_path / "scaled")
+    with pytest.raises(ValueError, match="model/optimizer is in the checkpoint alone"):
+        trained(adam()).restore(path)
+    sums = nd.optimizers.GradientAccumulation
+    path = trained(sums(adam(), 3)).save(tmp_path / "sums")
+    with pytest.raises(ValueError, match="steps was 3, and is 2"):
+        trained(sums(adam(), 2)).restore(path)
+
+
+def test_an_invalid_seed_changes_no_value(tmp_path):
+    v = nd.Variable(1.0)
+    tensors, data = Checkpoint(v=nd.Variable(2.0)).state()
+    data["random"]["children"] = "text"
+    with pytest.raises(TypeError):
+        Checkpoint(v=v).load("run", tensors, data)
+    assert float(v) == 1.0
+
+
+@pytest.mark.parametrize("keep", [1.5, "2"])
+def test_steps_and_numbers_to_keep_are_not_cut_to_integers(keep, tmp_path):
+    checkpoint = Checkpoint(v=nd.Variable(1.0))
+    with pytest.raises(TypeError, match="as an integer"):
+        CheckpointManager(checkpoint, tmp_path, keep)
+    with pytest.raises(TypeError, match="as an integer"):
+        CheckpointManager(checkpoint, tmp_path).save(keep)
+    with pytest.raises(ValueError, match="save_freq must be"):
+        nd.callbacks.ModelCheckpoint(tmp_path, save_freq=keep)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_under_other_keywords_and_the_optimizer_of_a_model_without_one_are_ignored(
     tmp_path,
 ):
@@ -158,7 +223,12 @@ def test_what_is_under_other_keywords_and_the_optimizer_of_a_model_without_one_a
 
 @pytest.mark.parametrize(
     ("state", "says"),
-    [({1: 2.0}, "held/state is {1: 2.0}"), ({"x": {4}}, r"held/state/x is \{4\}")],
+    [
+        ({1: 2.0}, "held/state is {1: 2.0}"),
+        ({"x": {4}}, r"held/state/x is \{4\}"),
+        ({"x": {"$tensor": "v"}}, r"held/state/x is {'\$tensor'"),
+        ({"x": np.ma.masked_array([1.0], [True])}, "held/state/x is masked_array"),
+    ],
 )
 def test_a_state_that_files_would_change_is_refused_by_name(state, says, tmp_path):
     held = Holder(1.0)
@@ -309,6 +379,28 @@ def test_all_workers_raise_and_put_back_what_one_refuses(tmp_path):
         first, second = ranks.results(module.restore_where_one_refuses, str(tmp_path))
     assert first == ("on worker 1: RuntimeError: the object refuses", 1.0, 1.0)
     assert second == ("the object refuses", 1.0, 1.0)
+
+
+def save_where_one_refuses(rank: int, size: int, directory: str) -> str:
+    """Save on two workers, of which one has a state that no file can have."""
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]):
+        holder = Holder(3.0)
+        holder.state["bad"] = {1} if rank else 1
+        try:
+            Checkpoint(holder=holder).save(f"{directory}/run")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_all_workers_raise_if_the_state_of_one_cannot_be_saved(tmp_path):
+    """The others went on, out of step."""
+    module = importlib.import_module("tests.models.test_restoring")
+    with Ranks(2) as ranks:
+        told = ranks.results(module.save_where_one_refuses, str(tmp_path))
+    assert told[0].startswith("on worker 1: holder/state/bad is {1}")
+    assert told[1].startswith("holder/state/bad is {1}")
+    assert not list(tmp_path.iterdir())
 
 
 def build_on_workers(rank: int, size: int, directory: str) -> list[Any]:

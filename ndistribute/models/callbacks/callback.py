@@ -192,6 +192,6 @@ def steps_of(freq: str | int, argument: str = "save_freq") -> int:
     """Return the number of steps of a frequency; 0 for an epoch."""
     if freq == "epoch":
         return 0
-    if isinstance(freq, str) or freq < 1:
+    if isinstance(freq, str) or freq < 1 or freq % 1:
         raise ValueError(f"{argument} must be 'epoch' or a number of steps, got {freq!r}.")
-    return freq
+    return int(freq)
