@@ -47,7 +47,7 @@ class Graph:
         self._open = 0
         self._recording: list[Any] = []
         # What the frame gets back when no tape records.
-        self._outer = frame.recorder if isinstance(frame.recorder, _AroundStep) else None
+        self._outer = frame.recorder
 
     @property
     def is_recording(self) -> bool:

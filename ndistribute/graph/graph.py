@@ -265,6 +265,7 @@ class Graph:
         self._scopes = _Scopes()
         self.functions: dict[str, Any] = {}
         """The functions of `py_function` and the iterators of datasets, by operation."""
+        self.reads: set[str] = set()  # The variables of graphs around that it reads before it runs.
         self.finalized = False
         """Whether no operation can be added any more."""
         self.seed: int | None = None

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute import event_files
 from ndistribute.autodiff.tape import vjp
-from ndistribute.autodiff.tracked import Tracked, stop_gradient
+from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
@@ -356,7 +356,7 @@ def _first_batch(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 @kernel("py_function")
 def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    result = _of_client(step, node)(*inputs)
+    result = _of_client(step, node)(*map(untrack, inputs))
     if node.outputs == 1:
         return as_array(result).copy()  # The function may change it later.
     return [as_array(one).copy() for one in (result if node.outputs else ())]

@@ -21,6 +21,7 @@ from ndistribute.graph.graph import (
     get_default_graph,
 )
 from ndistribute.graph.shapes import Known, Shape, known_of, narrowed
+from ndistribute.graph.variables import changed
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Tensor:
@@ -253,6 +254,11 @@ def while_loop(
         raise ValueError(
             f"the body of while_loop() returns {len(traced[1].results)} tensors, expected one for "
             f"each of the {len(first)} loop variables."
+        )
+    if stale := changed(*traced) & (traced[0].reads | traced[1].reads):
+        raise ValueError(
+            f"while_loop() changes {min(stale)!r}, but reads it before that: make its value a loop "
+            "variable; or read it before the loop, if each round needs its value of then."
         )
     with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
         op = graph.add(

@@ -102,7 +102,7 @@ def placed(
     for one in operations:
         if one.kind == "gradient":
             tasks[one.name] = tasks.get(_gradient_of(one)) or task_of(one)
-        for inner in _within(one):
+        for inner in within(one):
             if "variable" in inner.attributes and task_of(inner) != tasks[one.name]:
                 raise InvalidArgumentError(
                     f"operation {one.name!r} runs on {tasks[one.name]}, and changes a variable on "
@@ -112,12 +112,12 @@ def placed(
     return tasks
 
 
-def _within(definition: OperationDef) -> Iterator[OperationDef]:
+def within(definition: OperationDef) -> Iterator[OperationDef]:
     """Yield the operations in the bodies of one."""
     for body in definition.bodies:
         for inner in body.operations:
             yield inner
-            yield from _within(inner)
+            yield from within(inner)
 
 
 def cut(

@@ -17,6 +17,7 @@ from ndistribute.graph.graph import (
     default_session,
     get_default_graph,
 )
+from ndistribute.graph.partition import within
 from ndistribute.graph.shapes import Known, Shape, narrowed
 from ndistribute.mistakes import refuse_options
 
@@ -24,6 +25,7 @@ GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
 TRAINABLE_VARIABLES = "trainable_variables"
 GLOBAL_STEP = "global_step"
+READS = ("variable", "read", "initialized_value", "is_initialized")  # Which change nothing.
 
 
 class Variable(Symbolic):
@@ -87,8 +89,8 @@ class Variable(Symbolic):
     @property
     def graph_element(self) -> Tensor:
         """The tensor that stands for it in operations."""
-        controls = self.graph.has_control_dependencies()
-        return self.read_value() if controls or self._changes_around() else self._snapshot
+        again = self._read_in() is not self.graph or self.graph.has_control_dependencies()
+        return self.read_value() if again else self._snapshot
 
     def value(self) -> Tensor:
         """Return its value as a tensor."""
@@ -148,23 +150,25 @@ class Variable(Symbolic):
         attributes = {"variable": self.op.name}
         if kind == "assign":
             attributes |= self._static()
-        around = get_default_graph()
         # In a branch of `cond`, only that branch makes the change, and later reads are there, too.
-        inside = kind.startswith("assign") or (kind == "read" and self._changes_around())
-        graph = around if inside and around.encloses(self.graph) else self.graph
+        graph = self._read_in() if kind in READS else get_default_graph()
+        if not graph.encloses(self.graph):
+            graph = self.graph
         known = Known(self.dtype, self.shape)
         if kind == "is_initialized":
             known = Known(np.dtype(bool), Shape(()))
         op = graph.add(kind, inputs, attributes=attributes, device=self.device, known=known)
         return op.outputs[0]
 
-    def _changes_around(self) -> bool:
-        """Return True in a branch that changes the variable before what is added now."""
-        around, changes = get_default_graph(), ("assign", "assign_add", "assign_sub")
-        if around is self.graph or not around.has_control_dependencies():
-            return False
-        inside = [op.definition for op in around.get_operations() if op.type in changes]
-        return any(one.attributes["variable"] == self.op.name for one in inside)
+    def _read_in(self) -> Graph:
+        """Return the innermost branch that has changed the variable, or the variable's graph."""
+        around: Graph | None = get_default_graph()
+        while around is not None and around is not self.graph:
+            if around.has_control_dependencies() and self.op.name in changed(around):
+                return around
+            around.reads.add(self.op.name)
+            around = around.outer
+        return self.graph
 
     def _static(self) -> dict[str, Any]:
         """Return its dtype and shape as plain values, None where only a run can tell."""
@@ -173,6 +177,13 @@ class Variable(Symbolic):
             "dtype": None if self.dtype is None else self.dtype.name,
             "shape": None if shape is None or None in shape else [*map(int, shape)],
         }
+
+
+def changed(*graphs: Graph) -> set[Any]:
+    """Return the names of the variables that graphs change, also in branches and loops."""
+    outer = [op.definition for graph in graphs for op in graph.get_operations()]
+    inner = [one for op in outer for one in (op, *within(op))]
+    return {one.attributes.get("variable") for one in inner if one.kind not in READS} - {None}
 
 
 def global_variables(scope: str | None = None) -> list[Variable]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ndistribute import errors
+from ndistribute.autodiff import GradientTape
 from ndistribute.graph import executor, service
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, as_tensor, get_default_graph
@@ -300,6 +301,77 @@ def test_values_of_steps_that_never_began_end_with_their_session() -> None:
     kept.deliver("b/1", {"x:0": np.ones(1)})
     kept.forget("a")
     assert list(kept._steps) == ["b/1"]
+
+
+def test_a_loop_that_would_read_an_old_value_in_each_round_is_refused(session: Session) -> None:
+    v = Variable(np.array(1.0), name="v")
+
+    def after(change: Any, result: Any) -> Any:
+        with get_default_graph().control_dependencies([change]):
+            return identity(result)
+
+    def doubled(i: Any) -> Any:
+        return after(v.assign(v * 2.0), i + 1)
+
+    def in_branch(i: Any) -> Any:
+        return cond(i < 9, lambda: doubled(i), lambda: i)
+
+    def loop(body: Any) -> Any:
+        return while_loop(lambda i: i < 4, body, [0.0])[0]
+
+    programs = [
+        lambda: loop(doubled),
+        lambda: loop(in_branch),
+        lambda: cond(np.array(True), lambda: loop(doubled), lambda: 0.0),
+        lambda: while_loop(lambda i: v < 4, lambda i: after(v.assign_add(1.0), i), [0.0])[0],
+    ]
+    for program in programs:
+        with pytest.raises(ValueError, match="changes 'v', but reads it before that: make its"):
+            program()
+    before = v.read_value()
+    again = loop(lambda i: after(v.assign(before * 2.0), i + 1))
+    sums = loop(lambda i: after(v.assign_add(i), i + 1))
+    session.run(global_variables_initializer())
+    assert [session.run(again), session.run(v)] == [4.0, 2.0]
+    assert [session.run(sums), session.run(v)] == [4.0, 8.0]
+
+
+def test_a_branch_reads_what_a_branch_around_it_has_changed(session: Session) -> None:
+    v, rate = Variable(np.array(1.0)), constant(np.array(2.0))
+
+    def after(change: Any, result: Any) -> Any:
+        with get_default_graph().control_dependencies([change]):
+            return result()
+
+    def branch(function: Any) -> Any:
+        return cond(np.array(True), function, lambda: np.array(0.0))
+
+    inner = branch(lambda: after(v.assign_add(1.0), lambda: branch(lambda: v * 1.0)))
+    outer = branch(lambda: after(branch(lambda: v.assign_add(1.0)), lambda: v * 1.0))
+    update = MomentumOptimizer(0.5, 0.0)
+    updated = branch(lambda: after(update.apply_gradients([(rate, v)]), v.read_value))
+    session.run(global_variables_initializer())
+    assert [session.run(one) for one in (inner, outer, updated)] == [2.0, 3.0, 2.0]
+
+
+def test_a_tape_in_a_py_function_leaves_the_record_of_the_branch_around_it(
+    session: Session,
+) -> None:
+    def slope_of_square(a: Any) -> Any:
+        with GradientTape() as tape:
+            a = tape.watch(np.asarray(a))
+            square = a * a
+        return tape.gradient(square, a)
+
+    def branch() -> Any:
+        square = x * x
+        called = py_function(slope_of_square, [square])
+        with get_default_graph().control_dependencies([called]):
+            return square * square + called
+
+    x = constant(np.array(3.0))
+    y = cond(np.array(True), branch, lambda: x)
+    assert session.run([y, gradients(y, x)[0]]) == [99.0, 108.0]
 
 
 def test_what_surrounds_a_branch_may_come_before_what_is_in_it(session: Session) -> None:

@@ -100,6 +100,7 @@ def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> No
     with Graph().as_default() as graph:
         x = placeholder(np.float64, [3])
         tensors, variables, steps = [x], [], []
+        last: dict[Any, Any] = {}  # By variable: its last update.
         for k in range(draw(st.integers(3, 14))):
             left, right = (draw(st.sampled_from(tensors)) for _ in range(2))
             after = draw(st.lists(st.sampled_from(steps), max_size=2)) if steps else []
@@ -109,9 +110,11 @@ def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> No
                     variables.append(Variable(np.arange(3.0) + k))
                     tensors.append(variables[-1].value())
                 elif kind == "update" and variables:
-                    # After all reads: otherwise both orders are right.
-                    with graph.control_dependencies(tensors[1:]):
-                        steps.append(draw(st.sampled_from(variables)).assign_add(left).op)
+                    # After all reads and earlier updates: otherwise each order is right.
+                    changed = draw(st.sampled_from(variables))
+                    with graph.control_dependencies([*tensors[1:], *last.get(changed, [])]):
+                        steps.append(changed.assign_add(left).op)
+                    last[changed] = [steps[-1]]
                 elif kind == "cond":
                     tensors.append(cond(np.sum(left) < 0, lambda: left * 2, lambda: right + 1))  # noqa: B023
                 elif kind == "constant":
@@ -182,3 +185,22 @@ def test_what_runs_after_a_fed_tensor_runs_on_any_task() -> None:
         with graph.control_dependencies([x]), graph.device(TASKS[1]):
             y = constant(2.0) * 3.0
     assert Cluster(graph).run([y], [], {x: np.array(1.0)}) == [6.0]
+
+
+def test_updates_of_a_variable_keep_the_order_that_control_dependencies_give() -> None:
+    with Graph().as_default() as graph:
+        with graph.device(TASKS[0]):
+            v = Variable(np.zeros(1))
+        steps: list[Any] = []
+        for k in range(6):
+            with graph.device(TASKS[k % 3]), graph.control_dependencies(steps[-1:]):
+                change = constant(np.full(1, k + 1.0)) * 1.0
+                with graph.control_dependencies([*steps[-1:], change]):
+                    steps.append([v.assign_add, v.assign][k % 2](change).op)
+        with graph.device(TASKS[1]), graph.control_dependencies(steps[4:5]):
+            seen = v.read_value() * 1.0
+        initialize = global_variables_initializer()
+    cluster = Cluster(graph)
+    cluster.run([], [initialize], {})
+    for _ in range(5):
+        np.testing.assert_array_equal(cluster.run([seen], [], {}), [[9.0]])
