@@ -21,6 +21,7 @@ import shutil
 import stat
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -44,11 +45,14 @@ _DTYPES = frozenset(
     "float16 float32 float64 bfloat16 complex64 complex128".split()
 )
 _GENERATION = re.compile(r".+\.\d{6,}", re.ASCII)
-_SAVED_AT = re.compile(rb'\{"format": \d+, "saved_at": (\d+\.?\d*),')
+_HEAD = re.compile(rb'\{"format": \d+, "saved_at": (\d+\.?\d*), (?:"kind": "(\w*)", )?')
 _POLL_SECONDS = 0.01
 _TURN_SECONDS = 600.0  # How long to wait for other processes that write the same series.
-# More than any of our files has. Tensors have a header, which tells the size of the rest.
-_SUMS_LIMIT, _DATA_LIMIT, _HEADER_LIMIT = 1 << 12, 1 << 28, 100_000_000
+# More than any of our files has. Tensors have a header, which tells their length.
+_SUMS_LIMIT, _DATA_LIMIT = 1 << 12, 1 << 28
+# A forked process would have the locks too, and keep them after this process was killed.
+_claimed: weakref.WeakSet[BufferedReader] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [*map(BufferedReader.close, _claimed)])
 _log = logging.getLogger("ndistribute")
 
 
@@ -67,7 +71,8 @@ def write(
     name: str,
     tensors: Mapping[str, Array],
     data: Any = None,
-    keep: int = 2,
+    keep: int | None = 2,
+    kind: str = "",
 ) -> Path:
     """Write a generation, and return its folder once it is safely on the disk.
 
@@ -79,16 +84,19 @@ def write(
         name: the name of the series. One process at a time may write to it, see `exclusive`.
         tensors: arrays that must not change meanwhile.
         data: data that JSON can represent.
-        keep: the number of generations to keep, including this one.
+        keep: the number of generations to keep of those that this kind wrote, with this one; None:
+            all.
+        kind: the kind of the writer, a word.
     """
     directory = Path(directory)
     stored = {key: _storable(key, tensor) for key, tensor in tensors.items()}
     # Later than all that are there, also if the clock was set back, or is another machine's. It
-    # stands at the beginning, where `_times` looks for it.
+    # stands at the beginning, where `_head` looks for it.
     last = max((seconds for seconds, _ in _times(directory)), default=0.0)
     described = {
         "format": _FORMAT,
         "saved_at": max(time.time(), last + 1e-6),
+        "kind": kind,
         "dtypes": {key: array.dtype.name for key, array in stored.items()},
         "data": data,
     }
@@ -96,15 +104,16 @@ def write(
     if len(text) > _DATA_LIMIT:
         raise ValueError(f"{name!r} has {len(text)} bytes of plain values: save them as arrays.")
     _make_directory(directory)
-    clear(directory, re.escape(name))
-    numbers = [_number(path) for kind in ("", ".broken") for path in paths(directory, name, kind)]
+    clear(directory, re.escape(name), claimed=name)
+    numbers = [_number(path) for end in ("", ".broken") for path in paths(directory, name, end)]
     path = directory / f"{name}.{max(numbers, default=0) + 1:06d}"
     temporary = _temporary(path)
     try:
         temporary.mkdir(mode=0o700)
         _write_tensors(temporary / _TENSORS, stored)
         (temporary / _DATA).write_bytes(text)
-        (temporary / _SUMS).write_bytes(_checksums(temporary))
+        with (temporary / _TENSORS).open("rb") as opened:
+            (temporary / _SUMS).write_bytes(b"".join(_checksums(opened, text).values()))
         for file in temporary.iterdir():
             file.chmod(0o600)
             sync(file)
@@ -114,7 +123,7 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in paths(directory, name)[:-keep]:
+    for old in written_by(kind, directory, name)[: -keep if keep else 0]:
         delete(old)
     return path
 
@@ -127,15 +136,18 @@ def delete(path: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)  # A later `clear` removes the rest.
 
 
-def clear(directory: Path, pattern: str) -> None:
+def clear(directory: Path, pattern: str, claimed: str = "") -> None:
     """Delete what killed processes have left of the series whose names a pattern matches.
 
-    The caller has the lock of these series, see `exclusive`: no process writes to them.
+    Series that others write now are left alone; the caller has the lock of the `claimed` one.
     """
-    unfinished = re.compile(rf"{pattern}\.\d{{6,}}(\.\d+-[0-9a-f]+)?\.writing", re.ASCII)
-    for path in directory.glob("*.writing"):
-        if unfinished.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    left = re.compile(rf"({pattern})(\.[0-9]{{6,}}(\.[0-9]+-[0-9a-f]+)?\.writing|\.writing\.lock)")
+    for path in directory.glob("*.writing*"):
+        if found := left.fullmatch(path.name):
+            own = found[1] == claimed
+            lock = contextlib.nullcontext() if own else exclusive(directory, found[1], seconds=0)
+            with contextlib.suppress(OSError, CheckpointCorruptError), lock:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
@@ -152,7 +164,7 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
         try:
             saved = read(path)
         except CheckpointCorruptError as error:
-            if not path.exists():  # It was replaced meanwhile.
+            if not os.path.lexists(path):  # It was replaced meanwhile.
                 return newest(directory, name)
             broken.append((path, error))
             continue
@@ -181,6 +193,7 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
     """Return a file that locks a series until it is closed or this process ends.
 
     Raises:
+        CheckpointCorruptError: another file has the name of the lock.
         OSError: the directory cannot be used, or another process had the lock for `seconds`.
     """
     directory = Path(directory)
@@ -190,6 +203,7 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
     while True:
         with contextlib.ExitStack() as on_error:
             file = on_error.enter_context(open_regular(path, 0, os.O_RDWR | os.O_CREAT))
+            _claimed.add(file)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -201,6 +215,9 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
                         f"Another process still used the files of {name!r} in {directory} after "
                         f"{seconds:g} s. Give each job a directory of its own."
                     ) from error
+            except OSError as error:
+                why = f"{error.strerror}. Use a directory on a file system with locks (flock)"
+                raise OSError(error.errno, why, os.fspath(path)) from error
         time.sleep(_POLL_SECONDS)
 
 
@@ -216,11 +233,11 @@ def exclusive(directory: Path, name: str, seconds: float = _TURN_SECONDS) -> Ite
         try:
             yield
         finally:
-            (directory / f"{name}.lock").unlink(missing_ok=True)
-            fcntl.flock(file, fcntl.LOCK_UN)  # Processes that were forked meanwhile have it too.
+            if not file.closed:  # Else this process was forked meanwhile.
+                (directory / f"{name}.lock").unlink(missing_ok=True)
 
 
-def open_regular(path: Path, limit: int, flags: int = os.O_RDONLY) -> BufferedReader:
+def open_regular(path: Path, limit: int = sys.maxsize, flags: int = os.O_RDONLY) -> BufferedReader:
     """Return an open file, which has at most `limit` bytes; this waits for no other process.
 
     Raises:
@@ -240,7 +257,7 @@ def open_regular(path: Path, limit: int, flags: int = os.O_RDONLY) -> BufferedRe
                 return open(number, "rb")
             why = f"it has {found.st_size} bytes, more than {limit}"
         os.close(number)
-    raise CheckpointCorruptError(f"{path} is no file of a checkpoint: {why}")
+    raise CheckpointCorruptError(f"{path} is no file that ndistribute wrote: {why}")
 
 
 def _storable(name: str, tensor: Array) -> Array:
@@ -276,30 +293,36 @@ def read(path: Path) -> Saved:
         OSError: it cannot be read.
     """
     try:
-        _check(path)
-        described = json.loads(_read(path / _DATA, _DATA_LIMIT))
-        if described["format"] > _FORMAT:
-            raise DistributeError(
-                f"{path} has format {described['format']}, but this version of ndistribute reads "
-                f"format {_FORMAT}. Use a newer version, or move the folder away to start anew."
-            )
-        tensors = dict(_read_tensors(path / _TENSORS, described["dtypes"]))
+        text = _read(path / _DATA, _DATA_LIMIT)
+        with open_regular(path / _TENSORS) as file:
+            held = Path(f"/proc/self/fd/{file.fileno()}")  # The path may have another file by now.
+            name = held if held.exists() else path / _TENSORS
+            with safetensors.safe_open(name, "numpy", backend="pread") as opened:  # And its length.
+                _check(path, file, text)
+                described = json.loads(text)
+                if described["format"] > _FORMAT:
+                    raise DistributeError(
+                        f"{path} has format {described['format']}, but this version of ndistribute "
+                        f"reads format {_FORMAT}. Use a newer one, or move it away to start anew."
+                    )
+                tensors = dict(_loaded(opened, described["dtypes"]))
         return Saved(path, float(described["saved_at"]), tensors, described["data"])
     except FileNotFoundError as error:
         raise CheckpointCorruptError(f"{error.filename} is missing") from error
-    except (ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
+    except safetensors.SafetensorError as error:
+        raise CheckpointCorruptError(f"{path / _TENSORS} is damaged: {error}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path}: its contents are invalid: {error!r}") from error
 
 
-def _read_tensors(path: Path, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
+def _loaded(file: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
     if "bfloat16" in dtypes.values():
         dtype_named("bfloat16")  # This makes the dtype known to NumPy.
-    with safetensors.safe_open(path, "numpy", backend="pread") as file:
-        for name, dtype in dtypes.items():
-            tensor = file.get_tensor(_key(name))
-            if dtype == "complex128":
-                tensor = tensor.reshape(-1).view(dtype).reshape(tensor.shape[:-1])
-            yield name, tensor
+    for name, dtype in dtypes.items():
+        tensor = file.get_tensor(_key(name))
+        if dtype == "complex128":
+            tensor = tensor.reshape(-1).view(dtype).reshape(tensor.shape[:-1])
+        yield name, tensor
 
 
 def _key(name: str) -> str:
@@ -308,42 +331,26 @@ def _key(name: str) -> str:
     return name if plain else "%" + name.encode("utf-8", "surrogatepass").hex()
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, tensors: BufferedReader, data: bytes) -> None:
     """Raise a `CheckpointCorruptError` that names the first file with a wrong checksum."""
-    written, actual = _read(folder / _SUMS, _SUMS_LIMIT), _checksums(folder)
-    if written != actual:
-        lines = zip((_TENSORS, _DATA), actual.splitlines(), strict=True)
-        known = written.splitlines()
-        bad = next((name for name, line in lines if line not in known), _SUMS)
+    written, sums = _read(folder / _SUMS, _SUMS_LIMIT), _checksums(tensors, data)
+    if written != b"".join(sums.values()):
+        bad = next((name for name, line in sums.items() if line not in written), _SUMS)
         raise CheckpointCorruptError(
             f"{folder / bad} does not have the checksum that was written with it: it was changed, "
             "or the disk is damaged"
         )
 
 
-def _checksums(folder: Path) -> bytes:
-    lines = []
-    for name, limit in ((_TENSORS, _length(folder / _TENSORS)), (_DATA, _DATA_LIMIT)):
-        with open_regular(folder / name, limit) as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
-    return "".join(lines).encode()
+def _checksums(tensors: BufferedReader, data: bytes) -> dict[str, bytes]:
+    """Return a line for each file."""
+    sums = {_TENSORS: hashlib.file_digest(tensors, "sha256"), _DATA: hashlib.sha256(data)}
+    return {name: f"{one.hexdigest()}  {name}\n".encode() for name, one in sums.items()}
 
 
-def _length(path: Path) -> int:
-    """Return the length of a file of tensors, as its header tells it."""
-    with open_regular(path, sys.maxsize) as file:
-        size = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(min(size, _HEADER_LIMIT)))
-            ends = (one["data_offsets"][1] for key, one in header.items() if key != "__metadata__")
-            return int(8 + size + max(ends, default=0))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise CheckpointCorruptError(f"{path}: its header is damaged: {error!r}") from error
-
-
-def _read(path: Path, limit: int) -> bytes:
+def _read(path: Path, limit: int, count: int = -1) -> bytes:
     with open_regular(path, limit) as file:
-        return file.read()
+        return file.read(count)
 
 
 def _temporary(path: Path) -> Path:
@@ -354,26 +361,38 @@ def _temporary(path: Path) -> Path:
 def paths(directory: Path, name: str, kind: str = "") -> list[Path]:
     """Return a series' folders whose names end in `kind`, the newest last."""
     wanted = re.compile(rf"{re.escape(name)}\.\d{{6,}}{re.escape(kind)}", re.ASCII)
+    return sorted(_matching(directory, wanted), key=_number)
+
+
+def _matching(directory: Path, names: re.Pattern[str]) -> list[Path]:
     try:
-        found = [path for path in directory.iterdir() if wanted.fullmatch(path.name)]
+        return [path for path in directory.iterdir() if names.fullmatch(path.name)]
     except FileNotFoundError:
         return []
-    return sorted(found, key=_number)
 
 
-def _times(directory: Path) -> Iterator[tuple[float, Path]]:
-    """Yield when each generation was written, and its folder."""
-    for file in directory.glob(f"*/{_DATA}"):
-        if not _GENERATION.fullmatch(file.parent.name):
-            continue
-        told = None
-        with contextlib.suppress(FileNotFoundError):  # It was deleted meanwhile.
-            with (
-                contextlib.suppress(CheckpointCorruptError),
-                open_regular(file, _DATA_LIMIT) as opened,
-            ):
-                told = _SAVED_AT.match(opened.read(100))  # The rest may be long.
-            yield float(told[1]) if told else file.lstat().st_mtime, file.parent
+def written_by(kind: str, directory: Path, name: str) -> list[Path]:
+    """Return the folders of a series that a kind of writer wrote, the newest last."""
+    heads = ((path, _head(path / _DATA)) for path in paths(directory, name))
+    return [path for path, told in heads if told and told[2] == kind.encode()]
+
+
+def _times(directory: Path) -> list[tuple[float, Path]]:
+    """Return when each generation was written, and its folder."""
+    folders, found = _matching(directory, _GENERATION), []
+    for file in filter(os.path.lexists, (folder / _DATA for folder in folders)):
+        with contextlib.suppress(FileNotFoundError):
+            told = _head(file)
+            found.append((float(told[1]) if told else file.lstat().st_mtime, file.parent))
+    # If one was deleted meanwhile, the one that replaced it may not be among them.
+    return found if all(map(os.path.lexists, folders)) else _times(directory)
+
+
+def _head(file: Path) -> re.Match[bytes] | None:
+    """Return when a generation was written and by which kind; None if it is damaged or gone."""
+    with contextlib.suppress(CheckpointCorruptError, FileNotFoundError):
+        return _HEAD.match(_read(file, _DATA_LIMIT, 100))  # The rest may be long.
+    return None
 
 
 def _number(path: Path) -> int:

@@ -1,6 +1,8 @@
 """Tensors on disk: what was written is found again, and nothing else is taken for it."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -194,8 +196,98 @@ def test_a_pipe_in_place_of_a_generation_or_a_lock_is_refused(tmp_path):
     os.mkfifo(tmp_path / "ps-0.000002")
     os.mkfifo(tmp_path / "ps-0.lock")
     assert newest_step(tmp_path) == 1
-    with pytest.raises(CheckpointCorruptError, match=r"ps-0\.lock is no file of a checkpoint"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"ps-0\.lock is no file that ndistribute wrote"
+    ):
         tensor_files.claim(tmp_path, "ps-0", 10.0)
+
+
+@pytest.mark.parametrize("kind", ["loop", "nowhere"])
+def test_a_link_that_leads_nowhere_is_damaged(tmp_path, kind):
+    """Reading one never ended."""
+    write(tmp_path, 1)
+    (tmp_path / "ps-0.000002").symlink_to(f"ps-0.00000{2 if kind == 'loop' else 7}")
+    assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("other", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_file_that_is_replaced_while_it_is_read_is_not_opened(tmp_path, monkeypatch, other):
+    file, safe_open = write(tmp_path, 1) / "tensors.safetensors", safetensors.safe_open
+
+    def late(*args, **kwargs):
+        file.unlink()
+        other(file)
+        return safe_open(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors, "safe_open", late)
+    assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code):
+    def refused(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(OSError, match=r"file system with locks \(flock\): '.*/x\.lock'") as found:
+        tensor_files.claim(tmp_path, "x", 9.0)
+    assert found.value.errno == code
+
+
+def test_a_file_of_the_user_is_not_taken_for_a_lock(tmp_path):
+    (tmp_path / "x.lock").write_text("mine")
+    with pytest.raises(CheckpointCorruptError, match=r"x\.lock is no file that ndis.* has 4 bytes"):
+        tensor_files.claim(tmp_path, "x", 9.0)
+    assert (tmp_path / "x.lock").read_text() == "mine"
+
+
+def forked(act):
+    """Return a process that calls a function and is then killed, or ends after a failure."""
+    process = os.fork()
+    if not process:
+        try:
+            act()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    return process
+
+
+def ended(process):
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_fork_of_a_killed_process_keeps_no_series_locked(tmp_path):
+    """It did for as long as it lived."""
+    ours, its = os.pipe()
+
+    def be_killed_in_the_block():
+        with tensor_files.exclusive(tmp_path, "x"):
+            forked(lambda: (os.close(its), os.read(ours, 1)))  # Until the other end is closed.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saver = forked(be_killed_in_the_block)
+    try:
+        assert ended(saver) == -signal.SIGKILL
+        tensor_files.claim(tmp_path, "x.writing", 30.0).close()
+    finally:
+        os.close(its)
+        os.close(ours)
+
+
+def test_a_fork_that_leaves_the_block_lets_nobody_in(tmp_path):
+    """It removed the file of its parent's lock."""
+
+    def leave():
+        with tensor_files.exclusive(tmp_path, "x"):
+            if (child := os.fork()) == 0:
+                return
+            assert ended(child) == -signal.SIGKILL
+            with pytest.raises(OSError, match="Another process"):
+                tensor_files.claim(tmp_path, "x.writing", 0)
+        tensor_files.claim(tmp_path, "x.writing", 0).close()
+
+    assert ended(forked(leave)) == -signal.SIGKILL
 
 
 def test_a_folder_may_be_reached_by_a_link(tmp_path):

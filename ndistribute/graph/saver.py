@@ -94,11 +94,10 @@ class Saver:
             step = global_step if _is_number(global_step) else step
             path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
             folder = Path(path)
-            name = Path(save_path).name
             data = {"step": None if step is None else int(step)}
-            with tensor_files.exclusive(folder.parent, name):
-                tensor_files.clear(folder.parent, rf"{re.escape(name)}-\d+")
-                written = tensor_files.write(folder.parent, folder.name, tensors, data, keep=1)
+            tensor_files.clear(folder.parent, rf"{re.escape(Path(save_path).name)}-\d+")
+            with tensor_files.exclusive(folder.parent, folder.name):
+                written = tensor_files.write(folder.parent, folder.name, tensors, data, 1, "saver")
             self._saved[path] = written, time.time()
             self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
             while self._keep and len(self.last_checkpoints) > self._keep:
@@ -159,7 +158,11 @@ class Saver:
             except CheckpointCorruptError as error:
                 damaged = error
                 continue
-            same = [one for one in found if _series(one) == _series(path)]
+            except NotFoundError:
+                if path in _checkpoints(directory):
+                    raise
+                return self.restore_latest(sess, directory)  # It was deleted meanwhile.
+            same = [one for one in found if _series(one) == _series(path) and _folders(one)]
             self.recover_last_checkpoints(same)
             return path
         if damaged is not None:
@@ -175,7 +178,7 @@ class Saver:
         if saved_at > self._spare_after:
             self._spare_after += self._spare_seconds
             return
-        for folder in tensor_files.paths(Path(path).parent, Path(path).name):
+        for folder in _folders(path):
             if own in (None, folder):  # Another process may have written the step again.
                 tensor_files.delete(folder)
 
@@ -205,6 +208,11 @@ def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the checkpoints in a folder, without numbers of generations."""
     found = [str(path.with_suffix("")) for path in reversed(tensor_files.written(directory))]
     return list(dict.fromkeys(found))[::-1]
+
+
+def _folders(path: str) -> list[Path]:
+    """Return the folders of a path that savers wrote."""
+    return tensor_files.written_by("saver", Path(path).parent, Path(path).name)
 
 
 def _series(path: str) -> str:

@@ -267,10 +267,12 @@ class Checkpoint:
                 wrong.append(f"{path}/iterations is below 0")
         variables = contents.variables_of(parts)
         values = contents.fitting(variables, tensors, wrong)
+        arrays = contents.below([f"{path}/state" for path in states], [], tensors)
+        known = {path for path, one in parts if contents.has_state(one)}
+        others = {*tensors, *states} - arrays - variables.keys() - known
+        vars(self)["_others"] = others
         if "states" in data:  # Else a graph wrote it, which saves variables alone.
-            known = {path for path, one in parts if contents.has_state(one)}
-            extra = self._below(tensors, states) - variables.keys() - known
-            wrong += [f"{name} is in the checkpoint alone" for name in sorted(extra)]
+            wrong += [f"{name} is in the checkpoint alone" for name in sorted(self._below(others))]
         if wrong:
             raise ValueError(
                 f"{source} does not fit: {'; '.join(wrong)}. Nothing has changed. Make the same "
@@ -279,15 +281,14 @@ class Checkpoint:
             )
         return values
 
-    def _below(self, tensors: Iterable[str], states: Iterable[str]) -> set[str]:
-        """Return the names of tensors and states in a file that these objects must take."""
+    def _below(self, names: Iterable[str]) -> set[str]:
+        """Return those names of tensors and states in a file that these objects must take."""
         left = [f"{path}/metrics" for path, _ in self._layers()]
         for path, one in self._layers():
             if not self._saves or getattr(one, "optimizer", None) is None:
                 left.append(f"{path}/optimizer")
-        arrays = [f"{path}/state" for path in states]
         asked = [name for name, one in self._objects.items() if not isinstance(one, Variable)]
-        return contents.below(asked, [*left, *arrays], {*tensors, *states})
+        return contents.below(asked, left, names)
 
     def writer(
         self,
@@ -295,14 +296,16 @@ class Checkpoint:
         name: str,
         keep: int | None = None,
         more: Mapping[str, Any] | None = None,
+        kind: str = "checkpoint",
     ) -> Callable[[], str]:
         """Return a function that writes the state of this moment, and returns its folder.
 
         Args:
             directory: the directory of the series.
             name: the name of the series.
-            keep: the number of checkpoints of the series to keep; None: all.
+            keep: the number of checkpoints of the series and kind to keep; None: all.
             more: plain values to save too.
+            kind: the kind of the writer.
         """
         _check_keep(keep)
         tensors, data = self.state()
@@ -310,7 +313,7 @@ class Checkpoint:
 
         def write() -> str:
             with tensor_files.exclusive(directory, name):
-                return str(tensor_files.write(directory, name, tensors, data, keep or _ALL))
+                return str(tensor_files.write(directory, name, tensors, data, keep, kind))
 
         return write
 
@@ -363,7 +366,7 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self.directory = Path(directory)
         self.step: int | None = None
-        self._keep = max_to_keep
+        self._keep, self._kind = max_to_keep, "manager"
         self._asynchronous = asynchronous
         self._writing: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: BaseException | None = None
@@ -373,10 +376,9 @@ class CheckpointManager:
         known = self.checkpoint._objects
         ids = set(map(id, known.values()))
         more = {name: one for name, one in objects.items() if id(one) not in ids}
-        keep, background = self._keep, self._asynchronous
-        return CheckpointManager(
-            Checkpoint(**known, **more), self.directory, keep, asynchronous=background
-        )
+        extended = copy.copy(self)
+        extended.checkpoint, extended._kind = Checkpoint(**known, **more), "training"
+        return extended
 
     @property
     def strategy(self) -> Any:
@@ -408,7 +410,8 @@ class CheckpointManager:
         """
         self.wait()
         step = (self.step or 0) + 1 if step is None else operator.index(step)
-        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, {"step": step})
+        data = {"step": step}
+        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, data, self._kind)
         if not self._asynchronous:
             path = Path(by_chief(self.strategy, write))
             self.step = step
@@ -433,11 +436,11 @@ class CheckpointManager:
         return None
 
     def delete(self) -> None:
-        """Delete all checkpoints; every worker must call this."""
+        """Delete all checkpoints that managers wrote; every worker must call this."""
         self.wait()
 
         def remove() -> None:
-            for path in self.checkpoints:
+            for path in tensor_files.written_by(self._kind, self.directory, _SERIES):
                 tensor_files.delete(path)
 
         by_chief(self.strategy, remove)
@@ -508,7 +511,6 @@ _ERRORS: dict[str, type[Exception]] = {
     for kind in (CheckpointCorruptError, FileNotFoundError, OSError, PermissionError, ValueError)
 }
 _SERIES = "checkpoint"
-_ALL = 10**9
 
 
 def _check_keep(count: int | None) -> None:
@@ -521,10 +523,11 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
     found = tensor_files.paths(path.parent, path.name)
     if not found and not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {path}.")
+    folder = found[-1] if found else path
     try:
-        return _contents(tensor_files.read(found[-1] if found else path))
+        return _contents(tensor_files.read(folder))
     except CheckpointCorruptError:
-        if found and not found[-1].exists():  # It was replaced meanwhile.
+        if not os.path.lexists(folder):  # It was deleted meanwhile.
             return read_newest(path)
         raise
 

@@ -36,7 +36,7 @@ def export(model: Any, path: str | os.PathLike[str], max_to_keep: int | None = N
     data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
     data["trainable"] = [layer.trainable for layer in model.walk()]
     weights = Weights(model=model)
-    write = weights.writer(path.parent, path.name, max_to_keep, {"architecture": data})
+    write = weights.writer(path.parent, path.name, max_to_keep, {"architecture": data}, "model")
     return Path(by_chief(model.strategy, write))
 
 

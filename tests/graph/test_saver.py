@@ -92,15 +92,15 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_the_latest(
 ) -> None:
     session, saver, *_ = program
     paths = [saver.save(session, tmp_path / "model", step) for step in (1, 2)]
-    glob = Path.glob
+    iterdir = Path.iterdir
 
     def late(*args: Any) -> Any:
-        for file in list(glob(*args)):
-            if file.parent.name.startswith("model-2"):
-                shutil.rmtree(file.parent)
-            yield file
+        for path in list(iterdir(*args)):
+            if path.name.startswith("model-2"):
+                shutil.rmtree(path)
+            yield path
 
-    monkeypatch.setattr(Path, "glob", late)
+    monkeypatch.setattr(Path, "iterdir", late)
     assert latest_checkpoint(tmp_path) == paths[0]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import tensor_files
 from ndistribute.graph.graph import Graph
-from ndistribute.graph.saver import Saver
+from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable
 from tests.processes import Ranks
@@ -80,6 +83,130 @@ def test_each_path_has_what_was_saved_while_other_processes_save_there_too(tmp_p
     names = [path.name for path in tmp_path.iterdir()]
     assert all(name.rpartition(".")[2].isdigit() for name in names), names  # Nothing is left.
     assert len([name for name in names if name.startswith("checkpoint.")]) == min(3 * count, 100)
+
+
+@contextlib.contextmanager
+def graph_saver(value: float, **options: Any) -> Iterator[Callable[..., str]]:
+    """Give the method `save` of a saver of one variable, without its first argument."""
+    with Graph().as_default(), Session() as session:
+        Variable(np.full(3, value), name="v").load(np.full(3, value), session)
+        yield functools.partial(Saver(**options).save, session)
+
+
+def by_kinds(path: Path) -> dict[str, Callable[[], Any]]:
+    """Return for each kind a function that saves to a path, and keeps one of its own if it can."""
+    checkpoint = nd.Checkpoint(v=nd.Variable(np.zeros(3)))
+    manager = nd.CheckpointManager(checkpoint, path.parent, max_to_keep=1)
+    model = nd.Sequential([nd.layers.Dense(1, input_shape=(2,))])
+
+    def by_saver() -> Any:
+        with graph_saver(1.0, max_to_keep=1) as save:
+            return save(path)
+
+    return {
+        "checkpoint": lambda: checkpoint.save(path),
+        "manager": manager.save,
+        "training": manager.extended(more=nd.Variable(1.0)).save,
+        "weights": lambda: model.save_weights(path),
+        "export": lambda: model.export(path, max_to_keep=1),
+        "saver": by_saver,
+        "server": lambda: tensor_files.write(path.parent, path.name, {}, keep=1),
+    }
+
+
+def test_no_kind_of_writer_deletes_what_another_kind_wrote(tmp_path):
+    kinds = by_kinds(tmp_path / "x")
+    for first, second in itertools.permutations(kinds, 2):
+        folder = tmp_path / first / second
+        writers = by_kinds(folder / "checkpoint")
+        writers[first]()
+        (earlier,) = folder.iterdir()
+        for _ in range(2):
+            writers[second]()
+        kept = 2 if second in ("checkpoint", "weights") else 1
+        assert earlier.exists(), (first, second)
+        assert len(list(folder.iterdir())) == 1 + kept, (first, second)
+    manager = nd.CheckpointManager(nd.Checkpoint(), tmp_path / "export" / "manager")
+    manager.delete()
+    assert [path.name for path in manager.checkpoints] == ["checkpoint.000001"]
+
+
+def test_a_saver_leaves_what_others_write_and_wrote_to_the_path_of_a_step(tmp_path):
+    earlier = nd.Checkpoint(v=nd.Variable(np.zeros(3))).save(tmp_path / "run-5")
+    with tensor_files.exclusive(tmp_path, "run-7"), graph_saver(1.0, max_to_keep=1) as save:
+        written = tmp_path / "run-7.000001.12-ab.writing"
+        written.mkdir()
+        (tmp_path / "run-9.writing.lock").touch()  # A process was killed before it wrote.
+        for step in (5, 6):
+            save(tmp_path / "run", step)
+        assert written.exists()
+    assert earlier.exists()
+    with graph_saver(1.0) as save:
+        save(tmp_path / "run", 8)
+    names = ["run-5.000001", "run-6.000001", "run-8.000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_saver_that_goes_on_counts_no_checkpoints_of_other_kinds(tmp_path):
+    for step in (1, 2):
+        nd.Checkpoint(v=nd.Variable(np.zeros(3))).save(tmp_path / f"run-{step}")
+    with Graph().as_default(), Session() as session:
+        Variable(np.zeros(3), name="v")
+        saver = Saver(max_to_keep=1)
+        assert saver.restore_latest(session, tmp_path) == str(tmp_path / "run-2")
+        for step in (3, 4):
+            saver.save(session, tmp_path / "run", step)
+    names = ["run-1.000001", "run-2.000001", "run-4.000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_there(tmp_path, monkeypatch):
+    """It was told to be damaged."""
+    checkpoint = nd.Checkpoint(v=nd.Variable(np.zeros(3)))
+    path, read = checkpoint.save(tmp_path / "run"), tensor_files.read
+
+    def late(folder: Path) -> Any:
+        tensor_files.delete(folder)
+        return read(folder)
+
+    monkeypatch.setattr(tensor_files, "read", late)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*run\.000001"):
+        checkpoint.restore(path)
+
+
+def test_a_checkpoint_that_replaces_one_while_they_are_listed_is_the_latest(tmp_path, monkeypatch):
+    """None was the latest, as in an empty folder."""
+    with graph_saver(1.0, max_to_keep=1) as save:
+        save(tmp_path / "run", 1)
+        iterdir, late = Path.iterdir, [2]
+
+        def replaced_later(path: Path) -> Any:
+            found = list(iterdir(path))
+            if late:
+                save(tmp_path / "run", late.pop())
+            return iter(found)
+
+        monkeypatch.setattr(Path, "iterdir", replaced_later)
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "run-2")
+
+
+def test_a_saver_reads_the_next_one_if_the_newest_is_deleted_meanwhile(tmp_path, monkeypatch):
+    with graph_saver(2.0) as save:
+        paths = [save(tmp_path / "run", step) for step in (1, 2)]
+    newest = tensor_files.newest
+
+    def late(directory: Path, name: str) -> Any:
+        if name == "run-2":
+            tensor_files.delete(directory / "run-2.000001")
+        return newest(directory, name)
+
+    monkeypatch.setattr(tensor_files, "newest", late)
+    with Graph().as_default(), Session() as session:
+        Variable(np.zeros(3), name="v")
+        assert Saver().restore_latest(session, tmp_path) == paths[0]
+        Variable(np.zeros(3), name="more")
+        with pytest.raises(nd.errors.NotFoundError, match="lacks more"):
+            Saver().restore_latest(session, tmp_path)
 
 
 def read_while_others_save(rank: int, size: int, directory: str, count: int) -> set[float]:
