@@ -244,7 +244,7 @@ class Disk:
                 f"{self._directory} has {[paths[number].name for number in numbers]}: updates that "
                 "were acknowledged are missing. Move its files away to start anew."
             )
-        filled = [number for number in numbers if paths[number].stat().st_size]
+        filled = [n for n in numbers if paths[n].lstat().st_size or not paths[n].is_file()]
         for number in filled:
             self._replay(paths[number], later=number < filled[-1])
         self.resumed, self.replayed = True, bool(numbers)
@@ -284,7 +284,7 @@ def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, 
             whole although there are `later` ones.
     """
     decoder: Decoder[Logged] = Decoder(Logged)
-    with path.open("r+b") as file:
+    with tensor_files.open_regular(path, flags=os.O_RDWR) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             return
@@ -305,7 +305,7 @@ def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, 
                 f"give those updates up: truncate -s {start} {path}, and move later logs away."
             )
         _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
-        file.truncate(start)
+        os.ftruncate(file.fileno(), start)
         os.fsync(file.fileno())
 
 

@@ -586,3 +586,16 @@ def test_a_client_may_be_closed_again_in_the_middle_of_a_request():
     caller.close()
     with server._lock:
         caller.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path)],
+)
+def test_what_is_no_log_is_refused_and_not_taken_for_an_empty_one(tmp_path, other):
+    with contextlib.closing(Disk(tmp_path, "ps:0", log=True)) as disk:
+        path = disk.logs[-1].path
+    path.unlink()
+    other(path)
+    with pytest.raises(CheckpointCorruptError, match=rf"{path.name} is no file that ndistribute"):
+        Disk(tmp_path, "ps:0", log=True)
