@@ -237,6 +237,26 @@ class Dataset(nd.Dataset):
         return super().from_tensors(tensors(nest))
 
 
+class Restored(SimpleNamespace):
+    """What `Checkpoint.restore` returns; it knows what the file has besides, or None of no file."""
+
+    def assert_consumed(self) -> Restored:
+        """Raise an `AssertionError` if nothing was restored, or not all of the checkpoint."""
+        if self.others:
+            raise AssertionError(f"not restored: {', '.join(sorted(self.others))}.")
+        return self.assert_existing_objects_matched()
+
+    def assert_existing_objects_matched(self) -> Restored:
+        """Raise an `AssertionError` if nothing was restored; `restore` compares all objects."""
+        if self.others is None:
+            raise AssertionError("restore(None) has restored nothing.")
+        return self
+
+    def expect_partial(self) -> Restored:
+        """Return this; `restore` does not warn."""
+        return self
+
+
 class Checkpoint(nd.Checkpoint):
     """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
 
@@ -246,8 +266,7 @@ class Checkpoint(nd.Checkpoint):
     def restore(self, path: Any, options: Any = None) -> Any:
         if path is not None:
             super().restore(path)
-        methods = "assert_consumed assert_existing_objects_matched expect_partial".split()
-        return SimpleNamespace(**dict.fromkeys(methods, nothing))
+        return Restored(others=None if path is None else vars(self)["_others"])
 
     read = restore
 

@@ -318,3 +318,31 @@ def test_what_does_nothing_is_accepted() -> None:
     assert tf.random.normal([2, 3], mean=100.0, stddev=0.1).numpy().min() > 90
     assert tf.random.uniform((2,), minval=3, maxval=4).dtype == tf.float32
     tf.random.set_seed(None)
+
+
+def test_a_restored_checkpoint_is_consumed_if_the_objects_have_all_of_it(tmp_path: Path) -> None:
+    """The checks of what was restored did nothing."""
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    step = tf.Variable(3)
+    path = tf.train.Checkpoint(model=model, step=step).save(tmp_path / "all")
+    whole = tf.train.Checkpoint(model=model, step=step).restore(path)
+    assert whole.assert_consumed().expect_partial() is whole
+    for parts, names in {
+        "model": "step",
+        "step": "model/layers/0/bias, model/.*iterations",
+    }.items():
+        objects = {"model": model, "step": step}
+        part = tf.train.Checkpoint(**{parts: objects[parts]}).read(path)
+        assert part.assert_existing_objects_matched() is part
+        with pytest.raises(AssertionError, match=f"not restored: .*{names}"):
+            part.assert_consumed()
+    untrained = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    status = tf.train.Checkpoint(model=untrained, step=step).restore(path).expect_partial()
+    with pytest.raises(AssertionError, match="model/optimizer/iterations"):
+        status.assert_consumed()
+    nothing = tf.train.Checkpoint(step=step).restore(None)
+    for check in (nothing.assert_consumed, nothing.assert_existing_objects_matched):
+        with pytest.raises(AssertionError, match="restored nothing"):
+            check()
