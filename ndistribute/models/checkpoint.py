@@ -193,14 +193,21 @@ class Checkpoint:
         strategy = self.strategy
         with strategy.scope(), contextlib.ExitStack() as undo:
 
-            def prepare() -> None:
+            def prepare() -> list[str]:
                 values.extend(self._checked(source, tensors, data))
                 for path, one in self._parts():
                     if contents.has_state(one):
                         undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
                         one.load_state_dict(contents.decoded(data["states"][path], tensors))
+                return sorted(path for path, _ in self._parts())
 
-            by_all(strategy, prepare)
+            first, *others = by_all(strategy, prepare)
+            for rank, paths in enumerate(others, 1):
+                if paths != first:
+                    raise ValueError(
+                        f"{source}: worker {rank} and the chief restore different objects, only "
+                        f"one of them {min({*paths} ^ {*first})}. Nothing has changed."
+                    )
             if self._saves and "random" in data:
                 random = data["random"]
                 restore_seed(int(random["entropy"]), random["children"])
@@ -548,13 +555,10 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     return next(one for one in told if one)[0]
 
 
-def by_all(strategy: Any, act: Callable[[], None]) -> None:
-    """Call a function on every worker; its error on one of them is raised by all."""
+def by_all(strategy: Any, act: Callable[[], Any]) -> list[Any]:
+    """Return a function's result on every worker; its error on one of them is raised by all."""
     group = strategy.input_topology.workers
-    if group is None:
-        act()
-    else:
-        _told(group, act)
+    return [act()] if group is None else _told(group, act)
 
 
 def on_any_worker(strategy: Any, flag: bool) -> bool:

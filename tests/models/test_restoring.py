@@ -381,6 +381,26 @@ def test_all_workers_raise_and_put_back_what_one_refuses(tmp_path):
     assert second == ("the object refuses", 1.0, 1.0)
 
 
+def restore_where_one_lacks_a_variable(rank: int, size: int, directory: str) -> tuple[str, float]:
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]):
+        v, w = nd.Variable(3.0), nd.Variable(3.0)
+        path = Checkpoint(v=v, w=w).save(f"{directory}/run")
+        v.assign(1.0)
+        asked = {"v": v} if rank else {"v": v, "w": w}
+        with pytest.raises(ValueError, match="Nothing has changed") as caught:
+            Checkpoint(**asked).restore(path)
+        return str(caught.value), float(v)
+
+
+def test_workers_that_restore_different_variables_are_told(tmp_path):
+    """The variable of one kept its value, so replicas differed."""
+    module = importlib.import_module("tests.models.test_restoring")
+    with Ranks(2) as ranks:
+        for text, value in ranks.results(module.restore_where_one_lacks_a_variable, str(tmp_path)):
+            assert "worker 1 and the chief restore different objects, only one of them w" in text
+            assert value == 1.0
+
+
 def save_where_one_refuses(rank: int, size: int, directory: str) -> str:
     """Save on two workers, of which one has a state that no file can have."""
     with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]):
