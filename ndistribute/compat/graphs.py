@@ -222,10 +222,19 @@ def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: An
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
-def _while(
-    cond: Any, body: Any, loop_vars: Any, *, maximum_iterations: Any = None, **options: Any
+def while_loop(
+    cond: Any,
+    body: Any,
+    loop_vars: Any,
+    *,
+    maximum_iterations: Any = None,
+    name: Any = None,
+    **options: Any,
 ) -> Any:
+    """Return the values of a loop, which is an operation where operations are made."""
     refuse_options("while_loop", options)
+    if uses_graphs():
+        return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
     values = list(loop_vars)
     rounds = itertools.count() if maximum_iterations is None else range(maximum_iterations)
     for _ in rounds:
@@ -236,20 +245,6 @@ def _while(
     return values
 
 
-def _graph_while(
-    cond: Any,
-    body: Any,
-    loop_vars: Any,
-    *,
-    maximum_iterations: Any = None,
-    name: Any = None,
-    **options: Any,
-) -> Any:
-    refuse_options("while_loop", options)
-    return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
-
-
-while_loop = either(_graph_while, _while)
 group = either(graph.group, lambda *_, name=None: None)
 latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 

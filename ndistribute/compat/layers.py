@@ -86,24 +86,16 @@ def _weighted(
     inputs = graph.as_tensor(inputs)
     shape = [*size, _channels(inputs), units]
     with variable_scope(name, kind, reuse=reuse):
-        kernel = get_variable(
-            "kernel",
-            shape,
-            inputs.dtype,
-            kernel_initializer,
-            trainable,
-            regularizer=kernel_regularizer,
-        )
+
+        def weight(label: str, shape: list[int], start: Any, regularizer: Any) -> Any:
+            return get_variable(
+                label, shape, inputs.dtype, start, trainable, regularizer=regularizer
+            )
+
+        kernel = weight("kernel", shape, kernel_initializer, kernel_regularizer)
         outputs = combine(inputs, kernel)
         if use_bias:
-            outputs = outputs + get_variable(
-                "bias",
-                [units],
-                inputs.dtype,
-                bias_initializer,
-                trainable,
-                regularizer=bias_regularizer,
-            )
+            outputs = outputs + weight("bias", [units], bias_initializer, bias_regularizer)
         return outputs if activation is None else activation(outputs)
 
 

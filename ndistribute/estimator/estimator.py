@@ -40,12 +40,7 @@ from ndistribute.event_files import EventFile
 from ndistribute.graph import metrics
 from ndistribute.graph.devices import replica_device_setter
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.hooks import (
-    CheckpointSaverHook,
-    LoggingTensorHook,
-    NanTensorHook,
-    StopAtStepHook,
-)
+from ndistribute.graph.hooks import LoggingTensorHook, NanTensorHook, StopAtStepHook
 from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
 from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.variables import get_or_create_global_step
@@ -271,17 +266,7 @@ class Estimator:
             watching.append(LoggingTensorHook(shown, every_n_iter=config.log_step_count_steps))
         scaffold = spec.scaffold or Scaffold()
         scaffold.max_to_keep = config.keep_checkpoint_max
-        saving = []
-        if config.save_checkpoints_steps or config.save_checkpoints_secs:
-            saving.append(
-                CheckpointSaverHook(
-                    self.model_dir,
-                    save_secs=config.save_checkpoints_secs,
-                    save_steps=config.save_checkpoints_steps,
-                    scaffold=scaffold,
-                    listeners=listeners,
-                )
-            )
+        scaffold.listeners = listeners
         # Without servers, another worker's session is a chief's that keeps no files.
         own = not chief and not config.master
         return MonitoredTrainingSession(
@@ -290,8 +275,9 @@ class Estimator:
             checkpoint_dir=None if own else self.model_dir,
             scaffold=scaffold,
             hooks=watching,
-            chief_only_hooks=[] if own else [*spec.training_chief_hooks, *saving],
-            save_checkpoint_secs=0,
+            chief_only_hooks=[] if own else spec.training_chief_hooks,
+            save_checkpoint_secs=config.save_checkpoints_secs,
+            save_checkpoint_steps=config.save_checkpoints_steps,
             save_summaries_steps=config.save_summary_steps or 0,
             config=config.session_config,
             log_step_count_steps=config.log_step_count_steps,

@@ -13,20 +13,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ndistribute import errors
+from ndistribute.graph import hooks as h
 from ndistribute.graph import summary
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Tensor, get_default_graph
-from ndistribute.graph.hooks import (
-    SCAFFOLD,
-    CheckpointSaverHook,
-    SessionRunArgs,
-    SessionRunContext,
-    SessionRunHook,
-    SessionRunValues,
-    StepCounterHook,
-    SummarySaverHook,
-    WritingHook,
-)
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import (
@@ -70,6 +60,8 @@ class Scaffold:
     ready_for_local_init_op: Any = None
     max_to_keep: int | None = field(default=5, init=False)
     """Of the saver that is made if there is none."""
+    listeners: Sequence[Any] = field(default=(), init=False)
+    """What is told of the checkpoints that the session saves."""
     jobs: dict[str, str] = field(default_factory=dict, init=False)
     """By target: the job whose servers the training uses."""
 
@@ -83,7 +75,7 @@ class Scaffold:
         What a finalized graph lacks is that of its first scaffold.
         """
         graph = get_default_graph()
-        earlier = graph.get_collection_ref(SCAFFOLD)
+        earlier = graph.get_collection_ref(h.SCAFFOLD)
         if earlier:
             for name, made in vars(earlier[0]).items():
                 if getattr(self, name) is None:
@@ -236,8 +228,8 @@ class MonitoredTrainingSession:
         is_chief: bool = True,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         scaffold: Scaffold | None = None,
-        hooks: Sequence[SessionRunHook] | None = None,
-        chief_only_hooks: Sequence[SessionRunHook] | None = None,
+        hooks: Sequence[h.SessionRunHook] | None = None,
+        chief_only_hooks: Sequence[h.SessionRunHook] | None = None,
         save_checkpoint_secs: float | None = _DEFAULT,
         save_summaries_steps: int | None = _DEFAULT,
         save_summaries_secs: float | None = _DEFAULT,
@@ -259,17 +251,15 @@ class MonitoredTrainingSession:
             folder = summary_dir or checkpoint_dir
             if folder is not None:
                 if log_step_count_steps:
-                    self._hooks.append(StepCounterHook(log_step_count_steps, output_dir=folder))
+                    self._hooks.append(h.StepCounterHook(log_step_count_steps, output_dir=folder))
                 steps, seconds = _given(save_summaries_steps, save_summaries_secs, (100, None))
                 if steps or seconds:
-                    writing = SummarySaverHook(steps, seconds, folder, scaffold=self._scaffold)
+                    writing = h.SummarySaverHook(steps, seconds, folder, scaffold=self._scaffold)
                     self._hooks.append(writing)
             steps, seconds = _given(save_checkpoint_steps, save_checkpoint_secs, (None, 600.0))
             if checkpoint_dir is not None and (steps or seconds):
-                saving = CheckpointSaverHook(
-                    checkpoint_dir, seconds, steps, scaffold=self._scaffold
-                )
-                self._hooks.append(saving)
+                options: Any = {"scaffold": self._scaffold, "listeners": self._scaffold.listeners}
+                self._hooks.append(h.CheckpointSaverHook(checkpoint_dir, seconds, steps, **options))
         self.coordinator = Coordinator()
         self._session: Session | None = None
         try:
@@ -311,7 +301,7 @@ class MonitoredTrainingSession:
         """Return the result of a function of an object with a `session` and `request_stop`."""
 
         def run() -> Any:
-            context: Any = SessionRunContext(SessionRunArgs(None), self._session)
+            context: Any = h.SessionRunContext(h.SessionRunArgs(None), self._session)
             context.run_with_hooks = self._run  # Not `run`: the context has this session.
             result = step_fn(context)
             if context.stop_requested:
@@ -347,7 +337,7 @@ class MonitoredTrainingSession:
 
     def _run(self, fetches: Any, feed_dict: Any = None) -> Any:
         session, feeds = self._session, dict(feed_dict or {})
-        context = SessionRunContext(SessionRunArgs(fetches, feed_dict), session)
+        context = h.SessionRunContext(h.SessionRunArgs(fetches, feed_dict), session)
         wanted: dict[Any, Any] = {"caller": fetches}
         for k, hook in enumerate(self._hooks):
             added = hook.before_run(context)
@@ -361,7 +351,7 @@ class MonitoredTrainingSession:
                     feeds[tensor] = value
         values = session.run(wanted, feeds)  # type: ignore[union-attr]
         for k, hook in enumerate(self._hooks):
-            hook.after_run(context, SessionRunValues(values.get(str(k))))
+            hook.after_run(context, h.SessionRunValues(values.get(str(k))))
         if context.stop_requested:
             self.coordinator.request_stop()
         return values["caller"]
@@ -387,7 +377,7 @@ class MonitoredTrainingSession:
         self.coordinator.request_stop()
         self._drop()
         for hook in self._hooks:
-            if isinstance(hook, WritingHook):
+            if isinstance(hook, h.WritingHook):
                 hook.close()
 
     def _drop(self) -> None:
