@@ -6,13 +6,14 @@ from types import ModuleType
 from typing import Any
 
 
-def export(namespace: dict[str, Any], also: str = "") -> None:
+def export(namespace: dict[str, Any], also: str = "", but: str = "") -> None:
     """Set `__all__` to the public names of a package or module, and let completion show no others.
 
     Args:
         namespace: the `vars` of a package that has imported what it exports, or of a module that
             has defined it.
         also: modules, which have an `__all__`, and other names to export too.
+        but: public names of a module that only this package uses.
     """
 
     def is_hidden(name: str, value: Any) -> bool:
@@ -21,7 +22,7 @@ def export(namespace: dict[str, Any], also: str = "") -> None:
 
     is_package, more = "__path__" in namespace, also.split()
     hidden = {name for name, value in namespace.items() if is_hidden(name, value)}
-    namespace["__all__"] = sorted(namespace.keys() - hidden | {*more})
+    namespace["__all__"] = sorted(namespace.keys() - hidden - {*but.split()} | {*more})
     modules = [vars(namespace[name]) for name in more if isinstance(namespace[name], ModuleType)]
     for shown in (namespace, *modules):
         shown["__dir__"] = lambda shown=shown: shown["__all__"]

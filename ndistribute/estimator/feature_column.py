@@ -17,25 +17,12 @@ from typing import Any
 import numpy as np
 
 from ndistribute.devices import to_host
+from ndistribute.exports import export as _export
 from ndistribute.graph.functions import register
 from ndistribute.graph.graph import Tensor, apply_named, as_tensor
 from ndistribute.graph.operations import truncated_normal
 from ndistribute.graph.scopes import get_variable, variable_scope
 from ndistribute.graph.variables import Variable
-
-__all__ = [
-    "CategoricalColumn",
-    "DenseColumn",
-    "bucketized_column",
-    "categorical_column_with_hash_bucket",
-    "categorical_column_with_identity",
-    "categorical_column_with_vocabulary_list",
-    "embedding_column",
-    "indicator_column",
-    "input_layer",
-    "linear_model",
-    "numeric_column",
-]
 
 Features = Mapping[str, Any]
 
@@ -465,3 +452,6 @@ def _there(ids: Any, dtype: Any) -> Any:
 
 for _callable in (_numbers, _checked, lookup, _hashed, _counts, _there):
     register(f"feature_column.{_callable.__name__.lstrip('_')}", _callable)
+
+
+_export(vars(), but="dtype_of lookup sorted_columns")

@@ -17,29 +17,11 @@ import numpy as np
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.context import get_replica_context
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
 from ndistribute.models.names import found, snake_case
 from ndistribute.values import Shown
-
-__all__ = [
-    "BinaryCrossentropy",
-    "CategoricalCrossentropy",
-    "Huber",
-    "Loss",
-    "MeanAbsoluteError",
-    "MeanSquaredError",
-    "SparseCategoricalCrossentropy",
-    "binary_crossentropy",
-    "categorical_crossentropy",
-    "compute_average_loss",
-    "get",
-    "huber",
-    "mean_absolute_error",
-    "mean_squared_error",
-    "scale_regularization_loss",
-    "sparse_categorical_crossentropy",
-]
 
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
 
@@ -414,3 +396,6 @@ def _like(y_true: Any, y_pred: Any) -> Any:
 def _log_of(p: Any) -> Any:
     small = _EPSILON[p.dtype.itemsize > 2]
     return np.log(np.clip(p, small, 1 - small))
+
+
+_export(vars(), but="FunctionLoss aligned check_shape global_count per_example")

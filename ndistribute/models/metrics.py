@@ -13,28 +13,12 @@ import numpy as np
 
 from ndistribute.autodiff import untrack
 from ndistribute.devices import as_array, to_host
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import losses
 from ndistribute.models.names import found, snake_case
 from ndistribute.values import Shown
 from ndistribute.variables import Variable
-
-__all__ = [
-    "BinaryAccuracy",
-    "CategoricalAccuracy",
-    "Mean",
-    "MeanAbsoluteError",
-    "MeanMetric",
-    "MeanSquaredError",
-    "Metric",
-    "Precision",
-    "Recall",
-    "RootMeanSquaredError",
-    "SparseCategoricalAccuracy",
-    "SparseTopKCategoricalAccuracy",
-    "Sum",
-    "get",
-]
 
 
 class Metric(Explaining, Shown):
@@ -334,3 +318,6 @@ def _squeezed(y_true: Any, y_pred: Any) -> Any:
     labels = y_true[..., 0] if y_true.shape == (*y_pred.shape[:-1], 1) else y_true
     losses.check_shape(labels, y_pred.shape[:-1])
     return labels
+
+
+_export(vars(), but="binary_accuracy categorical_accuracy sparse_categorical_accuracy weighted_sum")

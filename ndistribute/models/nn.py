@@ -7,23 +7,9 @@ from typing import Any
 import numpy as np
 
 from ndistribute import autodiff
+from ndistribute.exports import export as _export
 from ndistribute.graph.operations import register
 from ndistribute.models import activations, operations
-
-__all__ = [
-    "average_pool2d",
-    "conv2d",
-    "gelu",
-    "log_softmax",
-    "logsumexp",
-    "max_pool2d",
-    "relu",
-    "sigmoid",
-    "sigmoid_cross_entropy",
-    "silu",
-    "softmax",
-    "softmax_cross_entropy",
-]
 
 
 def _conv2d(x: Any, kernel: Any, strides: Any = (1, 1), padding: str = "valid") -> Any:
@@ -50,3 +36,10 @@ sigmoid = register("nn.sigmoid", activations.sigmoid)
 silu = register("nn.silu", activations.silu)
 gelu = register("nn.gelu", activations.gelu)
 logsumexp = register("nn.logsumexp", autodiff.logsumexp)
+
+
+_export(
+    vars(),
+    "average_pool2d gelu log_softmax logsumexp max_pool2d relu sigmoid silu softmax "
+    "softmax_cross_entropy",
+)

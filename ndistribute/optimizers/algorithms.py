@@ -373,13 +373,8 @@ class RMSprop(Optimizer):
         super().__init__(rule, learning_rate, **options)
 
 
-NAMED: dict[str, type[Optimizer]] = {
-    "adagrad": Adagrad,
-    "adam": Adam,
-    "adamw": AdamW,
-    "rmsprop": RMSprop,
-    "sgd": SGD,
-}
+_ALL = (Adagrad, Adam, AdamW, RMSprop, SGD)
+NAMED: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _ALL}
 
 
 def get(optimizer: str | Optimizer) -> Optimizer:

@@ -18,14 +18,7 @@ import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import Array, Device, to_host
-
-__all__ = [
-    "FixedShardsPartitioner",
-    "MaxSizePartitioner",
-    "MinSizePartitioner",
-    "Partitioner",
-    "number_of_shards",
-]
+from ndistribute.exports import export as _export
 
 Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
@@ -237,3 +230,6 @@ def _select(first: Any, shape: tuple[int, ...]) -> tuple[Array | None, Any]:
     wanted = array.astype(np.int64)
     rows, places = np.unique(np.where(wanted < 0, wanted + shape[0], wanted), return_inverse=True)
     return rows, places.reshape(array.shape)
+
+
+_export(vars(), "Partitioner", but="Shards joined select_rows")
