@@ -15,6 +15,11 @@ from ndistribute.devices import Array
 from ndistribute.errors import MissingDependencyError
 
 _FLOAT16 = np.dtype(np.float16)
+PORTABLE = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "float16 float32 float64 bfloat16 complex64 complex128".split()
+)
+"""The names of the dtypes that files and messages may contain."""
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:

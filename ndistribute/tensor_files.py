@@ -33,17 +33,13 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from ndistribute.dtypes import dtype_named
+from ndistribute.dtypes import PORTABLE, dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 
 Array = npt.NDArray[Any]
 
 _FORMAT = 1
 _TENSORS, _DATA, _SUMS = "tensors.safetensors", "data.json", "SHA256SUMS"
-_DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-    "float16 float32 float64 bfloat16 complex64 complex128".split()
-)
 _GENERATION = re.compile(r".+\.\d{6,}", re.ASCII)
 _HEAD = re.compile(rb'\{"format": \d+, "saved_at": (\d+\.?\d*), (?:"kind": "(\w*)", )?')
 _POLL_SECONDS = 0.01
@@ -263,10 +259,10 @@ def open_regular(path: Path, limit: int = sys.maxsize, flags: int = os.O_RDONLY)
 def _storable(name: str, tensor: Array) -> Array:
     """Return a tensor, contiguous and in this machine's byte order, copied if necessary."""
     tensor = np.asarray(tensor)
-    if tensor.dtype.name not in _DTYPES:
+    if tensor.dtype.name not in PORTABLE:
         raise ValueError(
             f"Tensor {name!r} has the dtype {tensor.dtype}, which cannot be stored. Convert it "
-            f"to one of {', '.join(sorted(_DTYPES))}."
+            f"to one of {', '.join(sorted(PORTABLE))}."
         )
     return np.asarray(tensor, tensor.dtype.newbyteorder("="), order="C")
 

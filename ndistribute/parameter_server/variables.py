@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.dtypes import computing_dtype, dtype_named
+from ndistribute.dtypes import PORTABLE, computing_dtype, dtype_named
 from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.messages import Apply, Done, Gradient
-from ndistribute.transport.codec import DTYPES, Array
+from ndistribute.transport.codec import Array
 from ndistribute.update_rules import Rule, can_train, rule_named, update_rows, update_whole
 
 Planned = Callable[[], m.Outcome]
@@ -147,7 +147,7 @@ def owned(array: Array) -> Array:
 
 def _initial(new: m.NewVariable, dtype: np.dtype[Any]) -> Array | None:
     """Return the initial value of a variable, or None if the client must send it."""
-    if dtype.name not in DTYPES:
+    if dtype.name not in PORTABLE:
         raise TypeError(f"{dtype} is no dtype of a variable.")
     if new.initial is not None or new.fill is None:
         return owned(new.initial) if new.initial is not None else None

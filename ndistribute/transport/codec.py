@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ndistribute.dtypes import dtype_named
+from ndistribute.dtypes import PORTABLE, dtype_named
 
 MAX_DIMENSIONS = 32
 Array = npt.NDArray[Any]
@@ -25,10 +25,6 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-    "float16 float32 float64 bfloat16 complex64 complex128".split()
-)
 
 
 class MalformedError(ValueError):
@@ -121,17 +117,17 @@ def _read_array(kind: Any, node: Any) -> Any:
 @functools.lru_cache
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype in messages; a ValueError says which ones can be sent."""
-    if dtype.name not in DTYPES:
+    if dtype.name not in PORTABLE:
         raise ValueError(
             f"an array of dtype {dtype} cannot be sent. Convert it to one of "
-            f"{', '.join(sorted(DTYPES))}."
+            f"{', '.join(sorted(PORTABLE))}."
         )
     return dtype.name
 
 
 @functools.lru_cache
 def _dtype_of(name: str) -> np.dtype[Any]:
-    if name not in DTYPES:
+    if name not in PORTABLE:
         raise ValueError(f"no dtype {name!r} travels.")
     try:
         return dtype_named(name).newbyteorder("<")

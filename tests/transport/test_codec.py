@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from ndistribute.transport.codec import DTYPES, Array, Decoder, MalformedError, Record, encode
+from ndistribute.dtypes import PORTABLE
+from ndistribute.transport.codec import Array, Decoder, MalformedError, Record, encode
 
 
 class Leaf(Record, frozen=True):
@@ -28,7 +29,7 @@ class Branch(Record, frozen=True):
 
 KINDS: Decoder[Leaf | Branch] = Decoder(Leaf | Branch)
 
-some_arrays = st.sampled_from(sorted(DTYPES - {"bfloat16"})).flatmap(
+some_arrays = st.sampled_from(sorted(PORTABLE - {"bfloat16"})).flatmap(
     lambda name: arrays_of.arrays(name, arrays_of.array_shapes(min_dims=0, min_side=0, max_side=4))
 )
 some_notes = st.integers(-(2**63), 2**63 - 1) | st.floats()
