@@ -242,26 +242,15 @@ RULES: dict[Any, Makers] = {
     np.square: (_square,),
     np.sqrt: (_sqrt,),
     np.tanh: (_tanh,),
-    cast: (_broadcast_x,),
-    np.astype: (_broadcast_x,),
-    np.positive: (_unchanged,),
-    np.copy: (_unchanged,),
-    np.unwrap: (_unchanged,),
+    **dict.fromkeys((cast, np.astype, np.real, np.real_if_close), (_broadcast_x,)),
+    **dict.fromkeys((np.positive, np.copy, np.unwrap), (_unchanged,)),
     np.nan_to_num: (lambda out, x, *_, **__: lambda g: g * np.isfinite(x),),
-    np.real: (_broadcast_x,),
-    np.real_if_close: (_broadcast_x,),
     np.imag: (lambda out, x: lambda g: unbroadcast(np.multiply(g, -1j), x.shape, x.dtype),),
-    np.conjugate: (lambda out, x: np.conjugate,),
     np.angle: (_angle,),
-    np.rad2deg: (lambda out, x: np.rad2deg,),
-    np.degrees: (lambda out, x: np.degrees,),
-    np.deg2rad: (lambda out, x: np.deg2rad,),
-    np.radians: (lambda out, x: np.radians,),
     # The quotient tends to 0 with x, as this line does.
     np.sinc: _partials(
         lambda out, x: np.where(x, (np.cos(math.pi * x) - out) / np.where(x, x, 1), _SINC * x)
     ),
-    np.negative: (lambda out, x: np.negative,),
     np.sign: (_sign,),
     np.reciprocal: (lambda out, x: lambda g: -g * np.square(out),),
     np.cbrt: (lambda out, x: lambda g: g / (3 * np.square(out)),),
@@ -284,6 +273,8 @@ RULES: dict[Any, Makers] = {
     np.arccosh: (lambda out, x: lambda g: g / (np.sqrt(x - 1) * np.sqrt(x + 1)),),
     np.arctanh: (lambda out, x: lambda g: g / (1 - np.square(x)),),
 }
+for _linear in (np.conjugate, np.negative, np.rad2deg, np.degrees, np.deg2rad, np.radians):
+    RULES[_linear] = (lambda out, x, linear=_linear: linear,)
 
 
 @functools.lru_cache(maxsize=256)

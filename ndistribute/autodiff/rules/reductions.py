@@ -210,10 +210,7 @@ def _median(quantile: Callable[..., Vjp]) -> Callable[..., Vjp]:
 RULES: dict[Any, tuple[Callable[..., Vjp], ...]] = {
     np.sum: (_sum,),
     np.mean: (_mean,),
-    np.max: (_extreme,),
-    np.min: (_extreme,),
-    np.amax: (_extreme,),
-    np.amin: (_extreme,),
+    **dict.fromkeys((np.max, np.min, np.amax, np.amin), (_extreme,)),
     np.var: (_variance,),
     np.std: (_deviation,),
     np.prod: (_prod,),
