@@ -68,9 +68,8 @@ _TABLE = """
     .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
 [keras] .compat.adapters: Input Model Sequential
 [keras.activations] .models.activations: * swish=silu
-[keras.callbacks] .models.callbacks: Callback History LambdaCallback
-    .models.callbacks/callback: BackupAndRestore CSVLogger EarlyStopping LearningRateScheduler
-        ModelCheckpoint PreemptionCheckpointHandler ReduceLROnPlateau TensorBoard TerminateOnNaN
+[keras.callbacks] .models.callbacks/callback: *
+    .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator/graph: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
@@ -82,10 +81,7 @@ _TABLE = """
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
 [keras.losses.Reduction]
     text: AUTO=sum_over_batch_size NONE=none SUM=sum SUM_OVER_BATCH_SIZE=sum_over_batch_size
-[keras.metrics] .models.metrics: Metric get
-    .models.metrics/metric: BinaryAccuracy CategoricalAccuracy Mean MeanAbsoluteError MeanMetric
-        MeanSquaredError Precision Recall RootMeanSquaredError SparseCategoricalAccuracy
-        SparseTopKCategoricalAccuracy Sum
+[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential load_model save_model

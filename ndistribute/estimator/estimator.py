@@ -19,14 +19,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.context import get_strategy
 from ndistribute.data import InputContext
-from ndistribute.estimator.replicas import (
-    Batches,
-    Replica,
-    Replicas,
-    build,
-    dataset_of,
-    is_empty,
-)
+from ndistribute.estimator.replicas import Batches, Replica, Replicas, build, dataset_of, is_empty
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import (
     EstimatorSpec,

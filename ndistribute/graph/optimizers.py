@@ -280,15 +280,8 @@ class RMSPropOptimizer(Optimizer):
         centered: bool = False,
         name: str = "RMSProp",
     ) -> None:
-        super().__init__(
-            "rmsprop",
-            learning_rate,
-            name,
-            rho=decay,
-            momentum=momentum,
-            epsilon=epsilon,
-            centered=centered,
-        )
+        means = {"rho": decay, "momentum": momentum, "epsilon": epsilon, "centered": centered}
+        super().__init__("rmsprop", learning_rate, name, **means)
         self._starts, self._rows_alone = {"square": 1.0}, True
 
 

@@ -110,24 +110,13 @@ class SidecarEvaluator:
         if not any(key.startswith(f"{name}/") for key in saved.tensors):
             name = "model"  # As `save_weights` writes them.
         Weights(**{name: model}).load(str(saved.path), saved.tensors, saved.data)
-        found = self._scores(self._steps, called)
+        x, y, weight = self._data
+        options = {"sample_weight": weight, "steps": self._steps, "callbacks": called}
+        found = model.evaluate(x, y, verbose=0, return_dict=True, **options)
         step = _step_of(saved)
         model.position.steps_made = step
         _log.info("step %d, %s: %s", step, saved.path.name, found)
         called.on_epoch_end(step, {f"val_{key}": value for key, value in found.items()})
-
-    def _scores(self, steps: int | None, called: Callbacks | None) -> dict[str, float]:
-        x, y, weight = self._data
-        found: dict[str, float] = self._model.evaluate(
-            x,
-            y,
-            verbose=0,
-            sample_weight=weight,
-            steps=steps,
-            return_dict=True,
-            callbacks=called,
-        )
-        return found
 
     def _next(self) -> Saved | None:
         """Return the oldest checkpoint that was not read, or None if none came in time."""
