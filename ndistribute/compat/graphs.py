@@ -22,8 +22,8 @@ import numpy as np
 from ndistribute import graph, models, tree
 from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
-from ndistribute.graph.hooks import global_step_of_graph
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
+from ndistribute.graph.variables import find_global_step
 from ndistribute.mistakes import refuse_options
 from ndistribute.models import nn
 
@@ -175,10 +175,7 @@ def global_step(sess: Any, global_step_tensor: Any) -> int:
 
 def get_global_step(graph_: Any = None) -> Any:
     """Return the variable that counts the steps; None if there is none."""
-    chosen = graph_ or graph.get_default_graph()
-    with contextlib.suppress(RuntimeError), chosen.as_default():
-        return global_step_of_graph()
-    return None
+    return find_global_step(graph_ or graph.get_default_graph())
 
 
 def local_variables_initializer() -> Any:
