@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import os
+import resource
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,10 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 # The last one says that the launcher, not the user, set this number in the others.
 LAUNCHER_VARIABLES = (*THREAD_VARIABLES, "NDISTRIBUTE_BLAS_THREADS")
 
-# How often a second, in windows of so many seconds, the system takes a core from a process before
-# the process tries fewer threads: below 5 times on idle cores, 40 to 300 beside busy programs.
-CROWDED, WINDOW_SECONDS = 20.0, 0.05
+# How often, in each second that it computes, the system takes a core from a process before the
+# process tries fewer threads: 20 times on idle cores, 100 to 500 beside other busy programs.
+# It is counted over so many of these seconds.
+CROWDED, WINDOW_SECONDS = 80.0, 0.25
 # A trial measures at least so many steps and seconds with each number of threads, twice.
 TRIAL_STEPS, TRIAL_SECONDS = 4, 0.02
 
@@ -154,6 +156,12 @@ def set_by_user(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(numbers - {None, "", environ.get(LAUNCHER_VARIABLES[-1])})
 
 
+def usage() -> tuple[float, int]:
+    """Return how long this process has computed on all cores, and how often it was preempted."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_nivcsw
+
+
 def limited_blas(threads: int | None) -> AbstractContextManager[None]:
     """Limit the number of BLAS threads in a ``with`` block; None sets no limit."""
     return nullcontext() if threads is None else _Limited(threads)
@@ -191,30 +199,33 @@ class StepThreads:
         self._blocks: list[int] = []  # The numbers of threads that the trial has yet to measure.
         self._spent, self._steps = 0.0, 0  # In the first of these blocks.
         self._totals: dict[int, tuple[float, int]] = {}  # By threads, the same of ended blocks.
-        self._since: tuple[float, int] | None = None  # When preemptions were counted, and how many.
+        self._since: tuple[float, int] | None = None  # The `usage` from which preemptions count.
         self._due = -math.inf
 
-    def record(self, seconds: float, now: float, preemptions: int) -> None:
+    def record(self, seconds: float, now: float, computed: float, preemptions: int) -> None:
         """Take the time of a step, and set the number of threads for the next one.
 
         Args:
             seconds: how long the step took.
             now: the time after it, in seconds.
-            preemptions: how often the system has taken a core from this process until now.
+            computed: see `usage`.
+            preemptions: see `usage`.
         """
         if self._blocks:
             self._measure(seconds, now)
-        elif now >= self._due and (self.threads < self._most or self._crowded(now, preemptions)):
+        elif now >= self._due and (
+            self.threads < self._most or self._crowded(computed, preemptions)
+        ):
             self._blocks = self._candidates + self._candidates[::-1]
             self._totals = {}
             self.threads = self._blocks[0]
 
-    def _crowded(self, now: float, preemptions: int) -> bool:
-        start, before = self._since or (now, preemptions)
-        if now - start < WINDOW_SECONDS and self._since is not None:
-            return False
-        self._since = now, preemptions
-        return preemptions - before > CROWDED * (now - start)
+    def _crowded(self, computed: float, preemptions: int) -> bool:
+        start, before = self._since or (computed, preemptions)
+        if self._since is None or computed - start >= WINDOW_SECONDS:
+            self._since = computed, preemptions
+            return preemptions - before > CROWDED * (computed - start)
+        return False
 
     def _measure(self, seconds: float, now: float) -> None:
         self._spent += seconds

@@ -9,7 +9,6 @@ import contextlib
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -32,6 +31,7 @@ from ndistribute.blas import (
     cpu_quota,
     limited_blas,
     set_by_user,
+    usage,
 )
 from ndistribute.devices import list_devices
 from ndistribute.errors import MissingDependencyError
@@ -131,7 +131,7 @@ def _threads() -> Finding:
         with limited_blas(chosen.threads):
             factor @ factor
         now = time.perf_counter()
-        chosen.record(now - begun, now, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+        chosen.record(now - begun, now, *usage())
     if chosen.threads == cores():
         return Finding("BLAS threads", "ok", f"{cores()}: {bound}")
     text = f"{chosen.threads}: {bound}, but other programs use them: products are faster so"

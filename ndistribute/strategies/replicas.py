@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import queue
-import resource
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndistribute.blas import StepThreads, core_numbers, cores, limited_blas, set_by_user
+from ndistribute.blas import StepThreads, core_numbers, cores, limited_blas, set_by_user, usage
 from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.context import Frame, ReplicaContext, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
@@ -107,8 +106,7 @@ class ReplicaPool:
             self._raise_first(running)
         if self._step_threads is not None:
             now = time.perf_counter()
-            preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-            self._step_threads.record(now - begun, now, preemptions)
+            self._step_threads.record(now - begun, now, *usage())
         return running.results
 
     def close(self) -> None:
