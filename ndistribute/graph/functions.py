@@ -180,10 +180,14 @@ def check_call(
             or not all(isinstance(element, bytes | str) for element in value.flat)
         ):
             raise ValueError("it computes with Python objects, and not with numbers or text.")
+    elements = 1  # Of a result that has one for each tuple of elements of the arguments.
+    for value in args:
+        elements *= getattr(value, "size", 1)
+    combines = isinstance(function, np.ufunc) or getattr(function, "__name__", "") in _OUTER
+    if combines and elements <= MOST_ELEMENTS:
+        return 0  # It is short.
     sizes: list[int] = [getattr(value, "size", 1) for value in args]
-    if isinstance(function, np.ufunc) or getattr(function, "__name__", "") in _OUTER:
-        if math.prod(sizes) <= MOST_ELEMENTS:
-            return 0  # It is short.
+    if combines:
         check_shape(_shape_of(function, args) if isinstance(function, np.ufunc) else sizes)
         return float(max(sizes) ** (1.5 if function is np.matmul else 1))
     if function in _SHAPES:
