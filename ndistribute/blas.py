@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ LAUNCHER_VARIABLES = (*THREAD_VARIABLES, "NDISTRIBUTE_BLAS_THREADS")
 
 # How often, in each second that it computes, the system takes a core from a process before the
 # process tries fewer threads: 20 times on idle cores, 100 to 500 beside other busy programs.
-# It is counted over so many of these seconds.
-CROWDED, WINDOW_SECONDS = 80.0, 0.25
+# It is counted over so many of these seconds, and looked up after so many seconds of any kind.
+CROWDED, WINDOW_SECONDS, LOOK_SECONDS = 80.0, 0.25, 0.05
 # A trial measures at least so many steps and seconds with each number of threads, twice.
 TRIAL_STEPS, TRIAL_SECONDS = 4, 0.02
 
@@ -202,23 +202,24 @@ class StepThreads:
         self._since: tuple[float, int] | None = None  # The `usage` from which preemptions count.
         self._due = -math.inf
 
-    def record(self, seconds: float, now: float, computed: float, preemptions: int) -> None:
+    def record(
+        self, seconds: float, now: float, usage: Callable[[], tuple[float, int]] = usage
+    ) -> None:
         """Take the time of a step, and set the number of threads for the next one.
 
         Args:
             seconds: how long the step took.
             now: the time after it, in seconds.
-            computed: see `usage`.
-            preemptions: see `usage`.
+            usage: see `usage`.
         """
         if self._blocks:
             self._measure(seconds, now)
-        elif now >= self._due and (
-            self.threads < self._most or self._crowded(computed, preemptions)
-        ):
-            self._blocks = self._candidates + self._candidates[::-1]
-            self._totals = {}
-            self.threads = self._blocks[0]
+        elif now >= self._due:
+            self._due = now + LOOK_SECONDS
+            if self.threads < self._most or self._crowded(*usage()):
+                self._blocks = self._candidates + self._candidates[::-1]
+                self._totals = {}
+                self.threads = self._blocks[0]
 
     def _crowded(self, computed: float, preemptions: int) -> bool:
         start, before = self._since or (computed, preemptions)

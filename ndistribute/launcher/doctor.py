@@ -31,7 +31,6 @@ from ndistribute.blas import (
     cpu_quota,
     limited_blas,
     set_by_user,
-    usage,
 )
 from ndistribute.devices import list_devices
 from ndistribute.errors import MissingDependencyError
@@ -131,7 +130,7 @@ def _threads() -> Finding:
         with limited_blas(chosen.threads):
             factor @ factor
         now = time.perf_counter()
-        chosen.record(now - begun, now, *usage())
+        chosen.record(now - begun, now)
     if chosen.threads == cores():
         return Finding("BLAS threads", "ok", f"{cores()}: {bound}")
     text = f"{chosen.threads}: {bound}, but other programs use them: products are faster so"

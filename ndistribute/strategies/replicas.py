@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ndistribute.blas import StepThreads, core_numbers, cores, limited_blas, set_by_user, usage
+from ndistribute.blas import StepThreads, core_numbers, cores, limited_blas, set_by_user
 from ndistribute.collective.workers import ReplicaGroup
 from ndistribute.context import Frame, ReplicaContext, chosen, frame_stack
 from ndistribute.errors import WorkerLostError
@@ -106,7 +106,7 @@ class ReplicaPool:
             self._raise_first(running)
         if self._step_threads is not None:
             now = time.perf_counter()
-            self._step_threads.record(now - begun, now, *usage())
+            self._step_threads.record(now - begun, now)
         return running.results
 
     def close(self) -> None:

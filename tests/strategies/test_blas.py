@@ -209,7 +209,7 @@ class Machine:
             self.now += took
             self.computed += took
             self.preemptions += self.preempted * took
-            chosen.record(took, self.now, self.computed, int(self.preemptions))
+            chosen.record(took, self.now, lambda: (self.computed, int(self.preemptions)))
             steps += 1
         return (self.now - start) / steps
 
