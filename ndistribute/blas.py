@@ -190,7 +190,7 @@ class StepThreads:
         most: the number of threads to begin with.
 
     Attributes:
-        threads: the number of threads for the coming step.
+        threads: the number of threads for the next step.
     """
 
     def __init__(self, most: int) -> None:
@@ -256,9 +256,9 @@ class StepThreads:
         if self.threads != self._fastest:
             self._fastest = self.threads
             _log.info(
-                "Other programs use the cores: %s BLAS threads -> %s a step. From now on, steps "
-                "use %d. The last bits of results may differ from those of another run, unless "
-                "%s sets the number of threads.",
+                "Other programs compete for the cores. With %s BLAS threads, steps took %s: they "
+                "use %d from now on. The last bits of results may differ from those of another "
+                "run, unless %s sets the number of threads.",
                 ", ".join(map(str, means)),
                 ", ".join(f"{1e3 * mean:.3g} ms" for mean in means.values()),
                 self.threads,
