@@ -56,7 +56,7 @@ _PRELOADED = "cloudpickle encodings.idna pytest ndistribute.coordinator.worker".
 _MODULE = "tests.processes"
 
 
-def _environ(*more: Mapping[str, str]) -> dict[str, str]:
+def environment(*more: Mapping[str, str]) -> dict[str, str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     for each in more:
         environ.update(each)
@@ -114,7 +114,7 @@ class Zygote:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(other.fileno())],
                 cwd=ROOT,
-                env=_environ(QUICK),
+                env=environment(QUICK),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
                 process_group=0,  # An interrupt from the terminal is the tests' business.
@@ -393,7 +393,7 @@ def _start_over_tcp(
         started: list[Any] = []
         for rank, (door, extra) in enumerate(zip(doors, each, strict=True)):
             config = tf_config(cluster, jobs[rank], list(jobs[:rank]).count(jobs[rank]))
-            environ = _environ(common, {"TF_CONFIG": config, "RANKS_RANK": str(rank)}, extra)
+            environ = environment(common, {"TF_CONFIG": config, "RANKS_RANK": str(rank)}, extra)
             if not command:
                 started.append(shared_zygote().start("serve", environ, listen=door.fileno()))
                 continue
@@ -413,7 +413,7 @@ def _start_over_mpi(
         # By env, for each MPI has a flag of its own for this.
         environ = ["env", *(f"{name}={value}" for name, value in extra.items())]
         words += [":"] * (rank > 0) + ["-n", "1", *environ, *command]
-    common = _environ()
+    common = environment()
     common.pop("TF_CONFIG", None)
     return [_popen(words, common)]
 
@@ -496,7 +496,7 @@ class Tasks:
         own = {"TF_CONFIG": tf_config(self.cluster, job, index)}
         with (self._outputs / f"{job}:{index}").open("ab") as output:
             self._processes[job, index] = shared_zygote().start(
-                "run_task", _environ(self.environ, own, environ), output.fileno()
+                "run_task", environment(self.environ, own, environ), output.fileno()
             )
 
     def start_all(self, job: str | None = None, **environ: str) -> None:
