@@ -23,11 +23,12 @@ WORKERS ?= 3
 # More arguments for pytest or the benchmarks, for example: make test ARGS='-k tape -x'
 ARGS ?=
 
-.PHONY: help demo test lint docs bench gpu-test cupy cupy-check clean
+.PHONY: help demo test hosts-test lint docs bench gpu-test cupy cupy-check clean
 
 help:
 	@echo 'make demo      fit a small convolutional network on two replicas'
 	@echo 'make test      run the tests and every example in the documentation'
+	@echo 'make hosts-test  run the tests on several imitated hosts; needs root'
 	@echo 'make lint      ruff (rules and format) and mypy --strict'
 	@echo 'make docs      build the API reference: build/reference/index.html'
 	@echo 'make bench     measure; writes benchmarks/results'
@@ -40,6 +41,10 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready-test
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# As root, with unshare, nsenter, ip, tc and sshd; where these are missing, tests are skipped.
+hosts-test: $(VENV)/ready-test
+	$(PY) -m pytest -m '' $(ARGS) tests/hosts
 
 lint: $(VENV)/ready-test
 	$(PY) -m ruff check .

@@ -1,0 +1,187 @@
+"""Imitated hosts: what each has of its own, and what the network between them does and loses."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.rig import Host, Link, Process, Rig, skip_reason
+from tests.processes import HANG_SECONDS, ROOT, wait_until
+
+pytestmark = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
+
+ECHO = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+with socket.create_server((sys.argv[1], 5000), family=family) as server:
+    print("listens", flush=True)
+    peer, _ = server.accept()
+    while data := peer.recv(1 << 16):
+        peer.sendall(data)
+"""
+# It sends as many bytes as a line says, and writes how many came back.
+ASK = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    for line in sys.stdin:
+        sent = b"x" * int(line)
+        peer.sendall(sent)
+        back = 0
+        while back < len(sent):
+            back += len(peer.recv(1 << 16))
+        print(back, flush=True)
+"""
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Rig(3, ssh=False) as rig:
+        yield rig
+
+
+def python(host: Host, code: str, *words: str) -> Process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return host.start([sys.executable, "-c", code, *words], **pipes)
+
+
+def say(process: Process, line: str) -> None:
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def talk(one: Host, other: Host) -> Process:
+    """Return a process of one host that is connected with another host."""
+    assert python(other, ECHO, other.address).stdout.readline() == "listens\n"
+    asking = python(one, ASK, other.name)
+    say(asking, "1")
+    assert asking.stdout.readline() == "1\n"
+    return asking
+
+
+def answers(process: Process, seconds: float = 0.5) -> bool:
+    """Say whether a process writes something in some seconds; most answers take a millisecond."""
+    return bool(select.select([process.stdout], [], [], seconds)[0])
+
+
+def test_a_host_has_its_own_name_processes_memory_and_files(rig):
+    one, other, _ = rig.hosts
+    marks = ["/dev/shm/mark", "/tmp/mark"]
+    one.run(["touch", *marks]).check_returncode()
+    assert one.run(["ls", *marks]).returncode == 0
+    assert other.run(["ls", *marks]).stdout == ""
+    assert not any(map(os.path.exists, marks))
+    read = [
+        "sh",
+        "-c",
+        "hostname; cat /proc/sys/kernel/random/boot_id; ls /proc | grep -c '^[0-9]'",
+    ]
+    (name, boot, count), others = (host.run(read).stdout.split() for host in (one, other))
+    assert (name, others[0]) == ("node0", "node1")
+    assert boot != others[1]
+    assert int(count) < 8
+
+
+def test_a_cut_is_silent_and_heals(rig):
+    one, other, third = rig.hosts
+    asking, beside = talk(one, other), talk(one, third)
+    rig.cut(one, other)
+    say(asking, "1")
+    say(beside, "1")
+    assert beside.stdout.readline() == "1\n"
+    assert not answers(asking)
+    assert asking.poll() is None
+    rig.heal(one, other)
+    assert asking.stdout.readline() == "1\n"
+    rig.cut(other, one, one_way=True)  # The question arrives, the answer does not.
+    say(asking, "1")
+    assert not answers(asking)
+    rig.heal(other)
+    assert asking.stdout.readline() == "1\n"
+
+
+def test_a_black_hole_loses_large_packets_alone(rig):
+    one, _, third = rig.hosts
+    asking = talk(third, one)
+    rig.limit_frames(third, one, 1000)
+    say(asking, "500")
+    assert asking.stdout.readline() == "500\n"
+    say(asking, "5000")
+    assert not answers(asking)
+    rig.limit_frames(third, one, None)
+    assert asking.stdout.readline() == "5000\n"
+
+
+def test_a_host_vanishes_unseen_and_comes_back_empty():
+    with Rig(2, ssh=False) as rig:
+        one, other = rig.hosts
+        asking = talk(one, other)
+        other.run(["touch", "/tmp/mark"])
+        other.vanish()
+        say(asking, "1")
+        assert not answers(asking)
+        assert asking.poll() is None
+        other.boot()
+        assert asking.wait(HANG_SECONDS)  # The new system knows no such connection, and says so.
+        assert other.run(["ls", "/tmp/mark"]).stdout == ""
+        talk(one, other)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(rate_mbit=1000, delay_ms=0.1),
+        Link(loss=0.02, reorder=0.02, delay_ms=1.0),
+        Link(rate_mbit=10_000),
+    ],
+    ids=["gigabit", "lossy", "bridge"],
+)
+@pytest.mark.parametrize("ipv6", [False, True], ids=["ipv4", "ipv6"])
+def test_bytes_arrive_over_every_link(link, ipv6):
+    with Rig(2, link, ipv6=ipv6, ssh=False) as rig:
+        asking = talk(*rig.hosts)
+        say(asking, "200000")
+        assert asking.stdout.readline() == "200000\n"
+        assert rig.hosts[0].bytes_sent() > 200_000
+        rig.cut(rig.hosts[1])
+        say(asking, "1")
+        assert not answers(asking)
+        rig.heal(rig.hosts[1])
+        assert asking.stdout.readline() == "1\n"
+
+
+def test_ssh_reaches_a_host_by_name():
+    with Rig(2) as rig:
+        done = rig.hosts[0].run(["ssh", "node1", "hostname"])
+    assert (done.stdout, done.returncode) == ("node1\n", 0)
+
+
+def test_nothing_outlives_a_killed_test_process(tmp_path):
+    code = """
+import os, sys
+from tests.hosts.rig import Rig
+with Rig(2) as rig:
+    rig.hosts[0].start(["sleep", "300"])
+    print(*(host.pid for host in rig.hosts), flush=True)
+    sys.stdin.read()
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, **pipes) as tests:
+        holders = [Path(f"/proc/{pid}") for pid in tests.stdout.readline().split()]
+        assert all(map(Path.exists, holders))
+        tests.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(Path.exists, holders)))
+
+
+def test_who_may_not_imitate_hosts_learns_why(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    skip_reason.cache_clear()
+    assert skip_reason() == "imitated hosts need root"
+    skip_reason.cache_clear()
