@@ -1,8 +1,9 @@
 """The commands that start processes elsewhere: on other hosts through ssh, and through MPI.
 
 The environment of a process on another host, including the job's secret, goes through the standard
-input of ssh, so no command line shows it. When the connection ends, the process ends. MPICH and
-Open MPI share no option but `-n`; variables are passed to them by name, never by value.
+input of ssh, so no command line shows it. When the connection ends, or one end does not answer for
+the time of the heartbeat, the process ends. MPICH and Open MPI share no option but `-n`; variables
+are passed to them by name, never by value.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from ndistribute.blas import LAUNCHER_VARIABLES, THREAD_VARIABLES
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import reaper
+from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.listener import LISTEN_FD
 
 # No dash at the start, which ssh would take for an option.
@@ -34,6 +36,11 @@ _HOST = re.compile(
 # The prefixes of the user's variables that are sent to other hosts.
 _CARRIED = ("NDISTRIBUTE_", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "PYTHON")
 _NOT_CARRIED = (LISTEN_FD, "NDISTRIBUTE_HOST_ID")
+JOB_ID = "NDISTRIBUTE_JOB_ID"
+# Marks the reapers of a job on other hosts in the list of processes.
+_JOB_MARK = "# of the job {}."
+# A loaded machine may send a beat late.
+_SHORTEST_SILENCE_SECONDS = 2.0
 # The label of mpiexec's own output lines.
 MPIEXEC = "mpiexec"
 _HOW = "Install both with: pip install ndistribute[mpi]"
@@ -97,9 +104,36 @@ def is_this_machine(name: str) -> bool:
     return name.strip("[]").lower() in known
 
 
-def ssh_command(host: str) -> list[str]:
-    """Return the command for a shell on a host that reads a script from its standard input."""
-    return ["ssh", "-o", "BatchMode=yes", "--", host.strip("[]"), "exec /bin/sh -s"]
+def host_silence(environ: Mapping[str, str]) -> float:
+    """Return the seconds after which the launcher and another host give each other up."""
+    return max(silence_seconds(environ), _SHORTEST_SILENCE_SECONDS)
+
+
+def ssh_command(host: str, silence: float) -> list[str]:
+    """Return the command for a shell on a host that reads a script from its standard input.
+
+    It ends with exit code 255 when the host does not answer for `silence` seconds.
+    """
+    options = ["BatchMode=yes", f"ConnectTimeout={silence:.0f}"]
+    # ssh gives up when the request after the last allowed one is due.
+    interval = max(1, int(silence / 4))
+    most = max(1, round(silence / interval) - 1)
+    options += [f"ServerAliveInterval={interval}", f"ServerAliveCountMax={most}"]
+    given = [part for option in options for part in ("-o", option)]
+    return ["ssh", *given, "--", host.strip("[]"), "exec /bin/sh -s"]
+
+
+def former_tasks_end(silence: float) -> str:
+    """Return a shell command that waits until no reaper of this job runs on its host.
+
+    Those that a cut left behind end by themselves within `silence` seconds and their grace.
+    """
+    return (
+        f"left={silence + 10:.0f}; "
+        f'while echo "{_JOB_MARK.format(f"${JOB_ID}")}" | grep -qsFf - /proc/[0-9]*/cmdline; do '
+        '[ "$told" ] || echo "waiting for the end of the tasks of the last attempt"; told=1; '
+        "left=$((left - 1)); [ $left -gt 0 ] || exit 1; sleep 1; done"
+    )
 
 
 def remote_script(
@@ -118,8 +152,9 @@ def remote_script(
         if name not in _NOT_CARRIED:
             lines.append(f"export {name}={shlex.quote(value)}")
     # The reaper's source is an argument, because it shares its standard input with this script.
-    grace = str(reaper.GRACE_SECONDS)
-    command = [argv[0], "-I", "-S", "-c", inspect.getsource(reaper), grace, *argv]
+    source = inspect.getsource(reaper) + _JOB_MARK.format(settings.get(JOB_ID, ""))
+    limits = str(reaper.GRACE_SECONDS), f"{host_silence(environ):g}"
+    command = [sys.executable, "-I", "-S", "-c", source, *limits, *argv]
     return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
 
 

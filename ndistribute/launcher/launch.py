@@ -25,7 +25,7 @@ from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.launcher import commands
-from ndistribute.launcher.commands import MPIEXEC, Host, is_this_machine, ssh_command
+from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import (
@@ -42,7 +42,8 @@ from ndistribute.transport.listener import LISTEN_FD, listen
 DEFAULT_PORT = 23_450
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
-JOB_ID = "NDISTRIBUTE_JOB_ID"
+# How often ssh is tried before a restart, for each host: some ten minutes.
+_TRIES = 20
 # Variables of a surrounding job; each process gets its own.
 _OURS = ("TF_CONFIG", LISTEN_FD)
 
@@ -138,7 +139,16 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         }
         ranks = options.processes if mpi and options.is_local else 0
         pipes = commands.rank_pipes(ranks, opened) if ranks else ([], "")
-        signals = opened.enter_context(signals_as_bytes())
+        silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
+        probes = [] if mpi else _probes(options, silence)
+        supervise = partial(
+            Supervisor,
+            partial(Process, environ),
+            console,
+            deadline,
+            signals=opened.enter_context(signals_as_bytes()),
+            silence=silence,
+        )
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
@@ -147,13 +157,17 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
                 starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a new secret.
-            begin = partial(Process, environ)
-            supervisor = Supervisor(begin, console, deadline, restarts, signals)
-            outcome = supervisor.run(starts, restart_delay(attempt - 1))
+            outcome = Outcome("done", 0)
+            if probes and attempt:
+                outcome = supervise(restarts=_TRIES * len(probes)).run(probes)
+            if outcome.reason == "failed":
+                outcome = replace(outcome, reason="unreached")
+            if outcome.reason == "done":
+                outcome = supervise(restarts=restarts).run(starts, restart_delay(attempt - 1))
             if mpi and outcome.reason == "failed":
                 code = commands.exit_code(outcome.code, console.kept(MPIEXEC))
                 outcome = replace(outcome, code=code)
-            _report(options, outcome, console, attempt)
+            _report(options, outcome, console, attempt, silence)
             if outcome.reason != "failed":
                 break
     return outcome.code
@@ -170,7 +184,8 @@ def dry_run(options: JobOptions) -> Iterator[str]:
         shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
         line = f"{shown} {shlex.join(start.argv)}"
         if start.host is not None:
-            line = f"{shlex.join(ssh_command(start.host.name))} <<< {line!r}"
+            ssh = ssh_command(start.host.name, commands.host_silence(os.environ))
+            line = f"{shlex.join(ssh)} <<< {line!r}"
         yield f"[{start.label}] {line}"
 
 
@@ -226,6 +241,13 @@ def _tasks(
     return starts
 
 
+def _probes(options: JobOptions, silence: float) -> list[Start]:
+    """Return what must end well on each other host before a job starts there again."""
+    argv = "/bin/sh", "-c", commands.former_tasks_end(silence)
+    others = [host for host in options.hosts if not is_this_machine(host.name)]
+    return [Start(f"ssh {host.name}", argv, {}, host=host) for host in others]
+
+
 def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
     """Close connections that were not accepted; the processes that made them have ended."""
     while waiting := select.select(ports, [], [], 0)[0]:
@@ -252,7 +274,9 @@ def _mpi_start(
     return Start(MPIEXEC, command, settings, outputs=outputs)
 
 
-def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: int) -> None:
+def _report(
+    options: JobOptions, outcome: Outcome, console: Console, attempt: int, silence: float
+) -> None:
     """Print how an attempt ended, unless it succeeded."""
     label = outcome.label
     if outcome.reason == "timeout":
@@ -271,10 +295,12 @@ def _report(options: JobOptions, outcome: Outcome, console: Console, attempt: in
     last = " Its last output:" if report else ""
     if label in console.reported and not options.verbose:
         last = f" --verbose prints whole tracebacks.{last}"
-    console.say(f"{who} {what} ({exit_text(outcome.code, outcome.host)}){then}.{last}", report)
+    why = exit_text(outcome.code, outcome.host, silence)
+    console.say(f"{who} {what} ({why}){then}.{last}", report)
     left = 0 if options.servers else options.max_restarts - attempt
     if left and outcome.reason == "failed":
-        console.say(f"starting again in {restart_delay(attempt):g} s ({left} left).")
+        once = ", once ssh reaches all hosts" if silence else ""
+        console.say(f"starting again in {restart_delay(attempt):g} s{once} ({left} left).")
 
 
 def _open_standard_streams() -> None:

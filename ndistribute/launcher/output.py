@@ -227,8 +227,15 @@ def is_loss_report(lines: list[bytes]) -> bool:
     return any(_LOST_ANOTHER.match(line) for line in last_report(lines))
 
 
-def exit_text(code: int, host: str = "") -> str:
-    """Return an exit code in words; `host` is the other machine on which ssh ran the process."""
+def exit_text(code: int, host: str = "", silence: float = 0.0) -> str:
+    """Return an exit code in words.
+
+    `host` is the other machine on which ssh ran the process, and `silence` the seconds after which
+    ssh gives it up.
+    """
     if host and code == 255:
-        return f"exit code 255: ssh could not connect to {host}; check that `ssh {host} true` works"
+        return (
+            f"exit code 255: ssh could not connect to {host}, or {host} did not answer for "
+            f"{silence:g} s; check that {host} and its network are up and `ssh {host} true` works"
+        )
     return f"signal {code - 128}" if 128 < code < 193 else f"exit code {code}"

@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.launcher.launch import JOB_ID, job_environment, task_starts
+from ndistribute.launcher.commands import JOB_ID
+from ndistribute.launcher.launch import job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
 from ndistribute.transport.listener import listen

@@ -1,8 +1,9 @@
 """Runs one process of a job, and ends it with all its descendants when the launcher asks.
 
 This script runs each process of a job: on this machine, on other hosts, and around mpiexec. Its
-standard input comes from the launcher: a byte asks it to end the process, and the end of the file
-means that the launcher has ended, even by SIGKILL. It imports only the standard library, because it
+standard input comes from the launcher: `ASK` asks it to end the process, and the end of the file
+means that the launcher has ended, even by SIGKILL. On another host the file may never end, such as
+after a power cut, so `BEAT` must arrive in time. It imports only the standard library, because it
 also runs at the other end of ssh, and starts faster without the package.
 """
 
@@ -15,9 +16,11 @@ import select
 import signal
 import subprocess
 import sys
+import syslog
 import time
 from collections.abc import Iterator, Sequence
 
+ASK, BEAT = b".", b"+"
 # Seconds from SIGTERM to SIGKILL: for a process, and for descendants that outlive it.
 GRACE_SECONDS = 3.0
 _LEFT_BEHIND_SECONDS = 1.0
@@ -31,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command until it ends or is ended; return its exit code.
 
     `arguments` are ``mpi`` (optional: remove the shared memory that MPI leaves), the seconds
-    between SIGTERM and SIGKILL, and the command.
+    between SIGTERM and SIGKILL, the seconds within which a beat must arrive (0: none), and the
+    command.
     """
     # Signals that end the launcher must not end this process. They get a handler, because the
     # started process would inherit ignored signals.
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(signum, lambda *_: None)
     since = time.time()
     mpi = arguments[0] == "mpi"
-    grace, *command = arguments[mpi:]
+    grace, silence, *command = arguments[mpi:]
     prctl = ctypes.CDLL(None).prctl
     # Orphaned descendants, such as daemons, become children of this process.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -52,13 +56,36 @@ def main(arguments: Sequence[str]) -> int:
         preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # noqa: PLW1509
     )
     pidfd = os.pidfd_open(task.pid)
-    ready = select.select([pidfd, 0], [], [])[0]
-    asked = pidfd not in ready and os.read(0, 1) != b""
-    _end_descendants(pidfd, float(grace), asked)
+    order = _await_order(pidfd, float(silence))
+    _end_descendants(pidfd, float(grace), bool(order))
     code = task.wait(GRACE_SECONDS)
     if mpi:
         _remove_segments(since)
+    if order is None:
+        _tell_of_silence(silence, command)
     return code if code >= 0 else 128 - code
+
+
+def _await_order(task: int, silence: float) -> bytes | None:
+    """Return what the launcher asks, nothing at the end of the input or the task, None if silent.
+
+    If this process itself was stopped, the beats of that time are in the pipe and count.
+    """
+    while ready := select.select([task, 0], [], [], silence or None)[0]:
+        said = b"" if task in ready else os.read(0, 1 << 12)
+        if not said or ASK in said:
+            return said
+    return None
+
+
+def _tell_of_silence(silence: str, command: Sequence[str]) -> None:
+    """Write to the system's log, because the launcher's host may have vanished, and to stderr."""
+    what = f"no beat of the launcher came in {silence} s, so this task of its job was ended"
+    syslog.openlog("ndistribute", syslog.LOG_PID)
+    syslog.syslog(syslog.LOG_ERR, f"{what}: {' '.join(command)[:200]}")
+    os.set_blocking(2, False)  # Nobody may read it.
+    with contextlib.suppress(OSError):
+        os.write(2, f"ndistribute: {what}.\n".encode())
 
 
 def _end_descendants(task: int, grace: float, asked: bool) -> None:
@@ -80,7 +107,8 @@ def _end_descendants(task: int, grace: float, asked: bool) -> None:
             for fd in [*fds, *([0] if asked else [])]:
                 poll.register(fd, select.POLLIN)
             ready = [fd for fd, _ in poll.poll(max(0.0, left) * 1000)]
-        if 0 in ready:  # The launcher closed the input: do not wait any longer.
+        # The launcher closed the input: do not wait any longer.
+        if 0 in ready and not os.read(0, 1 << 12):
             asked, deadline = False, 0.0
         if select.select([task], [], [], 0)[0]:
             deadline = min(deadline, time.monotonic() + _LEFT_BEHIND_SECONDS)

@@ -13,6 +13,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from functools import partial
 from subprocess import PIPE, Popen
 from typing import IO, cast
 
-from ndistribute.launcher import reaper
-from ndistribute.launcher.commands import MPIEXEC, Host, remote_script, ssh_command
+from ndistribute.launcher import commands, reaper
+from ndistribute.launcher.commands import MPIEXEC, Host
 from ndistribute.launcher.output import Console, exit_text, is_loss_report
 from ndistribute.transport.listener import LISTEN_FD
 
@@ -32,6 +33,7 @@ _FINISH_SECONDS = 10.0
 # The time of a reaper beyond the grace of its process.
 _REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
+_BEATS = 8  # Beats within the time after which other hosts end their tasks.
 # More than a full pipe; a limit, because a descendant may write forever.
 _MOST_READS = 64
 
@@ -58,8 +60,8 @@ class Start:
 class Outcome:
     """The end of an attempt: the reason, the exit code, and the task that failed first."""
 
-    # "done", "failed", "timeout", "signal", "unread" (the reader of the output has gone) or
-    # "unsaved" (a server did not write its last snapshot).
+    # "done", "failed", "timeout", "signal", "unread" (the reader of the output has gone),
+    # "unsaved" (a server did not write its last snapshot) or "unreached" (before a restart).
     reason: str
     code: int
     label: str | None = None
@@ -115,6 +117,7 @@ class Supervisor:
     deadline: float | None  # The monotonic time at which all tasks are stopped.
     restarts: int  # The number of restarts of single tasks, not of the chief.
     signals: socket.socket | None = None  # Yields the signals that end the job.
+    silence: float = 0.0  # Seconds without a beat after which reapers end tasks; 0: never.
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -134,6 +137,13 @@ class Supervisor:
         self._tasks = [Task(start) for start in starts]
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
+        over = threading.Event()
+        # Not the thread that writes logs, which a slow disk may hold up.
+        beat = threading.Thread(
+            target=self._beat, args=[over], name="ndistribute beat", daemon=True
+        )
+        if self.silence:
+            beat.start()
         try:
             self._wait_for_all()
         except BaseException:
@@ -141,6 +151,9 @@ class Supervisor:
             self._wait_for_all()
             raise
         finally:
+            over.set()
+            if self.silence:
+                beat.join()
             for task in self._tasks:
                 if task.running is not None and task.code is None:
                     task.running.close()
@@ -167,6 +180,11 @@ class Supervisor:
                 key.data()
             if self.console.nobody_reads:
                 self._stop(Outcome("unread", 128 + signal.SIGPIPE))
+
+    def _beat(self, over: threading.Event) -> None:
+        while not over.wait(self.silence / _BEATS):
+            for running in [task.running for task in self._tasks if task.running is not None]:
+                running.beat()
 
     def _start(self, task: Task) -> None:
         task.running = self.begin(task.start)
@@ -221,11 +239,12 @@ class Supervisor:
     def _start_again(self, task: Task) -> None:
         """Restart one task; the others go on."""
         label, delay = task.start.label, restart_delay(task.restarts)
+        host = "" if task.start.host is None else task.start.host.name
         task.restarts += 1
         self.restarts -= 1
         self.console.say(
-            f"{label} ended ({exit_text(task.code or 0)}); starting it again in {delay:g} s "
-            f"({self.restarts} left)."
+            f"{label} ended ({exit_text(task.code or 0, host, self.silence)}); "
+            f"starting it again in {delay:g} s ({self.restarts} left)."
         )
         self.console.forget(label)
         task.running = task.code = None
@@ -298,12 +317,12 @@ class Process:
         own, script, fds = dict(environ), "", [*inherited]
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
-            reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace)]
+            reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace), "0"]
             cmd = [*around, *reaping, *start.argv]
             own |= start.settings
         else:
-            cmd = ssh_command(start.host.name)
-            script = remote_script(start.argv, start.settings, environ, start.host.slots)
+            cmd = commands.ssh_command(start.host.name, commands.host_silence(environ))
+            script = commands.remote_script(start.argv, start.settings, environ, start.host.slots)
         if start.listener is not None:
             fds.append(start.listener.fileno())
             own[LISTEN_FD] = str(fds[-1])
@@ -325,7 +344,10 @@ class Process:
         return code if code >= 0 else 128 - code
 
     def ask_to_end(self) -> None:
-        self._write(b".")
+        self._write(reaper.ASK)
+
+    def beat(self) -> None:
+        self._write(reaper.BEAT)
 
     def hang_up(self) -> None:
         """Close its input, so that the reaper ends it; at once if it was asked before."""
@@ -339,7 +361,8 @@ class Process:
         os.close(self.done)
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # Its exit code shows why.
+        # Its exit code shows why it does not read. Another thread may have closed it.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self._input.write(data)
             self._input.flush()
 

@@ -92,7 +92,9 @@ def test_a_job_runs_on_other_hosts_in_the_same_folder(script, tmp_path, fake_ssh
             f"[{rank}] j1 {'not for others' if rank == 2 else None} True",
         ]
     asked = (tmp_path / "asked").read_text()
-    assert asked == "-o BatchMode=yes -- far.example exec /bin/sh -s\n" * 2
+    options = "BatchMode=yes ConnectTimeout=60 ServerAliveInterval=15 ServerAliveCountMax=3"
+    given = "".join(f"-o {option} " for option in options.split())
+    assert asked == f"{given}-- far.example exec /bin/sh -s\n" * 2
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake_ssh):
@@ -118,7 +120,10 @@ def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
     ssh.write_text("#!/bin/sh\necho 'ssh: connect to host far: No route to host' >&2\nexit 255\n")
     done = run("run", "--hosts", "far:1", "show.py", env=fake_ssh)
     assert done.returncode == 255
-    what = "exit code 255: ssh could not connect to far; check that `ssh far true` works"
+    what = (
+        "exit code 255: ssh could not connect to far, or far did not answer for 60 s; "
+        "check that far and its network are up and `ssh far true` works"
+    )
     assert f"rank 0 failed first ({what}); all were stopped." in done.stderr
     assert "No route to host" in done.stderr
 
