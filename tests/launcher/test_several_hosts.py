@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 
 import pytest
@@ -135,3 +136,54 @@ def test_no_process_outlives_the_launcher_on_another_host(script, fake_ssh):
         job.kill()
         job.wait(50)
         assert lasting(pids) == []
+
+
+def test_a_launcher_that_stands_still_loses_the_tasks_on_other_hosts(script, fake_ssh):
+    """As when its host vanishes or sleeps; a task on its own machine goes on."""
+    path = script("print('pid', os.getpid())\nsignal.pause()")
+    env = {**fake_ssh, "NDISTRIBUTE_HEARTBEAT_SECONDS": "0.1"}  # The shortest is two seconds.
+    with socket.create_server((socket.gethostname(), 0)) as server:
+        port = str(server.getsockname()[1])
+    with started("run", "--hosts", "far:1,localhost:1", "--port", port, path, env=env) as job:
+        lines = [job.stdout.readline().split() for _ in range(2)]
+        pids, own = ([int(line[2]) for line in lines if line[0] == f"[{r}]"] for r in range(2))
+        job.send_signal(signal.SIGSTOP)
+        assert lasting(pids) == []
+        assert lasting(own, 0) == own
+        job.send_signal(signal.SIGCONT)
+        _, said = job.communicate(timeout=50)
+    assert "no beat of the launcher came in 2 s, so this task of its job was ended" in said
+    assert "rank 0 failed first (signal 15)" in said
+    assert lasting(own) == []
+
+
+def test_tries_to_reach_a_host_cost_no_restart(script, tmp_path, fake_ssh):
+    path = script(f"""
+away = {str(tmp_path / "away")!r}
+if not os.path.exists(away):
+    open(away, "w").close()
+    sys.exit(3)
+""")
+    ssh = tmp_path / "bin" / "ssh"
+    begin, rest = ssh.read_text().split("\n", 1)
+    # The host is away from the end of the first attempt until the second try.
+    gone = f'[ -e "{tmp_path}/away" ] && mkdir "{tmp_path}/tried" 2>/dev/null && exit 255'
+    ssh.write_text(f"{begin}\n{gone}\n{rest}")
+    done = run("run", "--hosts", "far:1", "--max-restarts", "1", path, env=fake_ssh)
+    assert done.returncode == 0, done.stderr
+    assert "starting again in 0 s, once ssh reaches all hosts (1 left)." in done.stderr
+    assert "ssh far ended (exit code 255: ssh could not connect to far, or" in done.stderr
+    assert "starting it again in 0 s (19 left)." in done.stderr
+
+
+def test_a_host_that_stays_away_is_waited_for_until_the_timeout(script, tmp_path, fake_ssh):
+    path = script(f"open({str(tmp_path / 'away')!r}, 'w').close()\nsys.exit(3)")
+    ssh = tmp_path / "bin" / "ssh"
+    begin, rest = ssh.read_text().split("\n", 1)
+    ssh.write_text(f'{begin}\n[ -e "{tmp_path}/away" ] && exit 255\n{rest}')
+    options = ["--max-restarts", "5", "--timeout", "3"]
+    done = run("run", "--hosts", "far:1", *options, path, env=fake_ssh)
+    assert done.returncode == 124
+    assert done.stderr.count("rank 0 failed first (exit code 3)") == 1
+    assert done.stderr.count("ssh far ended (exit code 255") >= 2
+    assert "stopped after --timeout 3.0 s." in done.stderr

@@ -1,0 +1,162 @@
+"""Jobs of `ndistribute run --hosts` when a host vanishes, is cut off or comes back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.rig import Host, Process, Rig, skip_reason
+from tests.processes import HANG_SECONDS, wait_until
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason()),
+]
+HEARTBEAT = 4
+# Ends when the file `go` is there; SIGTERM alone does not end it.
+WAITING = """
+import json, os, signal, socket, sys
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+rank = config["task"]["index"]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank:  # As a worker, it needs its port for itself.
+    name, port = config["cluster"]["worker"][rank].split(":")
+    own = socket.create_server((name, int(port)), reuse_port=False)
+print("runs", flush=True)
+while not Path(__file__).with_name("go").exists():
+    signal.sigtimedwait([signal.SIGUSR2], 0.05)
+"""
+REDUCING = """
+import numpy as np
+import ndistribute as nd
+with nd.MultiWorkerMirroredStrategy() as strategy:
+    total = strategy.run(lambda: nd.get_replica_context().all_reduce("sum", np.ones(4)))
+    print("runs", flush=True)
+    while True:
+        strategy.run(lambda: nd.get_replica_context().all_reduce("sum", np.ones(4)))
+"""
+
+
+class Job:
+    """A job on all hosts of a rig, whose launcher runs on the first one."""
+
+    def __init__(self, rig: Rig, script: Path, *options: str, heartbeat: int = HEARTBEAT) -> None:
+        self.script, self.lines = script, list[str]()
+        names = ",".join(host.name for host in rig.hosts)
+        command = [sys.executable, "-m", "ndistribute", "run", "--hosts", names, *options]
+        with (script.parent / "output").open("wb") as output:
+            self.process: Process = rig.hosts[0].start(
+                [*command, str(script)],
+                env={"NDISTRIBUTE_HEARTBEAT_SECONDS": str(heartbeat)},
+                stdout=output,
+                stderr=output,
+            )
+
+    def output(self) -> str:
+        return (self.script.parent / "output").read_text()
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until the output has a text so often."""
+        wait_until(lambda: self.output().count(text) >= count or self.process.poll() is not None)
+        assert self.output().count(text) >= count, self.output()
+
+    def wait(self) -> int:
+        return self.process.wait(HANG_SECONDS)
+
+    def wait_until_nothing_runs(self) -> None:
+        """Wait until no process on any host has the script in its command line."""
+        wait_until(lambda: not self._running())
+
+    def _running(self) -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = path.read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            found += [line] if str(self.script) in line else []
+        return found
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with Rig(3, shared=[tmp_path]) as rig:
+        yield rig
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def given_up(host: Host) -> str:
+    return f"or {host.name} did not answer for {HEARTBEAT} s"
+
+
+def test_tasks_on_other_hosts_end_when_that_of_the_launcher_vanishes(rig, tmp_path):
+    job = Job(rig, write(tmp_path, WAITING))
+    job.wait_for("runs", 3)
+    rig.hosts[0].vanish()
+    job.wait_until_nothing_runs()
+
+
+@pytest.mark.parametrize("text", [WAITING, REDUCING], ids=["idle", "reducing"])
+def test_a_host_that_vanishes_ends_the_job_and_is_named(rig, tmp_path, text):
+    job = Job(rig, write(tmp_path, text))
+    job.wait_for("runs", 3)
+    rig.hosts[1].vanish()
+    assert job.wait() == 255, job.output()
+    assert f"rank 1 failed first (exit code 255: ssh could not connect to {rig.hosts[1].name}, " + (
+        given_up(rig.hosts[1])
+    ) in " ".join(job.output().split())
+    job.wait_until_nothing_runs()
+
+
+def test_a_cut_for_ever_ends_both_sides(rig, tmp_path):
+    job = Job(rig, write(tmp_path, WAITING))
+    job.wait_for("runs", 3)
+    rig.cut(rig.hosts[0], rig.hosts[1])
+    assert job.wait() == 255
+    assert given_up(rig.hosts[1]) in job.output()
+    job.wait_until_nothing_runs()
+
+
+def test_a_cut_of_two_seconds_is_survived(rig, tmp_path):
+    job = Job(rig, write(tmp_path, WAITING), heartbeat=8)
+    job.wait_for("runs", 3)
+    rig.cut(rig.hosts[1])
+    threading.Event().wait(2.0)
+    rig.heal(rig.hosts[1])
+    threading.Event().wait(8.0)  # Until the cut would have ended the job.
+    assert job.process.poll() is None, job.output()
+    (tmp_path / "go").touch()
+    assert job.wait() == 0, job.output()
+
+
+def test_a_job_starts_again_on_a_host_that_comes_back(rig, tmp_path):
+    job = Job(rig, write(tmp_path, WAITING), "--max-restarts", "1")
+    job.wait_for("runs", 3)
+    rig.hosts[1].vanish()
+    job.wait_for("starting again in 0 s, once ssh reaches all hosts (1 left)")
+    job.wait_for(f"ssh {rig.hosts[1].name} ended (exit code 255", 2)  # Which costs no restart.
+    rig.hosts[1].boot()
+    job.wait_for("runs", 6)
+    (tmp_path / "go").touch()
+    assert job.wait() == 0, job.output()
+
+
+def test_what_a_cut_left_behind_ends_before_the_job_starts_again(rig, tmp_path):
+    job = Job(rig, write(tmp_path, WAITING), "--max-restarts", "1")
+    job.wait_for("runs", 3)
+    rig.cut(rig.hosts[0], rig.hosts[1])
+    job.wait_for("starting again in 0 s, once ssh reaches all hosts (1 left)")
+    rig.heal(rig.hosts[0], rig.hosts[1])
+    job.wait_for("runs", 6)
+    (tmp_path / "go").touch()
+    assert job.wait() == 0, job.output()
