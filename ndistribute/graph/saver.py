@@ -51,7 +51,7 @@ class Saver:
         self._variables = dict(chosen)
         self._keep = max_to_keep or 0
         self._spare_seconds = keep_checkpoint_every_n_hours * 3600
-        self._spare_after = time.time() + self._spare_seconds
+        self._spare_after = time.monotonic() + self._spare_seconds
         self._saved: dict[str, tuple[Path, float]] = {}
         self._lock = threading.Lock()
         self.last_checkpoints: list[str] = []
@@ -98,7 +98,7 @@ class Saver:
             tensor_files.clear(folder.parent, rf"{re.escape(Path(save_path).name)}-\d+")
             with tensor_files.exclusive(folder.parent, folder.name):
                 written = tensor_files.write(folder.parent, folder.name, tensors, data, 1, "saver")
-            self._saved[path] = written, time.time()
+            self._saved[path] = written, time.monotonic()
             self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
             while self._keep and len(self.last_checkpoints) > self._keep:
                 self._remove(self.last_checkpoints.pop(0))

@@ -218,8 +218,9 @@ class ServerClient:
     def lost_updates(self) -> int:
         """Return how many updates earlier instances of the server are known to have lost."""
         # An instance lost the difference between the total of the one before and its own start.
-        # They are sorted by age, because another process may report an earlier one late.
-        pairs = itertools.pairwise([report for _, report in sorted(self._instances.items())])
+        # They are sorted by start, because another process may report an earlier one late.
+        reports = sorted(self._instances.values(), key=lambda report: report.start)
+        pairs = itertools.pairwise(reports)
         return sum(max(0, before.total - after.began) for before, after in pairs)
 
     @property
@@ -244,7 +245,8 @@ class ServerClient:
         if self._caller.instance and self._caller.instance not in self._instances:
             call = self.start(m.Status())
             totals = self.finish(call)
-            self.learn(m.Report(self.title, call.instance, totals.began, totals.total))
+            known = totals.began, totals.total, totals.start
+            self.learn(m.Report(self.title, call.instance, *known))
 
     def learn(self, report: m.Report) -> None:
         """Record what this or another process knows about an instance of the server."""

@@ -239,6 +239,7 @@ class Totals(Record, frozen=True):
 
     total: int
     began: int  # The number with which this instance started.
+    start: int = 0  # Rises with each start of a server with a directory; 0 without one.
 
 
 Reply = Failure | Created | Values | Changed | Marks | Number | Totals
@@ -251,3 +252,4 @@ class Report(Record, frozen=True):
     instance: str  # The random id of the instance.
     began: int
     total: int  # A lower bound.
+    start: int

@@ -153,7 +153,7 @@ class Disk:
     """The snapshots and logs of a server, in a directory that no other process writes to."""
 
     def __init__(self, directory: str | os.PathLike[str], task: str, *, log: bool) -> None:
-        self.store = Store()  # The restored store, or a new one.
+        self.store: Store  # The restored store, or a new one.
         self.resumed = self.replayed = False  # Whether a state was restored, and from a log.
         self.logs: list[UpdateLog] = []  # Logs that no snapshot covers; the last one is in use.
         self._directory, self._task = Path(directory), task
@@ -163,7 +163,9 @@ class Disk:
         self._checksum = 0  # That of the last request that was read from a log.
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
-            self._resume()
+            start = self._next_start()
+            self._resume(start << _EPOCH_BITS)
+            self.store.start = start
             if log or self.replayed:
                 self.begin_log()
         except BaseException:
@@ -217,13 +219,25 @@ class Disk:
             why = f"{self._task} cannot write {log.path}: {error}; nothing was changed."
             raise Refused(why, "full") from error
 
-    def _resume(self) -> None:
+    def _next_start(self) -> int:
+        """Return a number above those of all earlier starts, also of those without a snapshot."""
+        # The clock may be behind that of the last start, whose number is therefore kept. It only
+        # helps where that one is missing, as in a directory that was restored from an old copy.
+        series = f"{self._stem}.starts"
+        last = tensor_files.newest(self._directory, series)
+        start = max(int(time.time()), 0 if last is None else last.data + 1)
+        try:
+            tensor_files.write(self._directory, series, {}, start)
+        except OSError as error:  # A server goes on while its disk is full.
+            _log.error("%s could not write the number of this start: %s", self._task, error)
+        return start
+
+    def _resume(self, floor: int) -> None:
         saved = tensor_files.newest(self._directory, self._stem)
         paths = self._log_paths()
+        self.store, first, logged = Store(floor), 1, bool(paths)
         if saved is None and not paths:
             return
-        floor = int(time.time()) << _EPOCH_BITS
-        self.store, first, logged = Store(floor), 1, bool(paths)
         if saved is not None:
             try:
                 self.store = restore(saved.tensors, saved.data["store"], floor)
@@ -234,9 +248,9 @@ class Disk:
                     f"{saved.path} is whole, but not of this version of ndistribute ({error}): "
                     "move it away to start anew."
                 ) from error
-            text = "%s goes on from %s, which is %.1f s old: %d transactions are in it"
-            age = time.time() - saved.saved_at
-            _log.warning(text, self._task, saved.path, age, self.store.total)
+            text = "%s goes on from %s of %s UTC: %d transactions are in it"
+            when = time.strftime("%F %T", time.gmtime(saved.saved_at))
+            _log.warning(text, self._task, saved.path, when, self.store.total)
         numbers = [number for number in sorted(paths) if number >= first]
         if numbers != [*range(first, first + len(numbers))] or (logged and not numbers):
             raise CheckpointCorruptError(

@@ -89,6 +89,7 @@ class Store:
         # Called before a change; only this call can still fail.
         self.log: Callable[[m.Logged], None] = lambda request: None
         self.total = self.began = 0  # Transactions of all instances, and of earlier ones.
+        self.start = 0  # See `Totals`.
         self.variables = Variables(floor)
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
@@ -104,7 +105,7 @@ class Store:
 
     @property
     def totals(self) -> m.Totals:
-        return m.Totals(self.total, self.began)
+        return m.Totals(self.total, self.began, self.start)
 
     def handle(self, client: str, call: Any, request: m.Request) -> Answers:
         """Return the replies that are ready: to this call, unless it waits, and to other calls."""

@@ -118,10 +118,10 @@ def test_one_checkpoint_is_kept_every_so_many_hours(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, *_ = program
-    start = time.time()
+    start = time.monotonic()
     saver = Saver(max_to_keep=1, keep_checkpoint_every_n_hours=1.0)
     for hour in range(5):
-        monkeypatch.setattr(time, "time", lambda hour=hour: start + 1800.0 * hour + 1.0)
+        monkeypatch.setattr(time, "monotonic", lambda hour=hour: start + 1800.0 * hour + 1.0)
         saver.save(session, tmp_path / "model", hour)
     found = get_checkpoint_state(tmp_path)
     assert found is not None

@@ -98,8 +98,8 @@ def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch)
         assert go_on.wait(timeout=50)
         return write(*args)
 
-    monkeypatch.setattr(tensor_files, "write", slowly)
     with serving(tmp_path) as (service, client):
+        monkeypatch.setattr(tensor_files, "write", slowly)
         client.ask(m.Create((new("w", ONES),)))
         assert service.handle(client, 7, m.Status("snapshot")) is None
         assert began.wait(timeout=50)
@@ -523,9 +523,9 @@ def test_updates_are_lost_between_lives_in_their_order_however_late_one_is_heard
     caller = SimpleNamespace(name="chief:0#a", instance="", start=None, close=lambda: None)
     client = ServerClient(caller, "ps:0")
     for life, began, total in (("1", 0, 10), ("3", 25, 300), ("2", 10, 25), ("4", 300, 300)):
-        client.learn(m.Report("ps:0", life, began, total))
+        client.learn(m.Report("ps:0", f"{9 - int(life)}", began, total, int(life)))
     assert client.lost_updates == 0
-    client.learn(m.Report("ps:0", "5", 290, 295))
+    client.learn(m.Report("ps:0", "0", 290, 295, 5))
     assert client.lost_updates == 10
 
 
