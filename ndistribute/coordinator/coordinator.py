@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
+from msgspec.structs import replace
+
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
 from ndistribute.coordinator.closures import (
@@ -86,7 +88,7 @@ class ClusterCoordinator:
         """The strategy whose variables the functions use."""
         self._pickled: WeakKeyDictionary[Any, tuple[str, Pickled]] = WeakKeyDictionary()
         timeout = timeout_seconds or getattr(strategy, "timeout_seconds", None) or _TIMEOUT_SECONDS
-        connectors = _connectors(strategy.cluster_resolver)
+        connectors = _connectors(strategy.cluster_resolver, timeout)
         self._queue = ClosureQueue(tuple(connectors), timeout)
         self._client_id = f"closures#{secrets.token_hex(8)}"
         self._longest_pause = timeout / 4
@@ -394,7 +396,7 @@ class _LocalConnection:
         self._link.arrive(self)
 
 
-def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]:
+def _connectors(resolver: ClusterResolver | None, timeout: float) -> dict[str, Connector | None]:
     """Return a function per worker that connects to it, or None for a worker in this process."""
     cluster = None if resolver is None else resolver.cluster_spec()
     if resolver is None or not cluster:
@@ -409,13 +411,14 @@ def _connectors(resolver: ClusterResolver | None) -> dict[str, Connector | None]
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
     credentials = credentials_of(cluster.addresses())
     name = f"{me}#{secrets.token_hex(6)}"
+    hello = Hello(name=name, purpose="coordinator", patience=timeout)
 
     def connector(index: int) -> Connection:
         address = cluster.task_address("worker", index)
-        hello = Hello(name=name, purpose="coordinator", audience=f"worker:{index}")
+        own = replace(hello, audience=f"worker:{index}")
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:
-            return connect(address, credentials, hello, _outcomes, deadline=deadline, macs=True)
+            return connect(address, credentials, own, _outcomes, deadline=deadline, macs=True)
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{address}: {error}") from error
 

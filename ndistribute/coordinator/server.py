@@ -38,6 +38,7 @@ CUT_SECONDS = 3.0
 """How long a server waits for a chief whose connection ended without a good-bye.
 
 A living chief that counted this process as lost while it was stopped reconnects at once."""
+_TOGETHER_SECONDS = 15.0  # All connections of a chief that was cut off come back within this.
 _RETURN_SECONDS = 60.0  # The time for a restart of a task that died.
 _START_SECONDS = 600.0  # The time for the first client to connect.
 _SHUTDOWN_SECONDS = 1.0
@@ -76,23 +77,30 @@ class ExitPolicy:
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
         self._last_departure = 0.0
+        self._dead_chief = Outlook(math.inf)  # When it counts as dead, and why.
         self._graphs: set[str] = set()  # Clients that run graphs alone, which may be restarted.
 
-    def came(self, client: str, runs_graphs: bool = False) -> None:
+    def came(self, client: str, runs_graphs: bool = False, now: float = math.inf) -> None:
         """Record a connected client: ``job:index#random``, with a new random part per start."""
         if runs_graphs:
             self._graphs.add(client)
         task = self._tasks.get(client.partition("#")[0], {})
+        if task:  # A chief that was cut off is back, or another was started in its place.
+            at, lost = self._dead_chief
+            self._dead_chief = Outlook(min(at, now + _TOGETHER_SECONDS), lost)
         if task.get(client) is not None:
             del task[client]  # It is alive; only its connection was lost.
         task.setdefault(client, None)
 
-    def left(self, client: str, died: bool, now: float) -> None:
-        """Record that a client said good-bye, or that its process died."""
+    def left(self, client: str, died: bool, now: float, patience: float = 0.0) -> None:
+        """Record that a client said good-bye, died, or is out of reach but has `patience`."""
         task = self._tasks.get(client.partition("#")[0])
         if task is not None:
             task[client] = died
             self._last_departure = now
+        if task is not None and died:
+            what = "was out of reach and did not come back" if patience else "died"
+            self._dead_chief = Outlook(now + max(patience, CUT_SECONDS), f"the chief {what}")
 
     @property
     def missing(self) -> list[str]:
@@ -105,7 +113,7 @@ class ExitPolicy:
         clients = (client for task in tasks.values() for client in task.items())
         if self._led and any(died and name not in self._graphs for name, died in clients):
             # Its closures may still run on workers: only a new start is consistent.
-            return Outlook(self._last_departure + CUT_SECONDS, "the chief died")
+            return self._dead_chief
         if not tasks or any(None in task.values() for task in tasks.values()):
             return None
         died = [name for name, task in tasks.items() if task and list(task.values())[-1]]
@@ -137,14 +145,14 @@ class _Membership:
     def connected(self, peer: Peer) -> None:
         with self._changed:
             self._peers[peer.name] = peer
-            self.policy.came(peer.name, peer.purpose == PURPOSE)
+            self.policy.came(peer.name, peer.purpose == PURPOSE, time.monotonic())
             self._changed.notify_all()
 
     def disconnected(self, peer: Peer, died: bool) -> None:
         with self._changed:
             if self._peers.get(peer.name) is peer:  # Otherwise the client has a newer connection.
                 del self._peers[peer.name]
-                self.policy.left(peer.name, died, time.monotonic())
+                self.policy.left(peer.name, died, time.monotonic(), peer.patience)
                 self._changed.notify_all()
 
     def release(self) -> None:
@@ -302,9 +310,9 @@ class Server:
 
         Raises:
             DistributeError: the last snapshot could not be written.
-            WorkerLostError: the chief died; or a worker died and did not come back within
-                `NDISTRIBUTE_RETURN_SECONDS` after the others left; or no client connected within
-                `NDISTRIBUTE_START_SECONDS`.
+            WorkerLostError: the chief died, or was out of reach for its `timeout_seconds`; or a
+                worker died and did not come back within `NDISTRIBUTE_RETURN_SECONDS` after the
+                others left; or no client connected within `NDISTRIBUTE_START_SECONDS`.
         """
         over = True
         with _sigterm_as_exit() as disarm:

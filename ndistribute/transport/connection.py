@@ -38,7 +38,7 @@ from ndistribute.transport.failure_detector import FORKED, detector, not_for_for
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.secret import Credentials, NonBlockingTls
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
-from ndistribute.transport.waiting import why_unreached
+from ndistribute.transport.waiting import is_out_of_reach, why_unreached
 
 HANDSHAKE_SECONDS = 10.0
 BODY_LIMIT_BYTES = 16 << 30
@@ -183,6 +183,7 @@ class Connection:
         )
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
+        self.was_cut = False  # Whether the peer was out of reach when the connection was lost.
         self._closed = False
         self._unsent = b""  # The rest of a partly sent heartbeat.
         self._input = memoryview(bytearray(_READ_BYTES))
@@ -254,7 +255,7 @@ class Connection:
                 if pieces:
                     self._send_pieces(buffers, ring, mac, deadline)
             except BaseException as error:  # A part of the frame may have been sent.
-                self._raise_broken(error)
+                self._raise_broken(error, deadline)
             finally:
                 if file >= 0:
                     os.close(file)
@@ -276,9 +277,9 @@ class Connection:
                     begun = True
                     found = self._read_frame(deadline)
                 except BaseException as error:
-                    if isinstance(error, TimeoutError) and not begun:
+                    if isinstance(error, TimeoutError) and not begun and not error.errno:
                         raise
-                    self._raise_broken(error)  # A part of the frame may have been read.
+                    self._raise_broken(error, deadline)  # A part of the frame may have been read.
                 if found is not None:
                     return found
                 self._give_back(self._last_input)
@@ -292,6 +293,8 @@ class Connection:
             if clean and self._lost is None:
                 with contextlib.suppress(OSError):
                     self._say_goodbye(time.monotonic() + wait)
+            if self._lost is None:
+                self.was_cut = is_out_of_reach(self._sock)
         finally:
             self._lost = self._lost or (reason, clean)
             with contextlib.suppress(OSError):
@@ -348,8 +351,11 @@ class Connection:
                 # TLS requires that unsent bytes are sent first, unchanged.
                 self._unsent = self._unsent or _HEARTBEAT_FRAME
                 self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
-            except OSError:
-                pass  # The peer does not read, or has ended; its silence will show it.
+            except BlockingIOError:
+                pass  # The peer does not read; its silence will show it.
+            except OSError as error:  # After an end, what came before it is read first.
+                if is_out_of_reach(self._sock):
+                    self.abort(f"{error}")
             finally:
                 self._writing.release()
         if self._reading.acquire(blocking=False):
@@ -565,13 +571,15 @@ class Connection:
         if file >= 0:
             os.close(file)
 
-    def _raise_broken(self, error: BaseException) -> NoReturn:
+    def _raise_broken(self, error: BaseException, deadline: float) -> NoReturn:
         clean = isinstance(error, ConnectionLostError) and error.clean
         why = _CLOSED_HERE if self._closed else str(error) or type(error).__name__
         self.abort(why, clean=clean)
         # After `close`, polling the socket is a ValueError.
         expected = (OSError, ValueError) if self._closed else OSError
-        if isinstance(error, TimeoutError) or not isinstance(error, expected):
+        # Before the caller's deadline, it is the kernel's ETIMEDOUT or the end of the silence.
+        late = isinstance(error, TimeoutError) and time.monotonic() >= deadline
+        if late or not isinstance(error, expected):
             raise error
         raise ConnectionLostError(*(self._lost or (why, clean))) from error
 

@@ -62,6 +62,7 @@ class Hello(Record, frozen=True):
     job: str = ""
     version: str = ""
     silence: float = 60.0  # Seconds of silence after which it counts its peer as lost.
+    patience: float = 0.0  # Seconds for which it tries to reach a peer that is out of reach.
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 

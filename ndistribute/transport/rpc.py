@@ -141,7 +141,7 @@ class Client:
         self.instance = ""
         """The last known instance of the server; empty before the first call."""
         self._address, self._credentials = address, credentials
-        self._hello = Hello(name=self.name, purpose=purpose, audience=audience)
+        self._hello = Hello(name=self.name, purpose=purpose, audience=audience, patience=timeout)
         self.title = f"{audience or 'the server'} at {address}"
         self._kinds: Decoder[Any] = Decoder(replies | Failed)
         self._timeout = timeout
@@ -261,6 +261,11 @@ class Peer:
         """Return True until the connection is known to have ended."""
         return self._connection.is_open
 
+    @property
+    def patience(self) -> float:
+        """Return how long a client that was cut off may take to come back; 0 if it has died."""
+        return self._connection.peer.patience if self._connection.was_cut else 0.0
+
     def send(self, record: Record, call: int = 0) -> None:
         """Send a record, from any thread."""
         try:
@@ -305,8 +310,7 @@ class RpcServer:
         disconnected: Callable[[Peer, bool], None] = lambda peer, died: None,
     ) -> None:
         self._connected, self._disconnected = connected, disconnected
-        # Instances sort by their start time.
-        self.instance = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
+        self.instance = secrets.token_hex(8)
         self._services: dict[str, tuple[Service, Decoder[Any]]] = {
             purpose: (service, Decoder(service.requests)) for purpose, service in services.items()
         }

@@ -207,7 +207,7 @@ class NonBlockingTls:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._tls = sock
         self._lock = threading.Lock()
-        self.fileno, self.close = sock.fileno, sock.close
+        self.fileno, self.close, self.getsockopt = sock.fileno, sock.close, sock.getsockopt
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: object) -> int:
         return self._try(self._tls.send, buffers[0])

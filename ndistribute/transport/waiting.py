@@ -6,11 +6,13 @@ regularly whether a report is due; no function here sleeps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ndistribute.errors import DistributeError
 from ndistribute.transport.address import split_address
@@ -18,6 +20,7 @@ from ndistribute.transport.address import split_address
 FIRST_SECONDS = 5.0
 SHOWN = 3  # The most names in a message.
 _LOOK_SECONDS = 1.0
+_RETRANSMITS = 2  # The byte of `struct tcp_info` that counts them until one is acknowledged.
 _log = logging.getLogger("ndistribute")
 
 
@@ -62,6 +65,14 @@ def why_unreached(address: str, error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "that host does not answer: check the address and firewalls"
     return str(error).rstrip(".")
+
+
+def is_out_of_reach(sock: Any) -> bool:
+    """Return True if the peer's host does not acknowledge what this one sends."""
+    # The host of a stopped process acknowledges, and that of one that died closes at once.
+    with contextlib.suppress(OSError):  # A Unix socket, or one that was closed.
+        return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[_RETRANSMITS])
+    return False
 
 
 def why_absent(addresses: Sequence[str]) -> list[str]:

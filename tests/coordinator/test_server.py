@@ -139,7 +139,7 @@ def test_when_the_chief_leaves_its_servers_end_well(monkeypatch):
 def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_later():
     """A server that had been stopped saw both at once, and took the chief for dead."""
     with serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]}) as server:
-        old, new = (SimpleNamespace(purpose="ps", name="chief:0#a") for _ in range(2))
+        old, new = (SimpleNamespace(purpose="ps", name="chief:0#a", patience=0.0) for _ in range(2))
         members = server._membership
         members.connected(old)
         members.connected(new)
@@ -274,6 +274,22 @@ def test_without_a_chief_every_worker_comes_and_leaves_first(events, outlook):
     assert (found and found.at) == outlook
     if outlook != 100.0 and found:
         assert not found.lost
+
+
+def test_a_chief_that_is_out_of_reach_is_waited_for_as_long_as_it_tries_to_come_back():
+    """Its servers took it for dead 3 s after the heartbeat, and ended."""
+    policy = policy_of(LED)
+    lost = "the chief was out of reach and did not come back"
+    for client in "chief:0#a", "chief:0#b":
+        policy.came(client, now=1.0)
+        policy.left(client, died=True, now=2.0, patience=600.0)
+        assert policy.outlook() == Outlook(602.0, lost)
+    policy.came("chief:0#a", now=10.0)
+    assert policy.outlook() == Outlook(25.0, lost)  # All its connections come back, or it died.
+    policy.came("chief:0#b", now=11.0)
+    assert policy.outlook() is None
+    policy.left("chief:0#a", died=True, now=20.0)
+    assert policy.outlook() == died(20.0)
 
 
 def test_a_chief_that_runs_graphs_may_come_back_after_its_death():
