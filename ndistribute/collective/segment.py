@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ndistribute.blas import cores
 from ndistribute.collective.backend import Call
+from ndistribute.collective.futex import Futex
 from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.devices import Array
 from ndistribute.errors import DistributeError
@@ -36,19 +38,21 @@ if TYPE_CHECKING:
     from ndistribute.collective.control import ControlPlane
 
 
-# The page of each process: its counter, and the headers of its last two calls.
+# The page of each process: its counter, and the headers of its last two calls. In the first page
+# are a futex, and what the counters have to reach before whoever sleeps there is woken.
 _PAGE = 64 * 1024  # A multiple of all page sizes.
-_COUNTER, _HEADERS = 0, 128
+_COUNTER, _FUTEX, _AWAITED, _HEADERS = 0, 64, 72, 128
 _NONCE_BYTES = 16  # At the place of the first header.
 _START_SECONDS = 60.0
 
 # Spins of about 40 ns each: the time in which a process with equal work arrives.
 _LOOKS = 1000
-# Until then, a waiting process yields its core but does not sleep: even the shortest sleep costs 60
-# to 100 us, which is much for a small call.
+# Until then, a waiting process yields its core but does not sleep: waking up costs 60 to 100 us,
+# which is much for a small call.
 _YIELD_SECONDS = 300e-6
-_SLEEPS = (50e-6, 1e-3)
-_CHECK_SECONDS = 1e-3
+_CHECK_SECONDS = 0.05
+
+_ORDERED = {"x86_64", "amd64", "i386", "i686"}
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, missing in the module mmap.
 
@@ -85,8 +89,12 @@ class Segment:
         self._arrived = self._calls = 0
         self._header: bytes | None = None
         # With fewer cores than processes, spinning would take the core of another process.
-        self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
-        self._fence = _make_fence()
+        self._looks = _LOOKS if size <= cores() else 0
+        self._futex: Any = Futex(self._memory, _FUTEX)
+        self._awaited: Any = pages[0][_AWAITED : _AWAITED + 8].cast("Q")
+        self._order = _make_fence()
+        # These processors show stores to others in order, so data comes before the counter.
+        self._fence = None if platform.machine().lower() in _ORDERED else self._order
         not_for_forks.add(self)
         self.view = functools.lru_cache(maxsize=4096)(self._view)
 
@@ -103,6 +111,8 @@ class Segment:
         if self._fence:
             self._fence()
         self._counters[self.rank][0] = self._arrived
+        if self._awaited[0] == self._arrived:
+            self._wake_all()
 
     def wait(self, call: Call, timeout: float) -> None:
         """Wait until the counters of all processes have reached the counter of this one.
@@ -116,7 +126,7 @@ class Segment:
                 looks -= 1
                 if looks < 0:
                     with span("wait", call.title):
-                        self._wait_long(arrived, call, timeout)
+                        self._wait_long(call, timeout)
         if self._fence:
             self._fence()
         if self._header is not None:
@@ -126,24 +136,37 @@ class Segment:
                     compare_headers(self._header, theirs, self._ranks[self.rank], self._ranks[rank])
             self._header = None
 
-    def _wait_long(self, arrived: int, call: Call, timeout: float) -> None:
+    def _wait_long(self, call: Call, timeout: float) -> None:
         def missing() -> list[int]:
             pairs = zip(self._ranks, self._counters, strict=True)
-            return [rank for rank, counter in pairs if counter[0] < arrived]
+            return [rank for rank, counter in pairs if counter[0] < self._arrived]
 
         patience = self._peers.patience(call, timeout)
         start = checked = time.monotonic()
-        while missing():
+        while not self._is_complete():
             now = time.monotonic()
             if now - checked >= _CHECK_SECONDS:
                 checked = now
                 patience.check(missing)
-            if now - start < _YIELD_SECONDS:
+            if self._looks and now - start < _YIELD_SECONDS:
                 os.sched_yield()
-            else:
-                # In proportion to the wait, so that waking late adds little.
-                shortest, longest = _SLEEPS
-                time.sleep(min(max(shortest, (now - start) / 20), longest))
+                continue
+            count = self._futex.count
+            self._awaited[0] = self._arrived
+            if not self._wake_all():
+                self._futex.sleep(count, _CHECK_SECONDS)
+
+    def _wake_all(self) -> bool:
+        """Return True if all processes have arrived, and wake those that sleep."""
+        self._order()  # Of two processes that write and then read, one sees what the other wrote.
+        if complete := self._is_complete():
+            self._awaited[0] = 0
+            self._futex.wake()
+        return complete
+
+    def _is_complete(self) -> bool:
+        arrived = self._arrived
+        return all(counter[0] >= arrived for counter in self._counters)
 
     def _view(self, rank: int, start: int, dtype: np.dtype[Any], size: int) -> Array:
         """Return an array in the bucket of a process."""
@@ -203,7 +226,7 @@ class Segment:
         """Unmap the memory when nobody refers to it any more."""
         self.let_go()
         self.view.cache_clear()
-        self._memory = None
+        self._memory = self._futex = self._awaited = None
         self._buckets = np.empty((self.size, 0), np.uint8)
         self._counters, self._headers = [], []
 
@@ -285,10 +308,8 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _make_fence() -> Callable[[], None] | None:
-    """Return a memory fence between data and counter, or None if the processor needs none."""
-    if platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}:
-        return None  # Other processors see stores in order.
+def _make_fence() -> Callable[[], None]:
+    """Return a memory fence: stores and loads before it come before those after it."""
     lock = threading.Lock()
     lock.acquire(blocking=False)
 

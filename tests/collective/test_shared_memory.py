@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import random
-import re
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ndistribute.collective import segment
+from ndistribute.collective import futex, segment
 from ndistribute.collective.backend import Call
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.shared_memory import (
@@ -273,25 +271,57 @@ def recover(rank, size):
     joined_peers().recover(backend().reset, TIMEOUT)
 
 
+def blocked():
+    """Return how often this thread has given its core up to sleep."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
 def wait_in_vain(rank, size):
     backend()  # All processes make it together.
-    waits = []
+    before = blocked()
     if rank == 0:
-        names = {"sched_yield": "y", "sleep": "s"}
-        sys.setprofile(
-            lambda _, event, called: (
-                event == "c_call" and waits.append(names.get(called.__name__, ""))
-            )
-        )
         with pytest.raises(CollectiveTimeoutError):
             all_reduced([noise(rank, 3)], timeout=1.0)
-        sys.setprofile(None)
-    return "".join(waits)
+    return blocked() - before
 
 
-def test_who_waits_long_leaves_the_processor_to_others(ranks):
-    assert re.fullmatch("y*s+", ranks.run(wait_in_vain)[0].result())
+def test_who_waits_long_wakes_up_rarely(ranks):
+    assert ranks.run(wait_in_vain)[0].result() < 200
     ranks.results(recover)
+
+
+def wait_for_a_late_one(rank, size, calls):
+    backend()
+    before, since = blocked(), time.monotonic()
+    for call in range(calls):
+        if rank == call % size:
+            time.sleep(0.02)  # It computes.
+        all_reduced([noise(rank, 3)])
+    checks = (time.monotonic() - since) / 0.05
+    return blocked() - before - 2 * checks
+
+
+def test_of_many_who_wait_for_one_each_is_woken_once():
+    with Ranks(12) as many:
+        # A few block on locks, too.
+        assert max(many.results(wait_for_a_late_one, 24)) < 4 * 24
+
+
+def check_unknown_system_call(rank, size):
+    backend()
+    native, futex._NUMBER = futex._NUMBER, None
+    try:
+        for call in range(size):
+            if rank == call:
+                time.sleep(0.01)  # It computes.
+            (total,) = all_reduced([noise(rank, 3)])
+    finally:
+        futex._NUMBER = native
+    return digest([total])
+
+
+def test_who_cannot_be_woken_wakes_up_by_itself(ranks):
+    agreed(ranks, check_unknown_system_call)
 
 
 def die_once_all_have_come(rank, size):
