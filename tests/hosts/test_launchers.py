@@ -38,6 +38,8 @@ def test_a_job_gives_the_result_of_one_process(rig, per_host, launcher):
 @pytest.mark.hosts
 @pytest.mark.parametrize("launcher", jobs.LAUNCHERS)
 def test_a_job_runs_over_ipv6_alone(launcher):
+    if launcher == "mpiexec (hydra)":
+        pytest.skip("MPICH's proxies look for an address of IPv4 of the host that starts them")
     with Rig(2, ipv6=True) as rig:
         jobs.run_and_check(launcher, rig, 1)
 
