@@ -30,6 +30,10 @@ _CHECK_SECONDS = 0.05
 # The reason why a connection closed may arrive a little later through the control plane.
 _GRACE_SECONDS = 0.5
 _MOST_PARTS = 16
+# For more bytes a rank does not spin. Of 1 MiB with 2 hosts over 10 Gbit/s, spinning saves 0.3 ms.
+_SPIN_BYTES = 1 << 20
+# So many bytes of a long message wake a rank: each packet that does costs 25 us of processor time.
+_WAKE_BYTES = 64 * 1024
 
 
 class Handle(Protocol):
@@ -90,6 +94,10 @@ class Transport(abc.ABC):
     def _sleep(self, idle: float) -> None:
         """Sleep briefly; nothing has moved for `idle` seconds."""
 
+    def _spins(self) -> bool:
+        """Return True if spinning may be shorter than sleeping."""
+        return True
+
     @abc.abstractmethod
     def _waiting(self) -> Sequence[Any]:
         """Return pending messages, each with its `peer` and whether it `receives`."""
@@ -105,7 +113,7 @@ class Transport(abc.ABC):
                 self._check()
             if moved:
                 moved_at = now
-            elif now - moved_at < self.spin_seconds:
+            elif now - moved_at < self.spin_seconds and self._spins():
                 os.sched_yield()  # The peer may need this core.
             else:
                 self._sleep(now - moved_at)
@@ -189,9 +197,14 @@ class TcpTransport(Transport):
                 rank=direction.peer,
             ) from error
 
+    def _spins(self) -> bool:
+        return all(one.left <= _SPIN_BYTES for one in self._waiting())
+
     def _sleep(self, idle: float) -> None:
         events: dict[int, int] = defaultdict(int)
         for direction in self._waiting():
+            if direction.receives and not direction.is_tls:
+                direction.wake_late()
             event = select.POLLIN if direction.receives else select.POLLOUT
             events[direction.sock.fileno()] |= event
         poll = select.poll()
@@ -213,15 +226,33 @@ class _Direction:
     """One direction of a connection, with its pending messages in order."""
 
     def __init__(self, sock: socket.socket, peer: int, receives: bool) -> None:
+        self.is_tls = isinstance(sock, ssl.SSLSocket)
         self.sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        self._least = 1  # The system's default.
         self.peer, self.receives = peer, receives
         self.queue: deque[_Transfer] = deque()
+
+    @property
+    def left(self) -> int:
+        """The bytes that have not moved yet."""
+        return sum([len(transfer.rest) for transfer in self.queue])
+
+    def wake_late(self) -> None:
+        """Let the next poll return when much of the first message has arrived, or all of it.
+
+        Not for the second: the peer may send it only after an answer to the first.
+        """
+        least = min(_WAKE_BYTES, len(self.queue[0].rest))
+        if least != self._least:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
 
     def move(self) -> bool:
         """Send or receive as much as possible now; return True if anything moved."""
         queue, moved = self.queue, False
         while queue:
             parts = [transfer.rest for transfer in itertools.islice(queue, _MOST_PARTS)]
+            asked = sum(map(len, parts))
             try:
                 if self.receives:
                     count = self.sock.recvmsg_into(parts)[0]
@@ -232,7 +263,7 @@ class _Direction:
             if not count:
                 what = "sends" if self.receives else "takes"
                 raise EOFError(f"worker {self.peer} {what} no more")
-            moved = True
+            moved, is_all = True, count == asked
             while queue and count >= len(queue[0].rest):
                 transfer = queue.popleft()
                 count -= len(transfer.rest)
@@ -241,4 +272,7 @@ class _Direction:
                     transfer.then()
             if count:
                 queue[0].rest = queue[0].rest[count:]
+            # Less than was asked for: nothing is left. TLS moves one record at a time.
+            if not is_all and not self.is_tls:
+                break
         return moved

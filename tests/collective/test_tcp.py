@@ -11,6 +11,7 @@ import pytest
 
 from ndistribute.collective.headers import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.collective.tcp import TcpTransport
 from tests.collective import backend_calls
 from tests.collective.backend_calls import joined_peers
 from tests.processes import Ranks
@@ -51,6 +52,37 @@ def test_data_connections_are_made_to_those_who_need_each_other():
         # The partners of small sums are at most one for each bit of the size.
         for outcome in ranks.run(connections, 3):
             assert len(outcome.result()) <= 2 + 3
+
+
+def test_a_long_message_wakes_for_many_bytes_and_never_for_more_than_itself():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as far:
+        near, _ = listener.accept()
+        near.setblocking(False)
+
+        class Peers:
+            def data_socket(self, rank, check):
+                return near
+
+        with near:
+            transport = TcpTransport(Peers())
+            woken_by = []
+            for length in (1 << 20, 100):
+                transport.close()
+                transport.irecv(1, np.empty(length, np.uint8))
+                transport.irecv(1, np.empty(1 << 21, np.uint8))  # Sent after an answer, perhaps.
+                assert not transport._spins()
+                transport._sleep(0.0)
+                woken_by.append(near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+            assert woken_by[0] == 64 * 1024
+            assert woken_by[1] == 100
+            transport.close()
+            small = transport.irecv(1, np.empty(100, np.uint8))
+            assert transport._spins()
+            far.sendall(bytes(100))
+            while not small.done:
+                transport._sleep(0.0)
+                transport._advance()
 
 
 def cut_off(rank, size, odd, how):
