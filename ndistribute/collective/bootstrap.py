@@ -28,13 +28,14 @@ from ndistribute.transport.failure_detector import not_for_forks, silence_second
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
-from ndistribute.transport.waiting import why_unreached
+from ndistribute.transport.waiting import WaitReport, why_unreached
 
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
 _RETRY_SECONDS = 0.05  # Each attempt costs a handshake.
 _WELCOME = b"+"
 _SOMEWHERE = "192.0.2.1"  # From the range for documentation; only a route is looked up.
+_MOST_LOOKED_UP = 3  # A name that is unknown takes seconds.
 
 # Numbers the groups of this process, to detect processes that are in another group.
 _groups = itertools.count()
@@ -49,10 +50,15 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
     if environ.get("NDISTRIBUTE_HOST_ID"):
         return environ["NDISTRIBUTE_HOST_ID"]
     # Containers of one machine share its boot id, but not their processes and memory.
-    parts = [socket.gethostname(), str(os.getuid())]
+    return f"{os.getuid()}/{_identity_of('pid')}"
+
+
+def _identity_of(namespace: str) -> str:
+    """Return a string that is equal for processes of one kernel in the same namespace."""
+    parts = [socket.gethostname()]
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts.append(boot.read_text().strip() if boot.exists() else "")
-    space = Path("/proc/self/ns/pid")
+    space = Path("/proc/self/ns", namespace)
     parts.append(os.readlink(space) if space.exists() else "")
     return "/".join(parts)
 
@@ -116,14 +122,16 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
     """Return the description of a process that can exchange small messages, as over MPI."""
     tls, _ = tls_files(os.environ), silence_seconds()
-    names = [name.decode() for name in exchange(socket.gethostname().encode())]
-    alone = len(set(names)) == 1
-    listener = listen(f"{'127.0.0.1' if alone else outward_address(names)}:0")
+    # MPICH's launcher tells a process the name by which it reaches this host.
+    name = os.environ.get("PMI_HOSTNAME") or socket.gethostname()
+    place = host_identity(), _identity_of("net"), name
+    told = [tuple(json.loads(one)) for one in exchange(json.dumps(place).encode())]
+    listener = listen(address_of(address_among(told, rank), 0))
     own = address_of(*listener.getsockname()[:2])
     # The launcher's channel is trusted: all processes on it may know the secret.
     first, secret = json.loads(exchange(json.dumps([own, secrets.token_hex(32)]).encode())[0])
     credentials = Credentials(secret.encode(), "started by MPI", tls)
-    return ProcessInfo(rank, len(names), first, own, listener, credentials)
+    return ProcessInfo(rank, len(told), first, own, listener, credentials)
 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
@@ -131,9 +139,14 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
     credentials, _ = credentials_of([first]), silence_seconds()
     with contextlib.ExitStack() as on_error:
         entrance = None if rank else on_error.enter_context(listen(first, os.environ))
-        listener = listen(address_of(_own_address_towards(first), 0))
+        # The others know rank 0, and so all processes of its host, by the host in this address.
+        host = split_address(first)[0]
+        if rank:
+            here, there = _route_to(first)
+            host = host if here == there or is_loopback(here) else here
+        listener = listen(address_of(host, 0))
         on_error.pop_all()
-    own = address_of(*listener.getsockname()[:2])
+    own = address_of(host, listener.getsockname()[1])
     return ProcessInfo(rank, size, first, own, listener, credentials, entrance)
 
 
@@ -147,16 +160,26 @@ def _listener_at(address: str) -> socket.socket:
     return listen(address, os.environ)
 
 
+def address_among(told: Sequence[tuple[str, ...]], rank: int) -> str:
+    """Return the address of a process for the others, given each one's host, network and name."""
+    own = told[rank]
+    if all(one[:2] == own[:2] for one in told):
+        return "127.0.0.1"
+    try:
+        return outward_address([one[2] for one in told if one[:2] != own[:2]])
+    except OSError:
+        if any(one[1] != own[1] for one in told):
+            raise
+        return "127.0.0.1"  # Only NDISTRIBUTE_HOST_ID tells these hosts apart.
+
+
 def outward_address(names: Sequence[str]) -> str:
-    """Return the address of this host for the hosts of these names, which include this one."""
+    """Return the address of this host for other hosts of these names."""
     own = socket.gethostname()
-    with contextlib.suppress(OSError):
-        found = socket.gethostbyname(own)
-        if not is_loopback(found):  # Debian gives a host's own name 127.0.1.1.
-            return found
-    for name in [*(name for name in names if name != own), _SOMEWHERE]:
+    # The own name may mean loopback, as on Debian, or a network inside of this host.
+    for name in [*list(dict.fromkeys(names))[:_MOST_LOOKED_UP], own, _SOMEWHERE]:
         with contextlib.suppress(OSError):
-            found = _own_address_towards(f"{name}:9")
+            found, _ = _route_to(address_of(name, 9))
             if not is_loopback(found):
                 return found
     raise OSError(
@@ -165,13 +188,13 @@ def outward_address(names: Sequence[str]) -> str:
     )
 
 
-def _own_address_towards(address: str) -> str:
-    """Return the address of this host on its route to another address."""
+def _route_to(address: str) -> tuple[str, str]:
+    """Return the IP address of this host on its route to an address, and that of the other end."""
     try:
         found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
         with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
             probe.connect(found[0][4])  # Sends nothing; only looks up the route.
-            return str(probe.getsockname()[0])
+            return probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
         why = why_unreached(address, error)
         raise OSError(f"this host has no route to {address}: {why}.") from error
@@ -181,11 +204,12 @@ class DataConnections:
     """The data connections between this process and others of its group.
 
     Higher ranks connect to lower ones, which accept after `open`. If a process connects again, its
-    earlier connection ends.
+    earlier connection ends. `report` gets a rank and why it cannot be reached, or an empty string.
     """
 
     def __init__(self, info: ProcessInfo) -> None:
         self.info = info
+        self.report: Callable[[int, str], None] = lambda rank, why: None
         self._generation = 0
         self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
@@ -203,17 +227,22 @@ class DataConnections:
 
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
         """Return the connection to a process, which must request it too; `check` ends the wait."""
+        name, warning = f"worker {self.info.rank}", WaitReport(f"worker {self.info.rank}")
         while (sock := self._sockets.get(rank)) is None:
             check()
             pause = _CHECK_SECONDS
             if rank < self.info.rank:
-                pause = _RETRY_SECONDS
+                pause, port = _RETRY_SECONDS, f"the data port of worker {rank}"
                 try:
                     self._keep(rank, self._connect(rank))
+                    self.report(rank, "")
                 except AuthenticationError:
                     raise
-                except OSError:
-                    pass  # The other process is not ready: try again.
+                except OSError as error:  # It may not be ready: try again.
+                    port += f" at {self._addresses[rank]}: "
+                    port += why_unreached(self._addresses[rank], error)
+                    self.report(rank, f"{name} could not reach {port}")
+                    warning.tell(port)
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock

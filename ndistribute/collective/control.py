@@ -31,6 +31,7 @@ _ASKING_AT_ONCE = 64
 _REPEAT_SECONDS = (0.05, 1.0)  # The least and the most time between two such questions.
 _GRACE_SECONDS = 1.0  # For an answer of rank 0, and for data after rank 0 has left.
 _REASON_CHARACTERS = 2000
+_LATE = " If they need more time, raise CommunicationOptions(timeout_seconds=...)."
 
 Place = tuple[int, int]
 """A call: the position of its step, as in `StepTracker.position`, and its number in the step."""
@@ -154,8 +155,7 @@ class WaitMonitor:
             late = plane.where.late(self._place, absent, sorted(plane.others))
             text = (
                 f"worker {plane.rank} waited {self._timeout:g} s for worker(s) "
-                f"{', '.join(map(str, late))}. If they need more time, raise "
-                "CommunicationOptions(timeout_seconds=...)."
+                f"{', '.join(map(str, late))}.{plane.obstacles or _LATE}"
             )
             raise self._call.error(errors.CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
@@ -191,6 +191,7 @@ class ControlPlane:
         deadline = time.monotonic() + timeout
         try:
             self._star = star.Star(info, self._on_message, timeout)
+            self._data.report = self._star.report
         except BaseException:
             self._data.close()
             raise
@@ -211,6 +212,11 @@ class ControlPlane:
     def is_alarmed(self) -> bool:
         """Whether `check` may raise."""
         return self.cause is not None or bool(self._failures)
+
+    @property
+    def obstacles(self) -> str:
+        """Sentences, each after a space, about the connections that could not be made."""
+        return self._star.obstacles
 
     def check(self) -> None:
         """Raise the failure of the group, unless all processes complete the current call."""
@@ -408,7 +414,7 @@ class ControlPlane:
                     continue
                 raise errors.CollectiveTimeoutError(
                     f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
-                    f"{self._star.refusal} Check that all {self.size} processes were started with "
+                    f"{self.obstacles} Check that all {self.size} processes were started with "
                     f"the same secret, and that they can reach worker 0 at {info.first}.",
                     rank=error.rank,
                     op="start",

@@ -92,7 +92,14 @@ class Lost(Record, frozen=True):
     why: str
 
 
-Message = Abort | Failed | Exchange | GoodBye | Lost
+class Obstacle(Record, frozen=True):
+    """Why the sender cannot reach a process, or has refused one; empty if it reached it since."""
+
+    rank: int  # The sender's own if it has refused a process.
+    why: str
+
+
+Message = Abort | Failed | Exchange | GoodBye | Lost | Obstacle
 _messages: Decoder[Message] = Decoder(Message)
 
 
@@ -165,8 +172,8 @@ class Star:
         self, info: ProcessInfo, on_message: Callable[[int, Message], None], timeout: float
     ) -> None:
         self._info = info
-        self._on_message = on_message
-        self.refusal = ""  # Why rank 0 refused a process.
+        self._handle = on_message
+        self._obstacles: dict[tuple[int, int], str] = {}  # By the sender and the other rank.
         self._links: dict[int, Connection] = {}
         self._readers: list[threading.Thread] = []
         # Pending actions by rank. A thread runs them: an interrupt during a write would end the
@@ -196,8 +203,22 @@ class Star:
         """Queue a message for the thread that sends; return at once."""
         self._order(self._info.rank, self._act, self._info.rank, message)
 
+    @property
+    def obstacles(self) -> str:
+        """Sentences, each after a space, about the connections that could not be made."""
+        found = [why.rstrip(".") for why in list(self._obstacles.values()) if why]
+        return "".join(f" {why[0].upper()}{why[1:]}." for why in found)
+
+    def report(self, rank: int, why: str) -> None:
+        """Tell all processes why this one cannot reach another, or, if empty, that it did."""
+        own = self._info.rank
+        if self._obstacles.get((own, rank), "") != why:
+            self._obstacles[own, rank] = why
+            self.post(Obstacle(rank, sendable(why)))
+
     def stop_accepting(self) -> None:
         """Stop accepting processes."""
+        self._obstacles.pop((0, 0), None)
         if self._entrance is not None:
             self._entrance.close()
 
@@ -236,17 +257,18 @@ class Star:
         info, sockets = self._info, [*listen_unix(self._info.first), entrance]
         own = Hello(name="worker 0")
         self._entrance = Listener(
-            sockets, info.credentials, own, self._admit, check=self._refusal_of
+            sockets,
+            info.credentials,
+            own,
+            self._admit,
+            check=self._refusal_of,
+            on_refusal=lambda reason: self.report(0, f"worker 0 refused a process: {reason}"),
         )
 
     def _refusal_of(self, hello: Hello) -> str:
         """Return why a process with this `Hello` is refused, or an empty string."""
         joined = self._hub is not None and self._hub.joined
-        reason = self._info.refusal_of(hello, joined) or self._double_of(hello)
-        if reason:
-            self.refusal = f" Worker 0 refused a process: {reason}."
-            _log.warning("worker 0 refused a worker: %s", reason)
-        return reason
+        return self._info.refusal_of(hello, joined) or self._double_of(hello)
 
     def _double_of(self, hello: Hello) -> str:
         fields: dict[str, Any] = hello.details
@@ -280,6 +302,8 @@ class Star:
             self._drop(rank, stale, "the process connected again.")
         self._follow(rank, connection)
         self._deliver(rank, 0, Exchange(JOIN, 0, (0, 0), {}))
+        if refusal := self._obstacles.get((0, 0)):  # It may wait for the refused process.
+            self._deliver(rank, 0, Obstacle(0, refusal))
 
     def _reach_rank_0(self, timeout: float) -> Connection:
         """Connect to rank 0, which may not have started yet."""
@@ -309,6 +333,12 @@ class Star:
             rank=0,
             op="start",
         )
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        if isinstance(message, Obstacle):
+            self._obstacles[rank, message.rank] = message.why
+        else:
+            self._handle(rank, message)
 
     def _follow(self, rank: int, connection: Connection) -> None:
         """Start the thread that reads a connection and closes it."""

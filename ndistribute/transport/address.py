@@ -49,6 +49,15 @@ def is_loopback(host: str) -> bool:
     return host.lower() == "localhost" if ip is None else ip.is_loopback
 
 
+def is_name(host: str) -> bool:
+    """Return True for a name that may mean another address here than on other hosts.
+
+    >>> is_name("node1"), is_name("localhost"), is_name("10.0.0.1")
+    (True, False, False)
+    """
+    return _ip(host) is None and not is_loopback(host)
+
+
 def unix_name(address: str) -> bytes:
     """Return the name of the Unix socket that belongs to an address, for clients on the same host.
 
@@ -71,7 +80,8 @@ def name_of_peer(sock: socket.socket) -> str:
         return "who is gone"
     if not isinstance(name, tuple):
         return "localhost"  # A Unix socket.
-    return address_of(*name[:2])
+    # A socket that accepts IPv4 and IPv6 shows IPv4 addresses in this form.
+    return address_of(name[0].removeprefix("::ffff:"), name[1])
 
 
 def is_of_this_user(sock: socket.socket) -> bool:

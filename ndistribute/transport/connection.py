@@ -110,17 +110,20 @@ def connect(
 def tcp_socket(address: str, deadline: float) -> socket.socket:
     """Return a connected socket; also a name server has to answer by the deadline."""
     failure: OSError = socket.gaierror(socket.EAI_AGAIN, "the name server does not answer")
-    for family, kind, protocol, _, place in _looked_up(address, deadline):
+    found = _looked_up(address, deadline)
+    for number, (family, kind, protocol, _, place) in enumerate(found):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            # An address that does not answer leaves time for the next ones.
+            share = (deadline - time.monotonic()) / (len(found) - number)
+            sock.settimeout(max(0.001, share))
             sock.connect(place)
             return sock
         except BaseException as error:
             sock.close()
             if not isinstance(error, OSError):
                 raise
-            failure = error
+            failure, error.filename = error, place[0]  # For `why_unreached`.
     raise failure
 
 

@@ -20,9 +20,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ndistribute.errors import AuthenticationError
 from ndistribute.transport import handshake
-from ndistribute.transport.address import is_of_this_user, name_of_peer, split_address, unix_name
+from ndistribute.transport.address import (
+    is_name,
+    is_of_this_user,
+    name_of_peer,
+    split_address,
+    unix_name,
+)
 from ndistribute.transport.connection import unix_wanted
 from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.transport.secret import Credentials, tls_context
@@ -47,18 +55,37 @@ _log = logging.getLogger("ndistribute")
 
 
 def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.socket:
-    """Return a socket that listens at this address only; port 0 means any free port."""
+    """Return a socket that listens at this address only, or at all of this host if it is a name.
+
+    A host's own name often means another address there than elsewhere: Debian's is 127.0.1.1. Port
+    0 means any free port.
+    """
     host, port = split_address(address)
     if number := (environ or {}).get(LISTEN_FD, ""):
         return _inherited(number, address, port)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server(found[0][4], family=found[0][0], backlog=_BACKLOG)
+        if not is_name(host):
+            return socket.create_server(found[0][4], family=found[0][0], backlog=_BACKLOG)
+        _check_own(found)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        place = "", port
+        return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "Check the host's name and its network.")
         raise OSError(
             error.errno, f"cannot listen at {host} port {port}: {error.strerror}. {advice}"
         ) from error
+
+
+def _check_own(found: Sequence[Any]) -> None:
+    """Raise OSError if this host has none of the addresses that were found for a name."""
+    for family, *_, place in found:
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((place[0], 0, *place[2:]))
+            return
+    raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
 
 def _inherited(number: str, address: str, port: int) -> socket.socket:
@@ -111,7 +138,8 @@ class Listener:
     """Accept connections, and pass on those of peers that prove to know the job's secret.
 
     The listener's thread calls `on_peer` with the socket, which the callee then owns, and the
-    outcome of the handshake. `on_peer` must not block.
+    outcome of the handshake, and `on_refusal` with the reason if a peer did not prove it. Neither
+    may block.
     """
 
     def __init__(
@@ -122,8 +150,9 @@ class Listener:
         on_peer: Callable[[socket.socket, handshake.Accepted], None],
         *,
         check: handshake.Check = lambda hello: "",
+        on_refusal: Callable[[object], None] = lambda reason: None,
     ) -> None:
-        self._on_peer = on_peer
+        self._on_peer, self._on_refusal = on_peer, on_refusal
         # At most an eighth of the descriptors, so the job keeps the others.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(4, min(MAXIMUM_HANDSHAKES, files // 8))
@@ -253,6 +282,8 @@ class Listener:
     def _refuse(self, pending: _Pending, reason: object, last_words: bytes = b"") -> None:
         """Drop a connection once its peer had time to read the reason."""
         pending.refusal = pending.refusal or reason
+        if isinstance(reason, AuthenticationError):
+            self._on_refusal(reason)
         pending.deadline = time.monotonic() + _LINGER_SECONDS
         try:
             socket.socket.send(pending.sock, last_words)  # Outside TLS.

@@ -60,11 +60,13 @@ def why_unreached(address: str, error: OSError) -> str:
         return str(error).rstrip(".")
     if isinstance(error, socket.gaierror):
         return f"the host name {split_address(address)[0]!r} was not found: {error.strerror}"
+    host, ip = split_address(address)[0], error.filename
+    found = f" ({host} is {ip} here)" if ip not in (None, host) else ""
     if isinstance(error, ConnectionRefusedError):
-        return f"nothing listens there: {error.strerror}"
+        return f"nothing listens there: {error.strerror}{found}"
     if isinstance(error, TimeoutError):
-        return "that host does not answer: check the address and firewalls"
-    return str(error).rstrip(".")
+        return f"that host does not answer: check the address and firewalls{found}"
+    return f"{error.strerror or error}".rstrip(".") + found
 
 
 def is_out_of_reach(sock: Any) -> bool:

@@ -21,6 +21,7 @@ from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import (
     DataConnections,
     ProcessInfo,
+    address_among,
     info_from_addresses,
     info_from_rank_0,
     outward_address,
@@ -66,20 +67,39 @@ def wait_until(is_so):
         time.sleep(0.001)
 
 
-def test_a_host_whose_own_name_is_loopback_is_reached_at_another_address(monkeypatch):
-    """Debian gives a host's name 127.0.1.1: workers on other hosts called themselves."""
+def test_a_host_is_reached_at_its_address_towards_the_others(monkeypatch):
+    """Its own name may be 127.0.1.1, as on Debian, or inside of it, as the bridge of containers."""
     own = socket.gethostname()
-    ways = {f"{own}:9": "127.0.1.1", "twin:9": "127.0.0.1", "other:9": "10.1.2.3"}
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    monkeypatch.setattr(bootstrap, "_own_address_towards", ways.__getitem__)
-    assert outward_address(["twin", own, "other"]) == "10.1.2.3"
+    ways = {f"{own}:9": "172.17.0.1", "twin:9": "127.0.0.1", "other:9": "10.1.2.3"}
+    monkeypatch.setattr(bootstrap, "_route_to", lambda name: (ways[name], ""))
+    assert outward_address(["twin", "other", own]) == "10.1.2.3"
+    assert outward_address(["twin", own]) == "172.17.0.1"
+
+
+def test_loopback_serves_one_network_and_hosts_of_one_name_are_told_apart(monkeypatch):
+    monkeypatch.setattr(bootstrap, "_route_to", lambda name: ("10.1.2.3", ""))
+    here, beside = ("boot 1", "net 1", "box"), ("boot 1", "net 2", "box")
+    away, named = ("boot 2", "net 3", "box"), ("blue", "net 1", "box")
+    assert address_among([here, here], 0) == "127.0.0.1"
+    for other in (beside, away, named):
+        assert address_among([here, other], 0) == address_among([here, other], 1) == "10.1.2.3"
+
+
+def test_hosts_that_only_the_user_tells_apart_need_no_network(monkeypatch):
+    def no_way(address):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(bootstrap, "_route_to", no_way)
+    red, blue = ("red", "net 1", "box"), ("blue", "net 1", "box")
+    assert address_among([red, blue], 1) == "127.0.0.1"
+    with pytest.raises(OSError, match="no address that other hosts can reach"):
+        address_among([red, ("blue", "net 2", "box")], 0)
 
 
 def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
     def unreachable(*_, **__):
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     with pytest.raises(OSError, match="add it to /etc/hosts"):
         outward_address(["elsewhere"])
@@ -89,6 +109,21 @@ def test_a_rank_0_of_an_unknown_name_is_named(monkeypatch):
     monkeypatch.setenv("NDISTRIBUTE_SECRET", "the secret of this test")
     with pytest.raises(OSError, match="the host name 'no-such-host"):
         info_from_rank_0("no-such-host.invalid:1", 1, 2)
+
+
+@pytest.mark.parametrize("way", [("127.0.0.1", "127.0.1.1"), ("172.17.0.1", "172.17.0.1")])
+def test_the_host_of_rank_0_is_named_to_all_as_it_was_given(monkeypatch, way):
+    """What its name means there, no other host may reach."""
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "the secret of this test")
+    monkeypatch.setattr(bootstrap, "_route_to", lambda address: way)
+    own = socket.gethostname()
+    for rank in (0, 1):
+        info = info_from_rank_0(f"{own}:0", rank, 2)
+        assert info.address == f"{own}:{info.listener.getsockname()[1]}"
+        assert info.listener.getsockname()[0] in ("::", "0.0.0.0")
+        for sock in (info.listener, info.entrance):
+            if sock is not None:
+                sock.close()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])

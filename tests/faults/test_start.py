@@ -31,6 +31,14 @@ def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path):
     assert "with the same secret" in right.output
 
 
+def test_all_workers_are_told_of_one_with_a_wrong_secret(tmp_path):
+    right, other, wrong = failed(tmp_path, {}, {}, {"NDISTRIBUTE_SECRET": "quite another secret"})
+    assert "AuthenticationError" in wrong.output, wrong.output
+    for one in (right, other):
+        assert "Worker 0 refused a process: The peer " in one.output, one.output
+        assert "has another secret than this process" in one.output
+
+
 def test_another_cluster_size_is_an_error_on_both_sides(tmp_path):
     two = free_addresses({"worker": 2})["worker"]
     first, other = failed(tmp_path, place(two, 0), place([*two, "127.0.0.1:0"], 2))

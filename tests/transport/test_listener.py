@@ -16,6 +16,7 @@ import pytest
 
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError
 from ndistribute.transport import listener
+from ndistribute.transport.address import name_of_peer
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import LISTEN_FD, MAXIMUM_HANDSHAKES, Listener, listen
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_files
@@ -325,3 +326,24 @@ def test_a_fork_keeps_no_copy_of_the_listener():
         # The test's own three strangers remain; nothing of the listener does.
         assert forked(open_sockets) == before + 3
         assert server.join() == "server"  # The parent's goes on.
+
+
+def test_a_name_is_listened_for_at_all_addresses_and_loopback_at_itself(monkeypatch):
+    """A host's own name may mean 127.0.1.1 there, as on Debian, and another address elsewhere."""
+    found = socket.getaddrinfo
+    means = {"debian.example": "127.0.1.1", "away.example": "203.0.113.9"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: found(means.get(host, host), *a, **k)
+    )
+    with listen("debian.example:0") as everywhere:
+        port = everywhere.getsockname()[1]
+        for host in ("127.0.0.1", "127.0.1.1", "127.0.0.2"):
+            with socket.create_connection((host, port)):
+                peer, _ = everywhere.accept()
+                with peer:
+                    assert name_of_peer(peer).startswith("127.0.")
+    for host in ("localhost", "127.0.0.1", "127.0.1.1"):
+        with listen(f"{host}:0") as here:
+            assert here.getsockname()[0] in ("127.0.0.1", "127.0.1.1", "::1")
+    with pytest.raises(OSError, match="check which process of the job this is"):
+        listen("away.example:0")
