@@ -244,7 +244,7 @@ class Server:
             start_seconds=seconds_of(environ, "NDISTRIBUTE_START_SECONDS", _START_SECONDS),
             return_seconds=seconds_of(environ, "NDISTRIBUTE_RETURN_SECONDS", _RETURN_SECONDS),
         )
-        self._membership = _Membership(self.name, policy)
+        self._membership = _Membership(f"{self.name} at {self._address}", policy)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._rpc: RpcServer | None = None
