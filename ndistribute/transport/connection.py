@@ -115,8 +115,7 @@ def tcp_socket(address: str, deadline: float) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             # An address that does not answer leaves time for the next ones.
-            share = (deadline - time.monotonic()) / (len(found) - number)
-            sock.settimeout(max(0.001, share))
+            sock.settimeout(max(0.001, (deadline - time.monotonic()) / (len(found) - number)))
             sock.connect(place)
             return sock
         except BaseException as error:
