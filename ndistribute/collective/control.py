@@ -177,6 +177,7 @@ class ControlPlane:
         self.others = frozenset(range(info.size)) - {info.rank}
         self.where = StepTracker()
         self.cut_off_at = float("inf")  # When rank 0 left and control messages ended.
+        self.wake: Callable[[], None] | None = None  # Ends the sleep of a call in shared memory.
         self._info = info
         self._broken: dict[int, star.Failed] = {}  # By generation; others may be ahead.
         self._failures: dict[int, star.Failed] = {}  # By rank, in steps not over here.
@@ -511,6 +512,8 @@ class ControlPlane:
                     self._failures[rank] = message
                     self._catch_up()
             self._changed.notify_all()
+        if (self.is_alarmed or self.where.anyone_gone) and (wake := self.wake):
+            wake()
 
     def _learn(self, told: star.Exchange) -> None:
         """Record what others passed in an exchange; answer if they wait for this process."""

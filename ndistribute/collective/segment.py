@@ -91,6 +91,7 @@ class Segment:
         # With fewer cores than processes, spinning would take the core of another process.
         self._looks = _LOOKS if size <= cores() else 0
         self._futex: Any = Futex(self._memory, _FUTEX)
+        peers.wake = self._futex.wake
         self._awaited: Any = pages[0][_AWAITED : _AWAITED + 8].cast("Q")
         self._order = _make_fence()
         # These processors show stores to others in order, so data comes before the counter.
@@ -144,14 +145,14 @@ class Segment:
         patience = self._peers.patience(call, timeout)
         start = checked = time.monotonic()
         while not self._is_complete():
+            count = self._futex.count
             now = time.monotonic()
-            if now - checked >= _CHECK_SECONDS:
+            if now - checked >= _CHECK_SECONDS or self._peers.is_alarmed:
                 checked = now
                 patience.check(missing)
             if self._looks and now - start < _YIELD_SECONDS:
                 os.sched_yield()
                 continue
-            count = self._futex.count
             self._awaited[0] = self._arrived
             if not self._wake_all():
                 self._futex.sleep(count, _CHECK_SECONDS)
@@ -226,6 +227,7 @@ class Segment:
         """Unmap the memory when nobody refers to it any more."""
         self.let_go()
         self.view.cache_clear()
+        self._peers.wake = None
         self._memory = self._futex = self._awaited = None
         self._buckets = np.empty((self.size, 0), np.uint8)
         self._counters, self._headers = [], []
