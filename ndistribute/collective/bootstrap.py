@@ -9,6 +9,7 @@ transport's handshake. Jobs in shared memory make none.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -24,7 +25,13 @@ from typing import Any
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import address_of, is_loopback, split_address
 from ndistribute.transport.connection import tcp_socket
-from ndistribute.transport.failure_detector import not_for_forks, silence_seconds
+from ndistribute.transport.failure_detector import (
+    detector,
+    not_for_forks,
+    probe_when_idle,
+    silence_seconds,
+    unanswered_seconds,
+)
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
@@ -33,6 +40,8 @@ from ndistribute.transport.waiting import WaitReport, why_unreached
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
 _RETRY_SECONDS = 0.05  # Each attempt costs a handshake.
+_LOOK_SECONDS = 1.0
+_LEAST_SECONDS = 3.0  # Of silence, because the kernel probes once in a second at most.
 _WELCOME = b"+"
 _SOMEWHERE = "192.0.2.1"  # From the range for documentation; only a route is looked up.
 _MOST_LOOKED_UP = 3  # A name that is unknown takes seconds.
@@ -205,11 +214,15 @@ class DataConnections:
 
     Higher ranks connect to lower ones, which accept after `open`. If a process connects again, its
     earlier connection ends. `report` gets a rank and why it cannot be reached, or an empty string.
+    The failure detector watches the connections: after the heartbeat timeout, `cut_off` gets both.
     """
 
     def __init__(self, info: ProcessInfo) -> None:
         self.info = info
+        self.beat_within = max(_LEAST_SECONDS, silence_seconds())
         self.report: Callable[[int, str], None] = lambda rank, why: None
+        self.cut_off: Callable[[int, str], None] = lambda rank, why: None
+        self._silent: set[int] = set()  # Ranks that are cut off.
         self._generation = 0
         self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
@@ -228,6 +241,7 @@ class DataConnections:
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
         """Return the connection to a process, which must request it too; `check` ends the wait."""
         name, warning = f"worker {self.info.rank}", WaitReport(f"worker {self.info.rank}")
+        since = time.monotonic()
         while (sock := self._sockets.get(rank)) is None:
             check()
             pause = _CHECK_SECONDS
@@ -243,9 +257,39 @@ class DataConnections:
                     port += why_unreached(self._addresses[rank], error)
                     self.report(rank, f"{name} could not reach {port}")
                     warning.tell(port)
+                    if isinstance(error, ConnectionResetError):  # It answers, so it is reached.
+                        since = time.monotonic()
+                    elif (waited := time.monotonic() - since) > self.beat_within:
+                        self.cut_off(rank, f"it tried for {waited:.1f} s to reach {port}.")
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
+
+    def tick(self, now: float, excused: bool) -> None:
+        """Report processes that do not answer, although the connection to them is open."""
+        for rank, sock in [] if excused else list(self._sockets.items()):
+            with contextlib.suppress(OSError):  # It was just closed.
+                silence = unanswered_seconds(sock)
+                if silence > self.beat_within and rank not in self._silent:
+                    self._silent.add(rank)
+                    explain = functools.partial(self._explain, rank, silence, self._generation)
+                    threading.Thread(target=explain, name="ndistribute look", daemon=True).start()
+
+    def _explain(self, rank: int, silence: float, generation: int) -> None:
+        """Report a silent process, with what a new connection to it tells about the reason."""
+        address = self._addresses[rank]
+        try:
+            tcp_socket(address, time.monotonic() + _LOOK_SECONDS).close()
+            why = (
+                "a new connection can be made, so the network was cut meanwhile, or loses long "
+                "packets: compare the MTUs of both hosts and of what is between them, with "
+                f"`ping -M do -s 1472 {split_address(address)[0]}`"
+            )
+        except OSError as error:
+            why = why_unreached(address, error)
+        if generation == self._generation:
+            what = f"nothing came back on their data connection for {silence:.1f} s"
+            self.cut_off(rank, f"{what}; {why}.")
 
     def listens_at(self, address: str) -> bool:
         """Return True if this group accepts connections at this address."""
@@ -256,12 +300,14 @@ class DataConnections:
         """Close all connections; the next generation makes new ones."""
         with self._changed:
             self._generation = generation
+            self._silent.clear()
             self.let_go()
 
     def close(self) -> None:
         """Stop accepting connections, and close all of them."""
         if self._listener is not None:
             self._listener.close()
+        detector.forget(self)
         self.info.listener.close()
         with self._changed:
             self.let_go()
@@ -303,7 +349,9 @@ class DataConnections:
 
     def _keep(self, rank: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        probe_when_idle(sock, self.beat_within)
         sock.setblocking(False)
+        detector.watch(self)
         stale = self._sockets.get(rank)
         self._sockets[rank] = sock
         if stale is not None:

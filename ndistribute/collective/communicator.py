@@ -28,8 +28,8 @@ from ndistribute.collective.backend import (
     T,
     Update,
 )
-from ndistribute.collective.control import StepTracker
 from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.collective.progress import StepTracker
 from ndistribute.collective.reduce_op import ReduceOp, result_dtype
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.collective.backend import Arrays, Begin, Call, Combine, T, Update
-from ndistribute.collective.control import BEFORE_ALL, ControlPlane
+from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.progress import BEFORE_ALL
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.threads import Rendezvous
 from ndistribute.collective.workers import Workers

@@ -24,11 +24,13 @@ import numpy as np
 from ndistribute.collective.control import ControlPlane, WaitMonitor
 from ndistribute.devices import Array
 from ndistribute.errors import WorkerLostError
+from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.secret import NonBlockingTls
 
 _CHECK_SECONDS = 0.05
-# The reason why a connection closed may arrive a little later through the control plane.
-_GRACE_SECONDS = 0.5
+# The reason why a connection closed may arrive later through the control plane: if a process was
+# cut off from rank 0, it may end before rank 0 has noticed.
+_GRACE_SECONDS = (0.5, 2.0)
 _MOST_PARTS = 16
 # For more bytes a rank does not spin. Of 1 MiB with 2 hosts over 10 Gbit/s, spinning saves 0.3 ms.
 _SPIN_BYTES = 1 << 20
@@ -131,7 +133,8 @@ class Transport(abc.ABC):
         self, reason: str, rank: int | None = None, look: Callable[[], None] = lambda: None
     ) -> WorkerLostError:
         """Return an error for a failed message, unless the control plane raises a better one."""
-        until = time.monotonic() + _GRACE_SECONDS
+        shortest, longest = _GRACE_SECONDS
+        until = time.monotonic() + min(max(shortest, silence_seconds() / 2), longest)
         while time.monotonic() < until:
             self._check()
             look()

@@ -34,7 +34,13 @@ import numpy as np
 from ndistribute.errors import AuthenticationError, DistributeError
 from ndistribute.transport.address import is_loopback, is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
-from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
+from ndistribute.transport.failure_detector import (
+    FORKED,
+    detector,
+    not_for_forks,
+    silence_seconds,
+    unanswered_seconds,
+)
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.secret import Credentials, NonBlockingTls
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
@@ -63,6 +69,7 @@ _LONGEST_WAIT_SECONDS = 3600.0  # poll accepts this many milliseconds.
 _QUIET = socket.MSG_NOSIGNAL  # The program may have reset SIGPIPE.
 _PADDING = bytes(ALIGNMENT)
 _CLOSED = "it closed the connection, as a process that ends does."
+_CUT = "it closed the connection, and had not acknowledged what was sent: the network is cut."
 _CLOSED_HERE = "this process closed it."
 _FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # Room for one descriptor.
 
@@ -370,7 +377,8 @@ class Connection:
         elif now - self._last_input > self.silence_seconds:
             with contextlib.suppress(ValueError):  # The connection was just closed.
                 if not self._poll(select.POLLIN, 0):  # Otherwise a thread is about to read.
-                    self.abort(f"nothing was heard of it for {now - self._last_input:.1f} s.")
+                    silence = f"nothing was heard of it for {now - self._last_input:.1f} s"
+                    self.abort(f"{silence}: it is stopped, or cannot be reached.")
 
     def _listen(self, now: float) -> None:
         """Read what has arrived while no thread receives; the caller holds the reading lock."""
@@ -530,7 +538,8 @@ class Connection:
         for _, _, file in beside:
             self._take_file(int.from_bytes(file, sys.byteorder))
         if not count:
-            raise ConnectionLostError(_CLOSED)
+            cut = not self.is_unix and unanswered_seconds(self._sock)
+            raise ConnectionLostError(_CUT if cut else _CLOSED)
         self._last_input = time.monotonic()
         return int(count)
 

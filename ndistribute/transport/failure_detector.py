@@ -1,9 +1,10 @@
 """The failure detector: heartbeats on all connections of a process, and the end of silent ones.
 
 A closed connection means that the peer has died, and is detected at once. A host that is
-unreachable is detected when the kernel gives up sending (TCP_USER_TIMEOUT). A stopped or blocked
-process is detected by its silence. That takes longer, because a process that holds Python's lock
-while it computes is silent too. One thread per process sends and receives heartbeats.
+unreachable is detected when the kernel gives up sending (TCP_USER_TIMEOUT) or, on connections
+without heartbeats, when it gets no answers to its probes. A stopped or blocked process is detected
+by its silence. That takes longer, because a process that holds Python's lock while it computes is
+silent too. One thread per process sends and receives heartbeats.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import contextlib
 import logging
 import os
 import queue
+import socket
+import struct
 import threading
 import time
 import weakref
@@ -27,6 +30,10 @@ FORKED = (
 )
 _BEATS = 8  # Heartbeats within the timeout.
 _LONGEST_PAUSE_SECONDS = 5.0
+_RESET = 7  # TCP_CLOSE
+# Of the kernel's `struct tcp_info`: the state, retransmissions and probes without an answer, their
+# backoff, and the milliseconds since the last data and the last acknowledgement came.
+_TCP_INFO = struct.Struct("=BxBBB47xII")
 _log = logging.getLogger("ndistribute")
 
 
@@ -42,6 +49,26 @@ class Watched(Protocol):
 def silence_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """Return the heartbeat timeout: seconds of silence after which a process counts as lost."""
     return seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
+
+
+def probe_when_idle(sock: socket.socket, silence: float) -> None:
+    """Make the kernel probe a silent peer of a TCP connection, several times within `silence`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, option, max(1, int(silence / _BEATS)))
+
+
+def unanswered_seconds(sock: Any) -> float:
+    """Return for how long the peer's host has not answered data or probes; 0 if it owes nothing.
+
+    TCP_USER_TIMEOUT would end the connection to a process that computes, and reads nothing.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    state, retransmits, probes, backoff, data, answer = _TCP_INFO.unpack(info)
+    # Probes of a full window, which back off, may be minutes apart. Its receiver probes as well.
+    if state == _RESET or not (retransmits or (probes and not backoff)):
+        return 0.0
+    return float(min(data, answer)) / 1000
 
 
 class FailureDetector:

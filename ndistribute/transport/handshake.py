@@ -169,7 +169,7 @@ def _explained(error: OSError, peer: str) -> Exception:
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
             f"The peer {peer} did not finish the handshake in time. It may have stopped, or be no "
-            "process of this job: check the addresses."
+            "process of this job, or the network loses long packets: check addresses and MTUs."
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionError):
         return ConnectionResetError(

@@ -27,7 +27,7 @@ from ndistribute.collective.bootstrap import (
     outward_address,
 )
 from ndistribute.collective.communicator import CommunicationOptions
-from ndistribute.collective.control import BEFORE_ALL, END, StepTracker
+from ndistribute.collective.progress import BEFORE_ALL, END, StepTracker
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.star import (
     CALL,
