@@ -34,13 +34,7 @@ import numpy as np
 from ndistribute.errors import AuthenticationError, DistributeError
 from ndistribute.transport.address import is_loopback, is_of_this_user, split_address, unix_name
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
-from ndistribute.transport.failure_detector import (
-    FORKED,
-    detector,
-    not_for_forks,
-    silence_seconds,
-    unanswered_seconds,
-)
+from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.secret import Credentials, NonBlockingTls
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
@@ -538,8 +532,7 @@ class Connection:
         for _, _, file in beside:
             self._take_file(int.from_bytes(file, sys.byteorder))
         if not count:
-            cut = not self.is_unix and unanswered_seconds(self._sock)
-            raise ConnectionLostError(_CUT if cut else _CLOSED)
+            raise ConnectionLostError(_CUT if is_out_of_reach(self._sock) else _CLOSED)
         self._last_input = time.monotonic()
         return int(count)
 
