@@ -57,8 +57,7 @@ _SHARED_FROM_BYTES = 65536
 _SPINS, _PAUSE_SECONDS = 1000, 50e-6  # Before and between checks.
 _BUFFERS_AT_ONCE = 512  # sendmsg accepts at most 1024.
 _SOCKET_BYTES = 4 << 20
-_IDLE_SECONDS = 10.0
-_SHUTDOWN_SECONDS = 1.0
+_IDLE_SECONDS, _SHUTDOWN_SECONDS = 10.0, 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # poll accepts this many milliseconds.
 _QUIET = socket.MSG_NOSIGNAL  # The program may have reset SIGPIPE.
 _PADDING = bytes(ALIGNMENT)
@@ -368,11 +367,10 @@ class Connection:
                 self._reading.release()
         if excused:
             self._last_input = now
-        elif now - self._last_input > self.silence_seconds:
+        elif (quiet := now - self._last_input) > self.silence_seconds:
             with contextlib.suppress(ValueError):  # The connection was just closed.
                 if not self._poll(select.POLLIN, 0):  # Otherwise a thread is about to read.
-                    silence = f"nothing was heard of it for {now - self._last_input:.1f} s"
-                    self.abort(f"{silence}: it is stopped, or cannot be reached.")
+                    self.abort(f"nothing was heard of it for {quiet:.1f} s: stopped, or cut off.")
 
     def _listen(self, now: float) -> None:
         """Read what has arrived while no thread receives; the caller holds the reading lock."""
