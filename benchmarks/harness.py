@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks import report, worker
 from benchmarks.machine import busy_seconds, machine, seconds_of
 from ndistribute.launcher import doctor
-from tests.processes import Ranks
+from tests.processes import Ranks, Starter
 
 OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
 # What a side's interpreter must have, and what else of it is worth noting.
@@ -48,6 +48,8 @@ _PYTHONS = {TF: "tf_python", TORCH: "torch_python", MPICH: "mpi_python"}
 _SETTLE_SECONDS = 0.1
 # A first step may trace, page memory in, or start threads.
 _WARM_STEPS = 3
+# A step that takes longer is warm after the one that is checked and another.
+_LONG_SECONDS = 1.0
 # Importing TensorFlow takes ten seconds on a busy machine, tracing a step about as long.
 _ANSWER_SECONDS = 180.0
 _MAX_FAILURES = 2
@@ -66,7 +68,7 @@ class Contender:
     maker: str  # ``module:function``, a context manager that yields a `worker.Prepared`.
     params: Mapping[str, Any]
     jobs: tuple[str, ...] = ("worker",)  # Its processes, as tasks of a cluster.
-    wire: str = "python"  # Or "mpi": they are started by mpiexec.
+    wire: str | Starter = "python"  # Or "mpi": they are started by mpiexec; or what starts them.
     threads: int = 1  # For arithmetic, in each process; 0: it chooses itself.
     environ: Mapping[str, str] = field(default_factory=dict)  # Of its processes, besides.
     units: float = 1.0  # How much work a step is, in the benchmark's unit.
@@ -114,6 +116,7 @@ class _Turn:
     seconds: list[float] = field(default_factory=list)
     own_cores: list[float] = field(default_factory=list)
     others_cores: list[float] = field(default_factory=list)
+    processor: list[tuple[float, float]] = field(default_factory=list)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +244,7 @@ class _Run:
     def close(self) -> None:
         """End all processes."""
         for key, team in self._teams.items():
-            if "mpi" not in key:  # They hold nothing that is worth saving.
+            if key[3] == "python":  # They hold nothing that is worth saving.
                 team.kill()
             _end(team)
 
@@ -295,6 +298,8 @@ class _Run:
         if self._options.quick:
             return
         seconds = 0.25
+        if self._seconds(turn, 1) > _LONG_SECONDS:
+            return
         self._seconds(turn, _WARM_STEPS)
         while True:
             # The fastest of three, lest a hiccup makes repetitions short from then on.
@@ -312,6 +317,8 @@ class _Run:
         busy, own = busy_seconds() - busy, seconds_of(pids) - own
         whole = time.perf_counter() - start
         turn.seconds.append(seconds / turn.steps / turn.one.units)
+        units = turn.steps * turn.one.units
+        turn.processor.append((own / units, busy / units))
         turn.own_cores.append(own / whole)
         turn.others_cores.append(max(0.0, busy - own) / whole)
 
@@ -333,6 +340,7 @@ class _Run:
     def _entry(self, group: Group, turn: _Turn) -> dict[str, Any]:
         one, rate = turn.one, self._benchmark.rate
         figures = [1 / seconds if rate else seconds * 1e6 for seconds in turn.seconds]
+        processor = [statistics.mean(column) for column in zip(*turn.processor, strict=True)]
         return {
             "group": group.name,
             "unit": group.unit or self._benchmark.unit,
@@ -343,6 +351,8 @@ class _Run:
             "figure": {"median": statistics.median(figures), "all": figures},
             "own_cores": statistics.median(turn.own_cores),
             "others_cores": statistics.median(turn.others_cores),
+            # Seconds for a unit: of the processes, and of all that computes, as the kernel does.
+            "processor": dict(zip(("own", "machine"), processor, strict=True)),
             "check": turn.check,
             "told": turn.told,
         }

@@ -19,6 +19,7 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -233,13 +234,18 @@ class Outcome:
         return self.value
 
 
+# Starts processes: from the job and the environment of each, and the command that all run.
+Starter = Callable[[Sequence[str], Sequence[Mapping[str, str]], Sequence[str]], list[Any]]
+
+
 class Ranks:
     """Keep some processes that run the same function together.
 
     Args:
         size: how many.
         wire: ``"tcp"`` for `TF_CONFIG` and sockets, ``"python"`` for the same with a new
-            interpreter for each, where the environment matters at import, ``"mpi"`` for `mpiexec`.
+            interpreter for each, where the environment matters at import, ``"mpi"`` for `mpiexec`;
+            or what starts the processes, in other namespaces for example.
         environ: more environment variables; a list gives each rank its own.
         jobs: which job of the cluster each rank is a task of; all are workers otherwise.
         python: their interpreter.
@@ -248,7 +254,7 @@ class Ranks:
     def __init__(
         self,
         size: int,
-        wire: str = "tcp",
+        wire: str | Starter = "tcp",
         environ: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
         *,
         jobs: Sequence[str] = (),
@@ -264,7 +270,8 @@ class Ranks:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(door)
             listener.listen(size)
-            start = _start_over_mpi if wire == "mpi" else _start_over_tcp
+            starters: dict[str, Starter] = {"mpi": _start_over_mpi}
+            start = starters.get(wire, _start_over_tcp) if isinstance(wire, str) else wire
             self._processes = start(
                 list(jobs) or ["worker"] * size,
                 [{"RANKS_DOOR": door, **one} for one in each],
@@ -284,12 +291,14 @@ class Ranks:
         listener.settimeout(START_SECONDS)
         came: dict[int, tuple[int, Connection]] = {}
         while len(came) < self.size:
-            line = Connection(listener.accept()[0].detach())
+            peer, _ = listener.accept()
+            # The number in this namespace, which the process may not know itself.
+            pid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            line = Connection(peer.detach())
             self._lines.append(line)
             if not line.poll(START_SECONDS):
                 raise TimeoutError("a process that was started says nothing")
-            rank, pid = line.recv()
-            came[rank] = (pid, line)
+            came[line.recv()] = (pid, line)
         self.pids = [came[rank][0] for rank in range(self.size)]
         self._lines = [came[rank][1] for rank in range(self.size)]
         self._pidfds += map(os.pidfd_open, self.pids)
@@ -430,7 +439,7 @@ def serve() -> None:
     names += [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
     rank, size = next((int(os.environ[r]), int(os.environ[s])) for r, s in names if r in os.environ)
     with Client(os.environ["RANKS_DOOR"]) as line, contextlib.suppress(EOFError, OSError):
-        line.send((rank, os.getpid()))
+        line.send(rank)
         while True:
             line.send(_outcome(*line.recv(), rank, size))
 
