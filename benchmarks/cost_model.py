@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.hosts_model import HEADERS, fit, predictions
 from benchmarks.report import markdown, shown, write_json
 from benchmarks.training import GRADIENT_BYTES
 
@@ -126,30 +127,41 @@ def speedups(written: Mapping[str, Any], inside: Curve) -> list[dict[str, float 
     return rows
 
 
-def between_hosts(curve: Curve, name: str, hosts: int, size: float) -> float:
+def between_hosts(
+    curve: Curve, name: str, hosts: int, size: float, work_per_byte: float = 0.0
+) -> float:
     """Return the seconds of an all-reduce of some hosts, by the better of ring and doubling.
 
     The transport's own work, measured over loopback with two processes, adds to the network's
-    latency, and a byte costs what the slower of the two takes. Links are not shared.
+    latency. A byte costs what the slowest takes: the wire with its headers, the transport, or a
+    host's processor for a byte on a wire. Links are not shared.
     """
     if hosts == 1:
         return 0.0
     alpha, beta = NETWORKS[name] if name in NETWORKS else map(float, name.split(","))
     latency = alpha + curve[0][1] / 2  # Two messages in a row were measured.
-    byte = max(beta, time_of(curve, size) / size)  # Each of two sends and gets the array once.
+    # Each of two sends and gets the array once.
+    byte = max(beta * HEADERS, time_of(curve, size) / size, work_per_byte)
     ring = 2 * (hosts - 1) * latency + 2 * (hosts - 1) / hosts * size * byte
     doubling = math.ceil(math.log2(hosts)) * (latency + size * byte)
     return float(min(ring, doubling))
 
 
 def curves(
-    size: float, compute: float, inside: Curve, wire: Curve, network: str, per_host: int
+    size: float,
+    compute: float,
+    inside: Curve,
+    wire: Curve,
+    network: str,
+    per_host: int,
+    work_per_byte: float = 0.0,
 ) -> list[dict[str, float]]:
     """Return for each number of workers the all-reduce, and the steps of both scalings."""
     rows = []
     for workers in WORKERS:
         here, hosts = min(workers, per_host), math.ceil(workers / per_host)
-        reduce = reduce_inside(inside, size, here) + between_hosts(wire, network, hosts, size)
+        reduce = reduce_inside(inside, size, here)
+        reduce += between_hosts(wire, network, hosts, size, work_per_byte)
         weak, strong = compute + reduce, compute / workers + reduce
         rows.append(
             {
@@ -185,13 +197,30 @@ def _speedup_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--results", type=Path, required=True, help="folder of run_all")
+    parser.add_argument("--results", type=Path, help="folder of run_all")
+    parser.add_argument("--hosts-results", type=Path, help="JSON of all_reduce --hosts")
     parser.add_argument("--network", default="100Gb-IB", help=f"{', '.join(NETWORKS)}; or "
         "ALPHA,BETA in seconds")  # fmt: skip
     parser.add_argument("--gradient-bytes", type=float, default=1e8)
     parser.add_argument("--compute-seconds", type=float, default=0.1)
     parser.add_argument("--workers-per-host", type=int, default=8)
     options = parser.parse_args(arguments)
+    if not (options.results or options.hosts_results):
+        parser.error("--results, --hosts-results or both are needed.")
+    work_per_byte = 0.0
+    if options.hosts_results:
+        entries = json.loads(options.hosts_results.read_text())["results"]
+        model = fit(entries)
+        work_per_byte = model.work_per_byte if model else 0.0
+        print(_checked(predictions(entries)), end="\n\n")
+    if options.results:
+        _predict(parser, options, work_per_byte)
+
+
+def _predict(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, work_per_byte: float
+) -> None:
+    """Print and write what follows from the folder of `run_all`."""
     found = measured(json.loads((options.results / "all_reduce.json").read_text()))
     try:
         errors = [
@@ -203,7 +232,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training = json.loads((options.results / "training.json").read_text())
         steps, faster = checks(training, inside), speedups(training, inside)
         job = (options.network, options.workers_per_host)
-        rows = curves(options.gradient_bytes, options.compute_seconds, inside, wire, *job)
+        rows = curves(
+            options.gradient_bytes, options.compute_seconds, inside, wire, *job, work_per_byte
+        )
     except (KeyError, ValueError) as error:
         parser.error(f"{error}: run benchmarks.all_reduce and benchmarks.training first; the "
             f"network is one of {', '.join(NETWORKS)}, or two numbers.")  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import MPICH, OURS, TORCH, Benchmark, Contender, Group
+from benchmarks.hosts_model import NAME, predictions
 from benchmarks.report import markdown, shown
 from tests.hosts.rig import Link, Rig, skip_reason
 from tests.processes import find_mpiexec, tf_config
@@ -101,11 +103,13 @@ def groups(hosts: Hosts, counts: Sequence[int], quick: bool) -> Iterator[Group]:
     sizes = SIZES[:1] if quick else SIZES
     for network, count, size in itertools.product(NETWORKS, counts, sizes):
         facts = {"bytes": size, "network": network, "hosts": count}
-        facts |= {"rate_mbit": NETWORKS[network].rate_mbit, "delay_ms": NETWORKS[network].delay_ms}
+        link = NETWORKS[network]
+        facts |= {"rate_mbit": link.rate_mbit, "delay_ms": link.delay_ms}
+        facts |= {"switched": not link.bridged, "cores": len(os.sched_getaffinity(0))}
         common: dict[str, Any] = {"jobs": ("worker",) * count, "facts": facts, "alone": True}
         ours = {"size": size, "way": "tcp", "call": "all_reduce"}
         by_config, by_mpi = (Starter(hosts, network, over_mpi) for over_mpi in (False, True))
-        ways: list[harness.Way] = [("ring over tcp", OURS, "between_processes", ours)]
+        ways: list[harness.Way] = [(NAME, OURS, "between_processes", ours)]
         ways += [("gloo", TORCH, "gloo", {"size": size})]
         if size == SIZES[-1]:
             ways += [
@@ -128,6 +132,7 @@ def limit(entry: Mapping[str, Any]) -> float:
 
 def conclude(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return a row for each all-reduce: the wire's limit, all contenders and the prediction."""
+    predicted = {name: seconds for name, _, seconds in predictions(entries)}
     names = list(dict.fromkeys((one["side"], one["name"]) for one in entries))
     grouped: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for one in entries:
@@ -142,8 +147,10 @@ def conclude(entries: Sequence[Mapping[str, Any]]) -> str:
                 work = 1e9 * one["processor"]["machine"] / one["bytes"]
                 cell = f"{shown(one['figure']['median'] / 1e3)} ({shown(work)})"
             row.append(cell)
-        rows.append(row)
-    head = ["ms (processor's ns a byte)", "limit", *(": ".join(name) for name in names)]
+        told = shown(1e3 * predicted[group]) if group in predicted else ""
+        rows.append([*row, told])
+    heads = [": ".join(name) for name in names]
+    head = ["ms (processor's ns a byte)", "limit", *heads, "ring over tcp, predicted"]
     return markdown(head, rows)
 
 

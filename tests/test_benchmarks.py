@@ -11,6 +11,7 @@ import pytest
 from benchmarks import all_reduce, models, report
 from benchmarks.harness import MPICH, OURS, TF, TORCH, Benchmark, Contender, Group, measure
 from benchmarks.run_all import NAMES
+from tests.hosts.rig import skip_reason
 from tests.processes import ROOT
 
 QUICK = Namespace(quick=True, repetitions=1, only="", peers=False, cores=2, busy=1)
@@ -114,6 +115,17 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_process():
             running.kill()
     # What it leaves behind is found by the check that every test ends with.
     assert running.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
+def test_all_reduces_between_hosts_are_measured_beside_the_limit(tmp_path):
+    words = ("--hosts", "2", "--quick", "--only", "10 Gbit", "--out", tmp_path / "h.json")
+    said = command("benchmarks.all_reduce", *words)
+    assert "| 2 hosts at 10 Gbit/s, 4 KiB | 0.00328 |" in said
+    written = json.loads((tmp_path / "h.json").read_text())
+    (entry,) = written["results"]
+    assert written["failures"] == []
+    assert (entry["hosts"], entry["check"]) == (2, 1.0)
 
 
 @pytest.mark.parametrize("count", [1, 100, all_reduce.PERIOD, 3 * all_reduce.PERIOD + 5])

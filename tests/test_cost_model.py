@@ -1,6 +1,7 @@
 """The cost model returns what it was given, behaves as networks do, and says where it is wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from benchmarks.cost_model import (
     speedups,
     time_of,
 )
+from benchmarks.hosts_model import HostsModel, Network, predictions
 from benchmarks.training import GRADIENT_BYTES
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20]
@@ -52,6 +54,71 @@ def test_a_faster_network_is_never_slower_and_curves_scale_as_they_must():
     assert rows[0]["weak_efficiency"] == rows[0]["strong_speedup"] == 1
     assert all(0 < row["weak_efficiency"] <= 1 for row in rows)
     assert all(row["strong_speedup"] <= row["workers"] for row in rows)
+
+
+OF_TWO = HostsModel(
+    SIZES, [20e-6 + size * 9e-10 for size in SIZES], [size * 2e-9 for size in SIZES]
+)
+networks = st.builds(Network, st.floats(0, 0.01), st.floats(1e-12, 1e-7))
+
+
+@given(sizes, st.integers(2, 9), networks, st.integers(1, 8))
+def test_hosts_that_share_cores_or_have_more_delay_or_a_slower_wire_are_never_faster(
+    size, hosts, network, cores
+):
+    took = OF_TWO.predict(hosts, size, network)
+    for worse in (
+        replace(network, cores=cores),
+        replace(network, delay=network.delay + 0.001),
+        replace(network, byte=2 * network.byte),
+    ):
+        assert took <= OF_TWO.predict(hosts, size, worse)
+    shared = [OF_TWO.predict(hosts, size, replace(network, cores=n)) for n in (1, cores, 64)]
+    assert shared == sorted(shared, reverse=True)
+    assert OF_TWO.predict(1, size, network) == 0
+
+
+def test_the_wire_carries_headers_and_the_work_of_all_hosts_is_done_by_the_cores_they_share():
+    size = float(64 << 20)
+    slow = OF_TWO.predict(4, size, Network(0.0, 1e-8, cores=2))
+    assert slow == pytest.approx(1.5 * size * 1e-8 * 1538 / 1448, rel=1e-3)
+    fast = Network(0.0, 1e-11, cores=2)
+    assert OF_TWO.predict(4, size, fast) == pytest.approx(3 * size * 2e-9 / 2)
+    alone = OF_TWO.predict(4, size, replace(fast, cores=None))
+    assert alone == pytest.approx(1.5 * size * 9e-10, rel=1e-3)
+    # The transport's time over loopback leaves out the processor's work for frames.
+    times = [between_hosts(CURVE, "1e-6,1e-12", 4, size, work) for work in (0.0, 1e-9)]
+    assert times == pytest.approx([1.5 * size * 4e-10, 1.5 * size * 1e-9], rel=1e-2)
+
+
+def measured_between(hosts, rate, size, seconds, work):
+    what = {"side": "ours", "name": "ring over tcp", "hosts": hosts, "rate_mbit": rate, "cores": 2}
+    what |= {"bytes": size, "delay_ms": 0.1, "switched": rate < 2000}
+    what |= {"group": f"{hosts} hosts, {rate}, {size}", "figure": {"median": seconds * 1e6}}
+    return {**what, "processor": {"own": work, "machine": 2 * work}}
+
+
+def test_what_two_hosts_took_on_the_fastest_network_predicts_the_others(tmp_path, capsys):
+    small, large = 4096, 64 << 20
+    entries = [
+        measured_between(2, 10000.0, large, 0.06, 0.12),
+        measured_between(2, 10000.0, small, 0.0001, 0.0001),
+        measured_between(2, 1000.0, small, 0.0003, 0.0003),
+        measured_between(2, 1000.0, large, 0.571, 0.2),
+        measured_between(4, 10000.0, large, 0.18, 0.36),
+        measured_between(4, 1000.0, small, 0.0012, 0.0003),
+    ]
+    rows = {name: (took, predicted) for name, took, predicted in predictions(entries)}
+    assert [float(name.split()[0]) for name in rows] == [2, 4, 4]
+    for took, predicted in rows.values():
+        assert predicted == pytest.approx(took, rel=0.01)
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps({"results": entries}))
+    cost_model.main(["--hosts-results", str(path)])
+    said = capsys.readouterr().out
+    assert said.count("hosts, ") == 3
+    assert "not predicted" not in said
+    assert predictions(entries[3:]) == []
 
 
 def trained(workers, batch, seconds):
