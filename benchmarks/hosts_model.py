@@ -58,17 +58,17 @@ class HostsModel:
             return 0.0
         message = min(self.seconds)
         if size <= (SMALL_BYTES_OF_TWO if hosts == 2 else SMALL_BYTES):
-            steps = math.ceil(math.log2(hosts))
+            steps = _doublings(hosts)
             wire = steps * size * network.byte * HEADERS
             path = steps * (network.delay + self._at(self.seconds, size)) + wire
-            return max(path, self._shared(hosts * steps / 2, size, network))
+            return max(path, self._shared(hosts * steps / 2, hosts, size, network))
         steps, share = 2 * (hosts - 1), 2 * (hosts - 1) / hosts
         wire = share * size * network.byte * HEADERS + steps * message
         path = max(wire, share * self._at(self.seconds, size))
         # Each of the hosts sends that share; two hosts send the array twice.
         # In a step each works on the blocks of a part, and a block is one core's.
         blocks = hosts * math.ceil(size / hosts / TcpTransport.block_bytes)
-        work = self._shared(hosts - 1, size, network, blocks)
+        work = self._shared(hosts - 1, hosts, size, network, blocks)
         return steps * network.delay + max(path, work)
 
     @property
@@ -76,13 +76,15 @@ class HostsModel:
         """The processor seconds of one host for a byte that it sends and one that it receives."""
         return self.work[-1] / self.sizes[-1] / 2
 
-    def _shared(self, times: float, size: float, network: Network, blocks: int = 0) -> float:
+    def _shared(
+        self, times: float, hosts: int, size: float, network: Network, blocks: int = 0
+    ) -> float:
         """Return the seconds of some times the work of two hosts, on the cores that hosts share.
 
         With a number of blocks, some cores are idle while others work on the last ones.
         """
         cores = network.cores
-        if cores is None:
+        if cores is None or cores >= hosts:
             return 0.0
         busy = blocks / math.ceil(blocks / cores) if blocks else cores
         return times * self._at(self.work, size) / busy
@@ -94,35 +96,51 @@ class HostsModel:
 def fit(entries: Sequence[Mapping[str, Any]], switched: bool = False) -> HostsModel | None:
     """Return the model of what `all_reduce --hosts` measured of two hosts on the fastest network.
 
-    Nothing, if it did not. If the hosts share the processor with a switch, which works for each
-    frame, the work for the smallest size is that of all that computes meanwhile.
+    Nothing, if it did not. The work for the smallest size is that of `_smallest`.
     """
-    fitted = _of_two_hosts(entries, switched=False)
+    fitted = _fastest(entries, 2, switched=False)
     if not fitted:
         return None
     work = [one["processor"]["own"] for one in fitted]
-    if switched:
-        small = _of_two_hosts(entries, switched=True)[:1]
-        work[: len(small)] = [one["processor"]["machine"] for one in small]
+    for one in _smallest(entries, switched):
+        hosts, whose = one["hosts"], "machine" if switched else "own"
+        work[0] = 2 * one["processor"][whose] / hosts / _doublings(hosts)
     sizes = [float(one["bytes"]) for one in fitted]
     return HostsModel(sizes, [one["figure"]["median"] / 1e6 for one in fitted], work)
 
 
 def is_fitted(entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether an entry is of those that the model is fitted to."""
-    small = _of_two_hosts(entries, switched=True)[:1]
-    return any(entry is one for one in [*_of_two_hosts(entries, switched=False), *small])
+    fitted = _fastest(entries, 2, switched=False)
+    fitted += [*_smallest(entries, switched=False), *_smallest(entries, switched=True)]
+    return any(entry is one for one in fitted)
 
 
-def _of_two_hosts(entries: Sequence[Mapping[str, Any]], switched: bool) -> list[Mapping[str, Any]]:
+def _smallest(entries: Sequence[Mapping[str, Any]], switched: bool) -> list[Mapping[str, Any]]:
+    """Return what tells the work for a small message where cores are shared, if it was measured.
+
+    Two hosts with a core each spin until a message is there. Three on two cores sleep and wake up,
+    and a switch that shares the cores works for each frame.
+    """
+    return _fastest(entries, 2 if switched else 3, switched)[:1]
+
+
+def _fastest(
+    entries: Sequence[Mapping[str, Any]], hosts: int, switched: bool
+) -> list[Mapping[str, Any]]:
     """Return what was measured on the fastest network with or without a switch, by size."""
-    of_two = [
+    found = [
         one
         for one in entries
-        if predictable(one) and one["hosts"] == 2 and one["switched"] is switched
+        if predictable(one) and one["hosts"] == hosts and one["switched"] is switched
     ]
-    rate = max((one["rate_mbit"] for one in of_two), default=0.0)
-    return sorted((o for o in of_two if o["rate_mbit"] == rate), key=lambda one: one["bytes"])
+    rate = max((one["rate_mbit"] for one in found), default=0.0)
+    return sorted((o for o in found if o["rate_mbit"] == rate), key=lambda one: one["bytes"])
+
+
+def _doublings(hosts: int) -> int:
+    """Return the steps of an all-reduce of a small array."""
+    return math.ceil(math.log2(hosts))
 
 
 def predictable(entry: Mapping[str, Any]) -> bool:

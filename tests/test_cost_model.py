@@ -107,16 +107,18 @@ def test_what_two_hosts_took_on_the_fastest_network_predicts_the_others(tmp_path
         measured_between(2, 1000.0, large, 0.571, 0.2),
         measured_between(4, 10000.0, large, 0.18, 0.36),
         measured_between(4, 1000.0, small, 0.0012, 0.0003),
+        measured_between(3, 10000.0, small, 0.0005, 0.0009),
+        measured_between(4, 10000.0, small, 0.0006, 0.0012),
     ]
     rows = {name: (took, predicted) for name, took, predicted in predictions(entries)}
-    assert [float(name.split()[0]) for name in rows] == [2, 4, 4]
+    assert [float(name.split()[0]) for name in rows] == [2, 4, 4, 4]
     for took, predicted in rows.values():
         assert predicted == pytest.approx(took, rel=0.01)
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"results": entries}))
     cost_model.main(["--hosts-results", str(path)])
     said = capsys.readouterr().out
-    assert said.count("hosts, ") == 3
+    assert said.count("hosts, ") == 4
     assert "not predicted" not in said
     assert predictions(entries[3:]) == []
 
