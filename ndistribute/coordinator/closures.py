@@ -17,10 +17,10 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load
@@ -243,6 +243,8 @@ class ClosureQueue:
         # The closures of each present worker, in the order in which it runs them.
         self._in_flight: dict[int, dict[int, Closure]] = {}
         self._why_away: list[Exception | None] = [None] * len(workers)  # Per absent worker.
+        self._stuck: dict[int, str] = {}  # Workers that do not reach a server, and which.
+        self._owed: dict[int, set[int]] = {}  # By worker: what it runs although others do as well.
         self._stalled: float | None = None  # Since when all workers are absent.
 
     def add(self, closure: Closure) -> None:
@@ -306,6 +308,7 @@ class ClosureQueue:
         """Note that a worker is there, and has nothing to run."""
         with self.lock:
             self._stalled = None
+            self._owed.pop(worker, None)
             self._in_flight[worker] = {}
 
     def idle_worker(self) -> int | None:
@@ -317,9 +320,11 @@ class ClosureQueue:
         return None
 
     def take(self, worker: int, depth: int) -> list[Closure]:
-        """Return the next closures for a present worker, which then has at most `depth`."""
+        """Return the next closures for a worker, which then has at most `depth`."""
         taken: list[Closure] = []
         with self.lock:
+            if worker not in self._in_flight:
+                return []
             flying, was_full = self._in_flight[worker], self.is_full()
             while self._ready and len(flying) < depth and not self.closing.is_set():
                 # In advance only if as many remain for each other worker, even an absent one: the
@@ -341,8 +346,13 @@ class ClosureQueue:
         """Record the result of a closure; an error cancels all queued closures."""
         with self.lock:
             closure = self._in_flight.get(worker, {}).pop(number, None)
-            if closure is None:
-                return  # Meanwhile, the worker counted as lost.
+            self._stuck.pop(worker, None)
+            if closure is None:  # Meanwhile, the worker counted as lost, or was stuck.
+                if owed := self._owed.get(worker):
+                    owed.discard(number)
+                    if not owed:
+                        self._in_flight[worker] = {}
+                return
             if isinstance(result, Exception):
                 where = f"on {self._workers[worker]}, there:\n{trace.rstrip()}"
                 result.add_note(f"{closure} raised this {where}")
@@ -362,6 +372,8 @@ class ClosureQueue:
             before, self._why_away[worker] = self._why_away[worker], problem
             was_here = worker in self._in_flight
             lost = list(self._in_flight.pop(worker, {}).values())
+            self._stuck.pop(worker, None)
+            self._owed.pop(worker, None)
             if lost and self._error is None:  # Only the first closure was running.
                 lost[0].lost_on.append(self._workers[worker])
                 if len(lost[0].lost_on) >= ATTEMPTS:
@@ -376,8 +388,7 @@ class ClosureQueue:
             if self._error is not None:
                 self._fail(self._error)
             else:
-                self._ready.extendleft(reversed(lost))
-                self._bytes += sum(closure.arguments.nbytes for closure in lost)
+                self._give_back(lost)
             self._check_timeout(problem)
         refused = isinstance(problem, AuthenticationError)
         if was_here and not self.closing.is_set():
@@ -406,8 +417,35 @@ class ClosureQueue:
         error.__cause__ = problem
         self._give_up(error)
 
+    def stick(self, worker: int, number: int, why: str) -> None:
+        """Record that the closure that a worker runs waits for a server out of its reach."""
+        with self.lock:
+            if number in self._in_flight.get(worker, {}):
+                self._stuck[worker] = why
+
+    def relieve(self) -> None:
+        """Let idle workers run what waits on workers that do not reach a server."""
+        with self.lock:
+            # If no other worker is idle, they may not reach it either.
+            if not self._stuck or self._ready or self._error or all(self._in_flight.values()):
+                return
+            worker, why = self._stuck.popitem()
+            self._why_away[worker] = ConnectionError(f"it waits for {why}")
+            # Copies, as another thread may still be sending those with their attempt.
+            flying = {n: replace(one) for n, one in self._in_flight.pop(worker).items()}
+            self._owed[worker] = set(flying)
+            self._open.update(flying)
+            self._give_back(flying.values())
+        what = ", ".join(map(str, flying.values()))
+        name = self._workers[worker]
+        _log.warning("%s waits for %s; idle workers run what it had: %s", name, why, what)
+
     def is_full(self) -> bool:
         return self._waiting() >= self.capacity or self._bytes >= self.capacity_bytes
+
+    def _give_back(self, closures: Iterable[Closure]) -> None:
+        self._ready.extendleft(reversed([*closures]))
+        self._bytes += sum(closure.arguments.nbytes for closure in closures)
 
     def _waiting(self) -> int:
         return len(self._open) - sum(map(len, self._in_flight.values()))
@@ -421,6 +459,7 @@ class ClosureQueue:
         """End all closures with an error, including those in flight."""
         for flying in self._in_flight.values():
             flying.clear()
+        self._stuck.clear()
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:

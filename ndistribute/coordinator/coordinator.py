@@ -34,7 +34,7 @@ from ndistribute.coordinator.closures import (
     dump_for,
 )
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
-from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, WorkerService
+from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, Stuck, WorkerService
 from ndistribute.timeline import recorded
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
@@ -49,7 +49,7 @@ _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Longer closures are not sent in advance.
 _MOST_DEPTH = 8
 _LONG_BYTES = 65536  # A socket accepts less than this while the peer does not read.
-_outcomes: Decoder[Outcome] = Decoder(Outcome)
+_outcomes: Decoder[Outcome | Stuck] = Decoder(Outcome | Stuck)
 _log = logging.getLogger("ndistribute")
 Connector = Callable[[], Connection]
 
@@ -208,6 +208,7 @@ class ClusterCoordinator:
         self.close()
 
     def _wake(self) -> None:
+        self._queue.relieve()
         while (worker := self._queue.idle_worker()) is not None:
             self._links[worker].fill()
 
@@ -287,7 +288,11 @@ class _Link:
                 connection.abort(f"a thread that sent was interrupted by {type(error).__name__}")
                 raise
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome | Stuck) -> None:
+        if isinstance(outcome, Stuck):
+            self._queue.stick(self._index, outcome.number, outcome.why)
+            self._owner._wake()
+            return
         if outcome.reports:
             self._owner.strategy.servers.learn(outcome.reports)
         long = outcome.seconds > _LONG_SECONDS

@@ -1,9 +1,9 @@
 """The worker of a coordinator: runs functions one at a time, and sends their outcomes.
 
 A coordinator sends `Run` and `Forget` over its connection; the worker sends an `Outcome` for each
-`Run`, in the same order. When the connection ends, the worker drops all objects of the coordinator.
-The updates of a function to servers carry its number and their own, so all attempts together make
-each of them once.
+`Run`, in the same order, and before it a `Stuck` if a server is out of reach. When the connection
+ends, the worker drops all objects of the coordinator. The updates of a function to servers carry
+its number and their own, so all attempts together make each of them once.
 """
 
 from __future__ import annotations
@@ -64,6 +64,13 @@ class Outcome(Record, frozen=True):
     seconds: float
     trace: str = ""  # The traceback; empty if the function returned.
     reports: tuple[Report, ...] = ()  # The totals of the servers after its updates.
+
+
+class Stuck(Record, frozen=True):
+    """A closure waits for a server that this worker does not reach, and goes on waiting."""
+
+    number: int
+    why: str  # The server, and why it is not reached.
 
 
 class _Session:
@@ -191,7 +198,7 @@ class WorkerService:
         with _one_at_a_time:
             _Session.current, session.inputs, session.running = session, order.inputs, functions
             try:
-                value, reports = self._call(order, next(iter(functions.values())))
+                value, reports = self._call(peer, order, next(iter(functions.values())))
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))[-_TRACE_CHARACTERS:]
                 value = self._dump_error(error)
@@ -201,10 +208,11 @@ class WorkerService:
         peer.send(Outcome(order.number, value, time.perf_counter() - begun, trace, reports))
 
     @recorded(lambda *_: ("compute", ""))
-    def _call(self, order: Run, function: Loader) -> tuple[Pickled, tuple[Report, ...]]:
+    def _call(self, peer: Any, order: Run, function: Loader) -> tuple[Pickled, tuple[Report, ...]]:
         called = function()
         args, kwargs = load(order.arguments)
         with closure(order.client_id, order.number, order.low_water) as running:
+            running.stuck = lambda why: peer.send(Stuck(order.number, why))
             if order.again is not None:
                 running.begin_again(*load(order.again))
             value = self._dump(called(*args, **kwargs))

@@ -56,6 +56,8 @@ class Closure:
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
         self.buffers: dict[Servers, _WriteBuffer] = {}
+        # Called with each report that a server is out of reach, and why.
+        self.stuck: Callable[[str], None] = lambda why: None
 
     def begin_again(self, attempt: int, strategy: Any) -> None:
         """Begin an attempt after the first: stop earlier ones, and learn what they made."""
@@ -211,6 +213,7 @@ class ServerClient:
         self.name, self.title = caller.name, title
         self.start, self.close = caller.start, caller.close  # `finish` returns the reply.
         self._caller = caller
+        caller.waits = _tell_closure
         self._lock = threading.Lock()
         self._instances: dict[str, m.Report] = {}
 
@@ -396,6 +399,11 @@ class Servers:
         finally:
             for i in orders:
                 self._open[i].discard(number)
+
+
+def _tell_closure(why: str) -> None:
+    if running := current_closure():
+        running.stuck(why)
 
 
 def _described(name: str, array: Array) -> m.NewVariable:

@@ -26,10 +26,11 @@ from ndistribute.transport.failure_detector import FORKED, detector, silence_sec
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
-from ndistribute.transport.waiting import WaitReport
+from ndistribute.transport.waiting import FIRST_SECONDS, WaitReport
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds between attempts to connect; the last one repeats.
-_RESTORE_SECONDS = 10.0
+_RESTORE_SECONDS = 5.0
+_LEAST_SECONDS = 1.0  # For an attempt to connect.
 _MOST_CONNECTIONS = 4096
 _log = logging.getLogger("ndistribute")
 
@@ -46,6 +47,7 @@ class Call:
     def __init__(self, client: Client, request: Record, deadline: float) -> None:
         self._client, self._request = client, request
         self._begun, self.deadline = time.monotonic(), deadline
+        self._connect_until = min(deadline, self._begun + FIRST_SECONDS)  # Until a report is due.
         self.reply: Any = None
         self.connection: Connection
         self._number = 0
@@ -80,6 +82,7 @@ class Call:
             step()
         except ConnectionLostError as error:
             self._problem = error
+            self._client._why = str(error)
         except BaseException as error:
             self.cancel()
             if not isinstance(error, TimeoutError):
@@ -93,7 +96,7 @@ class Call:
     def _send(self) -> None:
         self.cancel()
         self._number = next(self._client._numbers)
-        self.connection = self._client._connected(self.deadline)
+        self.connection = self._client._connected(self._connect_until)
         self._problem = None
         self._client._pending[self._number] = self
         self.connection.send(self._request, self._number, self.deadline)
@@ -102,7 +105,9 @@ class Call:
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
         waited, left = now - self._begun, self.deadline - now
         self._report = self._report or WaitReport(client.name.partition("#")[0], self._begun)
-        self._report.tell(f"{client.title} ({why})")
+        if self._report.tell(f"{client.title} ({why})"):
+            client.waits(f"{client.title} ({why})")
+        self._connect_until = min(self.deadline, max(self._report.due, now + _LEAST_SECONDS))
         if left > 0 and not client._closing.wait(timeout=min(pause, left)):
             self._try(self._send)
             return
@@ -151,10 +156,13 @@ class Client:
         self._receiving: dict[Connection, int] = {}  # The thread that receives.
         self._pending: dict[int, Call] = {}
         self._connection: Connection | None = None
+        self._why = "another thread connects to it."  # Or why the last attempt failed.
         self._restoring = False
         self._closing = threading.Event()
         self._process = os.getpid()
         self.beat_within = silence_seconds()
+        self.waits: Callable[[str], None] = lambda why: None
+        """Called in the thread of a call when it reports that the server is out of reach."""
 
     def call(self, request: Record, timeout: float | None = None) -> Any:
         """Return the reply of the server; the caller owns its arrays."""
@@ -179,6 +187,7 @@ class Client:
             _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
+            self._why = str(error)
             _log.info("%s has not reached %s again: %s", self.name, self.title, str(error))
         self._restoring = False
 
@@ -228,7 +237,7 @@ class Client:
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
         if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise ConnectionLostError("another thread connects to it.")
+            raise ConnectionLostError(self._why)
         try:
             connection = self._connection
             if self._closing.is_set():

@@ -32,16 +32,18 @@ class WaitReport:
         self._begun = time.monotonic() if begun is None else begun
         self.due = self._begun + FIRST_SECONDS  # The monotonic time of the next report.
 
-    def tell(self, missing: str) -> None:
-        """Log the missing processes, with address and reason, if a report is due.
+    def tell(self, missing: str) -> bool:
+        """Log the missing processes, with address and reason, if a report is due; return if so.
 
         If `missing` is empty, log nothing: another process reports.
         """
         waited = time.monotonic() - self._begun
-        if self._begun + waited >= self.due:
+        due = self._begun + waited >= self.due
+        if due:
             self.due = self._begun + 2 * waited
             if missing:
                 _log.warning("%s has waited %.0f s for %s.", self._waiter, waited, missing)
+        return due
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -145,3 +145,43 @@ def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
         "WARNING",
         "worker:1 gets no work, for it refuses: it belongs to another job",
     )
+
+
+def test_an_idle_worker_runs_what_another_cannot_end_and_that_one_gets_no_work_before(caplog):
+    queue = queue_for(2)
+    one, two = add(queue), add(queue)
+    assert queue.take(0, 8) == [one]
+    assert queue.take(1, 8) == [two]
+    queue.stick(0, 1, "ps:0 (cut off)")
+    queue.relieve()
+    assert queue.idle_worker() is None  # Worker 1 is busy, and may not reach the server either.
+    queue.finish(1, 2, NOTHING)
+    queue.relieve()
+    (again,) = queue.take(1, 8)
+    assert (again.number, again.attempt, again.lost_on, one.attempt) == (1, 2, [], 1)
+    assert "worker:0 waits for ps:0 (cut off); idle workers run what it had" in caplog.text
+    three = add(queue)
+    assert (queue.idle_worker(), queue.take(0, 8)) == (None, [])
+    queue.finish(0, 1, NOTHING)  # What it was stuck in: worker 1 still runs it.
+    assert not one.result.done()
+    assert queue.idle_worker() == 0
+    assert queue.take(0, 8) == [three]
+    queue.finish(1, 1, NOTHING)
+    queue.finish(0, 3, NOTHING)
+    queue.join(0.0)
+    assert one.result.done()
+
+
+def test_a_stuck_worker_that_is_lost_returns_empty(caplog):
+    queue = queue_for(2)
+    one = add(queue)
+    assert queue.take(0, 8) == [one]
+    queue.stick(0, 1, "ps:0")
+    queue.relieve()
+    assert len(queue.take(1, 8)) == 1
+    queue.lose(0, GONE)
+    queue.arrive(0)
+    queue.finish(0, 1, NOTHING)
+    assert not one.result.done()
+    queue.finish(1, 1, NOTHING)
+    queue.join(0.0)

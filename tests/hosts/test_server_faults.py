@@ -1,4 +1,4 @@
-"""Servers and chiefs whose cables are pulled: both wait, and each update counts once."""
+"""Servers, workers and chiefs whose cables are pulled: they wait, and each update counts once."""
 
 from __future__ import annotations
 
@@ -6,58 +6,213 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.hosts.rig import Rig, skip_reason
+from tests.hosts.rig import Host, Process, Rig, skip_reason
+from tests.processes import HANG_SECONDS
 
+pytestmark = pytest.mark.skipif(
+    bool(skip_reason(ssh=False)), reason=skip_reason(ssh=False) or "none"
+)
 HEARTBEAT, SECRET = 2.0, "a secret of thirty-two characters"
+PATIENCE = 12.0  # The chief's timeout_seconds where a cable is out for ever.
+LONG = HEARTBEAT + 3 + 3  # After a cut of this length, each end has counted the other as lost.
 _SERVE = "import ndistribute as nd; r = nd.TFConfigClusterResolver(); \
 nd.Server(r.cluster_spec(), r.task_type, r.task_id).join()"
-_ADD = """
-import sys
+# For each line that it reads, the chief adds 1 itself or by functions on all workers.
+_CHIEF = """
+import sys, time
 import ndistribute as nd
 with nd.ParameterServerStrategy(timeout_seconds=float(sys.argv[1])) as strategy:
     with strategy.scope():
         v = nd.Variable(0.0)
-    for line in sys.stdin:
+        w = nd.Variable(0.0)
+    if sys.argv[2] == "alone":
+        for line in sys.stdin:
+            v.assign_add(1.0)
+            w.assign_add(1.0)
+            print(int(v.numpy()), int(w.numpy()), flush=True)
+        sys.exit()
+    def add():
         v.assign_add(1.0)
-        print(int(v.numpy()), flush=True)
+        w.assign_add(1.0)
+    with nd.ClusterCoordinator(strategy) as coordinator:
+        for line in sys.stdin:
+            for _ in range(int(line)):
+                coordinator.schedule(add)
+            coordinator.join()
+            print(int(v.numpy()), int(w.numpy()), flush=True)
 """
 
 
-def started(host, job, *program, **options):
-    """Start a task of a cluster with a chief on the second host and a server on the first one."""
-    rig = host.rig
-    cluster = {"ps": [f"{rig.hosts[0].address}:4000"], "chief": [f"{rig.hosts[1].address}:4000"]}
-    task = {"cluster": cluster, "task": {"type": job, "index": 0}}
-    env = {"TF_CONFIG": json.dumps(task), "NDISTRIBUTE_SECRET": SECRET}
-    env["NDISTRIBUTE_HEARTBEAT_SECONDS"] = str(HEARTBEAT)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return host.start([sys.executable, "-c", *program], env, text=True, **pipes, **options)
+class Job:
+    """A job on the hosts of a rig, in the order of `jobs`: for example ps, chief, worker."""
+
+    def __init__(
+        self, rig: Rig, jobs: str, timeout: float, heartbeat: float = HEARTBEAT, alone: bool = False
+    ) -> None:
+        self.rig, self.names, self.heartbeat = rig, jobs.split(), heartbeat
+        self.logs: list[Path] = []
+        cluster: dict[str, list[str]] = {}
+        self.tasks: list[Process] = []
+        for host, job in zip(rig.hosts, self.names, strict=True):
+            cluster.setdefault(job, []).append(f"{host.address}:4000")
+        seen: dict[str, int] = {}
+        for host, job in zip(rig.hosts, self.names, strict=True):
+            task = {"type": job, "index": seen.setdefault(job, 0)}
+            seen[job] += 1
+            program = [_SERVE]
+            if job == "chief":
+                program = [_CHIEF, str(timeout), "alone" if alone else "schedules"]
+            self.tasks.append(self._start(host, {"cluster": cluster, "task": task}, program))
+        self.chief = self.tasks[self.names.index("chief")]
+        self.total = 0
+
+    def _start(self, host: Host, config: dict[str, Any], program: list[str]) -> Process:
+        env = {"TF_CONFIG": json.dumps(config), "NDISTRIBUTE_SECRET": SECRET}
+        env["NDISTRIBUTE_HEARTBEAT_SECONDS"] = str(self.heartbeat)
+        self.logs.append(self.rig.folder / f"log of {host.name}")
+        with self.logs[-1].open("wb") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            return host.start([sys.executable, "-c", *program], env, text=True, **pipes)
+
+    def ask(self, count: int = 1) -> None:
+        self.total += count
+        self.chief.stdin.write(f"{count}\n")
+        self.chief.stdin.flush()
+
+    def answered(self) -> None:
+        """Wait until all updates were made, each of them once."""
+        line = self.chief.stdout.readline()
+        assert line == f"{self.total} {self.total}\n", line or self.said()
+
+    def cut_off(self, hosts: list[int]) -> None:
+        """Cut some hosts off from all others, not from each other."""
+        others = [host for host in self.rig.hosts if host.index not in hosts]
+        self._cuts = [(self.rig.hosts[index], other) for index in hosts for other in others]
+        for pair in self._cuts:
+            self.rig.cut(*pair)
+
+    def heal(self) -> None:
+        for pair in self._cuts:
+            self.rig.heal(*pair)
+
+    def end(self) -> list[int]:
+        """End the input of the chief, wait for all tasks, and return their exit codes."""
+        self.chief.stdin.close()
+        return [task.wait(HANG_SECONDS) for task in self.tasks]
+
+    def said(self) -> list[str]:
+        """Return what each task has logged."""
+        return [log.read_text() for log in self.logs]
 
 
-def ask(chief):
-    chief.stdin.write("\n")
-    chief.stdin.flush()
-
-
-@pytest.mark.skipif(bool(skip_reason(ssh=False)), reason=skip_reason(ssh=False) or "none")
-def test_a_server_out_of_reach_for_longer_than_the_heartbeat_goes_on():
+@pytest.mark.parametrize(
+    ("jobs", "cut", "seconds", "heartbeat"),
+    [
+        ("ps chief", [0], LONG, HEARTBEAT),
+        *(
+            pytest.param("ps chief worker worker", [cut], *times, marks=pytest.mark.hosts)
+            for cut in range(3)
+            for times in ((2.0, 4 * HEARTBEAT), (20.0, HEARTBEAT))
+        ),
+        # Halves, each with a server and a worker.
+        pytest.param("ps chief worker ps worker", [3, 4], LONG, HEARTBEAT, marks=pytest.mark.hosts),
+    ],
+)
+def test_a_cable_that_is_out_for_a_while_changes_no_result(jobs, cut, seconds, heartbeat):
     """The chief ended after a heartbeat with a timeout, and the server 3 s after that."""
-    with Rig(2, ssh=False) as rig:
-        server = started(rig.hosts[0], "ps", _SERVE)
-        chief = started(rig.hosts[1], "chief", _ADD, "60")
-        for number in range(1, 4):
-            ask(chief)
-            assert chief.stdout.readline() == f"{number}\n"
-        rig.cut(rig.hosts[0])
-        ask(chief)
-        threading.Event().wait(HEARTBEAT + 3 + 3)  # The cable is out for so long.
-        assert server.poll() is None
-        assert chief.poll() is None
-        rig.heal(rig.hosts[0])
-        assert chief.stdout.readline() == "4\n"
-        chief.communicate(timeout=60)
-        assert chief.returncode == 0
-        assert server.wait(60) == 0
+    with Rig(len(jobs.split()), ssh=False) as rig:
+        job = Job(rig, jobs, 60.0, heartbeat, alone="worker" not in jobs)
+        for _ in range(3):
+            job.ask()
+            job.answered()
+        job.cut_off(cut)
+        job.ask(1 if "worker" not in jobs else 6)
+        threading.Event().wait(seconds)  # The cable is out for so long.
+        assert [task.poll() for task in job.tasks] == [None] * len(job.tasks)
+        job.heal()
+        job.answered()
+        job.ask()
+        job.answered()
+        assert job.end() == [0] * len(job.tasks), job.said()
+
+
+_GONE = "the chief was out of reach and did not come back"
+_UNREACHED = "was not reached within 12.0 s: that host does not answer: check the address"
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(
+    ("jobs", "cut", "words"),
+    [
+        ("ps chief worker worker", [0], [f"ps:0 ends: {_GONE}", _UNREACHED, "", ""]),
+        (
+            "ps chief worker worker",
+            [1],
+            [
+                f"ps:0 ends: {_GONE}",
+                "No worker was there for 12 s while 4 function(s) waited; away: worker:0 (",
+                f"worker:0 ends: {_GONE}",
+                f"worker:1 ends: {_GONE}",
+            ],
+        ),
+        (
+            "ps chief worker ps worker",
+            [3, 4],
+            ["", _UNREACHED, "", f"ps:1 ends: {_GONE}", f"worker:1 ends: {_GONE}"],
+        ),
+    ],
+    ids=["server", "chief", "halves"],
+)
+def test_a_cable_that_is_out_for_ever_ends_what_waits_for_it(jobs, cut, words):
+    with Rig(len(jobs.split()), ssh=False) as rig:
+        job = Job(rig, jobs, PATIENCE)
+        job.ask(4)
+        job.answered()
+        job.cut_off(cut)
+        job.ask(4)
+        assert job.end() == [bool(text) for text in words], job.said()
+        for text, said in zip(words, job.said(), strict=True):
+            assert text in said
+
+
+@pytest.mark.hosts
+def test_a_job_goes_on_without_a_worker_whose_cable_is_out_for_ever():
+    with Rig(4, ssh=False) as rig:
+        job = Job(rig, "ps chief worker worker", PATIENCE)
+        job.ask(4)
+        job.answered()
+        job.cut_off([2])
+        job.ask(4)
+        job.answered()
+        assert job.tasks[2].wait(HANG_SECONDS) == 1
+        job.ask(4)
+        job.answered()
+        assert job.end() == [0, 0, 1, 0], job.said()
+        assert f"worker:0 ends: {_GONE}" in job.said()[2]
+
+
+@pytest.mark.hosts
+def test_idle_workers_run_what_one_cannot_end_as_it_alone_lost_a_server():
+    with Rig(4, ssh=False) as rig:
+        job = Job(rig, "ps chief worker worker", 60.0)
+        job.ask(4)
+        job.answered()
+        rig.cut(rig.hosts[0], rig.hosts[2])
+        begun = time.monotonic()
+        job.ask(2)  # One for each worker.
+        job.answered()
+        took = time.monotonic() - begun
+        rig.heal(rig.hosts[0], rig.hosts[2])
+        job.ask(4)
+        job.answered()
+        assert job.end() == [0] * 4, job.said()
+        said = job.said()[1]
+        assert "worker:0 waits for ps:0 at" in said
+        assert "idle workers run what it had: closure" in said
+        assert took < 30, said  # Half of timeout_seconds.
