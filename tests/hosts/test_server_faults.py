@@ -47,10 +47,35 @@ with nd.ParameterServerStrategy(timeout_seconds=float(sys.argv[1])) as strategy:
             coordinator.join()
             print(int(v.numpy()), int(w.numpy()), flush=True)
 """
+# The same by steps of a graph, whose variables are on the server.
+_GRAPH = """
+import json, os, sys
+import numpy as np
+import ndistribute as nd
+from ndistribute import graph as g
+config = json.loads(os.environ["TF_CONFIG"])
+server = nd.Server(config["cluster"], config["task"]["type"], config["task"]["index"])
+if config["task"]["type"] == "ps":
+    server.join()
+    sys.exit()
+here = "/job:worker/task:0"
+with g.device(g.replica_device_setter(worker_device=here, cluster=config["cluster"])):
+    v = g.Variable(np.zeros(1), name="v")
+    w = g.Variable(np.zeros(1), name="w")
+    add = [x.assign_add(np.ones(1), use_locking=True) for x in (v, w)]
+with g.MonitoredTrainingSession(server.target, is_chief=True) as session:
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            session.run(add)
+        print(*(int(x[0]) for x in session.run([v, w])), flush=True)
+"""
 
 
 class Job:
-    """A job on the hosts of a rig, in the order of `jobs`: for example ps, chief, worker."""
+    """A job on the hosts of a rig, in the order of `jobs`: a server, a chief and others.
+
+    Without a chief, the second one is the only worker, which runs a graph.
+    """
 
     def __init__(
         self, rig: Rig, jobs: str, timeout: float, heartbeat: float = HEARTBEAT, alone: bool = False
@@ -65,11 +90,11 @@ class Job:
         for host, job in zip(rig.hosts, self.names, strict=True):
             task = {"type": job, "index": seen.setdefault(job, 0)}
             seen[job] += 1
-            program = [_SERVE]
+            program = [_SERVE if "chief" in self.names else _GRAPH]
             if job == "chief":
                 program = [_CHIEF, str(timeout), "alone" if alone else "schedules"]
             self.tasks.append(self._start(host, {"cluster": cluster, "task": task}, program))
-        self.chief = self.tasks[self.names.index("chief")]
+        self.chief = self.tasks[1]
         self.total = 0
 
     def _start(self, host: Host, config: dict[str, Any], program: list[str]) -> Process:
@@ -120,6 +145,7 @@ class Job:
             for cut in range(3)
             for times in ((2.0, 4 * HEARTBEAT), (20.0, HEARTBEAT))
         ),
+        pytest.param("ps worker", [0], LONG, HEARTBEAT, marks=pytest.mark.hosts),  # A graph.
         # Halves, each with a server and a worker.
         pytest.param("ps chief worker ps worker", [3, 4], LONG, HEARTBEAT, marks=pytest.mark.hosts),
     ],
