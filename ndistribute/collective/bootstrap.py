@@ -214,15 +214,16 @@ class DataConnections:
 
     Higher ranks connect to lower ones, which accept after `open`. If a process connects again, its
     earlier connection ends. `report` gets a rank and why it cannot be reached, or an empty string.
-    The failure detector watches the connections: after the heartbeat timeout, `cut_off` gets both.
+    The failure detector watches the connections: after the heartbeat timeout, `cut_off` gets both,
+    and the generation of the connection.
     """
 
     def __init__(self, info: ProcessInfo) -> None:
         self.info = info
         self.beat_within = max(_LEAST_SECONDS, silence_seconds())
         self.report: Callable[[int, str], None] = lambda rank, why: None
-        self.cut_off: Callable[[int, str], None] = lambda rank, why: None
-        self._silent: set[int] = set()  # Ranks that are cut off.
+        self.cut_off: Callable[[int, str, int], None] = lambda rank, why, generation: None
+        self._silent: set[tuple[int, int]] = set()  # Generations and ranks that are cut off.
         self._generation = 0
         self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
@@ -260,20 +261,22 @@ class DataConnections:
                     if isinstance(error, ConnectionResetError):  # It answers, so it is reached.
                         since = time.monotonic()
                     elif (waited := time.monotonic() - since) > self.beat_within:
-                        self.cut_off(rank, f"it tried for {waited:.1f} s to reach {port}.")
+                        why = f"it tried for {waited:.1f} s to reach {port}."
+                        self.cut_off(rank, why, self._generation)
             with self._changed:
                 self._changed.wait_for(lambda: rank in self._sockets, pause)
         return sock
 
     def tick(self, now: float, excused: bool) -> None:
         """Report processes that do not answer, although the connection to them is open."""
+        generation = self._generation  # Before the sockets: `renew` may run meanwhile.
         for rank, sock in [] if excused else list(self._sockets.items()):
             with contextlib.suppress(OSError):  # It was just closed.
                 silence = unanswered_seconds(sock)
-                if silence > self.beat_within and rank not in self._silent:
-                    self._silent.add(rank)
-                    explain = functools.partial(self._explain, rank, silence, self._generation)
+                if silence > self.beat_within and (generation, rank) not in self._silent:
+                    explain = functools.partial(self._explain, rank, silence, generation)
                     threading.Thread(target=explain, name="ndistribute look", daemon=True).start()
+                    self._silent.add((generation, rank))
 
     def _explain(self, rank: int, silence: float, generation: int) -> None:
         """Report a silent process, with what a new connection to it tells about the reason."""
@@ -287,9 +290,8 @@ class DataConnections:
             )
         except OSError as error:
             why = why_unreached(address, error)
-        if generation == self._generation:
-            what = f"nothing came back on their data connection for {silence:.1f} s"
-            self.cut_off(rank, f"{what}; {why}.")
+        what = f"nothing came back on their data connection for {silence:.1f} s"
+        self.cut_off(rank, f"{what}; {why}.", generation)
 
     def listens_at(self, address: str) -> bool:
         """Return True if this group accepts connections at this address."""
@@ -300,7 +302,6 @@ class DataConnections:
         """Close all connections; the next generation makes new ones."""
         with self._changed:
             self._generation = generation
-            self._silent.clear()
             self.let_go()
 
     def close(self) -> None:

@@ -483,17 +483,20 @@ class ControlPlane:
         lost = errors.WorkerLostError(f"{self.name_of(rank)} {reason}", rank=rank)
         self._break(self._failure(lost, BEFORE_ALL))
 
-    def _cut_off(self, rank: int, why: str) -> None:
-        """Break the group, because the data connection to a process has failed."""
+    def _cut_off(self, rank: int, why: str, generation: int) -> None:
+        """Break a generation of the group, whose data connection to a process has failed."""
         if rank not in self.where.departed and not self._closed:
             text = f"{self.name_of(self.rank)} cannot reach {self.name_of(rank)}: {why}"
             # Data of a completed call may be lost in the kernel, so no call counts.
             lost = errors.WorkerLostError(text, rank=rank)
-            self._break(self._failure(lost, BEFORE_ALL), tell=True)
+            self._break(self._failure(lost, BEFORE_ALL, generation), tell=True)
 
-    def _failure(self, cause: BaseException, place: Place) -> star.Failed:
+    def _failure(
+        self, cause: BaseException, place: Place, generation: int | None = None
+    ) -> star.Failed:
         error = star.describe_error(cause, self.rank)
-        return star.Failed(self.generation, place, self.where.before, error)
+        generation = self.generation if generation is None else generation
+        return star.Failed(generation, place, self.where.before, error)
 
     def _break(
         self, failed: star.Failed, *, tell: bool = False, origin: BaseException | None = None

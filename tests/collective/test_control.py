@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
@@ -551,3 +552,43 @@ def test_an_abort_that_was_cut_short_is_made_up_for_and_who_has_left_never_waits
     with Ranks(2) as ranks:
         for outcome in ranks.run(aborted_twice):
             assert "ValueError: second" in outcome.result()[0]
+
+
+def told_of_silence_while_the_group_recovers(rank, size):
+    """Let a connection be found silent just when the recovery closes it, and again after that."""
+    peers, told = joined_peers(), []
+    data, main = peers._data, threading.current_thread()
+
+    def silence(sock):
+        if threading.current_thread() is not main:
+            return 0.0
+        if not peers.generation:
+            peers.recover(lambda: None, 40.0)
+        return 1e9
+
+    def look():
+        with patch.object(bootstrap, "unanswered_seconds", silence):
+            data.tick(time.monotonic(), False)
+        wait_until(lambda: all(one.name != "ndistribute look" for one in threading.enumerate()))
+        try:
+            peers.check()
+        except DistributeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    peers.data_socket(1 - rank, peers.check)
+    if rank == 1:
+        peers.recover(lambda: None, 40.0)
+    else:
+        look()
+    peers.data_socket(1 - rank, peers.check)
+    if rank == 0:
+        assert told == []
+        look()
+    return told
+
+
+def test_silence_of_a_closed_generation_breaks_no_later_one():
+    with Ranks(2) as ranks:
+        (told, _) = ranks.results(told_of_silence_while_the_group_recovers)
+    assert len(told) == 1
+    assert "cannot reach worker 1" in told[0]
