@@ -39,6 +39,8 @@ _NOT_CARRIED = (LISTEN_FD, "NDISTRIBUTE_HOST_ID")
 JOB_ID = "NDISTRIBUTE_JOB_ID"
 # Marks the reapers of a job on other hosts in the list of processes.
 _JOB_MARK = "# of the job {}."
+# Shells read ahead, so `sh -s` would take what follows the script: an early order to end.
+_READ_SCRIPT = 'exec /bin/sh -c \'read -r size && eval "$(head -c "$size")"\''
 # A loaded machine may send a beat late.
 _SHORTEST_SILENCE_SECONDS = 2.0
 # The label of mpiexec's own output lines.
@@ -110,7 +112,7 @@ def host_silence(environ: Mapping[str, str]) -> float:
 
 
 def ssh_command(host: str, silence: float) -> list[str]:
-    """Return the command for a shell on a host that reads a script from its standard input.
+    """Return the command for a shell on a host that reads the text of `remote_script`.
 
     It ends with exit code 255 when the host does not answer for `silence` seconds.
     """
@@ -120,7 +122,7 @@ def ssh_command(host: str, silence: float) -> list[str]:
     most = max(1, round(silence / interval) - 1)
     options += [f"ServerAliveInterval={interval}", f"ServerAliveCountMax={most}"]
     given = [part for option in options for part in ("-o", option)]
-    return ["ssh", *given, "--", host.strip("[]"), "exec /bin/sh -s"]
+    return ["ssh", *given, "--", host.strip("[]"), _READ_SCRIPT]
 
 
 def former_tasks_end(silence: float) -> str:
@@ -139,7 +141,7 @@ def former_tasks_end(silence: float) -> str:
 def remote_script(
     argv: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], sharing: int
 ) -> str:
-    """Return the script for the remote shell: change the folder, set variables, run the command."""
+    """Return a script and its size before it: change the folder, set variables, run the command."""
     carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
     variables = {**carried, **settings}
     lines = [f"cd {shlex.quote(os.getcwd())} || exit 72"]
@@ -155,7 +157,8 @@ def remote_script(
     source = inspect.getsource(reaper) + _JOB_MARK.format(settings.get(JOB_ID, ""))
     limits = str(reaper.GRACE_SECONDS), f"{host_silence(environ):g}"
     command = [sys.executable, "-I", "-S", "-c", source, *limits, *argv]
-    return "\n".join([*lines, f"exec {shlex.join(command)}"]) + "\n"
+    script = "\n".join([*lines, f"exec {shlex.join(command)}"])
+    return f"{len(script.encode())}\n{script}"
 
 
 def find_mpiexec() -> Mpiexec:

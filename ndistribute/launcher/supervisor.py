@@ -183,8 +183,9 @@ class Supervisor:
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(self.silence / _BEATS):
-            for running in [task.running for task in self._tasks if task.running is not None]:
-                running.beat()
+            for task in self._tasks:
+                if (running := task.running) is not None:  # The other thread may set it.
+                    running.beat()
 
     def _start(self, task: Task) -> None:
         task.running = self.begin(task.start)

@@ -225,7 +225,8 @@ class Disk:
         # helps where that one is missing, as in a directory that was restored from an old copy.
         series = f"{self._stem}.starts"
         last = tensor_files.newest(self._directory, series)
-        start = max(int(time.time()), 0 if last is None else last.data + 1)
+        damaged = len(tensor_files.paths(self._directory, series, ".broken"))  # Of later starts.
+        start = max(int(time.time()), 0 if last is None else last.data + 1 + damaged)
         try:
             tensor_files.write(self._directory, series, {}, start)
         except OSError as error:  # A server goes on while its disk is full.

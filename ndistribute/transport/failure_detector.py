@@ -30,6 +30,7 @@ FORKED = (
 )
 _BEATS = 8  # Heartbeats within the timeout.
 _LONGEST_PAUSE_SECONDS = 5.0
+_LONGEST_SECONDS = 32_767.0 * _BEATS  # Three days: the kernel takes no longer TCP_KEEPIDLE.
 _RESET = 7  # TCP_CLOSE
 # Of the kernel's `struct tcp_info`: the state, retransmissions and probes without an answer, their
 # backoff, and the milliseconds since the last data and the last acknowledgement came.
@@ -48,7 +49,8 @@ class Watched(Protocol):
 
 def silence_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """Return the heartbeat timeout: seconds of silence after which a process counts as lost."""
-    return seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
+    given = seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
+    return min(given, _LONGEST_SECONDS)
 
 
 def probe_when_idle(sock: socket.socket, silence: float) -> None:

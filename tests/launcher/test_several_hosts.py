@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.blas import cores
-from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_hosts
+from ndistribute.launcher import reaper
+from ndistribute.launcher.commands import (
+    Host,
+    assign,
+    is_this_machine,
+    parse_hosts,
+    remote_script,
+    ssh_command,
+)
 from tests.launcher.jobs import lasting, read_pids, run, started
+from tests.processes import HANG_SECONDS
 
 NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)
 HOSTS = st.lists(
@@ -95,7 +105,18 @@ def test_a_job_runs_on_other_hosts_in_the_same_folder(script, tmp_path, fake_ssh
     asked = (tmp_path / "asked").read_text()
     options = "BatchMode=yes ConnectTimeout=60 ServerAliveInterval=15 ServerAliveCountMax=3"
     given = "".join(f"-o {option} " for option in options.split())
-    assert asked == f"{given}-- far.example exec /bin/sh -s\n" * 2
+    assert asked == f"{given}-- far.example {ssh_command('', 60)[-1]}\n" * 2
+
+
+def test_an_order_to_end_that_arrives_with_the_script_is_heeded():
+    script = remote_script(["/bin/sleep", "1000"], {}, {}, 1).encode()
+    command = ["/bin/sh", "-c", ssh_command("far", 60)[-1]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        os.write(process.stdin.fileno(), script + reaper.ASK)
+        try:
+            assert process.wait(HANG_SECONDS) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake_ssh):

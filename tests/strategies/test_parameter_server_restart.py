@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute import tensor_files
 from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient, Read
 from ndistribute.parameter_server.server import LocalServer, StoreService
+from ndistribute.parameter_server.snapshot import Disk
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.transport.failure_detector import detector
 from tests.kinds import DEADLINE, closing, in_thread
@@ -113,6 +115,21 @@ def test_a_clock_that_is_behind_after_a_restart_changes_nothing(
             assert v.numpy() == 900
             assert strategy.lost_updates == 50 + 30 + 20 + 10
         strategy.close()
+
+
+def test_a_start_whose_file_was_damaged_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = []
+    for now in (1e9, 1e8, 1e7, 1e6):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        disk = Disk(tmp_path, "ps:0", log=False)
+        starts.append(disk.store.start)
+        disk.close()
+        if now == 1e7:
+            newest = tensor_files.newest(tmp_path, "ps-0.starts")
+            next(newest.path.glob("*.safetensors")).write_bytes(b"damaged")
+    assert starts == sorted(set(starts))
 
 
 def test_a_strategy_may_be_collected_while_another_one_connects(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ndistribute.transport.connection import Connection
-from ndistribute.transport.failure_detector import FailureDetector, detector, silence_seconds
+from ndistribute.transport.failure_detector import (
+    FailureDetector,
+    detector,
+    probe_when_idle,
+    silence_seconds,
+)
 from tests.transport.ends import SECONDS, Child, Echo, one_end, pair, serving, sockets, wait_until
 
 SILENCE = 1.6
@@ -156,3 +162,12 @@ def test_nothing_is_kept_alive_by_being_watched_and_one_thread_serves_all():
         assert len(detector._watched) == 4
         del one, other
     assert detector._thread is None
+
+
+def test_a_time_that_is_too_long_for_the_kernel_is_shortened(monkeypatch):
+    for never in ("1e6", "1e12", "1e300"):
+        monkeypatch.setenv("NDISTRIBUTE_HEARTBEAT_SECONDS", never)
+        silence = silence_seconds()
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            probe_when_idle(sock, silence)
+        assert 2 * 86400 < silence < threading.TIMEOUT_MAX
