@@ -116,10 +116,13 @@ def end(*_):
 
 signal.signal(signal.SIGTERM, end)
 if rank == 1:
+    own = own_socket()
+    peers = [own.accept() for _ in range(2)]  # All are here, and would say that they end.
     try:
         {}["lost"]
     except KeyError as error:
         raise ValueError("boo") from error
+peer = connect("worker", 1)
 wait()
 """)
     done = run("run", *options.split(), "-n", "3", path, str(lines))
