@@ -223,8 +223,8 @@ class Host:
         holder = self._holder
         if holder is None or holder.stdout is None:
             raise RuntimeError(f"{self.name} is off")
-        select.select([holder.stdout], [], [], START_SECONDS)
-        if holder.stdout.readline() != "ready\n":
+        said = select.select([holder.stdout], [], [], START_SECONDS)[0]
+        if not said or holder.stdout.readline() != "ready\n":
             raise RuntimeError(f"{self.name} did not start; see above.")
         for network in range(self.rig.networks):
             self.rig.plug(self, network)
@@ -410,7 +410,8 @@ class Rig:
         port = f"p{host.index}-{network}"
         self._bridge(f"link add {port} type veth peer name {name} netns {host.pid}")
         self._bridge(f"link set {port} master br{network} up")
-        subprocess.run([*self._in_hub(), *_queue(port, self.link.rate_mbit)], check=True)
+        queue = [*self._in_hub(), *_queue(port, self.link.rate_mbit)]
+        subprocess.run(queue, check=True, timeout=HANG_SECONDS)
 
     def unplug(self, host: Host) -> None:
         """Remove a host's interfaces."""
@@ -430,9 +431,9 @@ class Rig:
             raise RuntimeError("this needs a switch: a rate of at most 2000 Mbit/s")
         hub.stdin.write(json.dumps(order) + "\n")
         hub.stdin.flush()
-        select.select([hub.stdout], [], [], HANG_SECONDS)
-        if hub.stdout.readline() != "done\n":
-            raise RuntimeError("the switch has ended; see above.")
+        said = select.select([hub.stdout], [], [], HANG_SECONDS)[0]
+        if not said or hub.stdout.readline() != "done\n":
+            raise RuntimeError("the switch has ended, or does not answer; see above.")
 
     def _start_bridge(self) -> subprocess.Popen[str]:
         hub = _pipes(["unshare", "--net", "sh", "-c", "echo ready; exec cat"])
