@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a variable and a check against finite differences.
+"""What the tests of this folder share: a variable and checks against finite differences.
 
 The variable is the least that the tape may rely on; the real ones are tested with the tape
 elsewhere.
@@ -11,6 +11,8 @@ import numpy as np
 from ndistribute.autodiff import GradientTape, custom_gradient, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
+
+STEP = 1e-6
 
 
 def _read(value):
@@ -72,21 +74,54 @@ def gradients_of(function, *arrays, **kwargs):
     return untrack(value), tape.gradient(value, tracked, "zero", **kwargs)
 
 
-def finite_differences(function, arrays, weights, step=1e-6):
+def finite_differences(function, arrays, weights):
     """Return the central differences of ``sum(weights * function(*arrays))``, in float64."""
-    differences = []
-    for array in arrays:
-        slope = np.zeros_like(array)
-        for index in np.ndindex(array.shape):
-            saved = array[index]
-            ends = []
-            for sign in (1, -1):
-                array[index] = saved + sign * step
-                ends.append(np.sum(weights * function(*arrays)))
-            array[index] = saved
-            slope[index] = (ends[0] - ends[1]) / (2 * step)
-        differences.append(slope)
-    return differences
+    return [change_of(lambda: np.sum(weights * function(*arrays)), array) for array in arrays]
+
+
+def change_of(function, array):
+    """Return the central differences of a function that reads an array, by the array."""
+    change = np.zeros_like(array)
+    for index in np.ndindex(array.shape):
+        start = array[index]
+        ends = []
+        for step in (STEP, -STEP):
+            array[index] = start + step
+            ends.append(function())
+        array[index] = start
+        change[index] = (ends[0] - ends[1]) / (2 * STEP)
+    return change
+
+
+def both(function, x, weights, direction):
+    """Return a function's gradient, and that of its product with a direction, by nested tapes."""
+    with GradientTape() as outer:
+        x = outer.watch(x)
+        with GradientTape() as inner:
+            y = function(x)
+        slope = inner.gradient(y, x, "zero", output_gradients=weights)
+        along = np.sum(slope * direction)
+    return untrack(slope), dense(outer.gradient(along, x, "zero"))
+
+
+def check_second(function, x):
+    """Compare a function's second derivatives with the change of its first ones."""
+    rng = np.random.default_rng(5)
+    x, result = x.copy(), np.asarray(function(x))
+    weights = rng.uniform(0.5, 1.5, result.shape).astype(result.dtype)
+    direction = rng.uniform(-1, 1, x.shape)
+
+    def first():
+        return dense(gradients_of(function, x, output_gradients=weights)[1][0])
+
+    slope, second = both(function, x, weights, direction)
+    np.testing.assert_allclose(slope, first(), rtol=1e-9, atol=1e-12)
+    agree(second, change_of(lambda: np.sum(first() * direction), x))
+
+
+def agree(result, expected, precision=1e-5):
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(result, expected, rtol=precision, atol=precision * scale)
 
 
 def check_gradients(function, *arrays, rtol=1e-6):

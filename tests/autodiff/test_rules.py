@@ -20,7 +20,6 @@ SHAPES = [((), (2, 3)), ((2, 1), (1, 3)), ((0,), (1,)), ((4, 1, 2), (3, 1))]
 RNG = np.random.default_rng(0)
 SQUARE = RNG.normal(size=(3, 3))
 POSITIVE = np.stack([SQUARE @ SQUARE.T + 3 * np.eye(3), np.diag([4.0, 5.0, 7.0]) + 0.1])
-TALL = RNG.normal(size=(4, 3))
 X = RNG.uniform(0.5, 2, (3, 4))
 
 
@@ -31,10 +30,6 @@ def augmented(x, y):
     x -= 1
     x /= y
     return x
-
-
-def symmetric(x):
-    return (x + np.swapaxes(x, -1, -2)) / 2
 
 
 UFUNCS = [
@@ -57,66 +52,10 @@ BINARY = {ufunc.__name__: ufunc for ufunc in (*UFUNCS, np.float_power)} | {
     "divmod": lambda x, y: x % y + x // y,
     "outer": lambda x, y: np.multiply.outer(x, y) + np.subtract.outer(x, y),
 }
-UNARY = {
-    name: getattr(np, name) for name in "absolute square sqrt tanh exp copy nan_to_num conj".split()
-} | {
-    "below_zero": lambda x: np.abs(-x) + np.square(-x) + (-x) ** 3,
-    "powers": lambda x: x**2 + x**0.5 + x**-1 + x**1 + x**3 + x**0 + x ** np.array(2, x.dtype),
-    "astype": lambda x: x.astype(np.float64) * 2 + np.astype(x, "f8"),
-    "of_complex": lambda x: np.abs(np.exp(1j * x) + x) + np.real(x * (1 + 2j)) + np.imag(x * 3j),
-}
-LINALG = {
-    "inv": np.linalg.inv,
-    "det": np.linalg.det,
-    "slogdet": lambda x: np.linalg.slogdet(x).logabsdet,
-    "cholesky": lambda x: np.linalg.cholesky(symmetric(x)),
-    "eigenvectors": lambda x: np.abs(np.linalg.eigh(symmetric(x)).eigenvectors),
-    "eig": lambda x: np.abs(np.linalg.eig(x).eigenvectors),
-    "eigvalsh": lambda x: np.linalg.eigvalsh(symmetric(x)),
-    "matrix_power": lambda x: np.linalg.matrix_power(x, 3) + np.linalg.matrix_power(x, -2),
-}
 DOT = [
     *(((), (3,)), ((2, 3), ()), ((), ()), ((5, 2, 3), (3,)), ((3,), (5, 3, 4))),
     *(((2, 3), (5, 3, 4)), ((6, 1, 2, 3), (5, 3, 4)), ((0, 3), (3, 4)), ((2, 0), (0, 4))),
 ]
-# Of an array of 2 by 3 by 4.
-SHAPED = """
-np.reshape(x, (6, 4), order="F") + x.reshape((6, 4), order="F") * np.ones((6, 4))
-np.ravel(x, order="F") * x.flatten()
-np.transpose(x, (1, 2, 0)) * x.transpose(1, 2, 0) + x.T.transpose((1, 0, -1)).sum()
-np.moveaxis(x, (0, 1), (2, 0)) + np.moveaxis(x, source=0, destination=1).sum()
-np.squeeze(x[:1]) + x[:1].squeeze(0)
-np.broadcast_to(x[:, :1], (5, 2, 3, 4))
-np.atleast_2d(x[0, 0, 0]) + np.atleast_3d(x[0, 0]) * np.atleast_3d(x[0])
-np.rot90(x, 1, (1, 2))
-np.roll(x, (1, 2), (0, 2)) + np.flip(x, (0, 2)) * np.flip(x)
-np.repeat(x, 2, axis=1) + x.repeat(2, axis=-2)
-np.tile(x, (2, 1, 1, 2))
-np.tile(x[0, 0], (3, 2))
-np.tril(x, k=-1) + np.triu(x, 1)
-np.diagonal(x, 1, 1, 2) * x.diagonal(1, axis1=1, axis2=2) + np.diagonal(x, -1, 0, 2).sum()
-np.diag(x[0], 1) * np.diag(x[0], -1)[0] + np.diag(x[0, 0], 1)[0, 1]
-np.full_like(x, x[0, 0, 0], shape=(2, 2)) + np.full_like(x[0, :2, :2], 3)
-np.stack((*np.meshgrid(x[0, 0], [1.0]), x[0, :1])) + np.meshgrid(x[0, 0], x[0, :, 0])[1][0]
-np.meshgrid(x[0, 0], x[0, :, 0], indexing="ij")[1]
-np.trace(x, 1, 1, 2, dtype=np.float64) + x.trace(offset=1, axis1=1, axis2=2)
-np.trace(x, 1, 1, 2, None, None) + np.trace(x, 0, 1, 2, out=None)
-np.split(x * x, [1, 3], axis=-1)[1] + np.array_split(x, 3, axis=2)[0]
-np.split(x, indices_or_sections=2, axis=-1)[1] + np.split(ary=x, indices_or_sections=[2], axis=2)[0]
-np.dsplit(x, 2)[1] * np.vsplit(x, 2)[1][:, :, :2]
-np.multiply(*x) + sum(row * k for k, row in enumerate(x))
-np.concatenate([x, x[0]], axis=None)
-np.stack([x.sum(), x[0, 0, 0], 3.0])
-np.hstack([x[0, 0], x[1, 1], 2.0])
-np.append(x, x, axis=1)
-np.delete(x, [0, 2], axis=2)
-np.var(x, 1, correction=1) + np.std(x, 1, correction=1) + x.std(1, ddof=1)
-np.cumulative_sum(x, axis=1) if hasattr(np, "cumulative_sum") else x
-np.matvec(x[0], x[0, 0]) * np.vecmat(x[0, :, 0], x[0])[:3] if hasattr(np, "matvec") else x
-np.take(x, 1, axis=1) + x.take([[-1, 0], [1, 1]], -1).sum() + np.take(x, [0, 2, 2])[0]
-np.take_along_axis(x, np.zeros((1, 1, 1), int), -1) + np.take_along_axis(x, np.argsort(x, 0), 0)
-x[0] * x[1] + x[1] + x[0, 0] + np.sum(x) + x[1] * np.square(x)[1, [0, 0, 2]]
-""".strip().splitlines()
 # Of an array of 4 by 3.
 INDICES = """
 -1 | np.int32(1) | 1:3 | ::-2 | ... | None | 1, None, :2 | True | 0:0 | [0, 2, 0] | []
@@ -135,12 +74,6 @@ def test_binary(name):
     for shapes in SHAPES:
         rng = np.random.default_rng(3)
         check_gradients(BINARY[name], *(rng.uniform(0.5, 1.8, shape) for shape in shapes))
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_unary(name):
-    for shape in [(), (2, 0), (2, 3)]:
-        check_gradients(UNARY[name], np.random.default_rng(5).uniform(0.2, 1.6, shape))
 
 
 @pytest.mark.parametrize("ufunc", UFUNCS, ids=repr)
@@ -319,24 +252,6 @@ def test_gradients_have_the_dtypes_of_their_sources_and_meet_blas():
     assert w.tolist() == [[8, 8]] * 3
 
 
-@pytest.mark.parametrize("name", LINALG)
-def test_linear_algebra_of_one_matrix_and_of_a_stack(name):
-    check_gradients(LINALG[name], POSITIVE[0], rtol=1e-5)
-    check_gradients(LINALG[name], POSITIVE, rtol=1e-5)
-
-
-@pytest.mark.parametrize("right", [TALL.T, TALL[0], np.stack([TALL.T, TALL.T])], ids=np.shape)
-def test_solve(right):
-    left = POSITIVE if right.ndim == 3 else POSITIVE[0]
-    check_gradients(np.linalg.solve, left, right, rtol=1e-5)
-
-
-@pytest.mark.parametrize("expression", SHAPED)
-def test_shape(expression):
-    code = compile(expression, expression, "eval")
-    check_gradients(lambda x: eval(code, {"np": np, "x": x}), RNG.normal(size=(2, 3, 4)))
-
-
 @pytest.mark.parametrize("index", re.split(r" \| |\n", INDICES.strip()))
 def test_index(index):
     code = compile(f"square[{index}] * 2 + x[{index}]", index, "eval")
@@ -347,29 +262,14 @@ def test_index(index):
     check_gradients(function, RNG.normal(size=(4, 3)))
 
 
-def test_a_number_is_indexed_beside_another_use():
-    check_gradients(lambda x: np.sum(x[None] * np.ones(3)) + x * x, 0.5)
-
-
-@pytest.mark.filterwarnings("ignore:'where' used without 'out'")
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("np.interp", lambda x: np.interp(x, [0, 1, 2], [0, 1, 4], left=0)),
-        ("np.linalg.qr", lambda x: np.linalg.qr(x)[1]),
-        ("np.choose", lambda x: np.choose([0, 2, 0, 1], [x[0], x[1]], mode="clip")),
-        ("np.divide", lambda x: np.divide(x, x, where=np.ones(x.shape, bool))),
-        ("np.unique", np.unique),
-    ],
-)
-def test_a_function_without_a_rule_is_named_when_a_gradient_flows_through_it(name, function):
+def test_a_function_without_a_rule_is_named_when_a_gradient_flows_through_it():
     with GradientTape(persistent=True) as tape:
         x, y = tape.watch((X, np.ones(3)))
-        result = function(x)
-        other = np.sum(y * result.reshape(-1)[0])
-    np.testing.assert_array_equal(result, function(X))
+        result = np.unique(x)
+        other = np.sum(y * result[0])
+    np.testing.assert_array_equal(result, np.unique(X))
     assert tape.gradient(other, y).shape == (3,)
-    message = rf"^{name}\b.*{LINE}.*no derivative rule.*nd\.custom_gradient"
+    message = rf"^np\.unique\b.*{LINE}.*no derivative rule.*nd\.custom_gradient"
     with pytest.raises(TypeError, match=message):
         tape.gradient(result, x)
 

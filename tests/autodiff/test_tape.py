@@ -13,9 +13,8 @@ import pytest
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape, Tracked, custom_gradient
 from ndistribute.autodiff.tape import vjp
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import Frame, current_frame, entered
-from tests.autodiff.standin import StandInVariable
+from tests.autodiff.standin import StandInVariable, dense
 
 HERE = re.escape(__file__)
 
@@ -376,7 +375,3 @@ def test_the_way_back_through_a_function_gives_the_gradients_of_a_tape(function)
     expected = tape.gradient(value, [x, y], "zero", output_gradients=given)
     for ours, theirs in zip(pullback([given], [0, 1]), expected, strict=True):
         np.testing.assert_array_equal(dense(ours), dense(theirs))
-
-
-def dense(gradient):
-    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient

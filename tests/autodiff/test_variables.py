@@ -64,13 +64,6 @@ def test_the_order_of_updates_in_a_gan_does_not_matter(discriminator_first):
     assert d.array == 3 - 2 * 9 * 3
 
 
-def test_the_gradient_of_a_variable_itself(v):
-    with GradientTape(persistent=True) as tape:
-        v * 2
-        assert tape.gradient(v, v).tolist() == [1, 1]
-    assert tape.gradient([v, v], v).tolist() == [2, 2]
-
-
 def test_a_new_variable_at_an_old_address_is_another_source():
     with GradientTape() as tape:
         total = sum(StandInVariable(np.float64(k)) * 2 for k in range(20))

@@ -21,9 +21,8 @@ from ndistribute.graph.operations import cond, constant, identity, placeholder, 
 from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
-from tests.autodiff.standin import dense
+from tests.autodiff.standin import both, dense
 from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines
-from tests.autodiff.test_second_derivatives import both
 from tests.processes import free_addresses
 
 AT, WEIGHTS = np.array([0.3, -0.7, 1.2]), np.array([1.0, 2.0, 3.0])
