@@ -65,12 +65,13 @@ def test_early_stopping_waits_for_an_improvement(options, epochs):
     assert stop.stopped_epoch == epochs - 1
 
 
-def test_early_stopping_can_restore_the_best_weights():
+@pytest.mark.parametrize("baseline", [None, 9.0])
+def test_early_stopping_can_restore_the_best_weights_also_below_a_baseline(baseline):
     model, seen = model_of([1.0, 2.0, 1.0, 1.0]), []
     keep = callbacks.LambdaCallback(on_epoch_end=lambda e, logs: seen.append(model.get_weights()))
-    stop = callbacks.EarlyStopping("score", mode="max", patience=2, restore_best_weights=True)
+    stop = callbacks.EarlyStopping("score", 0, 2, "max", baseline, restore_best_weights=True)
     fit(model, keep, stop)
-    assert len(seen) == 4
+    assert baseline or len(seen) == 4
     assert all(map(np.array_equal, model.get_weights(), seen[1]))
 
 
@@ -78,14 +79,6 @@ def test_early_stopping_forgets_a_first_value_that_is_no_number():
     stop = callbacks.EarlyStopping("score", mode="max", patience=2)
     fit(model_of([math.nan, 1.0, 2.0, 3.0, 4.0, 5.0]), stop)
     assert (stop.best, stop.stopped_epoch) == (5.0, 0)
-
-
-def test_early_stopping_restores_the_best_weights_below_a_baseline():
-    model, seen = model_of([1.0, 2.0, 1.0, 1.0]), []
-    keep = callbacks.LambdaCallback(on_epoch_end=lambda e, logs: seen.append(model.get_weights()))
-    stop = callbacks.EarlyStopping("score", 0, 2, "max", 9.0, restore_best_weights=True)
-    fit(model, keep, stop)
-    assert all(map(np.array_equal, model.get_weights(), seen[1]))
 
 
 @pytest.mark.parametrize(("cooldown", "falls"), [(0, [1, 2, 3, 4]), (1, [1, 2, 3, 4]), (2, [1, 3])])

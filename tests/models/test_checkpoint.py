@@ -1,4 +1,7 @@
-"""What a strategy saves, others restore; a damaged checkpoint is never taken for a whole one."""
+"""A checkpoint has the whole state; a damaged one is never taken for a whole one.
+
+Of several workers only the chief sees the disk.
+"""
 
 from __future__ import annotations
 
@@ -11,96 +14,12 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Sequential, layers, losses
+from ndistribute import tensor_files
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
-from tests.contract_rows import STRATEGIES
-from tests.kinds import strategy
-from tests.processes import HANG_SECONDS
-
-__all__ = ["strategy"]
-
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(50, 6))
-Y = RNG.integers(0, 3, 50)
-
-
-def classifier(optimizer: Any = None, *, build: bool = True) -> Sequential:
-    """Return a compiled model in float64, with dropout, which needs random numbers."""
-    model = Sequential(
-        [
-            layers.Dense(8, activation="tanh", dtype="float64"),
-            layers.Dropout(0.2),
-            layers.Dense(3, dtype="float64"),
-        ]
-    )
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer or nd.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    if build:
-        model(X[:1])
-    return model
-
-
-def trained(model: Sequential, epochs: int = 1) -> Any:
-    """Return the history of a training."""
-    return model.fit(X, Y, batch_size=16, epochs=epochs, verbose=0).history
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_training_continues_as_if_it_had_not_stopped(kind, tmp_path):
-    nd.set_seed(1)
-    with STRATEGIES[kind]() as strategy:
-        model = classifier()
-        trained(model)
-        path = Checkpoint(model=model).save(tmp_path / "run")
-        expected = trained(model)
-        weights = model.get_weights()
-    nd.set_seed(2)
-    with STRATEGIES[kind]() as strategy:
-        model = classifier()
-        Checkpoint(model=model).restore(path)
-        assert strategy.num_replicas_in_sync >= 1
-        assert trained(model) == expected
-        assert all(map(np.array_equal, model.get_weights(), weights))
-
-
-def test_any_strategy_reads_what_another_wrote(strategy, tmp_path):
-    source = classifier()
-    trained(source)
-    path = Checkpoint(net=source).save(tmp_path / "run")
-    with strategy.scope():
-        model = classifier()
-        Checkpoint(net=model).restore(path)
-        assert all(map(np.array_equal, model.get_weights(), source.get_weights()))
-        slots = [slot.numpy() for slot in model.optimizer.variables]
-        assert all(map(np.array_equal, slots, [v.numpy() for v in source.optimizer.variables]))
-        assert model.optimizer.iterations == source.optimizer.iterations == 4
-        back = Checkpoint(net=model).save(tmp_path / "back")
-    other = classifier()
-    Checkpoint(net=other).restore(back)
-    assert all(map(np.array_equal, other.get_weights(), source.get_weights()))
-
-
-def test_a_restored_optimizer_is_built(tmp_path):
-    v = nd.Variable([1.0, 2.0], name="v")
-    optimizer = nd.optimizers.Adam()
-    optimizer.apply_gradients([([1.0, 1.0], v)])
-    path = Checkpoint(v=v, optimizer=optimizer).save(tmp_path / "run")
-    w, other = nd.Variable([0.0, 0.0]), nd.optimizers.Adam()
-    Checkpoint(v=w, optimizer=other).restore(path)
-    assert other.iterations == 1
-    assert [s.numpy().tolist() for s in other.variables] == [
-        s.numpy().tolist() for s in optimizer.variables
-    ]
-
-
-def test_a_model_without_variables_is_built_from_the_checkpoint(tmp_path):
-    source = classifier()
-    path = Checkpoint(model=source).save(tmp_path / "run")
-    unbuilt = classifier(build=False)
-    Checkpoint(model=unbuilt).restore(path)
-    assert all(map(np.array_equal, unbuilt.get_weights(), source.get_weights()))
-    with pytest.raises(ValueError, match="layers/2/bias is in the checkpoint alone"):
-        Sequential([layers.Dense(8)]).load_weights(path)
+from tests.contract_rows import mirrored
+from tests.digits_training import serve
+from tests.kinds import DEADLINE
+from tests.processes import HANG_SECONDS, Ranks
 
 
 def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):
@@ -120,9 +39,9 @@ def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):
                 strategy.run(step)
             return v.numpy(), optimizer.iterations, checkpoint.save(tmp_path / "run")
 
-    value, steps, path = run(replicas(2), 3)
+    value, steps, path = run(mirrored(2), 3)
     assert (value, steps) == (1 - 0.5 * 3, 1)
-    value, steps, _ = run(replicas(1), 1, path)  # 3 of two replicas before, 1 of one replica now.
+    value, steps, _ = run(mirrored(1), 1, path)  # 3 of two replicas before, 1 of one replica now.
     assert (value, steps) == (1 - 0.5 * 3 - 0.5 * (3 + 1) / 2, 2)
 
 
@@ -162,19 +81,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(name, missin
     assert manager.restore_or_initialize().name == "checkpoint.000001"
     assert v.numpy().tolist() == [1.0, 2.0]
     assert manager.step == 1
-
-
-def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path):
-    v = nd.Variable(np.zeros(1000))
-    manager = CheckpointManager(Checkpoint(v=v), tmp_path, max_to_keep=1, asynchronous=True)
-    for step in range(3):
-        v.assign(np.full(1000, float(step)))
-        manager.save(step)
-        v.assign(np.full(1000, -1.0))
-    manager.wait()
-    assert len(manager.checkpoints) == 1
-    manager.restore_or_initialize()
-    assert (v.numpy() == 2).all()
 
 
 def test_an_interrupted_wait_can_be_repeated_and_the_program_ends_after_the_save(tmp_path):
@@ -217,7 +123,7 @@ def test_an_interrupted_wait_can_be_repeated_and_the_program_ends_after_the_save
     assert manager.latest_checkpoint == path / "checkpoint.000001"
 
 
-def test_a_failure_of_an_asynchronous_save_is_logged_for_a_program_that_ends(tmp_path, caplog):
+def test_a_failure_of_an_asynchronous_save_is_logged_and_raised_by_the_next_call(tmp_path, caplog):
     (tmp_path / "file").touch()
     v = nd.Variable(1.0)
     manager = CheckpointManager(Checkpoint(v=v), tmp_path / "file", asynchronous=True)
@@ -225,24 +131,15 @@ def test_a_failure_of_an_asynchronous_save_is_logged_for_a_program_that_ends(tmp
     with pytest.raises(OSError, match="file"):
         manager.wait()
     assert "the checkpoint of step 7 could not be written" in caplog.text
-
-
-def test_a_failure_of_an_asynchronous_save_is_raised_by_the_next(tmp_path):
-    (tmp_path / "file").touch()
-    manager = CheckpointManager(
-        Checkpoint(v=nd.Variable(1.0)), tmp_path / "file", asynchronous=True
-    )
-    manager.save(1)
+    manager.save(8)
     with pytest.raises(OSError, match="file"):
-        manager.save(2)
+        manager.save(9)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (lambda path: Checkpoint(x=3), "x is a int, whose state is unknown"),
-        (lambda path: Checkpoint(w=nd.Variable(1.0)).restore(path), "w is missing"),
-        (lambda path: Checkpoint(v=nd.Variable(1.0)).restore(path), r"v has shape \(2,\), the var"),
         (lambda path: Checkpoint(v=nd.Variable(1.0)).restore("nowhere"), "no checkpoint nowhere"),
         (lambda path: CheckpointManager(Checkpoint(), path, 0), "max_to_keep must be 1 or more"),
     ],
@@ -251,11 +148,6 @@ def test_mistakes_are_explained(call, says, tmp_path):
     path = Checkpoint(v=nd.Variable([1.0, 2.0])).save(tmp_path / "run")
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=says):
         call(path)
-
-
-def replicas(count: int) -> nd.Strategy:
-    """Return a strategy of some replicas."""
-    return nd.MirroredStrategy([f"cpu:{k}" for k in range(count)])
 
 
 def test_objects_that_are_set_as_attributes_are_saved_and_restored(tmp_path):
@@ -273,3 +165,115 @@ def test_objects_that_are_set_as_attributes_are_saved_and_restored(tmp_path):
         _ = checkpoint.gone
     with pytest.raises(AttributeError, match="no object 'gone'"):
         del checkpoint.gone
+
+
+def save_and_restore(rank: int, size: int, directory: str) -> tuple[float, bool, str]:
+    """Save asynchronously, restore, and fail to save, where only the chief sees the disk."""
+    own = directory if rank == 0 else f"{directory}/{rank}-sees-nothing"
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]):
+        v = nd.Variable(3.0)
+        manager = CheckpointManager(Checkpoint(v=v), own, asynchronous=True)
+        manager.save(1)
+        v.assign(5.0)
+        found = manager.restore_or_initialize()
+        if rank == 0:
+            (Path(directory) / "file").write_text("")
+        lost = CheckpointManager(Checkpoint(v=v), f"{own}/file", asynchronous=True)
+        lost.save(2)
+        try:
+            lost.wait()
+        except OSError as error:
+            return float(v.numpy()), found is not None, type(error).__name__
+    return float(v.numpy()), found is not None, ""
+
+
+def test_an_asynchronous_save_of_two_workers_needs_the_chiefs_disk_alone(tmp_path):
+    with Ranks(2) as ranks:
+        first, second = ranks.results(save_and_restore, str(tmp_path / "saved"))
+    assert first[:2] == second[:2] == (3.0, True)
+    assert first[2]
+    assert second[2]  # Both learn that it could not be written.
+    assert not (tmp_path / "saved" / "1-sees-nothing").exists()
+
+
+def save_on_the_chief_alone(rank: int, size: int, folder: str, others: str) -> None:
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        strategy.run(step := lambda: nd.get_replica_context().all_reduce("sum", 1.0))
+        model = nd.Sequential([nd.layers.Dense(1)])
+        model(np.ones((1, 2), np.float32))
+        if strategy.is_chief:
+            model.save_weights(f"{folder}/weights")
+        elif others == "go on":
+            strategy.run(step)
+
+
+@pytest.mark.parametrize("others", ["go on", "end"])
+def test_saving_on_the_chief_alone_names_the_call_and_what_to_do(tmp_path, others):
+    with Ranks(2) as ranks:
+        chief, other = ranks.run(save_on_the_chief_alone, str(tmp_path), others)
+    assert chief.error == ("WorkerLostError" if others == "end" else "CollectiveMismatchError")
+    advice = "Every worker must call Sequential.save_weights(); the chief alone reads and writes"
+    assert advice in chief.text
+    if others == "go on":
+        assert other.error == "CollectiveMismatchError"
+        assert "worker 0 called all_gather" in other.text
+        assert " for Sequential.save_weights()" in other.text
+    assert not list(tmp_path.iterdir())
+
+
+def save_at_any_time(rank: int, size: int, directory: str) -> list[str]:
+    """Save and restore without waiting for the other worker."""
+    with nd.ParameterServerStrategy(devices=["cpu:0"], timeout_seconds=DEADLINE):
+        variables = [nd.Variable(np.full(50, 7.0), name=f"v{k}") for k in range(5)]
+        checkpoint = Checkpoint(v=variables)
+        manager = CheckpointManager(checkpoint, directory, 1, asynchronous=rank == 2)
+        for _ in range(20):
+            manager.save()
+            assert manager.restore_or_initialize() is not None
+        return [checkpoint.save(f"{directory}/same").name for _ in range(10)]
+
+
+def test_workers_that_do_not_wait_for_each_other_save_in_turn(tmp_path):
+    with Ranks(3, jobs=["ps", "worker", "worker"]) as ranks:
+        ranks.run(serve, ranks=[0])[0].result()
+        outcomes = ranks.run(save_at_any_time, str(tmp_path), ranks=[1, 2])
+        names = sorted(name for outcome in outcomes for name in outcome.result())
+    assert names == [f"same.{number:06d}" for number in range(1, 21)]
+    for folder in tmp_path.glob("*.0*"):
+        assert (tensor_files.read(folder).tensors["v/0"] == 7).all()
+    assert all(path.suffix[1:].isdigit() for path in tmp_path.iterdir())  # No lock is left.
+    assert [path.name for path in tmp_path.glob("checkpoint.0*")] == ["checkpoint.000040"]
+
+
+def test_a_value_per_replica_without_an_aggregation_is_refused_by_name(tmp_path):
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        v = nd.Variable(0.0, synchronization="on_read", name="counts")
+        with pytest.raises(ValueError, match=r"'counts'.*aggregation"):
+            Checkpoint(v=v).save(tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def fit_otherwise_on_one(rank: int, size: int, what: str) -> str:
+    """Call `fit` on two workers whose programs differ in one thing, and then alike."""
+    x, y = np.ones((8, 3), np.float32), np.zeros(8, int)
+    differs = rank == 1
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        with strategy.scope():
+            activation = "relu" if differs and what == "layer 1" else "tanh"
+            model = nd.Sequential([nd.layers.Dense(4, activation), nd.layers.Dense(2)])
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        if differs and what == "rate":
+            model.optimizer.learning_rate = 0.5
+        options = {"epochs": 2 if differs and what == "epochs" else 1}
+        options["class_weight"] = {0: 2.0} if differs and what == "class_weight" else None
+        with pytest.raises(ValueError, match=rf"fit: the {what} is .* on worker 0 and") as caught:
+            model.fit(x, y, verbose=0, **options)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["layer 1", "rate", "epochs", "class_weight"])
+def test_workers_that_would_train_in_different_ways_are_told(what):
+    with Ranks(2) as ranks:
+        first, second = ranks.results(fit_otherwise_on_one, what)
+    assert first == second
+    assert "on worker 1" in first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -76,10 +75,9 @@ def save_again_and_again(rank: int, size: int, directory: str, count: int) -> li
 
 
 def test_each_path_has_what_was_saved_while_other_processes_save_there_too(tmp_path):
-    module = importlib.import_module("tests.models.test_checkpoint_folders")
     count = int(os.environ.get("CHECKPOINT_RACES", "8"))
     with Ranks(3) as ranks:
-        assert ranks.results(module.save_again_and_again, str(tmp_path), count) == [[], [], []]
+        assert ranks.results(save_again_and_again, str(tmp_path), count) == [[], [], []]
     names = [path.name for path in tmp_path.iterdir()]
     assert all(name.rpartition(".")[2].isdigit() for name in names), names  # Nothing is left.
     assert len([name for name in names if name.startswith("checkpoint.")]) == min(3 * count, 100)
@@ -229,9 +227,8 @@ def read_while_others_save(rank: int, size: int, directory: str, count: int) -> 
 
 def test_a_reader_sees_a_whole_checkpoint_while_others_replace_it(tmp_path):
     nd.CheckpointManager(nd.Checkpoint(v=nd.Variable(np.ones(10_000))), tmp_path).save(0)
-    module = importlib.import_module("tests.models.test_checkpoint_folders")
     with Ranks(3) as ranks:
-        *_, found = ranks.results(module.read_while_others_save, str(tmp_path), 20)
+        *_, found = ranks.results(read_while_others_save, str(tmp_path), 20)
     assert found <= {1.0, 2.0}
     assert len(list(tmp_path.iterdir())) == 1
 

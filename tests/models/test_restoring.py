@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from typing import Any
 
 import numpy as np
@@ -36,22 +35,24 @@ class Holder:
             raise RuntimeError("the object refuses")
 
 
-def test_an_asynchronous_save_copies_the_state_of_objects(tmp_path):
-    holder = Holder(0.0)
-    manager = CheckpointManager(
-        Checkpoint(holder=holder), tmp_path, max_to_keep=None, asynchronous=True
-    )
+def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path):
+    holder, v = Holder(0.0), nd.Variable(np.zeros(1000))
+    checkpoint = Checkpoint(holder=holder, v=v)
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=None, asynchronous=True)
     for step in range(8):
+        v.assign(np.full(1000, float(step)))
         holder.state["array"][:] = step
         holder.state["nested"]["list"][0] = step
         manager.save(step)
+        v.assign(np.full(1000, -1.0))
         holder.state["array"][:] = -1.0
         holder.state["nested"]["list"].append(-1.0)
         holder.state["nested"]["list"] = [0]
     manager.wait()
     for step, path in enumerate(manager.checkpoints):
         read = Holder(9.0)
-        Checkpoint(holder=read).restore(path)
+        Checkpoint(holder=read, v=v).restore(path)
+        assert (v.numpy() == step).all()
         assert (read.state["array"] == step).all()
         assert read.state["nested"] == {"list": [step], "pair": (1, 2)}
 
@@ -140,18 +141,12 @@ def test_a_restore_that_raises_changes_nothing(case, tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_kept_and_others_rounded(tmp_path):
-    path = Checkpoint(v=nd.Variable([np.nan, np.inf, -np.inf, 0.1])).save(tmp_path / "run")
-    v = nd.Variable(np.zeros(4, np.float16))
-    Checkpoint(v=v).restore(path)
-    assert np.array_equal(v, np.array([np.nan, np.inf, -np.inf, 0.1], np.float16), equal_nan=True)
-
-
-def test_numbers_of_a_state_that_are_not_finite_are_kept(tmp_path):
-    held = Holder(1.0)
+    numbers, held = [np.nan, np.inf, -np.inf, 0.1], Holder(1.0)
     held.state = {"best": np.inf, "more": [-np.inf, (np.nan,)]}
-    path = Checkpoint(held=held).save(tmp_path / "run")
-    held.state = {}
-    Checkpoint(held=held).restore(path)
+    path = Checkpoint(v=nd.Variable(numbers), held=held).save(tmp_path / "run")
+    held.state, v = {}, nd.Variable(np.zeros(4, np.float16))
+    Checkpoint(v=v, held=held).restore(path)
+    assert np.array_equal(v, np.array(numbers, np.float16), equal_nan=True)
     assert repr(held.state) == repr({"best": np.inf, "more": [-np.inf, (np.nan,)]})
 
 
@@ -374,9 +369,8 @@ def restore_where_one_refuses(rank: int, size: int, directory: str) -> tuple[str
 
 
 def test_all_workers_raise_and_put_back_what_one_refuses(tmp_path):
-    module = importlib.import_module("tests.models.test_restoring")
     with Ranks(2) as ranks:
-        first, second = ranks.results(module.restore_where_one_refuses, str(tmp_path))
+        first, second = ranks.results(restore_where_one_refuses, str(tmp_path))
     assert first == ("on worker 1: RuntimeError: the object refuses", 1.0, 1.0)
     assert second == ("the object refuses", 1.0, 1.0)
 
@@ -394,9 +388,8 @@ def restore_where_one_lacks_a_variable(rank: int, size: int, directory: str) -> 
 
 def test_workers_that_restore_different_variables_are_told(tmp_path):
     """The variable of one kept its value, so replicas differed."""
-    module = importlib.import_module("tests.models.test_restoring")
     with Ranks(2) as ranks:
-        for text, value in ranks.results(module.restore_where_one_lacks_a_variable, str(tmp_path)):
+        for text, value in ranks.results(restore_where_one_lacks_a_variable, str(tmp_path)):
             assert "worker 1 and the chief restore different objects, only one of them w" in text
             assert value == 1.0
 
@@ -415,9 +408,8 @@ def save_where_one_refuses(rank: int, size: int, directory: str) -> str:
 
 def test_all_workers_raise_if_the_state_of_one_cannot_be_saved(tmp_path):
     """The others went on, out of step."""
-    module = importlib.import_module("tests.models.test_restoring")
     with Ranks(2) as ranks:
-        told = ranks.results(module.save_where_one_refuses, str(tmp_path))
+        told = ranks.results(save_where_one_refuses, str(tmp_path))
     assert told[0].startswith("on worker 1: holder/state/bad is {1}")
     assert told[1].startswith("holder/state/bad is {1}")
     assert not list(tmp_path.iterdir())
@@ -441,9 +433,8 @@ def build_on_workers(rank: int, size: int, directory: str) -> list[Any]:
 
 
 def test_workers_build_models_alike_and_need_the_chiefs_disk_alone(tmp_path):
-    module = importlib.import_module("tests.models.test_restoring")
     with Ranks(2) as ranks:
-        for *weights, told in ranks.results(module.build_on_workers, str(tmp_path)):
+        for *weights, told in ranks.results(build_on_workers, str(tmp_path)):
             assert all(np.array_equal(one, weights[0]) for one in weights)
             assert "kernel has shape (3, 2), the variable (3, 4)" in told
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +123,9 @@ def test_a_training_interrupted_at_any_step_continues_on_other_workers(interrupt
                 for step in range(1, STEPS + 1)
             ]
 
-    # Under the name by which the ranks find it.
-    work = importlib.import_module("tests.models.test_resumption").on_worker
     firsts = [] if interrupted else here()
     with Ranks(2) as ranks:
-        parts = ranks.results(work, str(tmp_path), interrupted)
+        parts = ranks.results(on_worker, str(tmp_path), interrupted)
     together = [(one[0], one[1], [*one[2], *other[2]]) for one, other in zip(*parts, strict=True)]
     firsts, thens = (together, here()) if interrupted else (firsts, together)
     for first, then in zip(firsts, thens, strict=True):

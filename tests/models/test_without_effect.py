@@ -136,22 +136,3 @@ def test_an_own_build_of_a_model_runs_once_and_may_call_that_of_its_base():
     late(X)
     assert [*early.named_variables()] == [*late.named_variables()]
     assert [*early.named_variables()] == ["scale", "output/kernel", "output/bias"]
-
-
-def test_accuracy_of_a_binary_loss_of_logits_compares_probabilities_with_a_half():
-    class Same(nd.Model):
-        def __init__(self):
-            super().__init__()
-            self.unused = layers.Dense(1)
-
-        def call(self, x):
-            return self.unused(x) * 0 + x
-
-    logits = np.array([[-3.0], [0.2], [0.4], [2.0], [-0.1], [-1.0]], np.float32)
-    labels = np.array([0, 1, 1, 1, 0, 0])
-    model = Same()
-    loss = losses.BinaryCrossentropy(from_logits=True)
-    model.compile("sgd", loss, metrics=["accuracy", metrics.BinaryAccuracy(name="of_keras")])
-    found = model.evaluate(logits, labels, verbose=0, return_dict=True)
-    assert found["accuracy"] == 1.0
-    assert found["of_keras"] == pytest.approx(4 / 6)
