@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from ndistribute.models.operations.windows import Windows
 from tests.autodiff.standin import check_gradients, gradients_of
 from tests.kinds import context, one_process
 
-RNG = np.random.default_rng(0)
 LINEAR, TANH = activations.linear, activations.tanh
 
 
@@ -50,33 +50,80 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
-def test_a_convolution_is_its_definition(case):
+def test_a_convolution_is_its_definition_and_has_its_gradients(case):
     size, strides, padding, dilation, groups = case
     x, kernel, bias = normal(2, 6, 7, 4), normal(*size, 4 // groups, 8), normal(8)
     options = {"strides": strides, "padding": padding, "dilation": dilation, "groups": groups}
     y = operations.conv2d(x, kernel, bias, LINEAR, **options)
+    convolve = partial(operations.conv2d, activation=TANH, **options)
+    check_gradients(convolve, x[:, :5, :6], kernel[..., :4], bias[:4])
     expected = convolved(x, kernel, strides, padding, dilation, groups) + bias
     np.testing.assert_allclose(y, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
-def test_the_gradients_of_a_convolution(case):
-    size, strides, padding, dilation, groups = case
-    check_gradients(
-        lambda x, kernel, bias: operations.conv2d(
-            x,
-            kernel,
-            bias,
-            TANH,
-            strides=strides,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-        ),
-        normal(2, 5, 6, 4),
-        normal(*size, 4 // groups, 4),
-        normal(4),
-    )
+LABELS, PREDICTIONS, WEIGHTS = np.random.default_rng(0).uniform(0.1, 0.9, size=(3, 4, 4))
+CLASSES = np.array([[1, 0], [3, 2]])
+MASK = np.array([[True, False, True, True], [False, True, True, False]])
+STATISTICS = {"mean": normal(4), "variance": np.square(normal(4)) + 1}
+NORMALIZED = normal(3, 2, 4), normal(4) + 2, normal(4)
+IMAGES = normal(2, 5, 6, 2)
+HEADS = normal(2, 2, 3, 2), normal(2, 4, 3, 2), normal(2, 4, 3, 5)
+ATTENTION = partial(operations.attention, kept=np.random.default_rng(1).uniform(size=(2, 3, 2, 4)))
+LOSSES = "mean_squared_error mean_absolute_error huber binary_crossentropy categorical_crossentropy"
+POOLS = itertools.product(
+    (operations.max_pool2d, operations.average_pool2d),
+    [((2, 2), None), ((3, 2), (2, 1)), ((2, 2), (3, 3))],
+    ("valid", "same"),
+)
+DIFFERENTIATED = [
+    *(
+        (lambda x, pool=pool, size=size, padding=padding: pool(x, *size, padding), [IMAGES])
+        for pool, size, padding in POOLS
+    ),
+    *(
+        (
+            partial(operations.dense, activation=activations.get(name)),
+            [normal(2, 3, 4), normal(4, 5), normal(5)],
+        )
+        for name in ("linear", "relu", "tanh", "sigmoid", "gelu")
+    ),
+    *(
+        (partial(ATTENTION, mask=mask, is_causal=is_causal), HEADS)
+        for mask in (None, MASK)
+        for is_causal in (False, True)
+    ),
+    (partial(operations.layer_normalization, epsilon=1e-3), NORMALIZED),
+    (lambda x: operations.layer_normalization(x, None, None, epsilon=1e-3), NORMALIZED[:1]),
+    (partial(operations.normalized_by, **STATISTICS, epsilon=1e-3), NORMALIZED),
+    (lambda x: operations.softmax_cross_entropy(x, CLASSES), [normal(2, 2, 4)]),
+    (lambda x: operations.softmax_cross_entropy(x, PREDICTIONS), [LABELS]),
+    *((regularizer(0.3), [normal(3, 4)]) for regularizer in (regularizers.L1, regularizers.L2)),
+    *(
+        (losses.FunctionLoss(getattr(losses, name)), [LABELS, PREDICTIONS, WEIGHTS[0]])
+        for name in LOSSES.split()
+    ),
+    (partial(losses.compute_average_loss, global_batch_size=9), [LABELS, WEIGHTS[0]]),
+]
+
+
+@pytest.mark.parametrize(("function", "arrays"), DIFFERENTIATED)
+def test_the_gradients_of(function, arrays):
+    """Those of losses by labels and weights were None."""
+    check_gradients(function, *arrays)
+
+
+@pytest.mark.parametrize("name", LOSSES.split())
+def test_a_variable_of_labels_has_a_gradient(name):
+    with nd.GradientTape() as tape:
+        variable = nd.Variable(LABELS)
+        total = np.sum(getattr(losses, name)(variable, PREDICTIONS))
+    assert np.any(tape.gradient(total, variable))
+
+
+def test_layer_normalization_gives_a_mean_of_0_and_a_deviation_of_1():
+    y = operations.layer_normalization(NORMALIZED[0], None, None, epsilon=0.0)
+    np.testing.assert_allclose(y.mean(axis=-1), 0, atol=1e-14)
+    np.testing.assert_allclose(y.std(axis=-1), 1, rtol=1e-12)
 
 
 def test_images_in_several_blocks_are_convolved_as_in_one(monkeypatch):
@@ -99,13 +146,6 @@ def test_images_in_several_blocks_are_pooled_as_in_one(monkeypatch):
     monkeypatch.setattr("ndistribute.models.operations.pooling._BLOCK_BYTES", 2 * x[0].nbytes)
     found = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
     np.testing.assert_array_equal(found[0], expected[0])
-
-
-@pytest.mark.parametrize("padding", ["valid", "same"])
-@pytest.mark.parametrize(("size", "strides"), [((2, 2), None), ((3, 2), (2, 1)), ((2, 2), (3, 3))])
-def test_the_gradients_of_pooling(size, strides, padding):
-    for pool in (operations.max_pool2d, operations.average_pool2d):
-        check_gradients(lambda x, pool=pool: pool(x, size, strides, padding), normal(2, 5, 6, 2))
 
 
 def test_the_first_of_equal_elements_has_the_gradient_of_max_pooling():
@@ -158,37 +198,6 @@ def test_a_large_mean_does_not_cancel_the_variance():
     np.testing.assert_allclose(summed, variance, rtol=1e-4)
 
 
-def test_the_gradients_of_layer_normalization_and_of_constant_statistics():
-    arrays = normal(3, 2, 4), normal(4) + 2, normal(4)
-    check_gradients(lambda *given: operations.layer_normalization(*given, epsilon=1e-3), *arrays)
-    check_gradients(
-        lambda x: operations.layer_normalization(x, None, None, epsilon=1e-3), arrays[0]
-    )
-    mean, variance = normal(4), np.square(normal(4)) + 1
-    check_gradients(
-        lambda *given: operations.normalized_by(*given, mean=mean, variance=variance, epsilon=1e-3),
-        *arrays,
-    )
-    y = operations.layer_normalization(arrays[0], None, None, epsilon=0.0)
-    np.testing.assert_allclose(y.mean(axis=-1), 0, atol=1e-14)
-    np.testing.assert_allclose(y.std(axis=-1), 1, rtol=1e-12)
-
-
-MASK = np.array([[True, False, True, True], [False, True, True, False]])
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mask", [None, MASK])
-def test_the_gradients_of_attention(mask, is_causal):
-    kept = np.random.default_rng(1).uniform(size=(2, 3, 2, 4))
-    check_gradients(
-        lambda q, k, v: operations.attention(q, k, v, mask=mask, is_causal=is_causal, kept=kept),
-        normal(2, 2, 3, 2),
-        normal(2, 4, 3, 2),
-        normal(2, 4, 3, 5),
-    )
-
-
 def test_attention_is_a_softmax_over_keys():
     q, k, v = normal(2, 5, 3, 4), normal(2, 6, 3, 4), normal(2, 6, 3, 7)
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 2
@@ -207,54 +216,6 @@ def test_a_query_without_keys_has_zeros_and_no_gradient():
     nothing = operations.attention(q, k[:, :0], v[:, :0])
     assert nothing.shape == q.shape
     assert not nothing.any()
-
-
-@pytest.mark.parametrize("activation", ["linear", "relu", "tanh", "sigmoid", "gelu"])
-def test_the_gradients_of_dense(activation):
-    function = activations.get(activation)
-    check_gradients(
-        lambda x, kernel, bias: operations.dense(x, kernel, bias, function),
-        normal(2, 3, 4),
-        normal(4, 5),
-        normal(5),
-    )
-
-
-def test_the_gradients_of_softmax_cross_entropy():
-    labels = np.array([[1, 0], [3, 2]])
-    check_gradients(
-        lambda logits: operations.softmax_cross_entropy(logits, labels), normal(2, 2, 4)
-    )
-    weights = np.random.default_rng(0).uniform(size=(3, 4))
-    check_gradients(lambda logits: operations.softmax_cross_entropy(logits, weights), normal(3, 4))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        losses.mean_squared_error,
-        losses.mean_absolute_error,
-        losses.huber,
-        losses.binary_crossentropy,
-        losses.categorical_crossentropy,
-    ],
-)
-def test_the_gradients_of_losses_by_labels_and_weights(loss):
-    """They were None, without a word."""
-    labels, predictions, weights = np.random.default_rng(0).uniform(0.1, 0.9, size=(3, 4, 4))
-    check_gradients(losses.FunctionLoss(loss), labels, predictions, weights[0])
-    check_gradients(
-        lambda a, w: losses.compute_average_loss(a, w, global_batch_size=9), labels, weights[0]
-    )
-    with nd.GradientTape() as tape:
-        variable = nd.Variable(labels)
-        total = np.sum(loss(variable, predictions))
-    assert np.any(tape.gradient(total, variable))
-
-
-def test_the_gradients_of_regularizers():
-    for regularizer in (regularizers.L1(0.3), regularizers.L2(0.3)):
-        check_gradients(regularizer, normal(3, 4))
 
 
 def raw(array):
@@ -345,7 +306,7 @@ def test_settings_of_the_user_for_memory_are_left_alone():
 
 
 def test_a_gradient_that_the_user_changes_in_place_is_used_anew():
-    x, kernel, bias = RNG.normal(size=(2, 3)), RNG.normal(size=(3, 2)), np.zeros(2)
+    x, kernel, bias = normal(2, 3), normal(3, 2), np.zeros(2)
     with nd.GradientTape(persistent=True) as tape:
         w = tape.watch(kernel)
         y = operations.dense(x, w, bias, activations.relu)
