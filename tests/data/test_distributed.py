@@ -6,8 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ndistribute import context
 from ndistribute.data import (
@@ -16,7 +14,6 @@ from ndistribute.data import (
     InputContext,
     InputOptions,
 )
-from ndistribute.data.steps import replica_slices
 from ndistribute.devices import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
 from tests.data.workers import (
@@ -142,14 +139,3 @@ def test_no_thread_is_left_when_an_iterator_is_dropped_or_closed(taken):
         leave(iterator)
         del iterator
         assert all_threads_end()
-
-
-@given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_workers_cut_a_batch_evenly_as_one_worker_with_all_replicas_would(length, replica_counts):
-    over_workers = [replica_slices(length, replica_counts, w) for w in range(len(replica_counts))]
-    assert [len(pieces) for pieces in over_workers] == replica_counts
-    joined = [piece for pieces in over_workers for piece in pieces]
-    assert [row for piece in joined for row in range(length)[piece]] == list(range(length))
-    size, longer = divmod(length, sum(replica_counts))
-    sizes = [piece.stop - piece.start for piece in joined]
-    assert sizes == [size + 1] * longer + [size] * (len(joined) - longer)

@@ -6,19 +6,8 @@ import numpy as np
 import pytest
 
 from ndistribute.data import AutoShardPolicy, Dataset, InputContext, InputOptions
+from tests.data.test_files import Frame
 from tests.data.workers import cpus, distribute, distribute_from_function
-
-
-class Frame:
-    """Has of a DataFrame what marks it as one; iterating gives the names of its columns."""
-
-    columns = ("x", "y")
-
-    def __iter__(self):
-        return iter(self.columns)
-
-    def to_numpy(self):
-        return np.zeros((3, 2))
 
 
 def generated(*elements):

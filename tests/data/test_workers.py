@@ -78,6 +78,10 @@ def test_workers_of_different_size_cut_each_batch_as_one_worker_would(rows, batc
     alone = pieces_of(distribute(Dataset.range(rows).batch(batch), cpus(sum(counts))))
     joint = [[piece for step in steps for piece in step] for steps in zip(*shares, strict=True)]
     assert joint == alone
+    for pieces in joint:
+        lengths = [len(piece) for piece in pieces]
+        size, longer = divmod(sum(lengths), sum(counts))
+        assert lengths == [size + 1] * longer + [size] * (sum(counts) - longer)
 
 
 @settings(max_examples=30)
