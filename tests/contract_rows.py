@@ -6,11 +6,17 @@ a row here, and with it all of those tests.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import ndistribute as nd
+from ndistribute import tree
+from ndistribute.devices import is_gpu_array, to_host
+from tests.gpu.imitation.module import imitated_gpus
 
-__all__ = ["STRATEGIES", "central", "cpus", "mirrored", "served"]
+__all__ = ["GPUS", "GPU_LAYOUTS", "STRATEGIES", "central", "cpus", "ground", "mirrored", "served"]
 
 
 def cpus(count: int) -> list[str]:
@@ -28,6 +34,67 @@ def central(count: int) -> nd.CentralStorageStrategy:
 def served(count: int) -> nd.ParameterServerStrategy:
     return nd.ParameterServerStrategy(devices=cpus(count))
 
+
+class HostResults(nd.Strategy):
+    """Hand out results in host memory, as the contract tests compare them."""
+
+    def run(self, *args: Any, **named: Any) -> Any:
+        return on_host(super().run(*args, **named))
+
+    def reduce(self, *args: Any, **named: Any) -> Any:
+        return on_host(super().reduce(*args, **named))
+
+    def gather(self, *args: Any, **named: Any) -> Any:
+        return on_host(super().gather(*args, **named))
+
+    def local_results(self, value: Any) -> Any:
+        return on_host(super().local_results(value))
+
+
+def on_host(nest: Any) -> Any:
+    """Return a nest with the arrays of GPUs copied to host memory, or itself without any."""
+    leaves = tree.flatten(nest)
+    copied = [_leaf_on_host(leaf) for leaf in leaves]
+    same = all(leaf is copy for leaf, copy in zip(leaves, copied, strict=True))
+    return nest if same else tree.unflatten(nest, copied)
+
+
+def _leaf_on_host(leaf: Any) -> Any:
+    if isinstance(leaf, nd.PerReplica):
+        values = [on_host(value) for value in leaf.values]
+        same = all(value is copy for value, copy in zip(leaf.values, values, strict=True))
+        return leaf if same else nd.PerReplica(values)
+    if isinstance(leaf, nd.IndexedSlices):
+        return nd.IndexedSlices(on_host(leaf.values), on_host(leaf.indices), leaf.shape)
+    return to_host(leaf) if is_gpu_array(leaf) else leaf
+
+
+def on_gpus(name: str) -> nd.Strategy:
+    """Return a strategy over GPUs, whose results come to host memory."""
+    kind, args, named = GPU_LAYOUTS[name]
+    return type(f"Gpu{kind.__name__}", (HostResults, kind), {})(*args, **named)
+
+
+def ground(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Return what has to be entered before the strategy of a row is made."""
+    imitated = kind in GPUS and not kind.startswith("real")
+    return imitated_gpus() if imitated else contextlib.nullcontext()
+
+
+TWO, TWICE = ["gpu:0", "gpu:1"], ["gpu:0", "gpu:0"]
+GPU_LAYOUTS: dict[str, tuple[type[nd.Strategy], tuple[Any, ...], dict[str, Any]]] = {
+    "gpu-2": (nd.MirroredStrategy, (TWO,), {}),
+    "gpu-ring-2": (nd.MirroredStrategy, (TWO, nd.RingAllReduce()), {}),
+    "gpu-shared-2": (nd.MirroredStrategy, (TWICE,), {}),
+    "gpu-and-cpu": (nd.MirroredStrategy, (["cpu:0", "gpu:0"],), {}),
+    "gpu-second": (nd.OneDeviceStrategy, ("gpu:1",), {}),
+    "gpu-central-2": (nd.CentralStorageStrategy, (TWO,), {"parameter_device": "gpu:1"}),
+    "gpu-served-2": (nd.ParameterServerStrategy, (), {"devices": TWO}),
+}
+# Rows with replicas on imitated GPUs, and on a real one where it is visible.
+GPUS = {name: partial(on_gpus, name) for name in GPU_LAYOUTS}
+if nd.list_devices("gpu"):
+    GPUS |= {f"real-{name}": GPUS[name] for name in ("gpu-shared-2", "gpu-and-cpu")}
 
 # Of several replicas in one process each: two replicas swap, three are an odd number.
 STRATEGIES: dict[str, Callable[[], nd.Strategy]] = {

@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute import tree
 from ndistribute.cluster import resolve
 from ndistribute.collective.threads import SMALL_BYTES
-from tests.contract_rows import STRATEGIES, central, cpus, mirrored, served
+from ndistribute.devices import copy_to
+from tests.contract_rows import GPUS, STRATEGIES, central, cpus, ground, mirrored, served
 
 __all__ = ["central", "cpus", "mirrored", "served"]  # Which tests take from here.
 
@@ -61,14 +63,26 @@ def join(how: str, counts: tuple[int, ...]) -> nd.MultiWorkerMirroredStrategy:
 # Inside a worker the same tests run over strategies of all workers: `tests/test_over_processes.py`.
 SEVERAL = worker_kinds() if inside_worker() else STRATEGIES
 ALL = SEVERAL if inside_worker() else {"default": nd.get_strategy, **STRATEGIES}
+# The same with those on GPUs; one of them has one replica.
+ALL_MEMORIES = SEVERAL if inside_worker() else {**ALL, **GPUS}
+SEVERAL_MEMORIES = SEVERAL if inside_worker() else {**STRATEGIES, **GPUS}
+SEVERAL_MEMORIES.pop("gpu-second", None)
 
 
 def fixture_over(kinds: Mapping[str, Callable[[], nd.Strategy]], *without: str) -> Any:
     """Return a fixture that makes a strategy of each kind in turn, leaving out what is named."""
+    params = [
+        pytest.param(kind, marks=pytest.mark.gpu) if kind.startswith("real") else kind
+        for kind in kinds
+        if kind not in without
+    ]
 
-    @pytest.fixture(params=[kind for kind in kinds if kind not in without])
+    @pytest.fixture(params=params)
     def made(request: pytest.FixtureRequest) -> Iterator[nd.Strategy]:
-        with closing(kinds[request.param]()) as strategy:
+        kind, marker = request.param, request.node.get_closest_marker("host_memory")
+        if marker and kind in GPUS:
+            pytest.skip(f"host memory: {marker.args[0]}")
+        with ground(kind), closing(kinds[kind]()) as strategy:
             yield strategy
 
     return made
@@ -97,6 +111,11 @@ def context() -> nd.ReplicaContext:
 
 def rank() -> int:
     return context().replica_id_in_sync_group
+
+
+def here(nest: Any) -> Any:
+    """Return the arrays of a nest in the memory of this replica's device."""
+    return tree.map_leaves(lambda array: copy_to(np.asarray(array), context().device), nest)
 
 
 def meet() -> float:
@@ -133,6 +152,11 @@ def everyones(strategy: nd.Strategy, make: Callable[[int], Any]) -> list[Any]:
 def one_process(reason: str) -> pytest.MarkDecorator:
     """Leave a test out where replicas are spread over processes, and say why."""
     return pytest.mark.skipif(inside_worker(), reason=f"one process: {reason}")
+
+
+def host_memory(reason: str) -> pytest.MarkDecorator:
+    """Leave out the rows with replicas on GPUs, and say why."""
+    return pytest.mark.host_memory(reason)
 
 
 @contextmanager

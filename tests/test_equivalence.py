@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import LARGE, parts, rank, several, strategy
+from tests.kinds import ALL_MEMORIES, LARGE, SEVERAL_MEMORIES, fixture_over, parts, rank
 
-__all__ = ["several", "strategy"]
+strategy, several = fixture_over(ALL_MEMORIES), fixture_over(SEVERAL_MEMORIES)
 
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES, EPOCHS = 37, 8, 5, 11, 4, 3, 2
 

@@ -7,7 +7,7 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute.cluster import ClusterSpec, SimpleClusterResolver, resolve
-from tests.kinds import DEADLINE, LARGE, context, join, parts, rank, replica_ids
+from tests.kinds import DEADLINE, context, join, parts, rank, replica_ids
 from tests.processes import LISTEN
 
 Counts = tuple[int, ...]
@@ -52,70 +52,6 @@ def disagreeing(worker, size, how, counts):
                 told.append(str(error))
         told.append(nd.Variable(0.0).name)
     return told
-
-
-def met(worker, size, how, counts):
-    """Make each collective in every replica."""
-    with join(how, counts) as strategy:
-        return meet_over(strategy)
-
-
-def meet_over(strategy):
-    """Return what the first replica of this process got, as arrays."""
-    dtypes = "bool uint8 int64 float16 complex64".split()
-    shapes = [(), (0,), (2, 3), (LARGE,)]
-
-    def reduce_all(op):
-        given = {
-            f"{op} {dtype} {shape}": np.full(shape, 1 + rank() % 3).astype(dtype)
-            for dtype in dtypes
-            for shape in shapes
-            if dtype != "complex64" or op in ("sum", "mean", "prod")
-        }
-        return context().all_reduce(op, given)
-
-    def step():
-        own = context()
-        rows = np.arange(6.0 * rank()).reshape(-1, 2, 3)
-        slices = nd.IndexedSlices(np.ones((2, 2)) * rank(), np.array([rank(), 5]), (6, 2))
-        with nd.GradientTape() as tape:
-            x = tape.watch(np.arange(3.0) + rank())
-            y = np.sum(own.all_reduce("mean", x * x) * (1.0 + rank()))
-        return {
-            **{
-                k: v
-                for op in ("sum", "mean", "min", "max", "prod")
-                for k, v in reduce_all(op).items()
-            },
-            "rows": own.all_gather(rows, axis=0),
-            "later axis": own.all_gather(rows.reshape(2, 3, -1), axis=-1),
-            "slices": own.all_reduce("mean", slices).to_dense(),
-            "gradient": own.all_gather(tape.gradient(y, x), axis=0),
-        }
-
-    results = strategy.local_results(strategy.run(step))
-    return {name: np.asarray(value) for name, value in results[0].items()}
-
-
-def byte_orders(worker, size, how, counts):
-    """Pass the same numbers, in another byte order on every second replica."""
-    with join(how, counts) as strategy, strategy.scope():
-        v = nd.Variable(np.zeros(3, np.float32), aggregation="sum")
-
-        def step():
-            numbers = (np.arange(3) + rank()).astype("<f4" if rank() % 2 else ">f4")
-            v.assign_add(numbers)
-            communicator = context().communicator
-            return [
-                communicator.all_reduce("sum", numbers),
-                communicator.all_gather(numbers, axis=0),
-                communicator.broadcast(numbers, root=communicator.size - 1),
-                communicator.all_reduce("sum", np.full(LARGE, numbers[-1], numbers.dtype))[-1],
-            ]
-
-        results = strategy.local_results(strategy.run(step))
-        assert all(array.dtype.isnative for result in results for array in result)
-        return [[np.asarray(array).tolist() for array in result] for result in [*results, [v]]]
 
 
 def refused(worker, size, how, counts):

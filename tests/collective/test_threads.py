@@ -259,32 +259,6 @@ def test_the_layout_of_an_array_does_not_matter(strategy, layout):
         assert np.array_equal(gathered, np.concatenate(given.values, axis=1))
 
 
-def test_replicas_may_pass_one_dtype_in_different_byte_orders(strategy):
-    """Results have the byte order of this machine."""
-    pair = np.dtype([("a", np.int16), ("b", np.float64)])
-
-    def step():
-        order = "<>"[rank() % 2]
-        numbers = np.arange(3).astype(f"{order}f4")
-        rows = np.array([(1, 2.5)] * 2, pair).astype(pair.newbyteorder(order))
-        return {
-            "sum": context().all_reduce("sum", numbers),
-            "mean": context().all_reduce("mean", numbers.astype(f"{order}i2")),
-            "gathered": context().all_gather(numbers, axis=0),
-            "fields": context().all_gather(rows, axis=0),
-            "copied": context().communicator.broadcast(numbers, root=0),
-        }
-
-    result = run_twice(strategy, step)
-    size = strategy.num_replicas_in_sync
-    assert all(array.dtype.isnative for array in result.values())
-    assert result["sum"].tolist() == [0, size, 2 * size]
-    assert result["mean"].tolist() == [0, 1, 2]
-    assert result["gathered"].tolist() == [0, 1, 2] * size
-    assert result["fields"].tolist() == [(1, 2.5)] * 2 * size
-    assert result["copied"].tolist() == [0, 1, 2]
-
-
 COLLECTIVES = {
     "all_reduce": lambda x: context().all_reduce("sum", x),
     "all_reduce of a mean": lambda x: context().all_reduce("mean", x),

@@ -8,31 +8,17 @@ is no GPU: see README.md.
 from __future__ import annotations
 
 import gc
-import sys
 
 import pytest
 
 import ndistribute as nd
 from ndistribute import devices
-from tests.gpu.imitation.module import modules
-from tests.gpu.imitation.world import set_world
+from tests.contract_rows import GPU_LAYOUTS
+from tests.gpu.imitation.module import imitated_gpus
 from tests.gpu.placing import REAL, need
 from tests.kinds import closing
 
-CACHES = (devices.cupy_module, devices._gpu_count, devices._is_gpu_type, devices.nccl_module)
-
-TWICE, TWO = ["gpu:0"] * 2, ["gpu:0", "gpu:1"]
-
-LAYOUTS = {
-    "second-device": lambda: nd.OneDeviceStrategy("gpu:1"),
-    "mirrored-shared": lambda: nd.MirroredStrategy(TWICE),
-    "mirrored-nccl": lambda: nd.MirroredStrategy(TWO),
-    "mirrored-ring": lambda: nd.MirroredStrategy(TWO, nd.RingAllReduce()),
-    "mirrored-with-cpu": lambda: nd.MirroredStrategy(["cpu:0", "gpu:0"]),
-    "central-on-gpu": lambda: nd.CentralStorageStrategy(TWO, parameter_device="gpu:1"),
-    "served": lambda: nd.ParameterServerStrategy(devices=TWO),
-}
-ON_ONE_GPU = {"mirrored-shared", "mirrored-with-cpu"}
+ON_ONE_GPU = {"gpu-shared-2", "gpu-and-cpu"}
 
 
 @pytest.fixture(scope="session", params=["imitation", *REAL])
@@ -47,30 +33,19 @@ def kind(request):
 
 
 @pytest.fixture
-def cupy(kind, monkeypatch):
+def cupy(kind):
     """CuPy: imitated, with two GPUs; or as it is installed."""
     if kind == "real":
         yield devices.cupy_module()
         return
-    world, found = modules(2)
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    set_world(world)
-    _forget()
-    yield found["cupy"]
-    set_world(None)
-    _forget()
-    assert not world.faults
+    with imitated_gpus() as imitation:
+        yield imitation
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=GPU_LAYOUTS)
 def strategy(cupy, request):
     """Each layout of replicas over GPUs in turn."""
     need(cupy, 1 if request.param in ON_ONE_GPU else 2)
-    with closing(LAYOUTS[request.param]()) as made:
+    make, args, named = GPU_LAYOUTS[request.param]
+    with closing(make(*args, **named)) as made:
         yield made
-
-
-def _forget():
-    for cached in CACHES:
-        cached.cache_clear()

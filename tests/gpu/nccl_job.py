@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 import threading
 import time
 import zlib
@@ -17,13 +16,11 @@ import zlib
 import numpy as np
 
 import ndistribute as nd
-from ndistribute import devices
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.devices import as_array, copy_to, to_host
-from tests.gpu.imitation.module import modules
+from ndistribute.devices import as_array, to_host
+from tests.gpu.imitation.module import imitated_gpus
 from tests.gpu.imitation.nccl import FakeError
-from tests.gpu.imitation.world import set_world
-from tests.gpu.placing import replica
+from tests.kinds import context, here
 
 OPTIONS = nd.CommunicationOptions(timeout_seconds=40.0)
 SHORT = nd.CommunicationOptions(timeout_seconds=0.5)
@@ -31,20 +28,14 @@ DTYPES = "bool uint16 int32 float16 float32 complex64".split()
 GROUND = os.environ.get("NCCL_GROUND", "14")
 
 
+_imitation = []
+
+
 @functools.cache
 def library():
     """Put the imitation in the place of CuPy in this process."""
-    world, found = modules(4, int(GROUND))
-    sys.modules.update(found)
-    set_world(world)
-    for cached in (
-        devices.cupy_module,
-        devices._gpu_count,
-        devices._is_gpu_type,
-        devices.nccl_module,
-    ):
-        cached.cache_clear()
-    return found["cupy.cuda.nccl"]
+    _imitation.append(imitated_gpus(4, int(GROUND)))  # It lasts as long as the process.
+    return _imitation[-1].__enter__().cuda.nccl
 
 
 @functools.cache
@@ -61,11 +52,7 @@ def group(rank):
 def step(rank, body):
     """Return what each replica of this process returned."""
     strategy = group(rank)
-    return list(strategy.local_results(strategy.run(lambda: body(replica().communicator))))
-
-
-def here(array):
-    return copy_to(np.asarray(array), replica().device)
+    return list(strategy.local_results(strategy.run(lambda: body(context().communicator))))
 
 
 def numbers(rank, length, dtype):
@@ -207,13 +194,13 @@ def trained(rank, size, implementation):
             optimizer = nd.optimizers.SGD(0.01, momentum=0.9)
 
         def train():
-            number = replica().replica_id_in_sync_group
+            number = context().replica_id_in_sync_group
             with nd.GradientTape() as tape:
                 loss = ((here(np.arange(4.0)[None] + number) @ weights) ** 2).sum()
             gradient = tape.gradient(loss, weights)
             rows = nd.IndexedSlices(here(np.ones((1, 2))), here([number]), (5, 2))
             optimizer.apply_gradients([(gradient, weights), (rows, table)])
-            return replica().all_reduce("mean", loss)
+            return context().all_reduce("mean", loss)
 
         losses = [strategy.run(train).values[0] for _ in range(3)]
         return {

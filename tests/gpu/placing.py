@@ -8,26 +8,10 @@ import pytest
 import ndistribute as nd
 from ndistribute.devices import copy_to, is_gpu_array, to_host
 
-__all__ = ["REAL", "components", "here", "hosts", "need", "on", "place_of", "rank", "replica"]
+__all__ = ["REAL", "components", "hosts", "need", "on", "place_of"]
 
 # What a test runs over besides the imitation: nothing where no GPU is visible.
 REAL = [pytest.param("real", marks=pytest.mark.gpu)] if nd.list_devices("gpu") else []
-
-
-def replica():
-    """Return this thread's replica."""
-    found = nd.get_replica_context()
-    assert found is not None
-    return found
-
-
-def rank():
-    return replica().replica_id_in_sync_group
-
-
-def here(value):
-    """Return a host array on this replica's device."""
-    return copy_to(np.asarray(value), replica().device)
 
 
 def on(array, device):

@@ -7,6 +7,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.devices import Device, copy_to, is_gpu_array, to_host
+from tests.models.test_operations import calls
 
 X = np.random.default_rng(0).uniform(0.2, 0.9, (3, 4))
 Y = np.random.default_rng(1).uniform(0.2, 0.9, (3, 4))
@@ -74,47 +75,38 @@ EXPRESSIONS = {
     "comparisons": lambda x, y: x * (x > y) + np.where(x <= y, x, 0) * (y != 0),
     "methods": lambda x, y: x.mean(axis=0).reshape(2, 2).T.ravel() + y.sum(0).squeeze(),
 }
+# By name: a function, and what it gets.
 GROUPS = {
-    "functions of one": {name: named(name, 1) for name in UNARY},
-    "functions of two": {name: named(name, 2) for name in BINARY},
-    "expressions": EXPRESSIONS,
+    "functions of one": {name: (named(name, 1), (X, Y)) for name in UNARY},
+    "functions of two": {name: (named(name, 2), (X, Y)) for name in BINARY},
+    "expressions": {name: (function, (X, Y)) for name, function in EXPRESSIONS.items()},
+    "operations of models": {str(number): call for number, call in enumerate(calls())},
 }
 
 
+def gradients(function, arrays, place):
+    """Return a value, its gradients, and the gradients of the sum of their squares."""
+    with nd.GradientTape() as outer:
+        inputs = outer.watch([copy_to(array, Device(place)) for array in arrays])
+        with nd.GradientTape() as inner:
+            value = function(*inputs)
+        slopes = [dense(slope) for slope in inner.gradient(value, inputs, "zero")]
+        total = sum(np.sum(slope * slope) for slope in slopes)
+    seconds = outer.gradient(total, inputs, "zero")
+    return [getattr(each, "value", each) for each in [value, *slopes, *map(dense, seconds)]]
+
+
+def dense(slope):
+    return slope.to_dense() if isinstance(slope, nd.IndexedSlices) else slope
+
+
 @pytest.mark.parametrize("group", GROUPS)
-def test_gradients_are_those_of_the_host(cupy, group):
-    for name, function in GROUPS[group].items():
-        found = [gradients(function, place) for place in ("cpu:0", "gpu:0")]
-        for on_host, on_gpu in zip(*found, strict=True):
+def test_first_and_second_gradients_are_those_of_the_host(cupy, group):
+    for name, (function, arrays) in GROUPS[group].items():
+        both = [gradients(function, arrays, place) for place in ("cpu:0", "gpu:0")]
+        for on_host, on_gpu in zip(*both, strict=True):
             assert is_gpu_array(on_gpu), name
             assert (on_gpu.shape, on_gpu.dtype) == (on_host.shape, on_host.dtype), name
             np.testing.assert_allclose(
                 to_host(on_gpu), on_host, rtol=1e-12, atol=1e-12, err_msg=name
             )
-
-
-def gradients(function, place):
-    with nd.GradientTape() as tape:
-        x, y = tape.watch([copy_to(array, Device(place)) for array in (X, Y)])
-        value = function(x, y)
-    slopes = tape.gradient(value, [x, y], "zero")
-    return [s.to_dense() if isinstance(s, nd.IndexedSlices) else s for s in slopes]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_gradients_of_gradients_are_those_of_the_host(cupy, group):
-    for name, function in GROUPS[group].items():
-        on_host, on_gpu = (twice(function, place) for place in ("cpu:0", "gpu:0"))
-        assert is_gpu_array(on_gpu), name
-        np.testing.assert_allclose(to_host(on_gpu), on_host, 1e-12, 1e-12, err_msg=name)
-
-
-def twice(function, place):
-    with nd.GradientTape() as outer:
-        x, y = outer.watch([copy_to(array, Device(place)) for array in (X, Y)])
-        with nd.GradientTape() as inner:
-            value = function(x, y)
-        slopes = inner.gradient(value, [x, y], "zero")
-        total = sum(np.sum(slope * slope) for slope in slopes)
-    slope = outer.gradient(total, x, "zero")
-    return slope.to_dense() if isinstance(slope, nd.IndexedSlices) else slope

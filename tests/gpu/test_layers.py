@@ -9,28 +9,12 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.devices import Device, copy_to, is_gpu_array, to_host
+from ndistribute.devices import is_gpu_array, to_host
 from ndistribute.models import layers
-from tests.models.test_operations import calls
+from tests.kinds import here
 
 IMAGES = np.random.default_rng(0).standard_normal((4, 6, 6, 2)).astype(np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 9, (4, 5))
-
-
-def test_gradients_of_operations_are_those_of_the_host(cupy: Any) -> None:
-    for number, (function, arrays) in enumerate(calls()):
-        found = []
-        for place in ("cpu:0", "gpu:0"):
-            with nd.GradientTape() as tape:
-                given = tape.watch([copy_to(array, Device(place)) for array in arrays])
-                value = function(*given)
-            found.append([value.value, *tape.gradient(value, given)])
-        for on_host, on_gpu in zip(*found, strict=True):
-            assert is_gpu_array(on_gpu), number
-            assert on_gpu.dtype == on_host.dtype, number
-            np.testing.assert_allclose(
-                to_host(on_gpu), on_host, rtol=1e-12, atol=1e-12, err_msg=str(number)
-            )
 
 
 class Reading(layers.Layer):
@@ -74,13 +58,8 @@ def test_a_step_of_layers_computes_where_the_replica_is(strategy: nd.Strategy, m
     with strategy.scope():
         layer, optimizer = make(), nd.optimizers.SGD(0.1)
 
-        def given() -> Any:
-            replica = nd.get_replica_context()
-            assert replica is not None
-            return copy_to(x, replica.device)
-
         def step() -> Any:
-            rows = given()
+            rows = here(x)
             with nd.GradientTape() as tape:
                 y = layer(rows, training=True)
                 loss = np.sum(y * y) + sum(layer.losses)
@@ -90,24 +69,6 @@ def test_a_step_of_layers_computes_where_the_replica_is(strategy: nd.Strategy, m
 
         for _ in range(2):
             assert all(strategy.local_results(strategy.run(step)))
-        evaluated = strategy.run(lambda: layer(given()))
+        evaluated = strategy.run(lambda: layer(here(x)))
         for one in strategy.local_results(evaluated):
             assert np.isfinite(to_host(one)).all()
-
-
-def test_gradients_of_gradients_of_operations_are_those_of_the_host(cupy: Any) -> None:
-    for number, (function, arrays) in enumerate(calls()):
-        found = []
-        for place in ("cpu:0", "gpu:0"):
-            with nd.GradientTape() as outer:
-                given = outer.watch([copy_to(array, Device(place)) for array in arrays])
-                with nd.GradientTape() as inner:
-                    value = function(*given)
-                slopes = inner.gradient(value, given, "zero")
-                total = sum(np.sum(slope * slope) for slope in slopes)
-            found.append(outer.gradient(total, given, "zero"))
-        for on_host, on_gpu in zip(*found, strict=True):
-            assert is_gpu_array(on_gpu), number
-            np.testing.assert_allclose(
-                to_host(on_gpu), on_host, rtol=1e-12, atol=1e-12, err_msg=str(number)
-            )

@@ -13,7 +13,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
-from tests.kinds import raised_in
+from tests.kinds import host_memory, raised_in
 
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TARGET = np.linspace(-1.0, 1.0, 12).reshape(6, 2)
@@ -51,6 +51,7 @@ def train(strategy: nd.Strategy, optimizer: Optimizer, dtype: Any, steps: int = 
 @pytest.mark.parametrize(
     ("dtype", "name"), [("float16", "momentum"), ("bfloat16", "adam"), ("float16", "clipped")]
 )
+@host_memory("it computes with arrays of the host")
 def test_16_bit_variables_train(strategy: nd.Strategy, dtype: str, name: str) -> None:
     optimizer = OPTIMIZERS[name]()
     variable = train(strategy, optimizer, HALVES[dtype])

@@ -9,6 +9,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
+from tests.kinds import host_memory
 
 RNG = np.random.default_rng(1)
 START = RNG.normal(size=(6, 3))
@@ -163,6 +164,7 @@ def test_a_clipping_bound_is_above_zero() -> None:
         SGD(0.1, clipnorm=0.0)
 
 
+@host_memory("it computes with arrays of the host")
 def test_minimize_is_apply_gradients_of_the_tapes_gradients(strategy: nd.Strategy) -> None:
     rows = RNG.normal(size=(8, 6))
     with strategy.scope():

@@ -16,6 +16,7 @@ from tests.kinds import (
     context,
     cpus,
     each,
+    host_memory,
     meet,
     mirrored,
     one_process,
@@ -123,6 +124,7 @@ def test_an_exception_in_a_merge_call_reaches_every_replica_and_hinders_no_later
 
 
 @one_process("settings of the steps' threads")
+@host_memory("GPUs raise no floating-point errors")
 def test_a_floating_point_error_of_one_slice_owner_releases_the_others(several):
     # Only the last slice of the sum overflows; its owner raises between the two meetings.
     x = np.ones(LARGE)

@@ -24,6 +24,7 @@ from tests.kinds import (
     LARGE,
     closing,
     context,
+    host_memory,
     in_thread,
     meet,
     mirrored,
@@ -77,6 +78,7 @@ def interrupted(strategy, step):
     assert len(pool_threads()) == strategy.num_replicas_in_sync - 1
 
 
+@host_memory("the main thread waits for a stream")
 def test_while_main_waits_in_a_collective_or_a_write(several):
     """The write is made on all replicas or on none."""
     with several.scope():

@@ -65,27 +65,6 @@ def test_workers_that_create_different_variables_are_all_told(run):
     assert following == "Variable"  # No name was taken.
 
 
-def test_collectives_over_workers_equal_those_of_one_process(run):
-    with mirrored(REPLICAS) as strategy:
-        expected = worker_steps.meet_over(strategy)
-    for seen in run(worker_steps.met):
-        assert seen.keys() == expected.keys()
-        for name, value in seen.items():
-            wanted = expected[name]
-            assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), name
-            np.testing.assert_allclose(value, wanted, rtol=1e-6, err_msg=name)
-
-
-def test_replicas_may_pass_one_dtype_in_different_byte_orders(run):
-    everyone = [[i, i + 1, i + 2] for i in range(REPLICAS)]
-    total = [sum(column) for column in zip(*everyone, strict=True)]
-    joined = [number for numbers in everyone for number in numbers]
-    expected = [total, joined, everyone[-1], total[-1]]
-    for seen in run(worker_steps.byte_orders):
-        assert seen[:-1] == [expected] * (len(seen) - 1)
-        assert seen[-1] == [total]
-
-
 def test_what_one_worker_may_not_pass_is_an_error_on_all_and_they_go_on(run):
     for worker, (count, kind, total) in enumerate(run(worker_steps.refused)):
         assert count.startswith("ValueError: worker 0")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import context, each, everyones, mirrored, parts, rank
+from tests.kinds import context, each, everyones, host_memory, mirrored, parts, rank
 
 OPS = {"SUM": np.sum, "MEAN": np.mean, "MIN": np.min, "MAX": np.max, "PROD": np.prod}
 
@@ -126,6 +126,7 @@ def test_a_wrong_number_of_components_is_refused(several):
             several.reduce("sum", nd.PerReplica(range(len(several.devices) + extra or 2)))
 
 
+@host_memory("CuPy itself refuses objects")
 def test_what_is_no_number_is_refused(strategy):
     for value in (None, "text", object()):
         for given in (value, parts(strategy, lambda _, value=value: value)):

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, closing, context, mirrored
+from tests.kinds import DEADLINE, closing, context, host_memory, mirrored
 
 
 def draw(strategy):
     return strategy.run(lambda: context().rng.integers(2**62)).values
 
 
+@host_memory("a generator of CuPy draws other kinds of numbers")
 def test_a_seed_decides_what_is_drawn_from_step_to_step(strategy):
     nd.set_seed(7)
     first = [draw(strategy) for _ in range(3)]

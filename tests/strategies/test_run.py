@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, context, cpus, each, mine, mirrored, one_process, parts, rank
+from tests.kinds import (
+    DEADLINE,
+    context,
+    cpus,
+    each,
+    host_memory,
+    mine,
+    mirrored,
+    one_process,
+    parts,
+    rank,
+)
 
 
 class Pair(NamedTuple):
@@ -122,6 +133,7 @@ def test_the_old_name_calls_what_a_subclass_overrides():
 
 
 @one_process("several processes have one chief and one cluster")
+@host_memory("it shows cpu:0")
 def test_a_strategy_of_one_process_is_its_own_chief_and_shows_its_devices(strategy):
     assert strategy.is_chief is True
     resolver = strategy.cluster_resolver

@@ -11,6 +11,7 @@ import ndistribute as nd
 from tests.kinds import (
     closing,
     context,
+    host_memory,
     mirrored,
     one_process,
     parts,
@@ -61,6 +62,7 @@ def test_the_dtype_is_the_initial_values_unless_it_is_named():
         assert np.array_equal(v.numpy(), np.asarray(initial))
 
 
+@host_memory("it computes with what lies on another GPU than the current one")
 def test_swapped_bytes_become_the_machines_own(strategy):
     start = np.arange(4.0)
     floats = make(strategy, start.astype(">f4"), aggregation="mean")
@@ -100,6 +102,7 @@ def test_what_would_lose_something_and_what_is_no_number_are_refused(several):
         make(several, parts(several, float))
 
 
+@host_memory("it compares components with arrays")
 def test_a_callable_is_called_once_and_the_initial_value_is_copied(strategy):
     initial, calls = np.arange(6.0).reshape(2, 3).T, []
     variables = [

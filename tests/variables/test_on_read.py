@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import each, meet, mine, rank
+from tests.kinds import each, host_memory, meet, mine, rank
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
 
@@ -40,6 +40,7 @@ def test_a_replica_reads_and_writes_its_own_component(strategy):
 @pytest.mark.parametrize(
     ("aggregation", "combine"), [("sum", np.sum), ("mean", np.mean), ("only_first_replica", min)]
 )
+@host_memory("no array of a GPU is read-only")
 def test_a_cross_replica_read_combines(strategy, aggregation, combine):
     for dtype in ("float64", "float16", "int32")[: 2 if aggregation == "mean" else 3]:
         v = make(strategy, np.zeros(2, dtype), aggregation)

@@ -11,7 +11,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.variables.served import ServedVariable
-from tests.kinds import mirrored, rank
+from tests.kinds import host_memory, mirrored, rank
 
 START = np.arange(12.0).reshape(3, 4)
 UPDATES = {
@@ -51,6 +51,7 @@ def address(v):
 
 
 @pytest.mark.parametrize("how", ["on_write", "on_read"])
+@host_memory("it compares addresses")
 def test_a_held_read_never_changes_and_without_one_updates_are_in_place(strategy, how):
     v = make(strategy, synchronization=how, aggregation="only_first_replica")
     place = address(v)
@@ -110,6 +111,7 @@ def test_an_update_goes_elsewhere_while_a_read_is_held_and_stays_there():
     assert held.all()
 
 
+@host_memory("it compares addresses")
 def test_updates_in_replicas_are_in_place_but_for_who_holds_a_read(strategy):
     def step(v):
         float(np.sum(v * v))
@@ -132,6 +134,7 @@ def test_updates_in_replicas_are_in_place_but_for_who_holds_a_read(strategy):
         assert all(strategy.run(hold, (v,)).values)
 
 
+@host_memory("it compares addresses")
 def test_numpy_is_a_copy_that_the_caller_owns(strategy):
     for how in ("on_write", "on_read"):
         v = make(strategy, [1.0, 2.0], synchronization=how, aggregation="mean")
@@ -148,6 +151,7 @@ def test_numpy_is_a_copy_that_the_caller_owns(strategy):
             assert is_at(v, place)
 
 
+@host_memory("it computes with what lies on another GPU than the current one")
 def test_a_variable_may_be_assigned_its_own_parts(strategy):
     v = make(strategy, [1.0, 2.0, 3.0])
     v.assign(v[::-1])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import pytest
 
+from ndistribute import devices
 from tests.gpu.imitation.array import Function, Ufunc, compute, ndarray, upload
 from tests.gpu.imitation.nccl import FakeNccl
-from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world
+from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world, set_world
 
-__all__ = ["modules"]
+__all__ = ["imitated_gpus"]
+
+_CACHES = (devices.cupy_module, devices._gpu_count, devices._is_gpu_type, devices.nccl_module)
 
 
 class _Namespace(types.ModuleType):
@@ -39,11 +47,30 @@ class CUDARuntimeError(RuntimeError):
         super().__init__(f"cudaError {status}")
 
 
-def modules(count, version=14):
-    """Return fresh GPUs, and what belongs into ``sys.modules`` to use them with a CuPy."""
-    cupy = _cupy()
-    cupy.cuda.nccl = nccl = FakeNccl(version)
-    return World(count), {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.nccl": nccl}
+@contextlib.contextmanager
+def imitated_gpus(count: int = 2, version: int = 14) -> Iterator[Any]:
+    """Put fresh GPUs and an imitation of a version of CuPy in place of CuPy, and yield it."""
+    world, cupy = World(count), _cupy()
+    cupy.cuda.nccl = FakeNccl(version)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, module in (
+            ("cupy", cupy),
+            ("cupy.cuda", cupy.cuda),
+            ("cupy.cuda.nccl", cupy.cuda.nccl),
+        ):
+            patched.setitem(sys.modules, name, module)
+        _change_world(world)
+        try:
+            yield cupy
+        finally:
+            _change_world(None)
+    assert not world.faults
+
+
+def _change_world(world: World | None) -> None:
+    set_world(world)
+    for cached in _CACHES:
+        cached.cache_clear()
 
 
 @functools.cache

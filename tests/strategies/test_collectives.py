@@ -1,0 +1,123 @@
+"""Collectives in replicas: NumPy's values of all replicas, in this machine's byte order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from tests.kinds import LARGE, context, everyones, here, mine, rank
+from tests.strategies.test_reduce import OPS, reference
+
+DTYPES = "bool uint8 int64 float16 float32 complex64".split()
+
+
+def agrees(result, expected):
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_nest_of_all_dtypes_and_shapes_is_reduced(strategy, op):
+    def numbers(i):
+        return {
+            f"{dtype} {shape}": np.full(shape, 1 + i % 3).astype(dtype)
+            for dtype in DTYPES
+            for shape in ((), (0,), (2, 3), (LARGE,))
+            if dtype != "complex64" or op not in ("MIN", "MAX")
+        }
+
+    everyone = everyones(strategy, numbers)
+    results = strategy.run(lambda: context().all_reduce(op, here(numbers(rank()))))
+    for result in strategy.local_results(results):
+        assert result.keys() == everyone[0].keys()
+        for name, total in result.items():
+            agrees(total, reference(op, [numbers[name] for numbers in everyone]))
+
+
+def test_ragged_rows_are_gathered_along_any_axis(strategy):
+    def rows(i):
+        return np.arange(6.0 * i).reshape(-1, 2, 3)
+
+    def step():
+        own = here(rows(rank()))
+        first = context().all_gather(own, axis=0)
+        return first, context().all_gather(own.reshape(2, 3, -1), axis=-1)
+
+    everyone = everyones(strategy, rows)
+    wanted = np.concatenate([part.reshape(2, 3, -1) for part in everyone], axis=-1)
+    for first, last in strategy.local_results(strategy.run(step)):
+        agrees(first, np.concatenate(everyone))
+        agrees(last, wanted)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_rows_are_reduced_like_the_whole_array_and_named_once(strategy, op):
+    rng = np.random.default_rng(0)
+    size = strategy.num_replicas_in_sync
+    indices, rows = rng.integers(0, 5, (size, 40)), rng.normal(size=(size, 40, 3))
+
+    def step():
+        own = nd.IndexedSlices(here(rows[rank()]), here(indices[rank()]), (9, 3))
+        total = context().all_reduce(op, own)
+        return total.indices, total.to_dense()
+
+    expected = np.zeros((9, 3))
+    np.add.at(expected, indices.ravel(), rows.reshape(-1, 3))
+    for where, dense in strategy.local_results(strategy.run(step)):
+        np.testing.assert_array_equal(where, np.unique(indices))
+        wanted = expected / (1 if op == "sum" else size)
+        np.testing.assert_allclose(dense, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_flow_through_collectives(strategy):
+    size = strategy.num_replicas_in_sync
+    table = np.arange(1.0, 4.0) + np.arange(size)[:, None]
+
+    def step():
+        with nd.GradientTape(persistent=True) as tape:
+            x = tape.watch(here(table[rank()]))
+            total = context().all_reduce("sum", x * x)
+            most = context().all_reduce("max", x)
+            product = context().all_reduce("prod", x)
+            joined = context().all_gather(x, 0)
+            loss = np.sum(total) + np.sum(joined * joined)
+        return tape.gradient(loss, x), tape.gradient(most, x), tape.gradient(product, x)
+
+    everyone = strategy.local_results(strategy.run(step))
+    for (sums, extremes, products), own in zip(everyone, mine(strategy, table), strict=True):
+        np.testing.assert_allclose(sums, 4 * size * own, rtol=1e-12)
+        np.testing.assert_allclose(extremes, size * (own == table.max(0)), rtol=1e-12)
+        np.testing.assert_allclose(products, size * table.prod(0) / own, rtol=1e-12)
+
+
+def test_replicas_may_pass_one_dtype_in_different_byte_orders(strategy):
+    pair = np.dtype([("a", np.int16), ("b", np.float64)])
+    with strategy.scope():
+        v = nd.Variable(np.zeros(3, np.float32), aggregation="sum")
+
+    def step():
+        order = "<>"[rank() % 2]
+        numbers = (np.arange(3) + rank()).astype(f"{order}f4")
+        rows = np.array([(1, 2.5)] * 2, pair).astype(pair.newbyteorder(order))
+        v.assign_add(numbers)
+        return {
+            "sum": context().all_reduce("sum", numbers),
+            "mean": context().all_reduce("mean", numbers.astype(f"{order}i2")),
+            "large": context().all_reduce("sum", np.full(LARGE, numbers[-1]))[-1],
+            "gathered": context().all_gather(numbers, axis=0),
+            "fields": context().all_gather(rows, axis=0),
+            "copied": context().communicator.broadcast(numbers, root=size - 1),
+        }
+
+    size = strategy.num_replicas_in_sync
+    table = np.arange(3) + np.arange(size)[:, None]
+    for result in strategy.local_results(strategy.run(step)):
+        assert all(array.dtype.isnative for array in result.values())
+        assert result["sum"].tolist() == table.sum(0).tolist()
+        assert np.allclose(result["mean"], table.mean(0))
+        assert result["large"] == table.sum(0)[-1]
+        assert result["gathered"].tolist() == table.ravel().tolist()
+        assert result["fields"].tolist() == [(1, 2.5)] * 2 * size
+        assert result["copied"].tolist() == table[-1].tolist()
+    assert v.numpy().tolist() == table.sum(0).tolist()
