@@ -24,6 +24,7 @@ from ndistribute.graph.graph import Graph, Tensor, as_tensor
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.metrics import METRIC_VARIABLES
 from ndistribute.graph.operations import placeholder
+from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import (
@@ -198,7 +199,7 @@ def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
         graph = tensors[0].graph
         definitions = {op.name: op.definition for op in graph.get_operations()}
         needed = pruned(definitions, [one.name for one in tensors], [], [])
-        if not {one.kind for one in needed}.isdisjoint(("next_batch", "py_function", "random")):
+        if not all(op_named(op.kind).pure for op in needed):
             raise ValueError(
                 "input_fn returned tensors that are neither constant nor the results of one "
                 "get_next(): compute with them in the model function, or with arrays in "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import operator
 import os
 import threading
 import time
@@ -22,19 +23,16 @@ from ndistribute.autodiff.tracked import Tracked, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
-from ndistribute.graph.functions import check_call, function_named
-from ndistribute.graph.kernels import KERNELS, dense, run_recorded
+from ndistribute.graph.functions import check_call
+from ndistribute.graph.kernels import dense, run_recorded
+from ndistribute.graph.ops import Kernel, op_named
 from ndistribute.graph.partition import in_order, needs
-from ndistribute.graph.placement import place_of
+from ndistribute.graph.placement import run_on_device
 from ndistribute.graph.step import Body, Step
 from ndistribute.ownership import read_only
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
-_WAITING = frozenset({"await_aggregate", "next_batch", "py_function"})
-"""Types of operations that may wait for others, each of which gets a thread."""
-_BOUND = frozenset({"all_reduce"})
-"""Types of operations that only the thread of the step can run, which is that of its replica."""
 _TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
 _APART_WORK = 1 << 32  # Multiplications of a call for whose end a failed step does not wait.
@@ -54,53 +52,36 @@ class Node:
         self.waits = 0  # The number of operations that this one waits for.
         self.gradients = 0  # The number of operations that compute its gradients.
         self.seconds = 0.0
-        self.place = place_of(definition.device, soft, on_cpu="variable" in self.attributes)
+        self.run_on = run_on_device(definition.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
         self.constant = None if value is None else read_only(unpack(value))
         plans = [_plan_of(body) for body in definition.bodies]
         self.bodies: Sequence[Body] = plans
         inner = [node for plan in plans for node in plan.nodes]
         # Whether gradients of its gradients are computed.
-        self.is_nested: bool = any(one.is_nested or one.type == "gradient" for one in inner)
+        self.is_nested: bool = any(node.is_nested or node.type == "gradient" for node in inner)
         self.recorded: Node = self  # The operation whose record its gradient walks back.
-        found = KERNELS.get(definition.kind)
-        if found is not None:
-            self.compute: Callable[[Step, Any, Sequence[Any]], Any] = found
-            return
         try:
-            function = function_named(definition.kind)
+            self.op = op_named(definition.kind)
         except KeyError:
             raise InvalidArgumentError(
                 f"operation {definition.name!r} is a {definition.kind!r}, which is not known here.",
                 op=definition.name,
             ) from None
-        fill = filler(definition.call, len(definition.inputs))
-        if definition.kind != "getitem":  # Whose index may have slices and None.
-            refuse_objects(definition.call)
-
-        def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
-            if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.
-                inputs = list(map(dense, inputs))
-            args, kwargs = fill(inputs)
-            work = check_call(function, inputs, args, kwargs)
-            if work > _APART_WORK and node.place is None and Tracked not in map(type, inputs):
-                return _run_apart(step, functools.partial(function, *args, **kwargs))
-            return function(*args, **kwargs)
-
-        self.compute = compute
+        self.compute = self.op.kernel or _calling(self.op.function, definition)
 
     def run(self, step: Step, values: list[Any]) -> None:
         """Compute the outputs and store them among the values of the step."""
         inputs = [values[k] for k in self.inputs]
         compute = run_recorded if self.gradients else self.compute
         try:
-            if self.place is None:
+            if self.run_on is None:
                 result = compute(step, self, inputs)
             else:
                 is_gradient = self.type == "gradient"
                 near = step.pullbacks[self.attributes["of"]][0] if is_gradient else inputs
                 near = list(map(untrack, near))
-                result = self.place(functools.partial(compute, step, self), inputs, near)
+                result = self.run_on(functools.partial(compute, step, self), inputs, near)
         except OperationError as error:
             if error.op is None and self.type != "send":  # Which no program made.
                 error.op = self.name
@@ -180,11 +161,10 @@ class Plan:
         self._fetches = [_slot(slots, name) for name in fetches]
         self._uses = self._count_uses(len(feeds) + len(self._first))
         self._steps = 0
-        types = {node.type for node in self.nodes}
-        self.sources = {one.attributes.get("from") for one in self.nodes if one.type == "recv"}
+        self.sources = {n.attributes.get("from") for n in self.nodes if n.type == "recv"}
         """The tasks that send values to these operations."""
-        self._is_bound = is_bound or not types.isdisjoint(_BOUND)
-        self._is_parallel = not self._is_bound and not types.isdisjoint({*_WAITING, "recv"})
+        self._is_bound = is_bound or any(node.op.bound for node in self.nodes)
+        self._is_parallel = not self._is_bound and any(node.op.waits for node in self.nodes)
 
     def run(self, step: Step, fed: Sequence[Any]) -> list[Any]:
         """Run a step with the values of the feeds, and return those of the fetches.
@@ -320,7 +300,7 @@ class _Parallel:
                 nodes = self._taken()
             if len(nodes) > 1:
                 self._send(nodes)
-            elif nodes[0].type in _WAITING:
+            elif nodes[0].op.waits:
                 self._start(functools.partial(self._run_alone, nodes[0]))
                 nodes = []
             else:
@@ -394,6 +374,24 @@ class _Parallel:
             self._step.abort(error)
 
 
+def _calling(function: Any, definition: OperationDef) -> Kernel:
+    """Return the kernel that calls a function with the arguments of a definition."""
+    fill = filler(definition.call, len(definition.inputs))
+    if function is not operator.getitem:  # Whose index may have slices and None.
+        refuse_objects(definition.call)
+
+    def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
+        if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.
+            inputs = list(map(dense, inputs))
+        args, kwargs = fill(inputs)
+        work = check_call(function, inputs, args, kwargs)
+        if work > _APART_WORK and node.run_on is None and Tracked not in map(type, inputs):
+            return _run_apart(step, functools.partial(function, *args, **kwargs))
+        return function(*args, **kwargs)
+
+    return compute
+
+
 def _run_apart(step: Step, call: Callable[[], Any]) -> Any:
     """Return the result of a long call; if the step fails first, raise its error."""
     result: Future[Any] = Future()
@@ -413,7 +411,7 @@ def _run_apart(step: Step, call: Callable[[], Any]) -> Any:
 
 def _plan_of(body: BodyDef) -> Plan:
     """Return the plan of a function of tensors, whose feeds are the function's arguments."""
-    operations = [one for one in body.operations if one.name not in body.inputs]
+    operations = [op for op in body.operations if op.name not in body.inputs]
     feeds = [f"{name}:0" for name in body.inputs]
     return Plan(operations, feeds, body.outputs, is_bound=True)
 
@@ -440,7 +438,7 @@ def _differentiated(gradient: Node, position: Mapping[str, int]) -> int:
 def _is_known(node: Node) -> bool:
     """Return True if the value of an operation is the same in all steps."""
     is_constant = node.type == "constant" and node.constant is not None and node.outputs == 1
-    return is_constant and node.place is None and not node.definition.controls
+    return is_constant and node.run_on is None and not node.definition.controls
 
 
 def _is_long(node: Node) -> bool:

@@ -7,6 +7,7 @@ graph may come from another process.
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import math
@@ -90,12 +91,47 @@ _COUNTS: dict[str, Function] = {
 _registered: dict[str, Function] = {}
 
 
-def register(name: str, function: Function) -> None:
+class Results(enum.Enum):
+    """How the results of a function depend on its arguments."""
+
+    OTHER = enum.auto()
+    ELEMENTWISE = enum.auto()
+    """They have the shape to which the arguments broadcast, as those of a ufunc."""
+    BY_IMAGE = enum.auto()
+    """There is one for each image of the first argument."""
+    OF_SHAPES = enum.auto()
+    """Shapes alone decide their values."""
+    OF_VALUES = enum.auto()
+    """They may have one shape for zeros and for ones, and others for the rest."""
+
+
+_results: dict[Function, Results] = {
+    **dict.fromkeys([cast, np.clip, np.ones_like, np.where, np.zeros_like], Results.ELEMENTWISE),
+    **dict.fromkeys(_COUNTS.values(), Results.OF_SHAPES),
+    **{
+        getattr(np, name): Results.OF_VALUES
+        for name in (
+            "bincount delete intersect1d setdiff1d setxor1d union1d unique unique_all "
+            "unique_counts unique_inverse unique_values"
+        ).split()
+    },
+}
+"""Those of functions that are no ufuncs, and not `OTHER`."""
+
+
+def register(name: str, function: Function, results: Results = Results.OTHER) -> None:
     """Put a function into the table; see `ndistribute.graph.register`."""
     if name in _registered and _registered[name] is not function:
         raise ValueError(f"another function is registered as {name!r}.")
     _registered[name] = function
+    if results is not Results.OTHER:
+        _results[function] = results
     _names.cache_clear()
+
+
+def results_of(function: Function) -> Results:
+    """Return how the results of a function depend on its arguments; of ufuncs, `OTHER`."""
+    return _results.get(function, Results.OTHER)
 
 
 def function_named(name: str) -> Function:

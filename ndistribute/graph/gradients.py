@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
+from ndistribute.graph.ops import op_named
 from ndistribute.graph.variables import Variable
-
-# Their results do not depend smoothly on their inputs.
-_CONSTANT = frozenset(
-    "stop_gradient is_initialized random numpy.argmax numpy.argmin numpy.argsort numpy.ceil "
-    "numpy.equal numpy.floor numpy.greater numpy.greater_equal numpy.isfinite numpy.isnan "
-    "numpy.less numpy.less_equal numpy.logical_and numpy.logical_not numpy.logical_or "
-    "numpy.not_equal numpy.ones_like numpy.rint numpy.round numpy.shape numpy.size "
-    "numpy.zeros_like assign assign_add assign_sub py_function".split()
-)
 
 
 def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") -> list[Any]:
@@ -52,17 +44,20 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
     graph = targets[0].graph if targets else get_default_graph()
     with graph.as_default(), graph.control_dependencies(None), graph.name_scope(name):
         ends = [_ends(source, graph, targets) for source in sources]
-        reached = {one for group in ends for one in group}
+        reached = {tensor for tensors in ends for tensor in tensors}
         between = _between(graph, targets, reached)
         upstream: dict[Tensor, list[Tensor]] = {}
-        given = [None] * len(targets) if grad_ys is None else _listed(grad_ys)
-        for y, seed in zip(targets, given, strict=True):
+        seeds = [None] * len(targets) if grad_ys is None else _listed(grad_ys)
+        for y, seed in zip(targets, seeds, strict=True):
             with graph.colocate_with(y):
                 first: Any = np.ones_like(y) if seed is None else as_tensor(seed)
             upstream.setdefault(y, []).append(first)
         for op in reversed(between):  # All that adds to the gradients of its results comes before.
             _propagate(op, between, upstream, reached)
-        return [_sum([g for one in group for g in upstream.get(one, [])]) for group in ends]
+        return [
+            _sum([part for tensor in tensors for part in upstream.get(tensor, [])])
+            for tensors in ends
+        ]
 
 
 def global_norm(t_list: Sequence[Any]) -> Any:
@@ -71,7 +66,7 @@ def global_norm(t_list: Sequence[Any]) -> Any:
     Args:
         t_list: tensors, rows of tensors, and None for those to leave out.
     """
-    squares = [_added("sum_of_squares", one) for one in t_list if one is not None]
+    squares = [_added("sum_of_squares", part) for part in t_list if part is not None]
     return np.sqrt(sum(squares))
 
 
@@ -90,7 +85,8 @@ def clip_by_global_norm(
     factor = clip_norm / np.maximum(norm, clip_norm)
     # If a gradient is infinite, all are NaN, as in TensorFlow: zeros would hide it.
     scale: Any = np.where(np.isfinite(norm), factor, np.nan)
-    return [None if one is None else _added("scaled", one, scale) for one in t_list], norm
+    scaled = [None if part is None else _added("scaled", part, scale) for part in t_list]
+    return scaled, norm
 
 
 def _added(kernel: str, gradient: Any, *more: Any) -> Tensor:
@@ -111,25 +107,22 @@ def _ends(source: Any, graph: Graph, targets: Sequence[Tensor]) -> list[Tensor]:
         ValueError: a target depends on the source by other tensors of a graph around this one.
     """
     ends = [] if isinstance(source, Variable) else [as_tensor(source)]
-    place: Graph | None = graph
-    while place is not None and isinstance(source, Variable):
-        ends += [
-            op.outputs[0]
-            for op in place.get_operations()
-            if op.type in ("read", "initialized_value")
-            and op.definition.attributes["variable"] == source.op.name
-        ]
-        place = place.outer
-    around = [one for one in ends if one.graph is not graph]
-    here = [one for one in ends if one.graph is graph]
-    here += [graph.captured[one] for one in around if one in graph.captured]
-    behind = _behind([one.op for one in targets], {one.op for one in here}) if around else ()
-    for one in around:
-        if one.op in behind:
+    level: Graph | None = graph
+    while level is not None and isinstance(source, Variable):
+        for op in level.get_operations():
+            if op.definition.attributes.get("variable") == source.op.name:
+                ends += op.outputs if op_named(op.type).reads and op_named(op.type).smooth else ()
+        level = level.outer
+    around = [tensor for tensor in ends if tensor.graph is not graph]
+    here = [tensor for tensor in ends if tensor.graph is graph]
+    here += [graph.captured[tensor] for tensor in around if tensor in graph.captured]
+    needed = _behind([y.op for y in targets], {tensor.op for tensor in here}) if around else ()
+    for tensor in around:
+        if tensor.op in needed:
             raise ValueError(
-                f"gradients: {one.name!r} is outside of the body of this cond or while_loop, where "
-                "the derivatives of what the body takes from there are unknown. Compute all of "
-                "the target in the body, or the gradients outside."
+                f"gradients: {tensor.name!r} is outside of the body of this cond or while_loop, "
+                "where the derivatives of what the body takes from there are unknown. Compute all "
+                "of the target in the body, or the gradients outside."
             )
     return here
 
@@ -137,23 +130,23 @@ def _ends(source: Any, graph: Graph, targets: Sequence[Tensor]) -> list[Tensor]:
 def _between(graph: Graph, targets: Sequence[Tensor], ends: set[Tensor]) -> dict[Operation, None]:
     """Return the operations on paths from the ends to the targets, in the order of the graph."""
     behind = _behind([target.op for target in targets])
-    found: dict[Operation, None] = {}
+    between: dict[Operation, None] = {}
     for op in graph.get_operations():
-        if op in behind and any(one in ends or one.op in found for one in _arguments(op)):
-            found[op] = None
-    return found
+        if op in behind and any(x in ends or x.op in between for x in _arguments(op)):
+            between[op] = None
+    return between
 
 
 def _behind(operations: Iterable[Operation], ends: Container[Operation] = ()) -> set[Operation]:
     """Return operations, and those on which their values depend smoothly, up to some ends."""
-    found: set[Operation] = set()
+    behind: set[Operation] = set()
     stack = list(operations)
     while stack:
         op = stack.pop()
-        if op not in found and op not in ends and op.type not in _CONSTANT:
-            found.add(op)
+        if op not in behind and op not in ends and op_named(op.type).smooth:
+            behind.add(op)
             stack += [tensor.op for tensor in _arguments(op)]
-    return found
+    return behind
 
 
 def _arguments(op: Operation) -> list[Tensor]:
@@ -176,7 +169,7 @@ def _propagate(
     if all(seed is None for seed in seeds):
         return
     arguments = _arguments(op)
-    wanted = [k for k, one in enumerate(arguments) if one in ends or one.op in between]
+    wanted = [k for k, x in enumerate(arguments) if x in ends or x.op in between]
     if op.type == "identity":
         upstream.setdefault(op.inputs[0], []).append(seeds[0])
         return

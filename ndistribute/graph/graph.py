@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+import ndistribute.graph.kernels  # noqa: F401  # Whose facts all that reads a graph asks for.
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.definition import (
     BodyDef,

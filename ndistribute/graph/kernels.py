@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,36 +20,24 @@ from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
+from ndistribute.graph.definition import OperationDef
 from ndistribute.graph.functions import check_shape
+from ndistribute.graph.ops import kernel
+from ndistribute.graph.shapes import Known, Shape, shared_by
 from ndistribute.graph.step import Node, SharedVariable, Step
 from ndistribute.ownership import read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 from ndistribute.variables.policy import map_values
 
-Kernel = Callable[[Step, Node, Sequence[Any]], Any]
-
-KERNELS: dict[str, Kernel] = {}
-"""The kernels by the type of their operations."""
-
-
-def kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """Return a decorator that makes a function the kernel of an operation type."""
-
-    def add(function: Kernel) -> Kernel:
-        KERNELS[name] = function
-        return function
-
-    return add
+kernel("identity")(lambda step, node, inputs: inputs[0])
+kernel("constant")(lambda step, node, inputs: node.constant)
+kernel("group")(lambda step, node, inputs: [])
+kernel("stop_gradient", smooth=False)(lambda step, node, inputs: stop_gradient(inputs[0]))
+kernel("add_gradients")(lambda step, node, inputs: _total(inputs))
+kernel("variable", reads=True, smooth=False, pure=False)(lambda step, node, inputs: [])
 
 
-KERNELS["identity"] = lambda step, node, inputs: inputs[0]
-KERNELS["constant"] = lambda step, node, inputs: node.constant
-KERNELS["group"] = KERNELS["variable"] = lambda step, node, inputs: []
-KERNELS["stop_gradient"] = lambda step, node, inputs: stop_gradient(inputs[0])
-KERNELS["add_gradients"] = lambda step, node, inputs: _total(inputs)
-
-
-@kernel("placeholder")
+@kernel("placeholder", pure=False)
 def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     raise InvalidArgumentError(
         f"placeholder {node.name!r} has no value: add it to feed_dict of this run."
@@ -59,23 +47,23 @@ def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 _CHANGES = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
-@kernel("read")
+@kernel("read", reads=True, pure=False)
 def _read(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return _initialized(step.resources.variable(node.attributes["variable"]), node)
 
 
-@kernel("initialized_value")
+@kernel("initialized_value", reads=True, pure=False)
 def _initialized_value(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     value = step.resources.variable(node.attributes["variable"]).read()
     return inputs[0] if value is None else value
 
 
-@kernel("is_initialized")
+@kernel("is_initialized", reads=True, smooth=False, pure=False)
 def _is_initialized(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return np.bool_(step.resources.variable(node.attributes["variable"]).array is not None)
 
 
-@kernel("assign")
+@kernel("assign", smooth=False, pure=False)
 def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     name = node.attributes["variable"]
     variable = step.resources.variable(name)
@@ -110,8 +98,7 @@ def _same_kind(one: Any, other: Any) -> bool:
     return bool(one.dtype == other.dtype or one.dtype.kind == other.dtype.kind == "U")
 
 
-@kernel("assign_add")
-@kernel("assign_sub")
+@kernel("assign_add", "assign_sub", smooth=False, pure=False)
 def _assign_changed(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     variable = step.resources.variable(node.attributes["variable"])
     change, by = _CHANGES[node.type], inputs[0]
@@ -153,12 +140,12 @@ def _send(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     return []
 
 
-@kernel("recv")
+@kernel("recv", waits=True)
 def _recv(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     raise InvalidArgumentError(f"{node.name!r} waits for another task inside control flow.")
 
 
-@kernel("apply_rule")
+@kernel("apply_rule", pure=False)
 def _apply_rule(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     """Update a variable and its slots by a gradient and a learning rate."""
     _update(step, node.attributes, inputs[0], inputs[1])
@@ -208,7 +195,7 @@ class _Aggregate:
         self.changed.notify_all()
 
 
-@kernel("aggregate")
+@kernel("aggregate", pure=False)
 def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Add a worker's gradient to those of its step; the last one that is needed updates.
 
@@ -237,7 +224,7 @@ def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         return np.int64(contributed)
 
 
-@kernel("await_aggregate")
+@kernel("await_aggregate", waits=True, pure=False)
 def _await_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Wait for the end of the round of a worker's gradient, and return the step of the next."""
     aggregate = step.resources.get("aggregate", node.attributes["variable"], _Aggregate)
@@ -253,7 +240,7 @@ def _await_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         return np.int64(aggregate.step or 0)
 
 
-@kernel("restart_aggregate")
+@kernel("restart_aggregate", pure=False)
 def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     """Collect anew for a step that was restored."""
     aggregate = step.resources.get("aggregate", node.attributes["variable"], _Aggregate)
@@ -262,7 +249,7 @@ def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[An
     return []
 
 
-@kernel("count_step")
+@kernel("count_step", pure=False)
 def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Set the step count to the step that all variables have reached.
 
@@ -283,14 +270,14 @@ def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         return read_only(count.array)
 
 
-@kernel("local_step")
+@kernel("local_step", pure=False)
 def _local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Return the step that a session has reached, which its variables have reached at least."""
     kept = step.resources.get("local step", f"{step.session}/{node.name}", lambda: [inputs[0]])
     return min(kept[0], inputs[0])  # A restored step is the lower one.
 
 
-@kernel("keep_local_step")
+@kernel("keep_local_step", pure=False)
 def _keep_local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     name = f"{step.session}/{node.attributes['of']}"
     step.resources.get("local step", name, lambda: [0])[0] = inputs[0]
@@ -339,7 +326,7 @@ def _of_client(step: Step, node: Node) -> Any:
     return found
 
 
-@kernel("next_batch")
+@kernel("next_batch", waits=True, pure=False)
 def _next_batch(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     iterator = _of_client(step, node)
     position = step.resources.get("position", iterator.number, iterator.begin)
@@ -347,14 +334,14 @@ def _next_batch(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return batch[0] if node.outputs == 1 else batch
 
 
-@kernel("first_batch")
+@kernel("first_batch", pure=False)
 def _first_batch(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     iterator = _of_client(step, node)
     iterator.restart(step.resources.get("position", iterator.number, iterator.begin))
     return []
 
 
-@kernel("py_function")
+@kernel("py_function", waits=True, smooth=False, pure=False)
 def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     result = _of_client(step, node)(*map(untrack, inputs))
     if node.outputs == 1:
@@ -362,7 +349,14 @@ def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return [as_array(one).copy() for one in (result if node.outputs else ())]
 
 
-@kernel("random")
+def _drawn(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
+    """Return what is known of random numbers, whose shape is the only input."""
+    dtype = np.dtype(definition.attributes["dtype"])
+    lengths = inputs[0].values or ()
+    return [shared_by([Known(dtype, Shape(one)) for one in lengths]) if lengths else Known()]
+
+
+@kernel("random", smooth=False, pure=False, shape=_drawn)
 def _random(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     options = node.attributes
     where = f"{step.session}/{node.name}"

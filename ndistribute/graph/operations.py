@@ -165,7 +165,9 @@ def _random(
     return graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]
 
 
-def register(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    name: str, function: Callable[..., Any], results: functions.Results = functions.Results.OTHER
+) -> Callable[..., Any]:
     """Return a function for arrays and for tensors, of which it makes operations.
 
     Args:
@@ -173,13 +175,14 @@ def register(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             processes that run the graph.
         function: takes and returns arrays, and changes none of them. Its gradient is that of the
             NumPy code in it, or of `custom_gradient`.
+        results: what is known of the shapes of its results; without it, small ones are computed.
 
     >>> from ndistribute.graph.session import Session
     >>> cube = register("example.cube", lambda x: x**3)
     >>> cube(2.0), float(Session().run(cube(constant(2.0))))
     (8.0, 8.0)
     """
-    functions.register(name, function)
+    functions.register(name, function, results)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

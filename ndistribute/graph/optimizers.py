@@ -17,8 +17,8 @@ from ndistribute.dtypes import computing_dtype
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor
-from ndistribute.graph.kernels import kernel
 from ndistribute.graph.operations import group
+from ndistribute.graph.ops import kernel
 from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.mistakes import refuse_options
@@ -403,7 +403,7 @@ def _mean_over_replicas(graph: Graph, gradients: Sequence[Any]) -> Sequence[Any]
     return means
 
 
-@kernel("all_reduce")
+@kernel("all_reduce", bound=True, pure=False)
 def _all_reduce(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     replica = get_replica_context()
     if replica is None:

@@ -21,7 +21,7 @@ from ndistribute.stream import working_on
 
 CPU = Device("cpu:0")
 DeviceFunction = Callable[[Any], str | None]
-Place = Callable[[Callable[[Sequence[Any]], Any], Sequence[Any], Sequence[Any]], Any]
+RunOnDevice = Callable[[Callable[[Sequence[Any]], Any], Sequence[Any], Sequence[Any]], Any]
 """Runs a function of inputs on a device, or where other values are."""
 
 _PATTERN = re.compile(
@@ -95,7 +95,7 @@ def task_of(operation: Any, tasks: Mapping[str, str], default: str, *, soft: boo
     )
 
 
-def place_of(name: str, soft: bool, on_cpu: bool = False) -> Place | None:
+def run_on_device(name: str, soft: bool, on_cpu: bool = False) -> RunOnDevice | None:
     """Return what runs an operation on its device; None if all values are in host memory.
 
     Args:

@@ -7,32 +7,20 @@ that have another length where a length is not known. What both results share is
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ndistribute.graph.definition import OperationDef, filler
-from ndistribute.graph.functions import function_named
+from ndistribute.graph.functions import Function, Results
+from ndistribute.graph.ops import op_named
 
 _UNKNOWN_LENGTHS = (1, 12), (4, 12)
 """Of two calls, for axes whose length is not known; not all functions take one of length 1."""
 _SMALL = 1024  # The most elements of values that are kept, such as computed shapes.
 _MOST = 1 << 25  # Elements of inputs on which functions are called.
-_ELEMENTWISE = frozenset(
-    "cast nn.relu nn.sigmoid numpy.clip numpy.ones_like numpy.where numpy.zeros_like".split()
-)
-"""Functions beside ufuncs whose results have the shape to which their arguments broadcast."""
-_BY_IMAGE = frozenset({"nn.average_pool2d", "nn.conv2d", "nn.max_pool2d"})
-"""Functions that have a result for each image of their first input."""
-_OF_SHAPES = frozenset({"numpy.ndim", "numpy.shape", "numpy.size"})
-"""Functions whose values only depend on shapes."""
-_OF_VALUES = frozenset(
-    "numpy.bincount numpy.delete numpy.intersect1d numpy.setdiff1d numpy.setxor1d numpy.union1d "
-    "numpy.unique numpy.unique_all numpy.unique_counts numpy.unique_inverse "
-    "numpy.unique_values".split()
-)
-"""Functions whose results may have one shape for zeros and for ones, and others for the rest."""
 
 
 def narrowed(value: Any) -> Any:
@@ -139,7 +127,7 @@ def known_of(tensor: Any) -> Known:
         if missing:
             stack += missing
         elif one.known is not None:
-            one.known = _shared([source.known for source in sources])
+            one.known = shared_by([source.known for source in sources])
         else:
             results = _results(one.op.definition, [source.known for source in sources])
             for output, known in zip(one.op.outputs, results, strict=True):
@@ -147,7 +135,7 @@ def known_of(tensor: Any) -> Known:
     return tensor.known  # type: ignore[no-any-return]
 
 
-def _shared(several: Sequence[Known]) -> Known:
+def shared_by(several: Sequence[Known]) -> Known:
     """Return what is the same for several tensors."""
     first, *others = several
     dtype = first.dtype if all(one.dtype == first.dtype for one in others) else None
@@ -160,24 +148,24 @@ def _shared(several: Sequence[Known]) -> Known:
 
 def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
     """Return what is known of the results of an operation."""
-    kind, unknown = definition.kind, [Known()] * definition.outputs
-    if kind == "random" and inputs[0].values is not None:
-        dtype = np.dtype(definition.attributes["dtype"])
-        return [_shared([Known(dtype, Shape(lengths)) for lengths in inputs[0].values])]
-    if not inputs or kind in _OF_VALUES:
+    op, unknown = op_named(definition.kind), [Known()] * definition.outputs
+    if op.shape is not None:
+        return op.shape(definition, inputs)
+    if op.function is None or not inputs or op.results is Results.OF_VALUES:
         return unknown
-    unknown = [_reshaped(definition, inputs[0])] if kind == "numpy.reshape" else unknown
+    unknown = [_reshaped(definition, inputs[0])] if op.function is np.reshape else unknown
     if any(one.dtype is None or one.shape is None for one in inputs):
         return unknown
-    is_value = kind in _OF_SHAPES or all(one.values is not None for one in inputs)
+    is_value = op.results is Results.OF_SHAPES or all(one.values is not None for one in inputs)
     blind = [k for k, one in enumerate(inputs) if one.values is None]
     for lengths in _UNKNOWN_LENGTHS:
         zeros, ones = zip(*(one.samples(lengths) for one in inputs), strict=True)
         try:
-            call = _caller(definition, sum(one.size for one in ones), blind)
+            size = sum(one.size for one in ones)
+            call = _caller(definition, op.function, op.results, size, blind)
             with np.errstate(all="ignore"):
                 calls = call(zeros, slice(0, 0)), call(ones, slice(None))
-        except Exception:  # It is a kernel, or does not take such values.
+        except Exception:  # It does not take such values.
             continue
         results = zip(*calls, strict=True) if definition.outputs > 1 else [calls]
         return [_common(*pair, is_value) for pair in results]
@@ -194,7 +182,11 @@ def _reshaped(definition: OperationDef, given: Known) -> Known:
 
 
 def _caller(
-    definition: OperationDef, size: int, blind: Sequence[int]
+    definition: OperationDef,
+    function: Function,
+    results: Results,
+    size: int,
+    blind: Sequence[int],
 ) -> Callable[[Sequence[Any], slice], Any]:
     """Return a function that computes an operation's results, or others of the same shapes.
 
@@ -202,19 +194,19 @@ def _caller(
 
     Args:
         definition: the operation.
+        function: its function.
+        results: how the function's results depend on its arguments.
         size: the number of elements of the inputs.
         blind: the inputs whose values only a run can tell.
 
     Raises:
-        KeyError: the operation is no function of a table.
         ValueError: its results are too expensive.
     """
-    function = function_named(definition.kind)
     fill = filler(definition.call, len(definition.inputs))
 
     def call(arrays: Sequence[Any], cut: slice) -> Any:
         args, kwargs = fill(arrays)
-        if definition.kind == "getitem":
+        if function is operator.getitem:
             args = [args[0], _with_cuts(args[1], [arrays[k] for k in blind], cut)]
         return function(*args, **kwargs)
 
@@ -228,11 +220,11 @@ def _caller(
         return np.broadcast_to(one, (len(images), *one.shape[1:]))
 
     is_ufunc = isinstance(function, np.ufunc) and function.signature is None
-    if size > _SMALL and (is_ufunc or definition.kind in _ELEMENTWISE):
+    if size > _SMALL and (is_ufunc or results is Results.ELEMENTWISE):
         return call_one
-    if size > _SMALL and definition.kind in _BY_IMAGE:
+    if size > _SMALL and results is Results.BY_IMAGE:
         return call_image
-    if size > _MOST and definition.kind != "getitem":  # Which copies nothing.
+    if size > _MOST and function is not operator.getitem:  # Which copies nothing.
         raise ValueError
     return call
 
@@ -251,7 +243,7 @@ def _with_cuts(index: Any, blind: Sequence[Any], cut: slice) -> Any:
 def _common(first: Any, second: Any, is_value: bool) -> Known:
     """Return what is known of a result that is one of two arrays."""
     arrays = np.asarray(first), np.asarray(second)
-    shared = _shared([Known(one.dtype, Shape(one.shape)) for one in arrays])
+    shared = shared_by([Known(one.dtype, Shape(one.shape)) for one in arrays])
     if shared.dtype is None or shared.dtype == object:  # An object is no array, such as rows.
         return Known()
     return shared._replace(values=arrays if is_value and arrays[1].size <= _SMALL else None)

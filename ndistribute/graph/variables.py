@@ -17,6 +17,7 @@ from ndistribute.graph.graph import (
     default_session,
     get_default_graph,
 )
+from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import within
 from ndistribute.graph.shapes import Known, Shape, narrowed
 from ndistribute.mistakes import refuse_options
@@ -25,7 +26,6 @@ GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
 TRAINABLE_VARIABLES = "trainable_variables"
 GLOBAL_STEP = "global_step"
-READS = ("variable", "read", "initialized_value", "is_initialized")  # Which change nothing.
 
 
 class Variable(Symbolic):
@@ -151,7 +151,7 @@ class Variable(Symbolic):
         if kind == "assign":
             attributes |= self._static()
         # In a branch of `cond`, only that branch makes the change, and later reads are there, too.
-        graph = self._read_in() if kind in READS else get_default_graph()
+        graph = self._read_in() if op_named(kind).reads else get_default_graph()
         if not graph.encloses(self.graph):
             graph = self.graph
         known = Known(self.dtype, self.shape)
@@ -182,8 +182,8 @@ class Variable(Symbolic):
 def changed(*graphs: Graph) -> set[Any]:
     """Return the names of the variables that graphs change, also in branches and loops."""
     outer = [op.definition for graph in graphs for op in graph.get_operations()]
-    inner = [one for op in outer for one in (op, *within(op))]
-    return {one.attributes.get("variable") for one in inner if one.kind not in READS} - {None}
+    using = [op for top in outer for op in (top, *within(top)) if "variable" in op.attributes]
+    return {op.attributes["variable"] for op in using if not op_named(op.kind).reads}
 
 
 def global_variables(scope: str | None = None) -> list[Variable]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ndistribute import autodiff
 from ndistribute.exports import export as _export
+from ndistribute.graph.functions import Results
 from ndistribute.graph.operations import register
 from ndistribute.models import activations, operations
 
@@ -24,17 +25,17 @@ def _sigmoid_cross_entropy(logits: Any, labels: Any) -> Any:
     return logits * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
 
 
-conv2d = register("nn.conv2d", _conv2d)
-max_pool2d = register("nn.max_pool2d", operations.max_pool2d)
-average_pool2d = register("nn.average_pool2d", operations.average_pool2d)
+conv2d = register("nn.conv2d", _conv2d, Results.BY_IMAGE)
+max_pool2d = register("nn.max_pool2d", operations.max_pool2d, Results.BY_IMAGE)
+average_pool2d = register("nn.average_pool2d", operations.average_pool2d, Results.BY_IMAGE)
 softmax_cross_entropy = register("nn.softmax_cross_entropy", operations.softmax_cross_entropy)
 sigmoid_cross_entropy = register("nn.sigmoid_cross_entropy", _sigmoid_cross_entropy)
 softmax = register("nn.softmax", autodiff.softmax)
 log_softmax = register("nn.log_softmax", autodiff.log_softmax)
-relu = register("nn.relu", activations.relu)
-sigmoid = register("nn.sigmoid", activations.sigmoid)
-silu = register("nn.silu", activations.silu)
-gelu = register("nn.gelu", activations.gelu)
+relu = register("nn.relu", activations.relu, Results.ELEMENTWISE)
+sigmoid = register("nn.sigmoid", activations.sigmoid, Results.ELEMENTWISE)
+silu = register("nn.silu", activations.silu, Results.ELEMENTWISE)
+gelu = register("nn.gelu", activations.gelu, Results.ELEMENTWISE)
 logsumexp = register("nn.logsumexp", autodiff.logsumexp)
 
 

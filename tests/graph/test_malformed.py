@@ -24,9 +24,9 @@ from ndistribute.graph.definition import BodyDef, OperationDef, pack
 from ndistribute.graph.functions import MOST_ELEMENTS, _functions, _registered, check_call
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.kernels import KERNELS
 from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.operations import cond, constant, placeholder, random_normal, while_loop
+from ndistribute.graph.ops import KERNELS
 from ndistribute.graph.session import Session, _lanes_to
 from ndistribute.graph.variables import Variable
 from ndistribute.transport.codec import encode

@@ -31,12 +31,14 @@ _LOG_2, _LOG_10 = math.log(2), math.log(10)
 _ROOT_PI, _ROOT_2PI = math.sqrt(math.pi), math.sqrt(2 * math.pi)
 
 
-# Functions whose result has no gradient although it may be a float.
+# Functions whose results do not depend smoothly on their arguments, so that they have no gradient.
 CONSTANT = frozenset(
     getattr(np, name)
     for name in (
-        "ceil empty_like fix floor floor_divide full_like heaviside histogram "
-        "histogram_bin_edges ones_like rint around round spacing trunc zeros_like"
+        "all any argmax argmin argsort around ceil count_nonzero empty_like equal fix floor "
+        "floor_divide full_like greater greater_equal heaviside histogram histogram_bin_edges "
+        "isfinite isinf isnan less less_equal logical_and logical_not logical_or logical_xor "
+        "nonzero not_equal ones_like rint round shape signbit size spacing trunc zeros_like"
     ).split()
 )
 

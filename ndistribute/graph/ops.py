@@ -1,0 +1,88 @@
+"""`Op`: what computes the operations of a type, and all facts about them, in one place.
+
+`kernel` registers a kernel with its facts. Those of functions come from the table of functions and
+from the derivative rules, which tapes use too. No other file knows types of operations by name, but
+for those that make a graph what it is: gradients, groups, and the ends of cuts between tasks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ndistribute.autodiff.rules import COMPOSED
+from ndistribute.autodiff.rules.elementwise import CONSTANT
+from ndistribute.graph.functions import Function, Results, function_named, results_of
+
+if TYPE_CHECKING:
+    from ndistribute.graph.definition import OperationDef
+    from ndistribute.graph.step import Node, Step
+
+Kernel = Callable[["Step", "Node", Sequence[Any]], Any]
+"""Returns the value of an operation's output, or a list if it has another number of outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """What computes the operations of a type, and what is so for all of them."""
+
+    kernel: Kernel | None = None
+    """Computes the results from the step, the node and its inputs; None: `function` does."""
+    function: Function | None = None
+    """Computes the results from the arguments of the definition's call."""
+    smooth: bool = True
+    """Whether the results depend smoothly on the inputs, so that gradients go through it."""
+    pure: bool = True
+    """Whether the results depend on the inputs alone, and are the same in each step."""
+    reads: bool = False
+    """Whether it leaves the variable that its attributes name as it is."""
+    waits: bool = False
+    """Whether it may wait for others, so that it runs on a thread of its own."""
+    bound: bool = False
+    """Whether only the thread of the step can run it, which is that of its replica."""
+    shape: Callable[[OperationDef, Sequence[Any]], list[Any]] | None = None
+    """Returns what is known of the results, from the definition and what is known of the inputs."""
+    results: Results = Results.OTHER
+    """How the results of a function depend on its arguments."""
+
+
+KERNELS: dict[str, Op] = {}
+"""The facts of operations that have a kernel, by their type."""
+
+
+def kernel(*types: str, **facts: Any) -> Callable[[Kernel], Kernel]:
+    """Return a decorator that makes a function the kernel of operation types.
+
+    Args:
+        types: the types, whose facts are the same.
+        facts: the facts, by their names in `Op`.
+    """
+
+    def add(function: Kernel) -> Kernel:
+        for name in types:
+            KERNELS[name] = Op(kernel=function, **facts)
+        return function
+
+    return add
+
+
+def op_named(kind: str) -> Op:
+    """Return the facts of an operation type.
+
+    Raises:
+        KeyError: neither a kernel nor a function has this name.
+
+    >>> op_named("numpy.argmax").smooth
+    False
+    """
+    op = KERNELS.get(kind)
+    return _op_of(function_named(kind)) if op is None else op
+
+
+@functools.cache
+def _op_of(function: Function) -> Op:
+    results = results_of(function)
+    constant = results is Results.OF_SHAPES or (function in CONSTANT and function not in COMPOSED)
+    return Op(function=function, smooth=not constant, results=results)
