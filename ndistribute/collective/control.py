@@ -24,6 +24,7 @@ from ndistribute.collective import star
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import DataConnections, ProcessInfo
 from ndistribute.collective.progress import BEFORE_ALL, END, Place, StepTracker
+from ndistribute.transport.failures import sendable
 from ndistribute.transport.waiting import SHOWN, WaitReport, shortened, why_absent
 
 # After this time in a wait, a process asks the others about its call; rank 0 relays that.
@@ -352,7 +353,7 @@ class ControlPlane:
         # In an interactive session the last error did not end the process.
         failed = isinstance(failure, BaseException) and not hasattr(sys, "ps1")
         reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
-        farewell = star.GoodBye(star.sendable(reason[:_REASON_CHARACTERS]), failed, self.where.made)
+        farewell = star.GoodBye(sendable(reason[:_REASON_CHARACTERS]), failed, self.where.made)
         try:
             self._star.close(farewell, broken=self.cause is not None)
         finally:

@@ -19,7 +19,9 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.dtypes import dtype_named
 from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
+from ndistribute.transport.failures import Failure, error_of, failure_of
 
+_ERRORS = {"TypeError": TypeError, "ValueError": ValueError, "": ValueError}
 _PLAIN = (str, int, float, type(None))  # bool is an int.
 
 
@@ -53,14 +55,7 @@ class NestSpec(Record, frozen=True):
     items: tuple[PlainSpec | ArraySpec | NestSpec, ...]
 
 
-class ErrorSpec(Record, frozen=True):
-    """An error that all processes raise."""
-
-    kind: str
-    text: str
-
-
-Spec = PlainSpec | ArraySpec | NestSpec | ErrorSpec
+Spec = PlainSpec | ArraySpec | NestSpec | Failure
 _decoder: Decoder[Spec] = Decoder(Spec)
 
 
@@ -79,7 +74,7 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
             raise value
         told = pack(value)
     except Exception as error:  # Any error, because the others wait.
-        told = encode(ErrorSpec(type(error).__name__, str(error)))[0]
+        told = encode(failure_of(error, _ERRORS))[0]
     own = np.frombuffer(told, np.uint8)
     sizes, joined = group.all_gather((np.array([own.size]), own), axis=0)
     blobs = np.split(joined, np.cumsum(sizes)[:-1])
@@ -104,11 +99,11 @@ def unpack(data: bytes, teller: str = "") -> Any:
     """
     try:
         spec = _decoder.decode(data)
-        if not isinstance(spec, ErrorSpec):
+        if not isinstance(spec, Failure):
             return _value_of(spec)
     except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise MalformedError(f"{teller}what it told is not understood: {error}") from error
-    raise (TypeError if spec.kind == "TypeError" else ValueError)(teller + spec.text)
+    raise error_of(spec, _ERRORS, teller)
 
 
 def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
@@ -195,6 +190,8 @@ def _class_named(name: str, fields: tuple[Any, ...]) -> Any:
 def _fields_of(kind: type) -> tuple[str, ...]:
     if kind is IndexedSlices:
         return ("values", "indices", "dense_shape")
+    if kind is Failure:
+        return Failure.__struct_fields__
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind) if field.init)
     return tuple(getattr(kind, "_fields", ())) if issubclass(kind, tuple) else ()

@@ -22,6 +22,7 @@ from ndistribute.collective.bootstrap import ProcessInfo
 from ndistribute.tracebacks import OF_SEVERAL
 from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
+from ndistribute.transport.failures import Failure, error_of, failure_of, sendable
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
 from ndistribute.transport.waiting import WaitReport
@@ -35,19 +36,8 @@ _KEYS = 100  # The most pending exchanges, more than are needed; a dropped one s
 _POLL_SECONDS = 0.1  # Between two questions about the same call.
 _RETRY_SECONDS = 0.05
 _FAREWELL_SECONDS = 2.0
-_MOST_CHARACTERS = 4000
-_KINDS: dict[str, type[errors.DistributeError]] = {kind.__name__: kind for kind in OF_SEVERAL}
+_KINDS = {"": errors.WorkerLostError, **{kind.__name__: kind for kind in OF_SEVERAL}}
 _log = logging.getLogger("ndistribute")
-
-
-class Failure(Record, frozen=True):
-    """An error that other processes raise."""
-
-    kind: str
-    text: str
-    rank: int | None = None
-    op: str | None = None
-    sequence: int | None = None
 
 
 class Failed(Record, frozen=True):
@@ -417,34 +407,14 @@ def _wait_for(threads: list[threading.Thread]) -> None:
 
 def describe_error(error: BaseException, worker: int) -> Failure:
     """Return the failure that other processes get for an exception of a worker."""
-    if isinstance(error, OF_SEVERAL):
-        return Failure(
-            type(error).__name__,
-            sendable(str(error)),
-            None if error.rank is None else int(error.rank),
-            None if error.op is None else sendable(str(error.op)),
-            None if error.sequence is None else int(error.sequence),
-        )
-    try:
-        told = str(error)
-    except Exception as failure:  # A user's class may raise, and this must not.
-        told = f"(no text: str() raised {type(failure).__name__})"
-    text = f"worker {worker} failed: {type(error).__name__}: {told}"
+    failure = failure_of(error, _KINDS)
+    if failure.kind:
+        return failure
     notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    return Failure("WorkerLostError", sendable("; ".join([text, *notes])), worker)
+    text = "; ".join([f"worker {worker} failed: {failure.message}", *notes])
+    return Failure("", sendable(text), worker)
 
 
-def restore_error(failure: Failure) -> errors.DistributeError:
+def restore_error(failure: Failure) -> Exception:
     """Return the exception to raise for a failure of another process."""
-    return _KINDS.get(failure.kind, errors.WorkerLostError)(
-        failure.text, rank=failure.rank, op=failure.op, sequence=failure.sequence
-    )
-
-
-def sendable(text: str) -> str:
-    """Return a text that can be sent: shortened, with `?` for invalid characters.
-
-    >>> sendable("a file's name: " + chr(0xDCFF))
-    "a file's name: ?"
-    """
-    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
+    return error_of(failure, _KINDS)

@@ -20,14 +20,14 @@ from ndistribute.errors import InvalidArgumentError, UnavailableError
 from ndistribute.graph.messages import Reply
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
+from ndistribute.transport.failures import Failure
 from ndistribute.transport.handshake import Hello
-from ndistribute.transport.rpc import Failed
 from ndistribute.transport.secret import Credentials
 
 PURPOSE = "graph"
 _CONNECT_SECONDS = 10.0
 _ENDED = "this process has ended its connections."
-_replies: Decoder[Any] = Decoder(Reply | Failed)
+_replies: Decoder[Any] = Decoder(Reply)
 _open: weakref.WeakSet[Lanes] = weakref.WeakSet()
 
 
@@ -62,7 +62,7 @@ class Pending:
             raise
         self._reply = reply
         self._lanes.give_back(self._address, self._connection)
-        if isinstance(reply, Failed):
+        if isinstance(reply, Failure) and not reply.kind:  # An unexpected exception.
             raise InvalidArgumentError(f"the server at {self._address} failed: {reply.message}")
         return reply
 

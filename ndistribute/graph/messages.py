@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ndistribute import errors
 from ndistribute.graph.definition import OperationDef, Value
+from ndistribute.transport import failures
 from ndistribute.transport.codec import Record
 
 # From a client to the server of its target, the master of its session.
@@ -64,13 +67,7 @@ class RunPart(Record, frozen=True):
     values: tuple[Value, ...]
 
 
-class Failure(Record, frozen=True):
-    """Why a step failed, and where."""
-
-    kind: str  # The name of an error's class.
-    message: str
-    op: str | None = None
-    task: str | None = None
+Failure = failures.Failure
 
 
 class Abort(Record, frozen=True):
@@ -100,12 +97,18 @@ Request = Run | Close | Reset | Register | Forget | RunPart | Abort | Deliver
 Reply = Values | Failure
 
 
+_KINDS: failures.Kinds = {"": errors.OperationError} | {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.OperationError)
+}
+
+
 def failure_of(error: BaseException, task: str) -> Failure:
     """Return an error as a message; `task` is where it happened, unless the error knows."""
-    if isinstance(error, errors.OperationError):
-        where = error.task or task
-        return Failure(type(error).__name__, error.message, error.op, where)
-    return Failure("InvalidArgumentError", f"{type(error).__name__}: {error}", None, task)
+    failure = failures.failure_of(error, _KINDS)
+    kind = failure.kind or errors.InvalidArgumentError.__name__
+    return msgspec.structs.replace(failure, kind=kind, task=failure.task or task)
 
 
 def values_of(reply: Reply) -> tuple[Value, ...]:
@@ -115,13 +118,7 @@ def values_of(reply: Reply) -> tuple[Value, ...]:
     return reply.values
 
 
-def error_of(failure: Failure) -> errors.OperationError:
+def error_of(failure: Failure) -> Exception:
     """Return the error of a message."""
-    kind = getattr(errors, failure.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, errors.OperationError)):
-        kind = errors.OperationError
     where = f"{failure.task}: " if failure.task and failure.task not in failure.message else ""
-    error: errors.OperationError = kind(
-        f"{where}{failure.message}", op=failure.op, task=failure.task
-    )
-    return error
+    return failures.error_of(failure, _KINDS, where)

@@ -28,6 +28,7 @@ from ndistribute.models import contents
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.optimizers import Optimizer
 from ndistribute.tensor_files import Saved
+from ndistribute.transport.failures import error_of, failure_of
 from ndistribute.variables import Variable
 
 __all__ = ["Checkpoint", "CheckpointManager", "Weights", "latest_checkpoint", "read_newest"]
@@ -516,7 +517,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (CheckpointCorruptError, FileNotFoundError, OSError, PermissionError, ValueError)
-}
+} | {"": DistributeError}
 _SERIES = "checkpoint"
 
 
@@ -574,14 +575,12 @@ def _told(group: Any, act: Callable[[], Any]) -> list[Any]:
         found = act()
     except Exception as error:
         failure = error
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        known = next((name for name in kinds if name in _ERRORS), "")
-        told = known, str(error) if known else f"{type(error).__name__}: {error}"
+        told = failure_of(error, _ERRORS)
     outcomes = all_gather_object(group, (found, told))
     if failure is not None:
         raise failure
     for rank, (_, other) in enumerate(outcomes):
         if other is not None:
             who = f"worker {rank}" if rank else "the chief"
-            raise _ERRORS.get(other[0], DistributeError)(f"on {who}: {other[1]}")
+            raise error_of(other, _ERRORS, f"on {who}: ")
     return [one for one, _ in outcomes]

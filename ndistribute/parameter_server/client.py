@@ -27,6 +27,7 @@ from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.timeline import enabled, recorded
 from ndistribute.transport.codec import Array, Record
+from ndistribute.transport.failures import error_of
 from ndistribute.transport.shared_memory import ReusedMemory
 
 Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
@@ -40,7 +41,7 @@ _TURN_SECONDS = 0.1  # The wait for one reply before polling the others.
 _SPANS: dict[Any, str] = {m.Values: "pull", m.Changed: "push", m.Number: "wait", type(None): "wait"}
 # A trace attributes waits to the server that is asked first, so the order is random in a trace.
 _order = random.Random() if enabled() else None
-_ERRORS: dict[str, type[Exception]] = {"mismatch": ValueError, "left": WorkerLostError}
+_ERRORS = {"mismatch": ValueError, "left": WorkerLostError, "": DistributeError}
 _log = logging.getLogger("ndistribute")
 
 
@@ -241,7 +242,7 @@ class ServerClient:
                     self._instances[known.instance] = replace(known, total=reply.total)
         if not isinstance(reply, m.Failure):
             return reply
-        raise _ERRORS.get(reply.kind, DistributeError)(f"{self.title}: {reply.message}")
+        raise error_of(reply, _ERRORS, f"{self.title}: ")
 
     def ask_status(self) -> None:
         """Ask a new instance of the server for the updates that it contains."""

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from ndistribute.transport import failures
 from ndistribute.transport.codec import Array, Record
 
 
@@ -172,17 +173,15 @@ Wait = AwaitStep | AwaitClock
 Request = Logged | Wait | Read | Status
 
 
-class Failure(Record, frozen=True):
-    """The reason why the server did not execute a request."""
-
-    kind: Literal[
-        "unknown",  # Nothing has that name.
-        "mismatch",  # A wrong shape, dtype, index or number.
-        "left",  # The clients that the request waited for have left.
-        "superseded",  # A newer call gets the reply, or a newer attempt makes the changes.
-        "full",  # The disk or the memory is full.
-    ]
-    message: str
+Failure = failures.Failure
+Refusal = Literal[
+    "unknown",  # Nothing has that name.
+    "mismatch",  # A wrong shape, dtype, index or number.
+    "left",  # The clients that the request waited for have left.
+    "superseded",  # A newer call gets the reply, or a newer attempt makes the changes.
+    "full",  # The disk or the memory is full.
+]
+"""The kind of the `Failure` of a request that the server did not execute."""
 
 
 class Created(Record, frozen=True):

@@ -32,7 +32,7 @@ _LAST_STEP = 1 << 62
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
     """The request is refused: the client gets a `Failure`, and nothing has changed."""
 
-    def __init__(self, message: str, kind: Any = "mismatch") -> None:
+    def __init__(self, message: str, kind: m.Refusal = "mismatch") -> None:
         super().__init__(message)
         self.kind = kind
 

@@ -23,6 +23,7 @@ from ndistribute import errors
 from ndistribute.transport.codec import Decoder, MalformedError, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.failure_detector import FORKED, detector, silence_seconds
+from ndistribute.transport.failures import Failure, error_of, failure_of
 from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen, listen_unix
 from ndistribute.transport.secret import Credentials
@@ -32,13 +33,8 @@ _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds between attempts to connect; the la
 _RESTORE_SECONDS = 5.0
 _LEAST_SECONDS = 1.0  # For an attempt to connect.
 _MOST_CONNECTIONS = 4096
+_UNEXPECTED = {"": errors.DistributeError}
 _log = logging.getLogger("ndistribute")
-
-
-class Failed(Record, frozen=True):
-    """The reply to a request in which the service raised an unexpected exception."""
-
-    message: str
 
 
 class Call:
@@ -65,8 +61,8 @@ class Call:
                 self._try(functools.partial(self._client._receive, self, until))
             else:
                 self._again(next(pauses, _PAUSES[-1]))
-        if isinstance(self.reply, Failed):
-            raise errors.DistributeError(f"{self._client.title} failed: {self.reply.message}")
+        if isinstance(self.reply, Failure) and not self.reply.kind:  # An unexpected exception.
+            raise error_of(self.reply, _UNEXPECTED, f"{self._client.title} failed: ")
         return self.reply
 
     def cancel(self) -> None:
@@ -148,7 +144,7 @@ class Client:
         self._address, self._credentials = address, credentials
         self._hello = Hello(name=self.name, purpose=purpose, audience=audience, patience=timeout)
         self.title = f"{audience or 'the server'} at {address}"
-        self._kinds: Decoder[Any] = Decoder(replies | Failed)
+        self._kinds: Decoder[Any] = Decoder(replies | Failure)
         self._timeout = timeout
         self._numbers = itertools.count(1)
         self._connecting = threading.Lock()
@@ -410,5 +406,5 @@ def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
                 peer.send(reply, call)
         except Exception as error:
             _log.exception("a request of %s failed", peer.name)
-            peer.send(Failed(f"{type(error).__name__}: {error}"), call)
+            peer.send(failure_of(error, {}), call)
         reply = None  # Release the reply's memory while the connection is idle.

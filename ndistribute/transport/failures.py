@@ -1,0 +1,74 @@
+"""Errors as records: how one process tells another why it failed.
+
+Each kind of message names the classes that its receiver may raise; another class becomes text. A
+record is data alone, so no error of a peer creates an object of an unknown class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ndistribute.transport.codec import Record
+
+_MOST_CHARACTERS = 1 << 16
+Kinds = Mapping[str, type[Exception]]
+"""The classes that a receiver raises, by name; under an empty name, the one for all others."""
+
+
+class Failure(Record, frozen=True):
+    """The reason why a process failed, or did not execute a request."""
+
+    kind: str  # The name of a class, or a word that the sender and the receiver know.
+    message: str
+    rank: int | None = None  # These are attributes of the error, see `DistributeError`.
+    op: str | None = None
+    sequence: int | None = None
+    task: str | None = None
+
+
+def failure_of(error: BaseException, kinds: Kinds) -> Failure:
+    """Return an error as a record: of the first of its classes that is known, or of none.
+
+    >>> failure_of(FileNotFoundError("no file"), {"OSError": OSError})
+    Failure(kind='OSError', message='no file', rank=None, op=None, sequence=None, task=None)
+    >>> failure_of(KeyError("x"), {}).message
+    "KeyError: 'x'"
+    """
+    try:
+        text = str(error)
+    except Exception as problem:  # A user's class may raise, and this must not.
+        text = f"(no text: str() raised {type(problem).__name__})"
+    names = [kind.__name__ for kind in type(error).__mro__]
+    known = next((name for name in names if name in kinds), "")
+    if not known:
+        return Failure("", sendable(f"{type(error).__name__}: {text}"))
+    values = {name: getattr(error, name, None) for name in _ATTRIBUTES}
+    told = {name: _ATTRIBUTES[name](v) for name, v in values.items() if v is not None}
+    return Failure(known, sendable(text), **told)
+
+
+def error_of(failure: Failure, kinds: Kinds, prefix: str = "") -> Exception:
+    """Return the error to raise for a failure of another process."""
+    error = kinds.get(failure.kind, kinds[""])(prefix + failure.message)
+    for name in _ATTRIBUTES:
+        if (value := getattr(failure, name)) is not None:
+            setattr(error, name, value)
+    return error
+
+
+def sendable(value: object) -> str:
+    """Return a text that can be sent: shortened, with `?` for invalid characters.
+
+    >>> sendable("a file's name: " + chr(0xDCFF))
+    "a file's name: ?"
+    """
+    return str(value)[:_MOST_CHARACTERS].encode(errors="replace").decode()
+
+
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "rank": int,
+    "op": sendable,
+    "sequence": int,
+    "task": sendable,
+}
