@@ -28,6 +28,7 @@ LAYERS = (
         "event_files",
         "exports",
         "mistakes",
+        "numpy_functions",
         "ownership",
         "values",
         "tree",

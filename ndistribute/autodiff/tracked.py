@@ -21,11 +21,12 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import called, missing, refuse_conversion, refuse_elsewhere
 from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, bound, decomposed, rules_of
-from ndistribute.autodiff.rules.elementwise import CONSTANT, cast, special_rules
+from ndistribute.autodiff.rules.elementwise import special_rules
 from ndistribute.autodiff.rules.placing import placed
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array, is_gpu_array, to_host
+from ndistribute.numpy_functions import CONSTANT, cast
 
 # The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
@@ -47,7 +48,6 @@ _IN_PLACE = frozenset(
     {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
 )
 _WRITING = frozenset({"copy", "out", "overwrite_input"})
-
 _REDUCTIONS = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
 
 # The methods of arrays, which are a microsecond faster than these functions.

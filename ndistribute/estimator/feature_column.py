@@ -18,11 +18,11 @@ import numpy as np
 
 from ndistribute.devices import to_host
 from ndistribute.exports import export as _export
-from ndistribute.graph.functions import register
 from ndistribute.graph.graph import Tensor, apply_named, as_tensor
 from ndistribute.graph.operations import truncated_normal
 from ndistribute.graph.scopes import get_variable, variable_scope
 from ndistribute.graph.variables import Variable
+from ndistribute.numpy_functions import register
 
 Features = Mapping[str, Any]
 

@@ -13,10 +13,10 @@ from ndistribute.devices import to_host
 from ndistribute.estimator import feature_column
 from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
 from ndistribute.graph import metrics
-from ndistribute.graph.functions import register
 from ndistribute.graph.graph import apply_named, as_tensor
 from ndistribute.graph.variables import get_or_create_global_step
 from ndistribute.models import nn
+from ndistribute.numpy_functions import register
 
 Tensors = dict[str, Any]
 

@@ -43,7 +43,6 @@ from ndistribute.graph.operations import placeholder as placeholder
 from ndistribute.graph.operations import py_function as py_function
 from ndistribute.graph.operations import random_normal as random_normal
 from ndistribute.graph.operations import random_uniform as random_uniform
-from ndistribute.graph.operations import register as register
 from ndistribute.graph.operations import stop_gradient as stop_gradient
 from ndistribute.graph.operations import truncated_normal as truncated_normal
 from ndistribute.graph.operations import while_loop as while_loop
@@ -77,5 +76,6 @@ from ndistribute.graph.variables import (
 )
 from ndistribute.graph.variables import trainable_variables as trainable_variables
 from ndistribute.graph.variables import variables_initializer as variables_initializer
+from ndistribute.numpy_functions import register as register
 
 _export(vars(), "metrics summary")

@@ -1,6 +1,6 @@
 """Operations as data: what a graph is made of, and what a client sends to a server.
 
-A definition names its function; `functions.py` and `kernels.py` have the tables in which the
+A definition names its function; `numpy_functions.py` and `kernels.py` have the tables in which the
 process that runs it looks the name up. So a graph from another process can only call what stands in
 these tables. The arguments of a function are a template: nested lists of plain values, in which
 ``["input", k]`` stands for the operation's k-th input.

@@ -23,12 +23,12 @@ from ndistribute.autodiff.tracked import Tracked, untrack
 from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
-from ndistribute.graph.functions import check_call
 from ndistribute.graph.kernels import dense, run_recorded
 from ndistribute.graph.ops import Kernel, op_named
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import run_on_device
 from ndistribute.graph.step import Body, Step
+from ndistribute.numpy_functions import check_call
 from ndistribute.ownership import read_only
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.

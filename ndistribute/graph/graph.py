@@ -27,9 +27,9 @@ from ndistribute.graph.definition import (
     pack,
     source_line,
 )
-from ndistribute.graph.functions import name_of, number_of_parts, refuse_writing, written_argument
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
+from ndistribute.numpy_functions import name_of, number_of_parts, refuse_writing, written_argument
 
 
 class Symbolic(NDArrayOperatorsMixin):
@@ -63,6 +63,9 @@ class Symbolic(NDArrayOperatorsMixin):
         if count == 1:
             return [as_tensor(args[0])]
         return apply(function, args, kwargs, outputs=count or 1)
+
+    def __apply_named__(self, name: str, args: Any, kwargs: Any) -> Any:
+        return apply_named(name, args, kwargs)
 
     def __getitem__(self, index: Any) -> Any:
         return apply_named("getitem", (self, index), {})

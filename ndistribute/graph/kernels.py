@@ -21,10 +21,10 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
-from ndistribute.graph.functions import check_shape
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.shapes import Known, Shape, shared_by
 from ndistribute.graph.step import Node, SharedVariable, Step
+from ndistribute.numpy_functions import check_shape
 from ndistribute.ownership import read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
 from ndistribute.variables.policy import map_values

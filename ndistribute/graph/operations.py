@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.graph import functions
 from ndistribute.graph.definition import BodyDef
 from ndistribute.graph.graph import (
     Graph,
     Operation,
     Symbolic,
     Tensor,
-    apply_named,
     as_tensor,
     get_default_graph,
 )
@@ -163,34 +160,6 @@ def _random(
         shape = np.stack(shape)
     lengths = as_tensor(shape if isinstance(shape, Symbolic) else np.array(shape, np.int64))
     return graph.add("random", [lengths], name=name, attributes=attributes).outputs[0]
-
-
-def register(
-    name: str, function: Callable[..., Any], results: functions.Results = functions.Results.OTHER
-) -> Callable[..., Any]:
-    """Return a function for arrays and for tensors, of which it makes operations.
-
-    Args:
-        name: the type of its operations: a name with a prefix of your own, registered alike in all
-            processes that run the graph.
-        function: takes and returns arrays, and changes none of them. Its gradient is that of the
-            NumPy code in it, or of `custom_gradient`.
-        results: what is known of the shapes of its results; without it, small ones are computed.
-
-    >>> from ndistribute.graph.session import Session
-    >>> cube = register("example.cube", lambda x: x**3)
-    >>> cube(2.0), float(Session().run(cube(constant(2.0))))
-    (8.0, 8.0)
-    """
-    functions.register(name, function, results)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(one, Symbolic) for one in (*args, *kwargs.values())):
-            return apply_named(name, args, kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def cond(

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ndistribute.autodiff.rules import COMPOSED
-from ndistribute.autodiff.rules.elementwise import CONSTANT
-from ndistribute.graph.functions import Function, Results, function_named, results_of
+from ndistribute.numpy_functions import CONSTANT, Function, Results, function_named, results_of
 
 if TYPE_CHECKING:
     from ndistribute.graph.definition import OperationDef

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.graph.definition import OperationDef, filler
-from ndistribute.graph.functions import Function, Results
 from ndistribute.graph.ops import op_named
+from ndistribute.numpy_functions import Function, Results
 
 _UNKNOWN_LENGTHS = (1, 12), (4, 12)
 """Of two calls, for axes whose length is not known; not all functions take one of length 1."""

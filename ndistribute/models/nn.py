@@ -8,9 +8,8 @@ import numpy as np
 
 from ndistribute import autodiff
 from ndistribute.exports import export as _export
-from ndistribute.graph.functions import Results
-from ndistribute.graph.operations import register
 from ndistribute.models import activations, operations
+from ndistribute.numpy_functions import Results, register
 
 
 def _conv2d(x: Any, kernel: Any, strides: Any = (1, 1), padding: str = "valid") -> Any:

@@ -23,8 +23,9 @@ from scipy import sparse, special
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape
 from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, RULES_BY_PATH
-from ndistribute.autodiff.rules.elementwise import SPECIAL, cast, special_rules
+from ndistribute.autodiff.rules.elementwise import SPECIAL, special_rules
 from ndistribute.autodiff.rules.placing import placed
+from ndistribute.numpy_functions import cast
 from tests.autodiff.standin import check_gradients, check_second, dense
 
 TABLES = (RULES, RULES_BY_PATH, JOINT_RULES, COMPOSED)

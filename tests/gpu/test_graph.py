@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ndistribute import errors, graph
-from ndistribute.graph.functions import register
+from ndistribute.numpy_functions import register
 from tests.gpu.placing import need, place_of
 
 PLACES = []

@@ -24,13 +24,13 @@ from ndistribute.graph.operations import (
     placeholder,
     py_function,
     random_normal,
-    register,
     while_loop,
 )
 from ndistribute.graph.optimizers import MomentumOptimizer
 from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.step import Resources, Step
 from ndistribute.graph.variables import Variable, global_variables_initializer
+from ndistribute.numpy_functions import register
 from tests.processes import HANG_SECONDS, wait_until
 
 

@@ -21,7 +21,6 @@ import ndistribute as nd
 from ndistribute import errors
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import BodyDef, OperationDef, pack
-from ndistribute.graph.functions import MOST_ELEMENTS, _functions, _registered, check_call
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.lanes import Lanes
@@ -29,6 +28,7 @@ from ndistribute.graph.operations import cond, constant, placeholder, random_nor
 from ndistribute.graph.ops import KERNELS
 from ndistribute.graph.session import Session, _lanes_to
 from ndistribute.graph.variables import Variable
+from ndistribute.numpy_functions import MOST_ELEMENTS, _functions, _registered, check_call
 from ndistribute.transport.codec import encode
 from tests.processes import HANG_SECONDS, free_addresses, wait_until
 

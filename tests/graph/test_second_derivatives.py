@@ -17,10 +17,11 @@ from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.graph import executor
 from ndistribute.graph.gradients import clip_by_global_norm, global_norm, gradients
 from ndistribute.graph.graph import Graph, Tensor, get_default_graph
-from ndistribute.graph.operations import cond, constant, identity, placeholder, register, while_loop
+from ndistribute.graph.operations import cond, constant, identity, placeholder, while_loop
 from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
+from ndistribute.numpy_functions import register
 from tests.autodiff.standin import both, dense
 from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines
 from tests.processes import free_addresses

@@ -22,7 +22,6 @@ from ndistribute.graph import service
 from ndistribute.graph import session as session_module
 from ndistribute.graph.definition import OperationDef, pack
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.functions import register
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import (
@@ -37,6 +36,7 @@ from ndistribute.graph.operations import (
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
+from ndistribute.numpy_functions import register
 from tests.processes import HANG_SECONDS, free_addresses, wait_until
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"

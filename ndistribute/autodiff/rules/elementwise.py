@@ -20,6 +20,7 @@ from ndistribute.autodiff.diagnostics import missing, refuse_polyval
 from ndistribute.autodiff.rules.placing import is_tracked
 from ndistribute.autodiff.rules.unbroadcast import Vjp, identity, unbroadcast, unbroadcasting
 from ndistribute.devices import Array
+from ndistribute.numpy_functions import cast
 
 Makers = tuple[Callable[..., Vjp], ...]
 # Computes the derivative by one argument from the result and all arguments; None without a rule.
@@ -29,23 +30,6 @@ _ZERO = 0  # There is one object for this number, which `polyval` multiplies by.
 _SINC = -math.pi * math.pi / 3  # The second derivative at 0.
 _LOG_2, _LOG_10 = math.log(2), math.log(10)
 _ROOT_PI, _ROOT_2PI = math.sqrt(math.pi), math.sqrt(2 * math.pi)
-
-
-# Functions whose results do not depend smoothly on their arguments, so that they have no gradient.
-CONSTANT = frozenset(
-    getattr(np, name)
-    for name in (
-        "all any argmax argmin argsort around ceil count_nonzero empty_like equal fix floor "
-        "floor_divide full_like greater greater_equal heaviside histogram histogram_bin_edges "
-        "isfinite isinf isnan less less_equal logical_and logical_not logical_or logical_xor "
-        "nonzero not_equal ones_like rint round shape signbit size spacing trunc zeros_like"
-    ).split()
-)
-
-
-def cast(x: Array, dtype: Any, **kwargs: Any) -> Array:
-    """Return an array cast to a dtype, as the method `astype` does."""
-    return x.astype(dtype, **kwargs)
 
 
 def _onto(x: Array, out: Array, change: Vjp) -> Vjp:

@@ -1,4 +1,4 @@
-"""The table of functions that operations may call, by name.
+"""The table of functions that operations of graphs may call, by name.
 
 It has NumPy's ufuncs and array functions, those of ``numpy.linalg``, and what `register` adds.
 Functions that write files, change their arguments or call other functions are not in it, because a
@@ -18,14 +18,22 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ndistribute.autodiff.rules.elementwise import cast
-
 Function = Callable[..., Any]
 
 _EXCLUDED = frozenset(
     "apply_along_axis apply_over_axes array2string array_repr array_str copyto empty_like "
     "fill_diagonal may_share_memory piecewise place put put_along_axis putmask save savetxt savez "
     "savez_compressed shares_memory".split()
+)
+# Functions whose results do not depend smoothly on their arguments, so that they have no gradient.
+CONSTANT = frozenset(
+    getattr(np, name)
+    for name in (
+        "all any argmax argmin argsort around ceil count_nonzero empty_like equal fix floor "
+        "floor_divide full_like greater greater_equal heaviside histogram histogram_bin_edges "
+        "isfinite isinf isnan less less_equal logical_and logical_not logical_or logical_xor "
+        "nonzero not_equal ones_like rint round shape signbit size spacing trunc zeros_like"
+    ).split()
 )
 # Functions with a list of results, whose number their second argument tells.
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit})
@@ -91,6 +99,11 @@ _COUNTS: dict[str, Function] = {
 _registered: dict[str, Function] = {}
 
 
+def cast(x: Any, dtype: Any, **kwargs: Any) -> Any:
+    """Return an array cast to a dtype, as the method `astype` does."""
+    return x.astype(dtype, **kwargs)
+
+
 class Results(enum.Enum):
     """How the results of a function depend on its arguments."""
 
@@ -119,14 +132,36 @@ _results: dict[Function, Results] = {
 """Those of functions that are no ufuncs, and not `OTHER`."""
 
 
-def register(name: str, function: Function, results: Results = Results.OTHER) -> None:
-    """Put a function into the table; see `ndistribute.graph.register`."""
+def register(name: str, function: Function, results: Results = Results.OTHER) -> Function:
+    """Return a function for arrays and for tensors, of which it makes operations.
+
+    Args:
+        name: the type of its operations: a name with a prefix of your own, registered alike in all
+            processes that run the graph.
+        function: takes and returns arrays, and changes none of them. Its gradient is that of the
+            NumPy code in it, or of `custom_gradient`.
+        results: what is known of the shapes of its results; without it, small ones are computed.
+
+    >>> from ndistribute import graph
+    >>> cube = register("example.cube", lambda x: x**3)
+    >>> cube(2.0), float(graph.Session().run(cube(graph.constant(2.0))))
+    (8.0, 8.0)
+    """
     if name in _registered and _registered[name] is not function:
         raise ValueError(f"another function is registered as {name!r}.")
     _registered[name] = function
     if results is not Results.OTHER:
         _results[function] = results
     _names.cache_clear()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if hasattr(type(value), "__apply_named__"):  # A tensor of a graph.
+                return value.__apply_named__(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def results_of(function: Function) -> Results:
