@@ -50,6 +50,36 @@ class Stateful(Loader):
         vars(self).update(state)
 
 
+class Sized(Stateful):
+    """Has fewer batches than its parent."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def __iter__(self):
+        for number in range(self.given, self.size):
+            self.given += 1
+            yield np.arange(4) + 4 * number
+        self.epoch, self.given = self.epoch + 1, 0
+
+
+def interrupted(dataset, taken):
+    """Return the state after some steps, the steps that were left, and an epoch after them."""
+    iterator = iter(dataset)
+    for _ in range(taken):
+        next(iterator)
+    return iterator.state_dict(), pieces_of(iterator), pieces_of(dataset)
+
+
+def resumed(dataset, state):
+    """Return the steps that are left by a state, and an epoch after them."""
+    iterator = iter(dataset)
+    iterator.load_state_dict(state)
+    assert iterator.state_dict()["loader"]["state"] == state["loader"]["state"]
+    return pieces_of(iterator), pieces_of(dataset)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("by_function", [False, True])
 @pytest.mark.parametrize(("taken", "epochs"), [(0, 1), (1, 0), (3, 1)])
@@ -63,15 +93,35 @@ def test_a_loader_resumes_by_its_own_state(by_function, prefetch, taken, epochs)
     before, after = make(), make()
     for _ in range(epochs):
         list(before)
-    interrupted = iter(before)
-    for _ in range(taken):
-        next(interrupted)
-    state = json.loads(json.dumps(interrupted.state_dict()))
-    resumed = iter(after)
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    assert pieces_of(resumed) == pieces_of(interrupted)
-    assert pieces_of(after) == pieces_of(before)
+    state, *rest = interrupted(before, taken)
+    assert resumed(after, json.loads(json.dumps(state))) == tuple(rest)
+
+
+def sized(workers, options):
+    size = 2 if workers.rank else 6
+    return distribute_from_function(lambda _: Sized(size), cpus(1), options, workers=workers)
+
+
+def stateful(workers, options):
+    return distribute(Stateful(), cpus(1), options, workers=workers)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "policy", "of_worker"),
+    [(stateful, "off", None), (sized, "auto", None), (stateful, "data", 0), (stateful, "data", 1)],
+    ids=["without sharding", "ended before others", "by the first's state", "by the other's state"],
+)
+def test_loaders_resume_on_each_worker(make, policy, of_worker, prefetch):
+    options = InputOptions(policy, prefetch)
+    before = raised(on_workers(2, lambda workers: interrupted(make(workers, options), 4)))
+
+    def resume(workers):
+        state = before[workers.rank if of_worker is None else of_worker][0]
+        return resumed(make(workers, options), state)
+
+    assert raised(on_workers(2, resume)) == [tuple(rest) for _, *rest in before]
+    assert make is not sized or before[1][1] == [[[]], [[]]]
 
 
 def test_a_loader_is_read_ahead_only_on_request():
@@ -94,76 +144,20 @@ def test_a_loader_is_read_ahead_only_on_request():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_loader_that_is_read_ahead_without_sharding_resumes_on_each_worker(prefetch):
-    options = InputOptions("off", prefetch)
-
-    def steps(workers, state=None):
-        iterator = iter(distribute(Stateful(), cpus(1), options, workers=workers))
-        if state is not None:
-            iterator.load_state_dict(state)
-            return pieces_of(iterator)
-        for _ in range(4):
-            next(iterator)
-        return iterator.state_dict(), pieces_of(iterator)
-
-    interrupted = raised(on_workers(2, steps))
-    resumed = raised(on_workers(2, lambda own: steps(own, interrupted[own.rank][0])))
-    assert resumed == [rest for _, rest in interrupted]
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_loader_that_ended_before_those_of_other_workers_stays_at_its_end(prefetch):
-    class Sized(Stateful):
-        """Has fewer batches than its parent."""
-
-        def __init__(self, size):
-            super().__init__()
-            self.size = size
-
-        def __iter__(self):
-            for number in range(self.given, self.size):
-                self.given += 1
-                yield np.arange(4) + 4 * number
-            self.epoch, self.given = self.epoch + 1, 0
-
-    def make(workers):
-        size = 2 if workers.rank else 6
-        options = InputOptions(prefetch=prefetch)
-        return distribute_from_function(lambda _: Sized(size), cpus(1), options, workers=workers)
-
-    def interrupt(workers):
-        dataset = make(workers)
-        iterator = iter(dataset)
-        for _ in range(4):
-            next(iterator)
-        return iterator.state_dict(), pieces_of(iterator), pieces_of(dataset)
-
-    def resume(workers):
-        dataset = make(workers)
-        iterator = iter(dataset)
-        iterator.load_state_dict(interrupted[workers.rank][0])
-        return pieces_of(iterator), pieces_of(dataset)
-
-    interrupted = raised(on_workers(2, interrupt))
-    assert interrupted[1][1] == [[[]], [[]]]
-    assert raised(on_workers(2, resume)) == [tuple(rest) for _, *rest in interrupted]
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_state_of_a_loader_is_taken_between_its_batches(prefetch):
     """Without sharding a worker's replica takes a third of each batch at a step."""
 
     def iterator():
         return iter(distribute(Stateful(), cpus(1), InputOptions("off", prefetch), 3, 1))
 
-    interrupted, resumed = iterator(), iterator()
-    next(interrupted)
+    before, after = iterator(), iterator()
+    next(before)
     with pytest.raises(ValueError, match="Take the state after all 3 parts"):
-        interrupted.state_dict()
+        before.state_dict()
     for _ in range(2):
-        next(interrupted)
-    resumed.load_state_dict(interrupted.state_dict())
-    assert pieces_of(resumed) == pieces_of(interrupted)
+        next(before)
+    after.load_state_dict(before.state_dict())
+    assert pieces_of(after) == pieces_of(before)
 
 
 def test_the_state_of_a_loader_that_is_over_leaves_nothing_and_of_a_closed_iterator_the_rest():
@@ -173,11 +167,8 @@ def test_the_state_of_a_loader_that_is_over_leaves_nothing_and_of_a_closed_itera
     closed.close()
     assert list(closed) == []
     for iterator, left in ((over, 0), (closed, 5)):
-        after = distribute(Stateful(), cpus(1))
-        resumed = iter(after)
-        resumed.load_state_dict(iterator.state_dict())
-        assert len(list(resumed)) == left
-        assert len(list(after)) == 6
+        rest, after = resumed(distribute(Stateful(), cpus(1)), iterator.state_dict())
+        assert (len(rest), len(after)) == (left, 6)
 
 
 @pytest.mark.parametrize(
@@ -223,20 +214,6 @@ def test_each_worker_loads_the_state_of_its_own_loader():
     make(1).load_state_dict(states[1])
     with pytest.raises(ValueError, match="loader of worker 0, but this is worker 1"):
         make(1).load_state_dict(states[0])
-
-
-def test_under_data_one_worker_s_state_serves_all():
-    def work(workers, state=None):
-        iterator = iter(distribute(Stateful(), cpus(1), workers=workers))
-        if state is not None:
-            iterator.load_state_dict(state)
-        else:
-            next(iterator)
-            state = iterator.state_dict()
-        return state, pieces_of(iterator)
-
-    (state, *_), (_, rest) = raised(on_workers(2, work))
-    assert raised(on_workers(2, lambda workers: work(workers, state)))[1][1] == rest
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
