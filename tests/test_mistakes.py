@@ -22,7 +22,7 @@ import pytest
 import ndistribute as nd
 from tests.kinds import context, rank
 
-# The code, and behind an arrow the error and parts of its message. `strategy` is one of two replicas.
+# The code, and behind an arrow the error and parts of its message. `strategy` has two replicas.
 MISTAKES = r"""
 # Devices and strategies.
 nd.MirroredStrategy(2)
