@@ -31,6 +31,16 @@ nd.OneDeviceStrategy("cpu")
 -> ValueError: 'cpu' is not the name of a device | 'cpu:0'
 nd.MirroredStrategy(["gpu:77"])
 -> ValueError: gpu:77 does not exist | visible GPUs | CUDA_VISIBLE_DEVICES
+nd.MirroredStrategy(["cpu:0", "/device:GPU:4096"])
+-> ValueError: gpu:4096 does not exist
+nd.CentralStorageStrategy(["cpu:0"], parameter_device="gpu:4096")
+-> ValueError: gpu:4096 does not exist
+nd.OneDeviceStrategy("gpu:4096")
+-> ValueError: gpu:4096 does not exist
+nd.CentralStorageStrategy(["cpu:1", "cpu:0", "/device:CPU:1"])
+-> ValueError: cpu:1 is named twice
+nd.CentralStorageStrategy([])
+-> ValueError: devices is empty
 nd.MirroredStrategy(["cpu:0", "cpu:0"])
 -> ValueError: cpu:0 is named twice | cpu:1
 nd.MirroredStrategy([])

@@ -355,22 +355,6 @@ def test_a_file_that_can_not_grow_harms_no_earlier_generation(tmp_path, tensors,
     assert newest_step(tmp_path) == 1
 
 
-def test_a_writer_that_is_killed_leaves_a_whole_generation(tmp_path):
-    for _ in range(4):
-        with python(ENDLESS, str(tmp_path)) as process:
-            for _ in range(3):
-                written = int(process.stdout.readline())
-            while not list(tmp_path.glob("*.writing")) and process.poll() is None:
-                pass
-            process.send_signal(signal.SIGKILL)
-        saved = tensor_files.newest(tmp_path, "ps-0")
-        assert saved.data >= written
-        assert all((tensor == saved.data).all() for tensor in saved.tensors.values())
-    assert len(folders(tmp_path)) <= 4  # Two, one complete, one half written or half removed.
-    write(tmp_path, 1)
-    assert len(folders(tmp_path)) == 2
-
-
 def test_a_second_process_waits_for_the_first_one(tmp_path):
     with python(ENDLESS, str(tmp_path)) as process:
         process.stdout.readline()

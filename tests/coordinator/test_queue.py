@@ -8,7 +8,7 @@ import pytest
 
 from ndistribute.coordinator.closures import ATTEMPTS, Closure, ClosureQueue, RemoteValue
 from ndistribute.coordinator.pickling import dump
-from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
+from ndistribute.errors import AuthenticationError, WorkerLostError
 
 NOTHING = dump(None)
 GONE = ConnectionError("gone")
@@ -42,17 +42,6 @@ def test_a_fast_worker_gets_several_in_advance_while_there_are_plenty():
     made = [add(queue) for _ in range(12)]
     assert queue.take(0, depth=8) == made[:5]  # Of the other 7 each worker may have 3.
     assert queue.take(1, depth=2) == made[5:7]
-
-
-def test_a_closure_waits_for_its_inputs():
-    queue = queue_for(1)
-    one, two = add(queue), add(queue)
-    both = add(queue, one, two, one)
-    assert queue.take(0, 2) == [one, two]
-    queue.finish(0, 2, NOTHING)
-    assert queue.take(0, 2) == []
-    queue.finish(0, 1, NOTHING)
-    assert queue.take(0, 2) == [both]
 
 
 def test_what_a_lost_worker_had_goes_first():
@@ -94,29 +83,6 @@ def test_only_the_closure_that_ran_on_a_lost_worker_was_tried():
         three.result.fetch()
     assert queue.low_water == 4
     queue.join(0)
-
-
-def test_an_error_cancels_what_waits_and_is_raised_once_when_nothing_flies():
-    queue = queue_for(2)
-    one, two, three = (add(queue) for _ in range(3))
-    follower = add(queue, three)
-    queue.take(0, 2)
-    error = LookupError("one")
-    queue.finish(0, 1, error, "there")
-    assert error.__notes__ == ["closure 1 (f) raised this on worker:0, there:\nthere"]
-    assert queue.done() is False
-    with pytest.raises(CollectiveTimeoutError, match=r"1 function\(s\) still run and 0 wait"):
-        queue.join(0)
-    queue.finish(0, 2, NOTHING)
-    with pytest.raises(LookupError, match="one"):
-        queue.done()
-    assert queue.done()
-    assert one.result.error is error
-    assert two.result.fetch() is None
-    for cancelled in (three, follower):
-        with pytest.raises(CancelledError, match="LookupError: one"):
-            cancelled.result.fetch()
-    assert (queue.low_water, queue.take(1, 2)) == (5, [])
 
 
 def test_all_workers_away_is_an_error_only_while_something_waits():

@@ -84,6 +84,9 @@ def test_what_loads_after_a_kill_is_the_old_or_the_new_state(tmp_path):
                 assert set(variable.numpy().tolist()) == {float(step)}
             assert manager.checkpoint._objects["optimizer"].iterations == step
             before = step
+    assert len(list(directory.glob("checkpoint.*"))) <= 4  # One is half written or half removed.
+    manager.save(before + 1)
+    assert len(list(directory.iterdir())) == 2
     assert interrupted
     assert not list(directory.glob("*.broken"))
     print(f"{KILLS} kills, {interrupted} during a write; {before} checkpoints were written")

@@ -8,34 +8,20 @@ import pytest
 import ndistribute as nd
 from tests.kinds import LARGE, each, meet, mirrored, one_process, parts, raised_in, rank, works
 
-METHODS = ["assign", "assign_add", "assign_sub"]
-
 
 def make(strategy, initial=10.0, **kwargs):
     with strategy.scope():
         return nd.Variable(initial, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "added", "assigned", "subtracted"),
-    [("sum", 13, 3, 7), ("mean", 11.5, 1.5, 8.5), ("only_first_replica", 11, 1, 9)],
-)
-def test_from_ten_two_replicas_write_one_and_two(aggregation, added, assigned, subtracted):
-    for dtype in ("f8", "f2", "i8")[: 2 if aggregation == "mean" else 3]:
-        with mirrored(2) as strategy:
-            for method, wanted in zip(METHODS, (assigned, added, subtracted), strict=True):
-                v = make(strategy, 10, dtype=dtype, aggregation=aggregation)
-                values = nd.PerReplica([np.array(1, dtype), np.array(2, dtype)])
-                strategy.run(lambda x, v=v, method=method: getattr(v, method)(x), args=(values,))
-                assert float(v) == wanted
-                assert [float(part) for part in strategy.local_results(v)] == [wanted] * 2
-
-
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-@pytest.mark.parametrize("size", [3, LARGE])
-def test_all_replicas_have_their_say_once(several, aggregation, size):
-    initial = np.arange(size, dtype=np.float64)
-    values = [np.full(size, i + 1.0) for i in range(several.num_replicas_in_sync)]
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(3, "f8"), (3, "f2"), (3, "i8"), (LARGE, "f8"), ((), "f8")]
+)
+def test_all_replicas_have_their_say_once(several, aggregation, size, dtype):
+    dtype = "f4" if (dtype, aggregation) == ("i8", "mean") else dtype
+    initial = np.full(size, 10, dtype)
+    values = [np.full(size, i + 1, dtype) for i in range(several.num_replicas_in_sync)]
     one = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
     combined = one[aggregation](np.stack(values), axis=0)
     for method, wanted in (
@@ -46,7 +32,8 @@ def test_all_replicas_have_their_say_once(several, aggregation, size):
         v = make(several, initial, aggregation=aggregation)
         assert several.run(getattr(v, method), args=(parts(several, values),)) is v
         for part in several.local_results(v):
-            assert np.allclose(part, wanted)
+            assert part.dtype == dtype
+            assert np.allclose(part, wanted, rtol=1e-3 if dtype == "f2" else 1e-5)
 
 
 def test_one_replica_needs_no_aggregation():
