@@ -1,12 +1,10 @@
 """Memory is written in place only where a count of references shows that nobody else sees it."""
 
 import numpy as np
-import pytest
 
 import ndistribute as nd
 from ndistribute import ownership
 from ndistribute.collective.communicator import SMALL_BYTES, Outputs
-from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server.variables import Cell
 
 LARGE = np.zeros(SMALL_BYTES)
@@ -14,19 +12,6 @@ LARGE = np.zeros(SMALL_BYTES)
 
 def test_this_interpreter_counts_references():
     assert ownership._UNSHARED is not None
-
-
-@pytest.mark.parametrize(
-    "hold", [lambda a: a, lambda a: a[1:], lambda a: a[1:].reshape(1, -1).T, memoryview]
-)
-def test_who_holds_an_array_or_a_view_of_it_shares_it(hold):
-    owner = ArrayOwner(np.zeros(4))
-    assert not owner.is_shared()
-    held = hold(owner.array)
-    assert owner.is_shared()
-    assert not owner.is_shared(own_views=1)
-    del held
-    assert not owner.is_shared()
 
 
 def test_where_references_are_not_counted_everything_is_copied(monkeypatch):

@@ -12,9 +12,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.autodiff import GradientTape, Tracked, custom_gradient
-from ndistribute.autodiff.tape import vjp
 from ndistribute.context import Frame, current_frame, entered
-from tests.autodiff.standin import StandInVariable, dense
+from tests.autodiff.standin import StandInVariable
 
 HERE = re.escape(__file__)
 
@@ -347,31 +346,3 @@ def test_a_tape_in_a_step_records_under_a_tape_around_it():
             (total,) = strategy.run(step).values
         assert total == 0
         assert v.numpy() == 0
-
-
-FUNCTIONS = {
-    "one operation": lambda x, y: x * y,
-    "broadcasting": lambda x, y: x[:, None] * y,
-    "one argument": lambda x, y: np.exp(x),
-    "an argument twice": lambda x, y: x * x,
-    "an argument": lambda x, y: (np.exp(x), y)[1],
-    "several operations": lambda x, y: np.exp(x) * y - x,
-    "rows": lambda x, y: x[np.array([0, 2, 0])],
-    "a part": lambda x, y: x[1:],
-    "a number": lambda x, y: np.sum(x),
-    "a view": lambda x, y: np.reshape(x, (3, 1)),
-    "nothing": lambda x, y: np.ones(2),
-}
-
-
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_the_way_back_through_a_function_gives_the_gradients_of_a_tape(function):
-    arrays = [np.array([1.0, 2.0, 3.0]), np.array([2.0, 0.5, -1.0])]
-    with GradientTape() as tape:
-        x, y = tape.watch(arrays)
-        value = function(x, y)
-    result, pullback = vjp(lambda xs: function(*xs), arrays)
-    given = np.arange(1.0, np.size(result) + 1).reshape(np.shape(result))
-    expected = tape.gradient(value, [x, y], "zero", output_gradients=given)
-    for ours, theirs in zip(pullback([given], [0, 1]), expected, strict=True):
-        np.testing.assert_array_equal(dense(ours), dense(theirs))

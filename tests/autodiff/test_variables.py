@@ -7,7 +7,6 @@ import pytest
 
 from ndistribute.autodiff import GradientTape, Tracked
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.context import current_frame
 from tests.autodiff.standin import StandInVariable, dense
 
 
@@ -69,25 +68,6 @@ def test_a_new_variable_at_an_old_address_is_another_source():
         total = sum(StandInVariable(np.float64(k)) * 2 for k in range(20))
     assert len(tape.watched_variables()) == 20
     assert [float(g) for g in tape.gradient(total, tape.watched_variables())] == [2] * 20
-
-
-@pytest.mark.parametrize(
-    "index", [[3, 1, 3], np.array([[0], [3]]), -2, slice(1, 3), (slice(1, 3), 0), np.arange(4) > 1]
-)
-def test_a_part_that_is_read_alone_has_the_gradient_of_a_part_of_the_whole(index):
-    v = StandInVariable(np.arange(8.0).reshape(4, 2))
-    with GradientTape() as expected:
-        loss = np.sum(v[index] ** 2)
-    with GradientTape() as tape:
-        part = current_frame().recorder.read_part(v, index, v.array[index])
-        again = np.sum(part**2)
-    wanted, got = expected.gradient(loss, v), tape.gradient(again, v)
-    assert type(got) is type(wanted)
-    assert np.array_equal(dense(got), dense(wanted))
-    v.trainable = False
-    with GradientTape():
-        part = current_frame().recorder.read_part(v, [1], v.array[[1]])
-    assert type(part) is np.ndarray
 
 
 def lookup(table, *look):

@@ -266,15 +266,6 @@ def test_an_empty_batch_has_an_empty_result_and_no_gradient_of_weights():
         assert not any(gradient.any() for gradient in gradients)
 
 
-def test_windows_that_do_not_fit_are_refused():
-    for arguments, match in (
-        (((2, 2), (3, 3), (1, 1), "valid"), "does not fit into images of 2 x 2"),
-        (((4, 4), (3, 3), (1, 1), "full"), "must be 'valid' or 'same', got 'full'"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            Windows.over(*arguments)
-
-
 @one_process("looks into a communicator")
 def test_gradients_of_weights_are_written_into_the_memory_of_the_all_reduce(monkeypatch):
     given = []

@@ -185,20 +185,3 @@ def test_no_more_rows_are_needed_than_an_index_names():
     ):
         found, _ = select_rows(index, (9, 2))
         assert (None if found is None else found.tolist()) == rows
-
-
-def test_a_row_out_of_range_and_a_mask_of_another_shape_are_refused():
-    for index in (9, -10, [0, 9], (9, 0), np.array([-10]), np.uint8(200)):
-        with pytest.raises(IndexError, match="out of bounds for axis 0 with size 9"):
-            select_rows(index, (9, 2))
-    for shape in ((8,), (9, 3), (9, 2, 1)):
-        with pytest.raises(IndexError, match=r"boolean index|too many indices"):
-            select_rows(np.ones(shape, bool), (9, 2))
-
-
-def test_what_is_no_index_is_left_to_numpy_to_refuse():
-    for index in (1.0, "a", [1.5], [None], np.array([]), 10**30):
-        rows, rest = select_rows(index, (9, 2))
-        assert rows is None
-        with pytest.raises(IndexError):
-            np.zeros((9, 2))[rest]

@@ -106,13 +106,18 @@ def test_parts_are_read_as_of_an_array(strategy):
         [],
         TABLE % 1000 == 7,
         ([[400], [2]], [1, 9]),
+        (),
+        None,
+        slice(None, None, -1),
         (slice(200, 300, 50), None, 3),
         (Ellipsis, 2),
     ):
         got, expected = v[index], TABLE[index]
         assert np.array_equal(got, expected)
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    for index in (700, [0, -701], (0, 10), np.ones(699, bool), 1.0, "a"):
+    masks = [np.ones(shape, bool) for shape in (699, (700, 11), (700, 10, 1))]
+    numbers = [700, -701, [0, -701], (700, 0), np.array([-701]), np.uint16(1000), (0, 10), 10**30]
+    for index in (*masks, *numbers, 1.0, "a", [1.5], [None]):
         with pytest.raises(IndexError):
             v[index]
 
