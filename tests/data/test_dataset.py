@@ -77,10 +77,7 @@ STEPS = {
         lambda d, n: d.filter(lambda a, b: a % (n + 1) == 0),
         lambda x, n: [(a, b) for a, b in x if a % (n + 1) == 0],
     ),
-    "ahead": (
-        lambda d, n: d.map(lambda a, b: (a, b), AUTOTUNE).prefetch(AUTOTUNE),
-        lambda x, n: x,
-    ),
+    "ahead": (lambda d, n: d.map(lambda a, b: (a, b), AUTOTUNE).prefetch(AUTOTUNE), lambda x, n: x),
     "options": (lambda d, n: d.with_options(InputOptions()), lambda x, n: x),
 }
 

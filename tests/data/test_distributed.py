@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from ndistribute import context
-from ndistribute.data import (
-    UNKNOWN_CARDINALITY,
-    Dataset,
-    InputContext,
-    InputOptions,
-)
+from ndistribute.data import UNKNOWN_CARDINALITY, Dataset, InputContext, InputOptions
 from ndistribute.devices import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
 from tests.data.workers import (

@@ -199,10 +199,7 @@ def test_what_a_function_made_is_gone_on_with_by_as_many_workers_only():
     [
         (lambda: number_files(LENGTHS[1:]).batch(5), r"of 6 file\(s\), this one reads 5"),
         (lambda: number_files(LENGTHS).shuffle(3).batch(5), r"0 shuffle\(s\), this one has 1"),
-        (
-            lambda: FILES["in order"]().with_options(InputOptions("off")),
-            "FILE, this one by OFF",
-        ),
+        (lambda: FILES["in order"]().with_options(InputOptions("off")), "FILE, this one by OFF"),
     ],
     ids=["files", "shuffles", "policy"],
 )
