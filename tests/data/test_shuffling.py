@@ -25,9 +25,10 @@ def not_vectorised(dataset):
     return dataset.map(lambda x: x)
 
 
-def window(seed, length, buffer_size):
-    rows = Rows.of(np.arange(length), length)
-    chunks = through_buffer(iter((rows,)), np.random.default_rng(seed), buffer_size)
+def window(seed, length, buffer_size, rows):
+    whole = Rows.of(np.arange(length), length)
+    pieces = (whole[first : first + rows] for first in range(0, length, rows))
+    chunks = through_buffer(pieces, np.random.default_rng(seed), buffer_size)
     return [int(element) for chunk in chunks for element in chunk]
 
 
@@ -46,21 +47,15 @@ def one_at_a_time(seed, length, buffer_size):
 sizes = st.one_of(st.integers(0, 60), st.just(2 * _DRAWN + 7))
 
 
-@given(st.integers(0, 99), sizes, st.integers(1, 70))
-@example(0, (1 << 16) + 51, (1 << 16) + 1)  # Slots of more than 16 bits.
-def test_the_vectorised_window_is_the_buffer_run_element_by_element(seed, length, buffer_size):
-    assert window(seed, length, buffer_size) == list(one_at_a_time(seed, length, buffer_size))
-
-
-@pytest.mark.parametrize("rows", [1, 60, _DRAWN])
-def test_rows_that_come_in_many_chunks_are_one_window(rows):
-    length = 2 * _DRAWN + 7
-    whole = Rows.of(np.arange(length), length)
-    chunks = [whole[first : first + rows] for first in range(0, length, rows)]
-    order = np.concatenate(
-        [chunk.gather() for chunk in through_buffer(iter(chunks), np.random.default_rng(1), 50)]
-    )
-    assert order.tolist() == list(one_at_a_time(1, length, 50))
+@given(st.integers(0, 99), sizes, st.integers(1, 70), st.sampled_from([60, _DRAWN, 1 << 20]))
+@example(0, (1 << 16) + 51, (1 << 16) + 1, 1 << 20)  # Slots of more than 16 bits.
+@example(1, 2 * _DRAWN + 7, 50, 1)
+def test_the_vectorised_window_is_the_buffer_run_element_by_element(
+    seed, length, buffer_size, rows
+):
+    """However many chunks the rows come in."""
+    order = window(seed, length, buffer_size, rows)
+    assert order == list(one_at_a_time(seed, length, buffer_size))
 
 
 def test_rows_of_another_array_between_pass_the_window_in_their_place():

@@ -13,6 +13,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import Sequential, callbacks, layers
 from ndistribute.models.checkpoint import Checkpoint
+from tests.models.test_resumption import Interrupt
 
 X = np.ones((8, 2))
 Y = np.zeros((8, 1))
@@ -92,18 +93,6 @@ def test_the_rate_falls_again_after_the_cooldown_of_keras(cooldown, falls):
     assert [epoch for epoch in range(5) if rates[epoch + 1] < rates[epoch]] == falls
 
 
-class Interrupt(callbacks.Callback):
-    """Raises after a step of an epoch."""
-
-    def __init__(self, epoch: int, step: int) -> None:
-        self.at = (epoch, step)
-
-    def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        """Raise."""
-        if (self.model.position.epoch, batch) == self.at:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("freq", [1, "epoch"])
 def test_what_callbacks_know_is_continued_wherever_they_stand(first, freq, tmp_path):
@@ -120,7 +109,7 @@ def test_what_callbacks_know_is_continued_wherever_they_stand(first, freq, tmp_p
     expected = run([0.0] * 99)
     backup = callbacks.BackupAndRestore(tmp_path, save_freq=freq)
     with pytest.raises(KeyboardInterrupt):
-        run([0.0] * 99, backup, Interrupt(2, 0))
+        run([0.0] * 99, backup, Interrupt(5))
     weights, *rest = run([0.0] * 99, backup)
     assert rest == list(expected[1:])
     assert all(map(np.array_equal, weights, expected[0]))
@@ -136,7 +125,7 @@ def test_a_training_that_was_stopped_remains_so(tmp_path):
     assert not run()
 
 
-def test_the_rate_follows_a_schedule_and_falls_on_a_plateau():
+def test_the_rate_falls_on_a_plateau():
     rates: list[float] = []
     model = model_of([1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     keep = callbacks.LambdaCallback(
@@ -144,9 +133,6 @@ def test_the_rate_follows_a_schedule_and_falls_on_a_plateau():
     )
     fit(model, callbacks.ReduceLROnPlateau("score", 0.5, patience=2, min_lr=0.05), keep)
     assert rates == [0.125, 0.125, 0.125, 0.0625, 0.0625, 0.05]
-    rates.clear()
-    fit(model_of(), callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2), epochs=2)
-    assert model.optimizer.learning_rate == 0.05
 
 
 def test_the_model_is_saved_at_its_best_epoch_and_every_so_many_steps(tmp_path):

@@ -17,6 +17,7 @@ from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_ne
 from tests.digits_training import BATCH, digits, network, train_by_schedule
 from tests.kinds import DEADLINE
 from tests.models.test_progress import Terminal
+from tests.models.test_resumption import Interrupt
 from tests.processes import Tasks
 
 STEPS, EPOCHS = 12, 2
@@ -103,18 +104,6 @@ def test_callbacks_of_a_chief_see_every_step_and_save_its_very_state(chief, tmp_
     assert min(losses) > 0
     paths = sorted(tmp_path.iterdir())
     assert [saved_steps(path) for path in paths] == [(5, 5), (10, 10), (15, 3), (20, 8)]
-
-
-class Interrupt(callbacks.Callback):
-    """Raises after a number of steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        """Raise."""
-        if self.model.position.steps_made == self.steps:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -95,33 +95,24 @@ def test_a_training_interrupted_at_any_step_continues_on_other_replicas(pair, tm
         assert not list(folder.iterdir())
 
 
+def parts_of(strategy: Any, directory: Any, interrupted: bool, seed: int) -> list[Any]:
+    """Make the first parts of trainings that are interrupted at any step, or the others."""
+    return [
+        fit(strategy, f"{directory}/{step}", step if interrupted else None, seed)
+        for step in range(1, STEPS + 1)
+    ]
+
+
 def on_worker(rank: int, size: int, directory: str, interrupted: bool) -> list[Any]:
-    """Make the first parts of trainings that were interrupted at any step, or the others."""
     with join("auto", (1,) * size) as strategy:
-        return [
-            fit(
-                strategy,
-                f"{directory}/{step}",
-                step if interrupted else None,
-                1 if interrupted else 2,
-            )
-            for step in range(1, STEPS + 1)
-        ]
+        return parts_of(strategy, directory, interrupted, 1 if interrupted else 2)
 
 
 @pytest.mark.parametrize("interrupted", [True, False], ids=["2 workers to 3 replicas", "reversed"])
 def test_a_training_interrupted_at_any_step_continues_on_other_workers(interrupted, tmp_path):
     def here() -> list[Any]:
         with mirrored(3) as strategy:
-            return [
-                fit(
-                    strategy,
-                    tmp_path / str(step),
-                    None if interrupted else step,
-                    3 if interrupted else 1,
-                )
-                for step in range(1, STEPS + 1)
-            ]
+            return parts_of(strategy, tmp_path, not interrupted, 3 if interrupted else 1)
 
     firsts = [] if interrupted else here()
     with Ranks(2) as ranks:
