@@ -56,27 +56,16 @@ def test_the_loss_scale_is_part_of_a_checkpoint(tmp_path):
     assert v.numpy() == 1
 
 
-def damaged(path: Path, name: str, *, missing: bool = False) -> Path:
-    """Flip a byte of a file, or remove the last one."""
-    data = bytearray((path / name).read_bytes())
-    if missing:
-        del data[-1]
-    else:
-        data[len(data) // 2] ^= 1
-    (path / name).write_bytes(bytes(data))
-    return path
-
-
-@pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("name", ["tensors.safetensors", "data.json"])
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(name, missing, tmp_path):
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(name, tmp_path):
     v = nd.Variable([1.0, 2.0])
     manager = CheckpointManager(Checkpoint(v=v), tmp_path)
     manager.save(1)
     v.assign([5.0, 6.0])
-    last = damaged(manager.save(2), name, missing=missing)
-    with pytest.raises(nd.CheckpointCorruptError, match=str(last / name)):
-        Checkpoint(v=v).restore(last)
+    file = manager.save(2) / name
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(nd.CheckpointCorruptError, match=str(file)):
+        Checkpoint(v=v).restore(file.parent)
     assert v.numpy().tolist() == [5.0, 6.0]
     assert manager.restore_or_initialize().name == "checkpoint.000001"
     assert v.numpy().tolist() == [1.0, 2.0]

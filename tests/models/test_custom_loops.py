@@ -210,12 +210,6 @@ def test_a_manager_counts_the_steps_that_it_is_not_told(tmp_path):
     assert manager.step == 11
 
 
-def test_an_exported_regularizer_is_loaded(tmp_path):
-    model = Sequential([layers.Dense(2, kernel_regularizer="l2", input_shape=(3,))])
-    loaded = nd.models.load(model.export(tmp_path / "model"))
-    assert float(loaded.losses[0]) == float(model.losses[0]) > 0
-
-
 @pytest.mark.parametrize("schedule", [lambda epoch: 0.5**epoch, lambda epoch, rate: rate / 2])
 def test_a_schedule_takes_the_epoch_alone_or_the_rate_too(schedule):
     model = Sequential([layers.Dense(2)])

@@ -46,6 +46,7 @@ MODELS = {
     "initializer": lambda: Sequential(
         [dense(3, kernel_initializer=initializers.RandomNormal(stddev=2.0, seed=1))]
     ),
+    "regularizer": lambda: Sequential([dense(2, kernel_regularizer="l2")]),
     "shared": lambda: Twice(dense(4), 2),
 }
 
@@ -58,6 +59,8 @@ def test_a_loaded_model_computes_the_same(kind, strategy, tmp_path):
         path = model.export(tmp_path / "model")
         loaded = load(path)
     assert np.array_equal(loaded(X), expected)
+    assert list(map(float, loaded.losses)) == list(map(float, model.losses))
+    assert kind != "regularizer" or float(loaded.losses[0]) > 0
     assert loaded.named_variables().keys() == model.named_variables().keys()
     other = load(path)  # Without a strategy.
     assert np.array_equal(other(X), expected)
