@@ -16,7 +16,17 @@ from ndistribute import tree
 from ndistribute.devices import is_gpu_array, to_host
 from tests.gpu.imitation.module import imitated_gpus
 
-__all__ = ["GPUS", "GPU_LAYOUTS", "STRATEGIES", "central", "cpus", "ground", "mirrored", "served"]
+__all__ = [
+    "GPUS",
+    "GPU_LAYOUTS",
+    "STRATEGIES",
+    "central",
+    "cpus",
+    "ground",
+    "mirrored",
+    "served",
+    "with_host_results",
+]
 
 
 def cpus(count: int) -> list[str]:
@@ -69,10 +79,15 @@ def _leaf_on_host(leaf: Any) -> Any:
     return to_host(leaf) if is_gpu_array(leaf) else leaf
 
 
+def with_host_results(kind: type[Any]) -> Any:
+    """Return a kind of strategy whose results come to host memory."""
+    return type(f"Gpu{kind.__name__}", (HostResults, kind), {})
+
+
 def on_gpus(name: str) -> nd.Strategy:
     """Return a strategy over GPUs, whose results come to host memory."""
     kind, args, named = GPU_LAYOUTS[name]
-    return type(f"Gpu{kind.__name__}", (HostResults, kind), {})(*args, **named)
+    return with_host_results(kind)(*args, **named)
 
 
 def ground(kind: str) -> contextlib.AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,25 @@ from ndistribute import tree
 from ndistribute.cluster import resolve
 from ndistribute.collective.threads import SMALL_BYTES
 from ndistribute.devices import copy_to
-from tests.contract_rows import GPUS, STRATEGIES, central, cpus, ground, mirrored, served
+from tests.contract_rows import (
+    GPUS,
+    STRATEGIES,
+    central,
+    cpus,
+    ground,
+    mirrored,
+    served,
+    with_host_results,
+)
+from tests.gpu.imitation.module import imitated_gpus
 
 __all__ = ["central", "cpus", "mirrored", "served"]  # Which tests take from here.
 
 # How the workers meet, and how many devices each of them has, where this process is one that runs
 # contract tests: ``auto 1,1 2,1`` are two kinds, the second with two devices on the first worker.
 VARIABLE = "CONTRACT_KINDS"
+# Whether these devices are GPUs: "imitated" or "real"; they are CPUs otherwise.
+GPUS_VARIABLE = "CONTRACT_GPUS"
 
 # No wait of a test may take longer, in seconds.
 DEADLINE = 40.0
@@ -54,10 +66,20 @@ def worker_kinds() -> dict[str, Callable[[], nd.Strategy]]:
 def join(how: str, counts: tuple[int, ...]) -> nd.MultiWorkerMirroredStrategy:
     """Meet the other workers, each with so many devices."""
     resolver = resolve()
+    index = resolver.worker_index
     # A worker that fails must not keep the others waiting.
     options = nd.CommunicationOptions(timeout_seconds=DEADLINE, implementation=how)
-    devices = cpus(counts[resolver.worker_index])
-    return nd.MultiWorkerMirroredStrategy(resolver, options, devices=devices)
+    kind, devices = nd.MultiWorkerMirroredStrategy, cpus(counts[index])
+    if GPUS_VARIABLE in os.environ:  # Each replica has one of its own.
+        kind = with_host_results(kind)
+        devices = [f"gpu:{sum(counts[:index]) + i}" for i in range(counts[index])]
+    return kind(resolver, options, devices=devices)
+
+
+def worker_ground() -> AbstractContextManager[Any]:
+    """Return what a worker that runs contract tests enters before."""
+    imitated = os.environ.get(GPUS_VARIABLE) == "imitated"
+    return imitated_gpus(4) if imitated else nullcontext()
 
 
 # Inside a worker the same tests run over strategies of all workers: `tests/test_over_processes.py`.

@@ -11,13 +11,12 @@ import os
 import signal
 import threading
 import time
-import zlib
 
 import numpy as np
 
 import ndistribute as nd
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.devices import as_array, to_host
+from ndistribute.devices import to_host
 from tests.gpu.imitation.module import imitated_gpus
 from tests.gpu.imitation.nccl import FakeError
 from tests.kinds import context, here
@@ -60,67 +59,11 @@ def numbers(rank, length, dtype):
     return ((np.arange(length) * 7 + rank * 3) % 4).astype(dtype)
 
 
-def digest(arrays):
-    return zlib.crc32(b"".join(to_host(array).tobytes() for array in arrays))
-
-
 # What they do while nothing fails; the test says what must come out.
 
 
 def plain_sum(rank, size):
     return step(rank, lambda c: float(to_host(c.all_reduce("sum", here(np.float64(c.rank))))))
-
-
-def every_op_and_dtype(rank, size):
-    def body(communicator):
-        results = []
-        for op in ReduceOp:
-            for dtype in map(np.dtype, DTYPES):
-                for length in (0, 1, 1000):
-                    everyone = [numbers(r, length, dtype) for r in range(communicator.size)]
-                    own = here(everyone[communicator.rank])
-                    total = to_host(communicator.all_reduce(op, own))
-                    if op is ReduceOp.MEAN and dtype.kind in "iub":
-                        everyone = [part.astype(np.float64) for part in everyone]
-                    expected = reduce_arrays(op, everyone)
-                    assert total.dtype == expected.dtype
-                    np.testing.assert_allclose(
-                        total.astype(complex), expected.astype(complex), rtol=1e-2
-                    )
-                    results.append(total)
-        return digest(results)
-
-    return step(rank, body)
-
-
-def ragged_rows(rank, size):
-    def body(communicator):
-        def part(r, axis, dtype):
-            shape = [2, 3]
-            shape[axis] = 2 * r
-            return numbers(r, 6 * r if axis == 0 else 4 * r, dtype).reshape(shape)
-
-        for axis in (0, 1):
-            leaves = [here(part(communicator.rank, axis, d)) for d in ("f4", "i1")]
-            joined = communicator.all_gather(leaves, axis)
-            for whole, dtype in zip(joined, ("f4", "i1"), strict=True):
-                parts = [part(r, axis, dtype) for r in range(communicator.size)]
-                np.testing.assert_array_equal(to_host(whole), np.concatenate(parts, axis))
-        assert communicator.all_gather([], 0) == []
-        empty = communicator.all_gather(here(np.zeros((0, 3))), 0)
-        assert empty.shape == (0, 3)
-
-    step(rank, body)
-
-
-def copied_from_each(rank, size):
-    def body(communicator):
-        for root in range(communicator.size):
-            nest = [here(numbers(communicator.rank, n, "f4")) for n in (0, 5, 999)]
-            for copied, n in zip(communicator.broadcast(nest, root), (0, 5, 999), strict=True):
-                np.testing.assert_array_equal(to_host(copied), numbers(root, n, "f4"))
-
-    step(rank, body)
 
 
 def updates(rank, size):
@@ -155,6 +98,17 @@ def local_meeting(rank, size):
     return step(rank, lambda c: c.merge("merge_call", c.rank, list))
 
 
+def backend_name(rank, size, implementation, device=""):
+    """Return how replicas meet which are on GPUs of their own, or all on one device."""
+    if GROUND != "real":
+        library()
+    own = [f"gpu:{rank}"] if GROUND == "real" else [f"gpu:{2 * rank}", f"gpu:{2 * rank + 1}"]
+    options = nd.CommunicationOptions(timeout_seconds=40.0, implementation=implementation)
+    devices = [device] if device else own
+    with nd.MultiWorkerMirroredStrategy(communication_options=options, devices=devices) as strategy:
+        return type(strategy.replica_contexts[0].communicator._backend).__name__
+
+
 def gpus_connected(rank, size):
     """Return the GPUs that were current when communicators were made, and what became of these."""
     plain_sum(rank, size)
@@ -178,37 +132,6 @@ def launches_before_meeting(rank, size):
     finally:
         del made.groupEnd, host.all_reduce
     return order
-
-
-def trained(rank, size, implementation):
-    """Train a matrix and rows of a table; return how replicas meet, and what came of it."""
-    if GROUND != "real":
-        library()
-    options = nd.CommunicationOptions(timeout_seconds=40.0, implementation=implementation)
-    own = [f"gpu:{rank}"] if GROUND == "real" else [f"gpu:{2 * rank}", f"gpu:{2 * rank + 1}"]
-    devices = os.environ["DEVICES"].split(",") if "DEVICES" in os.environ else own
-    with nd.MultiWorkerMirroredStrategy(communication_options=options, devices=devices) as strategy:
-        with strategy.scope():
-            weights = nd.Variable(np.ones((4, 2)) * (1 + rank))
-            table = nd.Variable(np.ones((5, 2)))
-            optimizer = nd.optimizers.SGD(0.01, momentum=0.9)
-
-        def train():
-            number = context().replica_id_in_sync_group
-            with nd.GradientTape() as tape:
-                loss = ((here(np.arange(4.0)[None] + number) @ weights) ** 2).sum()
-            gradient = tape.gradient(loss, weights)
-            rows = nd.IndexedSlices(here(np.ones((1, 2))), here([number]), (5, 2))
-            optimizer.apply_gradients([(gradient, weights), (rows, table)])
-            return context().all_reduce("mean", loss)
-
-        losses = [strategy.run(train).values[0] for _ in range(3)]
-        return {
-            "backend": type(strategy.replica_contexts[0].communicator._backend).__name__,
-            "weights": to_host(as_array(weights)),
-            "table": to_host(as_array(table)),
-            "losses": [float(loss) for loss in losses],
-        }
 
 
 # What goes wrong, and how they use the group again afterwards.

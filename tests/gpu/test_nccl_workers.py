@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import signal
 
-import numpy as np
 import pytest
 
 from ndistribute.collective.select import nccl_obstacle
 from ndistribute.devices import list_devices
 from tests.gpu import nccl_job
 from tests.gpu.placing import REAL
-from tests.processes import Ranks, find_mpiexec
-
-LAYOUTS = {
-    "uneven": ({"REPLICAS": "2,1,1", "NCCL_GROUND": "13"}, "tcp", 3),
-    "over-mpi": ({}, "mpi", 2),
-}
+from tests.processes import Ranks
 
 
 def of_all(results):
@@ -31,18 +25,6 @@ def of_all(results):
 def need_two_gpus():
     if len(list_devices("gpu")) < 2:
         pytest.skip("needs 2 GPUs")
-
-
-@pytest.fixture(scope="module", params=[*LAYOUTS, *REAL])
-def ranks(request):
-    """Processes with replicas over the imitation, or with one GPU each."""
-    environ, wire, size = LAYOUTS.get(request.param, ({"NCCL_GROUND": "real"}, "tcp", 2))
-    if request.param == "real":
-        need_two_gpus()
-    if wire == "mpi" and find_mpiexec() is None:
-        pytest.skip("needs mpiexec")
-    with Ranks(size, wire, environ) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +40,13 @@ def fresh():
         yield made
 
 
-def test_reductions_give_numpys_values_and_equal_bits(ranks):
-    assert len(set(of_all(ranks.results(nccl_job.every_op_and_dtype)))) == 1
-
-
-def test_ragged_rows_are_joined_in_the_order_of_workers(ranks):
-    ranks.results(nccl_job.ragged_rows)
-
-
-def test_broadcast_copies_from_any_replica_of_any_worker(ranks):
-    ranks.results(nccl_job.copied_from_each)
-
-
-def test_each_replica_updates_its_whole_copy_and_prepares_once(ranks):
-    for given in of_all(ranks.results(nccl_job.updates)):
+def test_each_replica_updates_its_whole_copy_and_prepares_once(pair):
+    for given in of_all(pair.results(nccl_job.updates)):
         assert given == [("ready", 0, 0, 70_001), ("ready", 1, 0, 3)]
 
 
-def test_merge_meets_the_replicas_of_the_process_alone(ranks):
-    met = ranks.results(nccl_job.local_meeting)
+def test_merge_meets_the_replicas_of_the_process_alone(pair):
+    met = pair.results(nccl_job.local_meeting)
     numbers = iter(range(sum(map(len, met))))
     assert met == [[[next(numbers) for _ in replicas]] * len(replicas) for replicas in met]
 
@@ -91,29 +61,28 @@ def test_calls_are_compared_while_the_gpus_work(pair):
     assert pair.results(nccl_job.launches_before_meeting) == [["launch", "compare"]] * 2
 
 
-DIFFERENT = ("shape", "op", "gather", "skipped")
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_different_calls_are_an_error_everywhere_and_the_next_step_works(pair, what):
-    pair.results(nccl_job.recovered)
-    for odd in range(2):
-        outcomes = pair.run(nccl_job.another_call, odd, what)
-        told = [o.error for i, o in enumerate(outcomes) if what != "skipped" or i != odd]
-        assert set(told) == {"CollectiveMismatchError"}
-        check_recovery(pair)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_gpus_that_wait_for_another_call_are_released():
-    need_two_gpus()
-    for what in (*DIFFERENT, "error"):
-        with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
-            assert made.results(nccl_job.plain_sum) == [[1.0], [1.0]]
-            outcomes = made.run(nccl_job.another_call, 1, what)
-            assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError"), what
-            assert made.results(nccl_job.usable_again) == [[1.0], [1.0]]
+@pytest.mark.parametrize("ground", ["14", *REAL])
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_call_that_differs_or_an_exception_is_an_error_everywhere_and_the_next_step_works(
+    ground, connected
+):
+    """Also of the first call, before NCCL connects, and where GPUs wait for another call."""
+    if ground == "real":
+        need_two_gpus()
+    with Ranks(2, environ={"NCCL_GROUND": ground}) as made:
+        for what in ("shape", "op", "gather", "skipped", "error"):
+            if connected:
+                assert made.results(nccl_job.usable_again) == [[1.0], [1.0]]
+            for odd in range(2):
+                outcomes = made.run(nccl_job.another_call, odd, what)
+                told = {o.error for i, o in enumerate(outcomes) if what == "shape" or i != odd}
+                if what == "error":
+                    assert told == {"WorkerLostError"}
+                    assert "no such digit" in outcomes[1 - odd].text
+                    assert outcomes[odd].error == "ArithmeticError"
+                else:
+                    assert told == {"CollectiveMismatchError"}, what
+                assert made.results(nccl_job.usable_again) == [[1.0], [1.0]]
 
 
 @pytest.mark.gpu
@@ -123,21 +92,6 @@ def test_a_gpu_whose_peer_was_killed_is_released():
         with Ranks(2, environ={"NCCL_GROUND": "real"}) as made:
             outcomes = made.run(nccl_job.killed, victim)
             assert outcomes[1 - victim].error == "WorkerLostError"
-
-
-def test_an_exception_on_one_worker_reaches_the_others(pair):
-    pair.results(nccl_job.recovered)
-    outcomes = pair.run(nccl_job.another_call, 1, "error")
-    assert [outcome.error for outcome in outcomes] == ["WorkerLostError", "ArithmeticError"]
-    assert "no such digit" in outcomes[0].text
-    check_recovery(pair)
-
-
-@pytest.mark.parametrize("what", ["shape", "error"])
-def test_a_first_call_that_differs_is_found_before_nccl_connects(fresh, what):
-    outcomes = fresh.run(nccl_job.another_call, 1, what)
-    assert outcomes[0].error in ("CollectiveMismatchError", "WorkerLostError")
-    check_recovery(fresh)
 
 
 def test_an_update_that_can_not_start_is_an_error_everywhere(pair):
@@ -201,36 +155,25 @@ def test_a_stopped_worker_is_known_when_its_heartbeats_stay_away():
         assert "worker 1" in outcome.text
 
 
-def trained(environ, implementation):
-    with Ranks(2, environ=environ) as made:
-        return made.run(nccl_job.trained, implementation)
-
-
-@pytest.mark.parametrize("ground", ["14", *REAL])
-def test_training_over_nccl_gives_what_it_gives_over_a_ring(ground):
-    if ground == "real":
-        need_two_gpus()
-    first, second = (o.result() for o in trained({"NCCL_GROUND": ground}, "auto"))
-    expected, _ = (o.result() for o in trained({"NCCL_GROUND": ground}, "ring"))
-    assert (first["backend"], expected["backend"]) == ("NcclBackend", "TwoLevelBackend")
-    for name in ("weights", "table", "losses"):
-        np.testing.assert_array_equal(first[name], second[name])
-        np.testing.assert_allclose(first[name], expected[name], rtol=1e-12)
-
-
-def test_a_gpu_that_two_workers_share_meets_in_host_memory():
-    outcomes = trained({"DEVICES": "gpu:0"}, "auto")
-    assert [outcome.result()["backend"] for outcome in outcomes] == ["TwoLevelBackend"] * 2
-
-
 @pytest.mark.parametrize(
-    ("devices", "reason"),
-    [("gpu:0", "workers 0 and 1 share the GPU"), ("cpu:0", "worker 0 has a replica on a CPU")],
+    ("implementation", "device", "ground", "backend"),
+    [
+        ("auto", "", "14", "NcclBackend"),
+        ("auto", "", "13", "NcclBackend"),
+        ("ring", "", "14", "TwoLevelBackend"),
+        ("auto", "gpu:0", "14", "TwoLevelBackend"),  # In host memory, as they share it.
+        ("nccl", "gpu:0", "14", "workers 0 and 1 share the GPU"),
+        ("nccl", "cpu:0", "14", "worker 0 has a replica on a CPU"),
+    ],
 )
-def test_who_asks_for_nccl_in_vain_is_told_why(devices, reason):
-    for outcome in trained({"DEVICES": devices}, "nccl"):
-        assert outcome.error == "ValueError"
-        assert reason in outcome.text
+def test_gpus_of_their_own_meet_through_nccl_and_who_asks_in_vain_is_told_why(
+    implementation, device, ground, backend
+):
+    with Ranks(2, environ={"NCCL_GROUND": ground}) as made:
+        for outcome in made.run(nccl_job.backend_name, implementation, device):
+            assert outcome.value == backend or (
+                outcome.error == "ValueError" and backend in outcome.text
+            ), outcome
 
 
 def check_recovery(ranks):
