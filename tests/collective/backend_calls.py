@@ -232,25 +232,6 @@ def among_some(rank, size, members):
     return str(caught.value)
 
 
-def differing_call(rank, size, odd, what, length):
-    """Make the same call as all others, but for one rank."""
-    backend = group_backend()
-    array = np.ones(length, np.float32)
-    op = ReduceOp.SUM
-    if rank == odd:
-        if what == "shape":
-            array = np.ones(length + 1, np.float32)
-        elif what == "op":
-            op = ReduceOp.MAX
-        elif what == "leaves":
-            all_reduced(backend, [array, array], op)
-            return
-        elif what == "broadcast":
-            backend.broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
-            return
-    all_reduced(backend, [array], op)
-
-
 def recovered_sum(rank, size):
     """Make the group whole again, and use it."""
     backend = group_backend()

@@ -68,23 +68,6 @@ def recover(ranks):
     assert sums == [sum(range(ranks.size))] * ranks.size
 
 
-@pytest.mark.parametrize(
-    ("what", "length"),
-    [
-        *((what, 100) for what in ("shape", "leaves", "broadcast")),
-        *((what, 1_000_000) for what in ("shape", "broadcast")),
-        ("op", 0),
-    ],
-)
-def test_a_mismatch_is_an_error_on_all_ranks_and_the_next_call_works(ranks, what, length):
-    odd = (length + len(what)) % ranks.size
-    outcomes = ranks.run(backend_calls.differing_call, odd, what, length)
-    for outcome in outcomes:
-        assert outcome.error == "CollectiveMismatchError", outcome
-        assert "all_reduce" in outcome.text
-    recover(ranks)
-
-
 def test_who_fails_in_an_update_is_named_to_the_others(ranks):
     failing = ranks.size - 1
     outcomes = ranks.run(backend_calls.failing_update, failing)

@@ -150,54 +150,6 @@ def struck(rank, size, who, moment, number, note):
     return None
 
 
-def failed(rank, size, who, moment):
-    """Let one process raise before or between collectives."""
-
-    def step():
-        for place in ("before", "between"):
-            if rank == who and place == moment:
-                raise ValueError("boom")
-            total()
-
-    while True:
-        strategy().run(step)
-
-
-def _in_order(here, *ops):
-    for op in ops:
-        here.all_reduce(op, np.ones(4))
-
-
-def _reduced(here, length, dtype="f8", op="sum"):
-    here.all_reduce(op, np.ones(length, dtype))
-
-
-# What each replica does; `odd` is whether it is the one that differs.
-DIFFERENCES = {
-    "shape": lambda here, odd: _reduced(here, 4 + odd),
-    "large shape": lambda here, odd: _reduced(here, LARGE + odd),
-    "dtype": lambda here, odd: _reduced(here, 4, "f4" if odd else "f8"),
-    "op": lambda here, odd: _reduced(here, 4, op="mean" if odd else "sum"),
-    "kind": lambda here, odd: here.all_gather(np.ones(4), 0) if odd else _reduced(here, 4),
-    "order": lambda here, odd: _in_order(here, *(("max", "sum") if odd else ("sum", "max"))),
-    "skipped": lambda here, odd: _in_order(here, *([] if odd else ["sum"])),
-    "skipped in the middle": lambda here, odd: _in_order(here, *["sum"] * (1 if odd else 2)),
-    "one more": lambda here, odd: _in_order(here, *["max"] * odd),
-}
-
-
-def differed(rank, size, who, how):
-    """Let one process make another call than the others."""
-
-    def step():
-        total()
-        DIFFERENCES[how](context(), rank == who)
-
-    strategy().run(step)
-    broken()  # Who skipped the last call has nothing to do.
-    strategy().run(total)
-
-
 def late(rank, size, who):
     """Let one process come too late."""
 

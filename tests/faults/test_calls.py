@@ -11,27 +11,6 @@ def goes_on(job):
     return job.results(steps.worked_again) == [True] * job.size
 
 
-@pytest.mark.parametrize("moment", ["before", "between"])
-def test_an_exception_is_named_to_all_others_with_the_rank_that_raised_it(job, moment):
-    for who in (0, job.size - 1):
-        outcomes = job.run(steps.failed, who, moment)
-        assert (outcomes[who].error, outcomes[who].text) == ("ValueError", "boom")
-        for rank in set(range(job.size)) - {who}:
-            assert outcomes[rank].error == "WorkerLostError", outcomes[rank].traceback
-            assert f"worker {who} failed: ValueError: boom" in outcomes[rank].text
-            assert outcomes[rank].attributes["rank"] == who
-        assert goes_on(job)
-
-
-@pytest.mark.parametrize("how", steps.DIFFERENCES)
-def test_calls_that_differ_or_that_some_leave_out_are_a_mismatch_on_all_ranks_at_once(job, how):
-    for who in (0, job.size - 1):
-        for outcome in job.run(steps.differed, who, how):
-            assert outcome.error == "CollectiveMismatchError", outcome.traceback
-            assert "the same" in outcome.text
-        assert goes_on(job)
-
-
 def test_a_late_rank_is_named_with_who_waited_and_what_was_called_before(job):
     for who in (0, job.size - 1):
         for rank, outcome in enumerate(job.run(steps.late, who)):

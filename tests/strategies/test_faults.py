@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
 
@@ -93,6 +94,8 @@ def test_the_others_are_told_who_failed(several):
         assert all(lost.__cause__ is caught.value for lost in told.values())
     else:
         told[None] = caught.value  # The process may have been told before its replicas met.
+        assert re.search(r"worker \d+ failed: MineError: the cause", str(caught.value))
+        assert f"worker {caught.value.rank} failed" in str(caught.value)
     for lost in told.values():
         assert "the cause" in str(lost)
         assert isinstance(lost, ConnectionError)

@@ -74,6 +74,16 @@ DISAGREEMENTS = {
         "float64[1]",
         f"float64[{LARGE}]",
     ),
+    "large shapes": (
+        lambda odd: all_reduce(np.zeros(LARGE + odd)),
+        f"float64[{LARGE + 1}]",
+        f"float64[{LARGE}]",
+    ),
+    "order": (
+        lambda odd: [all_reduce(1.0, op) for op in (("max", "sum") if odd else ("sum", "max"))],
+        "MAX",
+        "SUM",
+    ),
     "ops": (lambda odd: all_reduce(1.0, "max" if odd else "sum"), "MAX", "SUM"),
     "leaves": (lambda odd: all_reduce([1.0] * (2 + odd)), "float64[]", "float64[]"),
     "widths of rows": (
