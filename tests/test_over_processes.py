@@ -54,7 +54,9 @@ if len(list_devices("gpu")) > 1:
 ALL_LAYOUTS = os.environ.get("CONTRACT_LAYOUTS") == "all"
 FAILING = [f"{STRATEGIES}/test_faults.py", f"{STRATEGIES}/test_mismatch.py"]
 COLLECTIVES = f"{STRATEGIES}/test_collectives.py"
-MOVING = [COLLECTIVES, f"{VARIABLES}/test_on_write.py", f"{VARIABLES}/test_scatter.py"]
+AGREEMENT = f"{STRATEGIES}/test_agreement.py"
+WRITING = [f"{VARIABLES}/test_on_write.py", f"{VARIABLES}/test_scatter.py"]
+MOVING = [COLLECTIVES, AGREEMENT, *WRITING]
 
 
 OPTIMIZERS_OF_OTHERS = "sgd or adam or accumulation or global_clipnorm"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, closing, context, host_memory, mirrored
+from tests.kinds import DEADLINE, closing, context, host_memory, mine, mirrored
 
 
 def draw(strategy):
@@ -30,13 +30,14 @@ def test_a_seed_decides_what_is_drawn_from_step_to_step(strategy):
     assert all(type(generator) is np.random.Generator for generator in generators[0])
 
 
-def test_each_replica_draws_its_own_whatever_the_strategy():
+@host_memory("a generator of CuPy draws other numbers")
+def test_each_replica_draws_its_own_whatever_the_strategy(strategy):
     nd.set_seed(7)
-    with closing(mirrored(2)) as two, closing(mirrored(4)) as four:
-        drawn = draw(four)
-        assert len(set(drawn)) == 4
-        assert draw(two) == drawn[:2]
-    assert draw(nd.get_strategy()) == drawn[:1]
+    with closing(mirrored(5)) as five:
+        drawn = [draw(five) for _ in range(2)]
+    assert len({number for step in drawn for number in step}) == 10
+    nd.set_seed(7)
+    assert [draw(strategy) for _ in range(2)] == [mine(strategy, step) for step in drawn]
     for seed in (-1, "seven", 1.5):
         with pytest.raises((ValueError, TypeError)):
             nd.set_seed(seed)
