@@ -76,11 +76,29 @@ def call_of(kind, op, arrays, sequence=1):
     return Call(sequence, kind, op, tuple((a.dtype, a.shape) for a in arrays))
 
 
-def all_reduced(backend, arrays, op, sequence=1):
+def all_reduced(backend, arrays, op=ReduceOp.SUM, sequence=1, timeout=TIMEOUT):
     outputs = [np.empty_like(a) for a in arrays]
     call = call_of("all_reduce", op.name, arrays, sequence)
-    backend.all_reduce(call, arrays, outputs, op, TIMEOUT)
+    backend.all_reduce(call, arrays, outputs, op, timeout)
     return outputs
+
+
+def reduced_in_place(backend, arrays, op=ReduceOp.SUM):
+    backend.all_reduce(call_of("all_reduce", op.name, arrays), arrays, arrays, op, TIMEOUT)
+
+
+def reduce_updated(backend, arrays, op, prepare=lambda: None, update=lambda *_: None):
+    call = call_of("reduce_update", op.name, arrays)
+    return backend.reduce_update(call, arrays, op, prepare, update, TIMEOUT)
+
+
+def all_gathered(backend, arrays):
+    signature = tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays)
+    return backend.all_gather(Call(1, "all_gather", "axis=0", signature), arrays, TIMEOUT)
+
+
+def broadcasted(backend, buffers, root):
+    backend.broadcast(call_of("broadcast", f"root={root}", buffers), buffers, root, TIMEOUT)
 
 
 def updated(backend, arrays, op):
@@ -93,8 +111,7 @@ def updated(backend, arrays, op):
         results[leaf][start:stop] = total
         total[...] = 0
 
-    call = call_of("reduce_update", op.name, arrays)
-    backend.reduce_update(call, arrays, op, lambda: "ready", update, TIMEOUT)
+    reduce_updated(backend, arrays, op, lambda: "ready", update)
     return results
 
 
@@ -166,7 +183,7 @@ def arrays_let_go(rank, size):
             group_backend().all_reduce(call, [array], [output], ReduceOp.SUM, TIMEOUT)
             assert (sys.getrefcount(array), sys.getrefcount(output)) == held
             updated(group_backend(), [array], ReduceOp.SUM)
-            group_backend().broadcast(call_of("broadcast", "root=0", [array]), [array], 0, TIMEOUT)
+            broadcasted(group_backend(), [array], 0)
             gathered(rank, size, [((3,), 2, "float32")])
             assert sys.getrefcount(array) == held[0]
     finally:
@@ -196,9 +213,7 @@ def gathered(rank, size, shapes):
         ]
         for r in range(size)
     ]
-    signature = tuple((dtype_named(name), ("*", width)) for _, width, name in shapes)
-    call = Call(1, "all_gather", "axis=0", signature)
-    joined = group_backend().all_gather(call, everyone[rank], TIMEOUT)
+    joined = all_gathered(group_backend(), everyone[rank])
     assert len(joined) == len(shapes)
     for whole, parts in zip(joined, zip(*everyone, strict=True), strict=True):
         assert whole.dtype == parts[0].dtype
@@ -210,8 +225,7 @@ def copied_from_each(rank, size):
         for length in (0, 1, 1000, 700_001):
             correct = [noise(root, length), small_numbers(root, 3, np.dtype(np.int8))]
             buffers = [np.zeros_like(a) if rank != root else a.copy() for a in correct]
-            call = call_of("broadcast", f"root={root}", buffers)
-            group_backend().broadcast(call, buffers, root, TIMEOUT)
+            broadcasted(group_backend(), buffers, root)
             for buffer, values in zip(buffers, correct, strict=True):
                 np.testing.assert_array_equal(buffer, values)
 
@@ -248,7 +262,5 @@ def failing_update(rank, size, failing):
             raise ValueError("no room")
 
     array = np.ones(1000, np.float32)
-    call = call_of("reduce_update", "SUM", [array])
-    nothing = lambda *_: None  # noqa: E731
-    group_backend().reduce_update(call, [array], ReduceOp.SUM, prepare, nothing, TIMEOUT)
+    reduce_updated(group_backend(), [array], ReduceOp.SUM, prepare)
     all_reduced(group_backend(), [array], ReduceOp.SUM)

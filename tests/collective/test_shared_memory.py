@@ -22,22 +22,27 @@ from ndistribute.collective.shared_memory import (
     SharedMemoryBackend,
 )
 from ndistribute.errors import CollectiveTimeoutError, DistributeError
-from tests.collective.backend_calls import call_of, digest, joined_peers
+from tests.collective.backend_calls import (
+    TIMEOUT,
+    all_gathered,
+    all_reduced,
+    broadcasted,
+    digest,
+    group_backend,
+    joined_peers,
+    reduce_updated,
+    reduced_in_place,
+)
 from tests.processes import Ranks
 
-TIMEOUT = 20.0
+SHARED = {"CALLS_MEET": "shared"}
 LARGE = 2 * WINDOW_BYTES + 77 * 16
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
 def ranks(request):
-    with Ranks(request.param) as ranks:
+    with Ranks(request.param, environ=SHARED) as ranks:
         yield ranks
-
-
-@functools.cache
-def backend():
-    return SharedMemoryBackend(joined_peers())
 
 
 @functools.cache
@@ -50,33 +55,6 @@ def noise(rank, count, dtype=np.float32):
     values = normal(rank)
     values = np.abs(values) if np.dtype(dtype).kind == "u" else values
     return np.resize(values.astype(dtype), count)
-
-
-def all_reduced(arrays, op=ReduceOp.SUM, timeout=TIMEOUT):
-    outputs = [np.empty_like(a) for a in arrays]
-    call = call_of("all_reduce", op.name, arrays)
-    backend().all_reduce(call, arrays, outputs, op, timeout)
-    return outputs
-
-
-def reduced_in_place(arrays, op=ReduceOp.SUM, by=None):
-    call = call_of("all_reduce", op.name, arrays)
-    (by or backend()).all_reduce(call, arrays, arrays, op, TIMEOUT)
-
-
-def updated(arrays, op, prepare=lambda: None, update=lambda *_: None):
-    call = call_of("reduce_update", op.name, arrays)
-    return backend().reduce_update(call, arrays, op, prepare, update, TIMEOUT)
-
-
-def gathered(arrays):
-    call = Call(1, "all_gather", "axis=0", tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays))
-    return backend().all_gather(call, arrays, TIMEOUT)
-
-
-def broadcasted(buffers, root):
-    call = call_of("broadcast", f"root={root}", buffers)
-    backend().broadcast(call, buffers, root, TIMEOUT)
 
 
 def agreed(ranks, function, *args):
@@ -94,10 +72,10 @@ def check_many_leaves(rank, size):
 
     for factor in (1, 2):
         arrays = [np.full(1, rank + factor * leaf, np.float32) for leaf in range(len(seen))]
-        updated(arrays, ReduceOp.MAX, update=update)
+        reduce_updated(group_backend(), arrays, ReduceOp.MAX, update=update)
         assert seen.tolist() == [size - 1 + factor * leaf for leaf in range(len(seen))]
-    updated([], ReduceOp.SUM)
-    assert not [*all_reduced([]), *gathered([])]
+    reduce_updated(group_backend(), [], ReduceOp.SUM)
+    assert not [*all_reduced(group_backend(), []), *all_gathered(group_backend(), [])]
     return digest([seen])
 
 
@@ -107,12 +85,12 @@ def test_a_call_may_have_thousands_of_leaves_or_none(ranks):
 
 def check_allocated(rank, size, large):
     leaves = [(np.dtype(t), n) for t, n in [("f4", large), ("i8", 0), ("f2", large // 10)]]
-    arrays = [backend().allocate(dtype, (n,)) for dtype, n in leaves]
+    arrays = [group_backend().allocate(dtype, (n,)) for dtype, n in leaves]
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         everyone = [[noise(r, n, dtype) for dtype, n in leaves] for r in range(size)]
         for array, values in zip(arrays, everyone[rank], strict=True):
             array[...] = values
-        reduced_in_place(arrays, op)
+        reduced_in_place(group_backend(), arrays, op)
         for total, *terms in zip(arrays, *everyone, strict=True):
             assert total.tobytes() == reduce_arrays(op, terms).tobytes()
     return digest(arrays)
@@ -125,13 +103,13 @@ def test_allocated_arrays_are_reduced_where_they_are(ranks):
 
 def check_reuse(rank, size):
     floats = np.dtype(np.float32), (100, 1000)
-    first = backend().allocate(*floats)
+    first = group_backend().allocate(*floats)
     held, address = first[5:], first.ctypes.data
     del first
-    assert backend().allocate(*floats).ctypes.data != address  # Somebody holds a part of it.
+    assert group_backend().allocate(*floats).ctypes.data != address  # Somebody holds a part of it.
     del held
-    assert backend().allocate(*floats).ctypes.data == address
-    assert backend().allocate(np.dtype(np.int8), (1 << 60,)) is None
+    assert group_backend().allocate(*floats).ctypes.data == address
+    assert group_backend().allocate(np.dtype(np.int8), (1 << 60,)) is None
 
 
 def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks):
@@ -141,10 +119,10 @@ def test_allocated_memory_is_used_again_once_nobody_holds_it(ranks):
 def check_allocated_alone(rank, size):
     arrays = [noise(rank, n) for n in (LARGE // 4, LARGE // 8)]
     if rank == 0:
-        lent = backend().allocate(arrays[0].dtype, arrays[0].shape)
+        lent = group_backend().allocate(arrays[0].dtype, arrays[0].shape)
         lent[...] = arrays[0]
         arrays[0] = lent
-    reduced_in_place(arrays)
+    reduced_in_place(group_backend(), arrays)
     for total in arrays:
         expected = reduce_arrays(ReduceOp.SUM, [noise(r, total.size) for r in range(size)])
         assert total.tobytes() == expected.tobytes()
@@ -174,10 +152,10 @@ def check_update(rank, size, count, lending):
     for _ in range(2):
         inputs = [noise(rank, count), noise(rank, 5, np.float64)]
         if rank < lending:
-            lent = backend().allocate(inputs[0].dtype, (count,))
+            lent = group_backend().allocate(inputs[0].dtype, (count,))
             lent[...] = inputs[0]
             inputs[0] = lent
-        assert updated(inputs, ReduceOp.MEAN, prepare, update) == "ready"
+        assert reduce_updated(group_backend(), inputs, ReduceOp.MEAN, prepare, update) == "ready"
         assert inputs[0].tobytes() == noise(rank, count).tobytes()
         inputs[0][...] = np.nan  # The others have read it.
     means = [
@@ -199,7 +177,7 @@ def test_an_update_sees_every_element_of_the_total_once(ranks, count):
 
 def check_long_items(rank, size):
     """Gather items each of which is longer than half a window."""
-    (joined,) = gathered([np.array([[str(rank) * 200_000]] * 6)])
+    (joined,) = all_gathered(group_backend(), [np.array([[str(rank) * 200_000]] * 6)])
     assert [text[0] for (text,) in joined.tolist()] == [
         str(r) for r in range(size) for _ in "sixsix"
     ]
@@ -211,7 +189,7 @@ def test_items_longer_than_a_window_are_gathered(ranks):
 
 
 def share_objects(rank, size):
-    gathered([np.array([[object()]])])
+    all_gathered(group_backend(), [np.array([[object()]])])
 
 
 def test_objects_are_refused_on_every_rank(ranks):
@@ -229,7 +207,7 @@ def check_fenced(rank, size):
     finally:
         segment.platform.machine = native
     array = noise(rank, LARGE // 4)
-    reduced_in_place([array], by=weak)
+    reduced_in_place(weak, [array])
     expected = reduce_arrays(ReduceOp.SUM, [noise(r, LARGE // 4) for r in range(size)])
     assert array.tobytes() == expected.tobytes()
     weak.close()
@@ -250,14 +228,14 @@ def check_random_calls(rank, size, seed):
             time.sleep(own.uniform(0, 3e-3))  # Ranks come at different times.
         everyone = [noise(r, count) for r in range(size)]
         if kind < 2:
-            results += all_reduced([everyone[rank]], op)
+            results += all_reduced(group_backend(), [everyone[rank]], op)
             expected = reduce_arrays(op, everyone)
         elif kind == 2:
-            results += gathered([everyone[rank][rank:, None]])
+            results += all_gathered(group_backend(), [everyone[rank][rank:, None]])
             expected = np.concatenate([part[r:, None] for r, part in enumerate(everyone)])
         else:
             results.append(everyone[rank])
-            broadcasted(results[-1:], root)
+            broadcasted(group_backend(), results[-1:], root)
             expected = noise(root, count)
         assert results[-1].tobytes() == expected.tobytes()
     return digest(results)
@@ -268,7 +246,7 @@ def test_random_calls_at_random_moments_are_right(ranks):
 
 
 def recover(rank, size):
-    joined_peers().recover(backend().reset, TIMEOUT)
+    joined_peers().recover(group_backend().reset, TIMEOUT)
 
 
 def blocked():
@@ -277,11 +255,11 @@ def blocked():
 
 
 def wait_in_vain(rank, size):
-    backend()  # All processes make it together.
+    group_backend()  # All processes make it together.
     before = blocked()
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError):
-            all_reduced([noise(rank, 3)], timeout=1.0)
+            all_reduced(group_backend(), [noise(rank, 3)], timeout=1.0)
     return blocked() - before
 
 
@@ -291,30 +269,30 @@ def test_who_waits_long_wakes_up_rarely(ranks):
 
 
 def wait_for_a_late_one(rank, size, calls):
-    backend()
+    group_backend()
     before, since = blocked(), time.monotonic()
     for call in range(calls):
         if rank == call % size:
             time.sleep(0.02)  # It computes.
-        all_reduced([noise(rank, 3)])
+        all_reduced(group_backend(), [noise(rank, 3)])
     checks = (time.monotonic() - since) / 0.05
     return blocked() - before - 2 * checks
 
 
 def test_of_many_who_wait_for_one_each_is_woken_once():
-    with Ranks(12) as many:
+    with Ranks(12, environ=SHARED) as many:
         # A few block on locks, too.
         assert max(many.results(wait_for_a_late_one, 24)) < 4 * 24
 
 
 def check_unknown_system_call(rank, size):
-    backend()
+    group_backend()
     native, futex._NUMBER = futex._NUMBER, None
     try:
         for call in range(size):
             if rank == call:
                 time.sleep(0.01)  # It computes.
-            (total,) = all_reduced([noise(rank, 3)])
+            (total,) = all_reduced(group_backend(), [noise(rank, 3)])
     finally:
         futex._NUMBER = native
     return digest([total])
@@ -334,13 +312,13 @@ def die_once_all_have_come(rank, size):
     def update(prepared, leaf, start, stop, total):
         seen[start:stop] = total
 
-    updated([np.ones_like(seen)], ReduceOp.SUM, prepare, update)
+    reduce_updated(group_backend(), [np.ones_like(seen)], ReduceOp.SUM, prepare, update)
     return int(seen.sum())
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_update_is_finished_though_a_rank_dies_in_its_own(size):
-    with Ranks(size) as mortals:
+    with Ranks(size, environ=SHARED) as mortals:
         outcomes = mortals.run(die_once_all_have_come)
     assert outcomes[1].error == "Lost"
     assert [outcomes[rank].result() for rank in (0, *range(2, size))] == [size * (LARGE // 4)] * (
@@ -353,11 +331,11 @@ def check_closing(rank, size):
         maps = Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), maps.count("/memfd:ndistribute")
 
-    backend()
+    group_backend()
     before = held()
     for _ in range(3):
         another = SharedMemoryBackend(joined_peers())
-        reduced_in_place([np.ones(LARGE)], by=another)
+        reduced_in_place(another, [np.ones(LARGE)])
         assert held()[0] == before[0] + 1  # One file is the memory of all.
         assert held()[1] > before[1]
         another.close()
@@ -376,7 +354,7 @@ def check_little_room(rank, size, megabytes):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     array = np.ones(16 << 20, np.int8)
-    reduced_in_place([array], by=small)
+    reduced_in_place(small, [array])
     assert array[-1] == size
     call = Call(2, "all_gather", "axis=0", ((array.dtype, ("*", 1)),))
     (joined,) = small.all_gather(call, [array[:, None]], TIMEOUT)
@@ -400,13 +378,13 @@ def make_without_files(rank, size):
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # Those are taken: no file opens.
     try:
-        backend()
+        group_backend()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_memory_that_can_not_be_made_is_an_error_on_every_rank():
-    with Ranks(3) as ranks:
+    with Ranks(3, environ=SHARED) as ranks:
         outcomes = ranks.run(make_without_files)
     assert outcomes[0].error == "DistributeError"
     assert all("cannot be made" in outcome.text for outcome in outcomes)

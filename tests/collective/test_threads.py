@@ -108,48 +108,6 @@ def test_an_array_is_reduced_and_inputs_stay(strategy, op, dtype, shape, seed):
     assert bits(given.values) == before
 
 
-@given(ops, st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=6), st.booleans(), seeds)
-@settings(max_examples=15)
-def test_a_nest_of_mixed_dtypes_is_reduced_leaf_by_leaf(strategy, op, leaves, big, seed):
-    if big:
-        leaves = [*leaves, ((SMALL_BYTES,), "int8")]
-
-    def make(i):
-        arrays = [draw(seed, i, shape, dtype) for shape, dtype in leaves]
-        return {"all": arrays, "first": (arrays[0], {"number": float(i)})}
-
-    given = per_replica(strategy, make)
-    result = run_twice(strategy, lambda nest: context().all_reduce(op, nest), given)
-    assert tree.same_structure(result, given.values[0])
-    columns = zip(*(tree.flatten(nest) for nest in given.values), strict=True)
-    for leaf, column in zip(tree.flatten(result), columns, strict=True):
-        assert agrees(leaf, op, column)
-
-
-@given(st.data(), dtypes, st.lists(st.integers(0, 4), min_size=1, max_size=3), seeds)
-@settings(max_examples=15)
-def test_ragged_arrays_are_gathered_along_any_axis(strategy, data, dtype, shape, seed):
-    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    sizes = st.integers(0, 5)
-    lengths = [data.draw(sizes) for _ in range(strategy.num_replicas_in_sync)]
-
-    def make(i):
-        own = list(shape)
-        own[axis] = lengths[i]
-        return {"x": draw(seed, i, tuple(own), dtype), "rows": [np.full((lengths[i], 2), i)]}
-
-    given = per_replica(strategy, make)
-
-    def step(nest):
-        x = context().all_gather(nest["x"], axis=axis)
-        return {"x": x, "rows": context().all_gather(nest["rows"], axis=0)}
-
-    result = run_twice(strategy, step, given)
-    wanted = np.concatenate([nest["x"] for nest in given.values], axis=axis)
-    assert bits(result["x"]) == bits(wanted)
-    assert result["rows"][0][:, 0].tolist() == np.repeat(range(len(lengths)), lengths).tolist()
-
-
 @given(st.data(), dtypes, shapes, seeds)
 @settings(max_examples=10)
 def test_one_replica_broadcasts(strategy, data, dtype, shape, seed):
@@ -157,38 +115,6 @@ def test_one_replica_broadcasts(strategy, data, dtype, shape, seed):
     given = per_replica(strategy, lambda i: [draw(seed, i, shape, dtype), i])
     result = run_twice(strategy, lambda x: context().communicator.broadcast(x, root), given)
     assert bits(result) == bits(given.values[root])
-
-
-@given(
-    st.sampled_from(["SUM", "MEAN"]),
-    st.sampled_from(["float32", "float64", "complex64", "float16"]),
-    st.lists(st.lists(st.integers(0, 6), max_size=5), min_size=4, max_size=4),
-    seeds,
-)
-@settings(max_examples=20)
-def test_rows_are_reduced_like_the_whole_array(strategy, op, dtype, indices, seed):
-    def make(i):
-        rows = np.array(indices[i], np.int64)
-        values = (draw(seed, i, (len(rows), 3), "int8") % 8).astype(dtype)
-        return {"table": nd.IndexedSlices(values, rows, (7, 3)), "loss": float(i)}
-
-    given = per_replica(strategy, make)
-
-    def step(nest):
-        total = context().all_reduce(op, nest)
-        table = total["table"]
-        assert isinstance(table, nd.IndexedSlices)
-        assert table.shape == (7, 3)
-        return table.indices, table.values, table.to_dense(), total["loss"]
-
-    rows, values, dense, loss = run_twice(strategy, step, given)
-    passed = sorted({j for i in range(strategy.num_replicas_in_sync) for j in indices[i]})
-    assert rows.tolist() == passed
-    assert len(values) == len(passed)
-    wanted = reference(op, [nest["table"].to_dense() for nest in given.values])
-    assert dense.dtype == wanted.dtype
-    assert np.array_equal(dense, wanted)  # Sums of small integers are exact in any order.
-    assert loss == reference(op, [np.asarray(nest["loss"]) for nest in given.values])
 
 
 def test_rows_are_summed_in_a_dtype_that_holds_the_sum(strategy):
