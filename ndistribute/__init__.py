@@ -1,9 +1,11 @@
 """Run NumPy and CuPy code on many replicas, with the vocabulary of `tf.distribute`."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from ndistribute import cluster as cluster
 from ndistribute import errors as errors
-from ndistribute import estimator as estimator
-from ndistribute import graph as graph
 from ndistribute import models as models
 from ndistribute import optimizers as optimizers
 from ndistribute import tracebacks
@@ -38,7 +40,6 @@ from ndistribute.context import in_cross_replica_context as in_cross_replica_con
 from ndistribute.context import set_seed as set_seed
 from ndistribute.context import set_strategy as set_strategy
 from ndistribute.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
-from ndistribute.coordinator.server import Server as Server
 from ndistribute.data import AutoShardPolicy as AutoShardPolicy
 from ndistribute.data import Dataset as Dataset
 from ndistribute.data import DistributedDataset as DistributedDataset
@@ -53,7 +54,6 @@ from ndistribute.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from ndistribute.errors import DistributeError as DistributeError
 from ndistribute.errors import WorkerLostError as WorkerLostError
 from ndistribute.exports import export as _export
-from ndistribute.graph import device as device
 from ndistribute.models import Checkpoint as Checkpoint
 from ndistribute.models import CheckpointManager as CheckpointManager
 from ndistribute.models import Model as Model
@@ -68,6 +68,10 @@ from ndistribute.strategies import MultiWorkerMirroredStrategy as MultiWorkerMir
 from ndistribute.strategies import OneDeviceStrategy as OneDeviceStrategy
 from ndistribute.strategies import ParameterServerStrategy as ParameterServerStrategy
 from ndistribute.strategies import Strategy as Strategy
+from ndistribute.task.server import SERVICES as _SERVICES
+from ndistribute.task.server import ServedTask as _ServedTask
+from ndistribute.task.server import Server as Server
+from ndistribute.task.server import TaskService as _TaskService
 from ndistribute.values import DistributedValues as DistributedValues
 from ndistribute.values import Mirrored as Mirrored
 from ndistribute.values import PerReplica as PerReplica
@@ -77,12 +81,36 @@ from ndistribute.variables import VariableSynchronization as VariableSynchroniza
 from ndistribute.variables import partitioners as partitioners
 from ndistribute.version import __version__ as __version__
 
+if _TYPE_CHECKING:
+    from ndistribute import estimator as estimator
+    from ndistribute import graph as graph
+    from ndistribute.graph import device as device
+
+
+def __getattr__(name: str) -> _Any:
+    """Import graphs and estimators when a program first uses them, as few do."""
+    if name in ("estimator", "graph"):
+        return _import_module(f"ndistribute.{name}")
+    if name == "device":
+        return _import_module("ndistribute.graph").device
+    raise AttributeError(f"module 'ndistribute' has no attribute {name!r}")
+
+
+def _serve_graphs(task: _ServedTask) -> _TaskService:
+    """Return the service of graphs, which may call functions of estimators too."""
+    _import_module("ndistribute.estimator")
+    service: _TaskService = _import_module("ndistribute.graph.service").serve(task)
+    return service
+
+
+_SERVICES["graph"] = _serve_graphs
+
 # Users expect these names in `cluster`, which their modules import.
 vars(cluster).update(ClusterCoordinator=ClusterCoordinator, Server=Server)
 _export(vars(cluster))
 _export(
     vars(),
-    "__version__ callbacks cluster errors estimator graph layers losses metrics models optimizers "
-    "partitioners",
+    "__version__ callbacks cluster device errors estimator graph layers losses metrics models "
+    "optimizers partitioners",
 )
 tracebacks.install()

@@ -23,6 +23,7 @@ def export(namespace: dict[str, Any], also: str = "", but: str = "") -> None:
     is_package, more = "__path__" in namespace, also.split()
     hidden = {name for name, value in namespace.items() if is_hidden(name, value)}
     namespace["__all__"] = sorted(namespace.keys() - hidden - {*but.split()} | {*more})
-    modules = [vars(namespace[name]) for name in more if isinstance(namespace[name], ModuleType)]
+    values = [namespace.get(name) for name in more]  # One that is imported lazily is not there.
+    modules = [vars(value) for value in values if isinstance(value, ModuleType)]
     for shown in (namespace, *modules):
         shown["__dir__"] = lambda shown=shown: shown["__all__"]

@@ -574,7 +574,7 @@ def run_task() -> None:
     elif "TASK_RUNS" in os.environ:
         getattr(importlib.import_module("tests.faults.loops"), os.environ["TASK_RUNS"])()
     else:
-        server = importlib.import_module("ndistribute.coordinator.server")
+        server = importlib.import_module("ndistribute.task.server")
         server.CUT_SECONDS = float(os.environ.get("TASK_CUT_SECONDS", server.CUT_SECONDS))
         config = json.loads(os.environ["TF_CONFIG"])
         server.Server(config["cluster"], config["task"]["type"], config["task"]["index"]).join()

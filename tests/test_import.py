@@ -39,6 +39,26 @@ def test_import_asks_for_no_optional_package_and_starts_no_thread():
     assert threads == 1
 
 
+_LIST_GUESTS = """
+import sys
+import ndistribute as nd
+
+def loaded():
+    return {name for name in sys.modules if name.startswith("ndistribute.")}
+
+guests = "graph", "estimator", "compat"
+assert not {name for name in loaded() if name.split(".")[1] in guests}, loaded()
+dir(nd)
+assert not {name for name in loaded() if name.split(".")[1] in guests}, loaded()
+assert nd.device is nd.graph.device
+assert nd.estimator.Estimator
+"""
+
+
+def test_import_loads_neither_graphs_nor_estimators_until_they_are_used():
+    subprocess.run([sys.executable, "-c", _LIST_GUESTS], check=True, timeout=110)
+
+
 def test_the_changelog_tells_of_this_version():
     changelog = (Path(nd.__file__).parents[1] / "CHANGELOG.md").read_text()
     newest = re.search(r"^## \[(?P<version>[^\]]+)\]", changelog, re.MULTILINE)

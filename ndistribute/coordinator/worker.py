@@ -19,12 +19,15 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ndistribute.cluster.resolvers import worker_index
+import numpy as np
+
+from ndistribute.cluster.resolvers import ClusterResolver, enter_task, worker_index
 from ndistribute.coordinator.pickling import Pickled, dump, load
 from ndistribute.data import Dataset
 from ndistribute.data.pipeline import seeds_of
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
+from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.timeline import recorded
 from ndistribute.transport.codec import MalformedError, Record
 
@@ -32,6 +35,9 @@ MAX_FUNCTIONS = 256
 """The most functions that a worker caches per coordinator; both drop the oldest first."""
 RESULT_BYTES = 256 << 20
 _TRACE_CHARACTERS = 8192
+# The C library reuses up to twice the largest freed block. Without this, the arrays of each step
+# are new pages, which took a sixth of a step of an MLP.
+_FREED_BYTES = 24 << 20
 _SHUTDOWN_SECONDS = 2.0
 _log = logging.getLogger("ndistribute")
 Loader = Callable[[], Any]
@@ -134,8 +140,8 @@ def _session() -> _Session:
     return _Session.current
 
 
-class WorkerService:
-    """Run the closures of all coordinators, one at a time; a `Service` of "coordinator"."""
+class WorkerService(TaskService):
+    """Run the closures of all coordinators, one at a time; a service of its task."""
 
     requests: Any = Run | Forget
     macs = True
@@ -241,4 +247,13 @@ class WorkerService:
         return dump(text[:_TRACE_CHARACTERS])
 
 
+def _serve(task: ServedTask) -> WorkerService | None:
+    if task.job != "worker" or "chief" not in task.cluster.jobs:
+        return None
+    enter_task(ClusterResolver(task.cluster, task.job, task.index))
+    np.empty(_FREED_BYTES, np.uint8)  # Freed at once, without touching its pages.
+    return WorkerService(task.name)
+
+
+SERVICES["coordinator"] = _serve
 _one_at_a_time = threading.Lock()  # Two workers in one process take turns; see `closure`.

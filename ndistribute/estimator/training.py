@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ndistribute.coordinator.server import Server
 from ndistribute.errors import CheckpointCorruptError, NotFoundError, UnavailableError
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.spec import EvalSpec, TrainSpec
 from ndistribute.graph.hooks import CheckpointSaverListener
 from ndistribute.graph.monitored import retried
+from ndistribute.graph.service import service_at
+from ndistribute.task.server import Server
 from ndistribute.transport.address import split_address
 
 _log = logging.getLogger("ndistribute")
@@ -80,11 +81,13 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
 
 def _greet(own: Server, addresses: Sequence[str]) -> None:
     """Connect to the servers of variables: they wait for it, also if there is nothing to train."""
-    until = time.monotonic() + _GREET_SECONDS
+    service, until = service_at(own.target), time.monotonic() + _GREET_SECONDS
+    if service is None:
+        return
     for address in addresses:
         with contextlib.suppress(UnavailableError):
             left = until - time.monotonic()
-            retried(functools.partial(own.connect, address, until), left)
+            retried(functools.partial(service.lanes.tell, address, until=until), left)
 
 
 def _await_workers(addresses: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from ndistribute.graph.lanes import Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.step import Resources, Step
+from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.secret import Credentials
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
@@ -66,7 +67,7 @@ class LocalClient:
     is_open = True
 
 
-class GraphService:
+class GraphService(TaskService):
     """Run graphs for clients, and parts of graphs for the masters of other tasks.
 
     Args:
@@ -77,6 +78,7 @@ class GraphService:
 
     requests = m.Request
     macs = False
+    clients_may_restart = True
 
     def __init__(self, task: str, tasks: Mapping[str, str], credentials: Credentials) -> None:
         self.task, self.tasks = task, dict(tasks)
@@ -171,7 +173,7 @@ class GraphService:
         with self._lock:  # An abort that comes now meets either the step or its refusal.
             failure = self.rendezvous.begin(number)
             self._steps[number] = step
-            if self.is_closed:  # `close` does not know this step.
+            if self.is_closed:  # `end` does not know this step.
                 step.abort(self._stopped())
         try:
             step.check()
@@ -190,7 +192,7 @@ class GraphService:
             with self._lock:
                 self._steps.pop(number, None)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End all steps, and say good-bye to the other tasks."""
         for address in [address for address, one in _here.items() if one is self]:
             del _here[address]
@@ -273,6 +275,16 @@ class GraphService:
             if task != self.task:
                 reset = m.Reset(everywhere=False)
                 m.values_of(self.lanes.call(address, reset, _REGISTER_SECONDS))
+
+
+def serve(task: ServedTask) -> GraphService:
+    """Return the service of graphs in a task, which knows the others by the names of devices."""
+    addresses = {
+        f"/job:{job}/task:{index}": task.cluster.task_address(job, index)
+        for job in task.cluster.jobs
+        for index in task.cluster.task_indices(job)
+    }
+    return GraphService(f"/job:{task.job}/task:{task.index}", addresses, task.credentials)
 
 
 def restarted(task: str) -> errors.AbortedError:

@@ -13,18 +13,20 @@ import threading
 import time
 from typing import Any, Literal
 
-from ndistribute.errors import CollectiveTimeoutError, WorkerLostError
+from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
+from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.timeline import recorded
+from ndistribute.transport.failure_detector import silence_seconds
 
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
 _log = logging.getLogger("ndistribute")
 
 
-class StoreService:
+class StoreService(TaskService):
     """Execute requests on a store; with a directory, save a snapshot every `seconds`.
 
     With durability ``"log"`` the reply to a change is sent after the log on the disk contains the
@@ -49,13 +51,13 @@ class StoreService:
                 f'durability="log" of {task} needs a directory for its log and snapshots: give '
                 'snapshot_directory, or use durability="snapshot".'
             )
-        self._task, self._seconds = task, seconds
+        self._task, self._directory, self._seconds = task, directory, seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._peers: dict[str, object] = {}
         self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
-        self.failed_last_snapshot = False  # Whether `close` failed to save the last changes.
+        self._failed_last_snapshot = False
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
         self.store = Store() if self._disk is None else self._disk.store
         self.store.variables.adopts = True
@@ -120,7 +122,11 @@ class StoreService:
         _send(answers)
 
     def close(self) -> None:
-        """Save the last changes, and make no more; a second call does nothing."""
+        """Save the last changes, and make no more.
+
+        Raises:
+            DistributeError: the last snapshot could not be written.
+        """
         with self._lock:
             self._closing = True
             self._wake.notify_all()
@@ -128,10 +134,15 @@ class StoreService:
             return
         self._writer.join(timeout=_CLOSE_SECONDS)
         if self._writer.is_alive():
-            self.failed_last_snapshot = True
+            self._failed_last_snapshot = True
             _log.error("%s still writes its last snapshot and is left to it", self._task)
-            return
-        self._disk.close()
+        else:
+            self._disk.close()
+        if self._failed_last_snapshot:
+            raise DistributeError(
+                f"{self._task} could not write its last snapshot to {self._directory}: what was "
+                "changed since the one before is lost. Its log says why."
+            )
 
     def _write_soon(self) -> None:
         self._due = True
@@ -172,7 +183,7 @@ class StoreService:
             if time.monotonic() >= expires:
                 self._expire_clients()
                 expires = math.inf
-        self.failed_last_snapshot = isinstance(reply, m.Failure)
+        self._failed_last_snapshot = isinstance(reply, m.Failure)
 
     def _save(self, disk: Disk) -> m.Totals | m.Failure:
         try:
@@ -194,6 +205,21 @@ class StoreService:
         for client in sorted(gone):
             _log.warning(what, client, self._task)
         _send(answers)
+
+
+def _serve(task: ServedTask) -> StoreService | None:
+    if task.job not in ("ps", "local"):
+        return None
+    return StoreService(
+        task.snapshot_directory,
+        task.name,
+        seconds=task.snapshot_seconds,
+        durability=task.durability,
+        return_seconds=silence_seconds(task.environ),
+    )
+
+
+SERVICES["ps"] = _serve
 
 
 class LocalServer(StoreService):

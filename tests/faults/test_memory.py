@@ -8,8 +8,8 @@ import tracemalloc
 
 import numpy as np
 
-from ndistribute.coordinator.server import Server
 from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
+from ndistribute.task.server import Server
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
 

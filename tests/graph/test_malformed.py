@@ -403,7 +403,7 @@ def test_mutated_messages_run_nothing_and_the_servers_go_on(
     assert not outcomes["Failed"], outcomes
     assert not ran
     lanes.close()
-    graphs = server._graphs
+    graphs = server._services["graph"]
     assert graphs is not None
     wait_until(lambda: not (graphs._sessions or graphs._steps or graphs._parts))
     with Graph().as_default(), Session(server.target) as session:

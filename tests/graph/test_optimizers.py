@@ -229,7 +229,7 @@ def test_a_chief_that_begins_anew_without_its_hook_is_told_so() -> None:
 
 def gradients_for(server: nd.Server) -> list[Any]:
     """Return the gradients of variable w that wait for others."""
-    graphs: Any = server._graphs
+    graphs: Any = server._services["graph"]
     kept: list[Any] = graphs.resources.get("aggregate", "w", _Aggregate).gradients
     return kept
 

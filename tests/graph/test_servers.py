@@ -108,7 +108,7 @@ def test_an_interrupted_step_ends_on_all_tasks(cluster: Any) -> None:
         waits = endless + 1.0
 
     def interrupt() -> None:
-        wait_until(lambda: cluster["ps"]._graphs._steps)
+        wait_until(lambda: cluster["ps"]._services["graph"]._steps)
         _thread.interrupt_main()
 
     with Session(cluster["worker"].target) as session, ThreadPoolExecutor() as threads:
@@ -116,7 +116,7 @@ def test_an_interrupted_step_ends_on_all_tasks(cluster: Any) -> None:
         threads.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
             session.run(waits)
-        wait_until(lambda: not cluster["ps"]._graphs._steps)
+        wait_until(lambda: not cluster["ps"]._services["graph"]._steps)
         assert session.run(begun) == 0.0
 
 
@@ -135,13 +135,13 @@ def test_what_ends_a_step_ends_it_on_tasks_that_wait_for_none_of_the_others(how:
         threads = stack.enter_context(ThreadPoolExecutor())
 
         def end() -> None:
-            wait_until(lambda: all(one._graphs._steps for one in servers[:2]))  # type: ignore[union-attr]
+            wait_until(lambda: all(one._services["graph"]._steps for one in servers[:2]))  # type: ignore[union-attr]
             (_thread.interrupt_main if how == "an interrupt" else session.close)()
 
         threads.submit(end)
         with pytest.raises((KeyboardInterrupt, errors.CancelledError)):
             session.run(group(*ends))
-        wait_until(lambda: not any(one._graphs._steps for one in servers))  # type: ignore[union-attr]
+        wait_until(lambda: not any(one._services["graph"]._steps for one in servers))  # type: ignore[union-attr]
 
 
 def test_numbers_of_numpy_and_lengths_of_axes_are_sent(
@@ -224,7 +224,7 @@ def test_a_server_that_is_stopped_ends_the_steps_of_its_own_process(
         endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [zero])
     with Session(cluster["worker"].target) as session, ThreadPoolExecutor(1) as threads:
         run = threads.submit(session.run, endless)
-        wait_until(lambda: cluster["ps"]._graphs._steps)
+        wait_until(lambda: cluster["ps"]._services["graph"]._steps)
         cluster["worker"].stop()
         with pytest.raises(errors.UnavailableError, match="worker/task:0 was stopped"):
             run.result(HANG_SECONDS)
@@ -239,7 +239,7 @@ def test_a_step_ends_when_the_connection_breaks_on_which_it_gets_values(
         endless = while_loop(lambda x: np.equal(x, 0.0), lambda x: x * 1.0, [zero])[0]
     with get_default_graph().device(WORKER):
         waits = endless + 1.0
-    sender, receiver = cluster["ps"]._graphs, cluster["worker"]._graphs
+    sender, receiver = cluster["ps"]._services["graph"], cluster["worker"]._services["graph"]
     with Session(cluster[master].target) as session, ThreadPoolExecutor(1) as threads:
         address = sender.tasks[WORKER]
         sender.lanes.tell(address)  # Connects, if nobody has.
@@ -292,12 +292,12 @@ def begun(cluster: Any, session: Session) -> service._Session:
         x = constant(1.0) * 2.0
     with get_default_graph().device(WORKER):
         session.run(x + 1.0)
-    found: service._Session = next(iter(cluster["worker"]._graphs._sessions.values()))
+    found: service._Session = next(iter(cluster["worker"]._services["graph"]._sessions.values()))
     return found
 
 
 def test_a_step_that_cannot_begin_leaves_no_values(cluster: Any, monkeypatch: Any) -> None:
-    graphs = cluster["worker"]._graphs
+    graphs = cluster["worker"]._services["graph"]
 
     def start(address: str, request: Any, *until: float) -> Any:
         graphs.rendezvous.deliver(request.step, {"x:0": np.ones(1)})  # By another task.
@@ -317,21 +317,21 @@ def test_a_session_that_nobody_closed_leaves_nothing(cluster: Any) -> None:
     gc.collect()
     with Session(cluster["worker"].target) as session:
         session.run("add:0")
-        assert len(cluster["worker"]._graphs._sessions) == 1
-        wait_until(lambda: len(cluster["ps"]._graphs._parts) == 1)
+        assert len(cluster["worker"]._services["graph"]._sessions) == 1
+        wait_until(lambda: len(cluster["ps"]._services["graph"]._parts) == 1)
 
 
 def test_a_closed_session_registers_no_more_parts(cluster: Any) -> None:
     with Session(cluster["worker"].target) as session:
         master = begun(cluster, session)
-    wait_until(lambda: not cluster["ps"]._graphs._parts)
+    wait_until(lambda: not cluster["ps"]._services["graph"]._parts)
     request = m.Run(master.name, 0, (), ("add:0",), (), (), ())
     with pytest.raises(errors.CancelledError, match="closed"):
         master.run(None, request)  # type: ignore[arg-type]
 
 
 def test_an_abort_meets_a_step_that_begins_at_the_same_time(cluster: Any) -> None:
-    graphs, runs = cluster["ps"]._graphs, []
+    graphs, runs = cluster["ps"]._services["graph"], []
     failure = m.Failure("CancelledError", "why", None, WORKER)
     plan = Plan([OperationDef("x", "recv", attributes={"key": "k"})], (), ("x:0",))
 
@@ -451,7 +451,7 @@ def test_a_step_that_begins_while_its_server_stops_says_so(cluster: Any) -> None
     with Session(cluster["worker"].target) as session:
         session.run(v.initializer)
         assert session.run(v) == 1.0
-        graphs = cluster["ps"]._graphs
-        graphs.close()  # As `stop` does before it ends the connections.
+        graphs = cluster["ps"]._services["graph"]
+        graphs.end()  # As `stop` does before it ends the connections.
         with pytest.raises(errors.UnavailableError, match="/job:ps/task:0 was stopped"):
             session.run(v)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ndistribute import tensor_files
-from ndistribute.errors import CheckpointCorruptError
+from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.client import ServerClient, Servers, closure
 from ndistribute.parameter_server.server import LocalServer, StoreService
@@ -81,7 +81,6 @@ def test_a_server_goes_on_where_it_ended(tmp_path, durability):
         assert client.ask(m.Status("snapshot")).total == 1
         client.change(add("w", ONES))
         version = client.ask(read("w")).versions[0]
-    assert not service.failed_last_snapshot
     with serving(tmp_path, durability) as (service, client):
         assert service.resumed
         assert totals(client) == (2, 2)
@@ -120,7 +119,8 @@ def test_a_snapshot_that_can_not_be_written_is_no_end_but_the_last_one_is_told(
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    with serving(tmp_path, left) as (service, client):
+    lost = pytest.raises(DistributeError, match="could not write its last snapshot")
+    with lost, serving(tmp_path, left) as (_, client):
         client.ask(m.Create((new("w", ONES),)))
         with monkeypatch.context() as patched:
             patched.setattr(tensor_files, "write", full)
@@ -130,7 +130,6 @@ def test_a_snapshot_that_can_not_be_written_is_no_end_but_the_last_one_is_told(
         assert client.ask(m.Status("snapshot")).total == 0
         client.change(add("w", ONES))
         monkeypatch.setattr(tensor_files, "write", full)
-    assert service.failed_last_snapshot
 
 
 def test_snapshots_that_can_not_be_used_keep_a_server_from_starting(tmp_path):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ndistribute.cluster.spec import ClusterSpec
-from ndistribute.coordinator.server import CUT_SECONDS, ExitPolicy, Outlook, Server
 from ndistribute.errors import AuthenticationError, DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
+from ndistribute.task.server import CUT_SECONDS, ExitPolicy, PlannedExit, Server
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
 from tests.processes import Tasks
@@ -128,7 +128,7 @@ def test_seconds_that_are_none_are_refused():
 
 
 def test_when_the_chief_leaves_its_servers_end_well(monkeypatch):
-    monkeypatch.setattr("ndistribute.coordinator.server._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("ndistribute.task.server._GRACE_SECONDS", 0.1)
     server = serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]})
     with joined(server) as outcome, reach(server, "worker:0"):
         with reach(server, "chief:0"):
@@ -144,9 +144,9 @@ def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_l
         members.connected(old)
         members.connected(new)
         members.disconnected(old, died=True)
-        assert members.policy.outlook() is None
+        assert members.policy.planned_exit() is None
         members.disconnected(new, died=True)
-        assert members.policy.outlook().lost == "the chief died"
+        assert members.policy.planned_exit().lost == "the chief died"
 
 
 def test_a_worker_that_dies_is_waited_for_no_longer_than_said():
@@ -218,31 +218,31 @@ def policy_of(cluster) -> ExitPolicy:
     return ExitPolicy(ClusterSpec(cluster), started=0.0, start_seconds=100.0, return_seconds=60.0)
 
 
-def after(policy: ExitPolicy, *events: str) -> Outlook | None:
-    """Return the outlook after events ``+client``, ``-client`` and ``!client``, one a second."""
+def after(policy: ExitPolicy, *events: str) -> PlannedExit | None:
+    """Return the plan after events ``+client``, ``-client`` and ``!client``, one a second."""
     for now, event in enumerate(events, start=1):
         sign, client = event[0], event[1:]
         if sign == "+":
             policy.came(client)
         else:
             policy.left(client, died=sign == "!", now=float(now))
-    return policy.outlook()
+    return policy.planned_exit()
 
 
-NOBODY = Outlook(100.0, "chief:0 did not come within 100 s of the start")
+NOBODY = PlannedExit(100.0, "chief:0 did not come within 100 s of the start")
 
 
-def died(now: float) -> Outlook:
-    return Outlook(now + CUT_SECONDS, "the chief died")
+def died(now: float) -> PlannedExit:
+    return PlannedExit(now + CUT_SECONDS, "the chief died")
 
 
 @pytest.mark.parametrize(
-    ("events", "outlook"),
+    ("events", "planned"),
     [
         ([], NOBODY),
         (["+worker:0#a", "-worker:0#a"], NOBODY),
         (["+chief:0#a", "!worker:0#a"], None),
-        (["+chief:0#a", "+worker:0#a", "-chief:0#a"], Outlook(5.0)),
+        (["+chief:0#a", "+worker:0#a", "-chief:0#a"], PlannedExit(5.0)),
         (["+chief:0#a", "-chief:0#a", "+chief:0#b"], None),
         (["+chief:0#a", "+chief:0#b", "-chief:0#a"], None),
         (["+chief:0#a", "!chief:0#a"], died(2.0)),
@@ -250,15 +250,15 @@ def died(now: float) -> Outlook:
         (["+chief:0#a", "+chief:0#b", "!chief:0#a"], died(3.0)),
         (["+chief:0#a", "!chief:0#a", "+chief:0#b"], died(2.0)),
         (["+chief:0#a", "!chief:0#a", "+chief:0#a"], None),
-        (["+chief:0#a", "!chief:0#a", "+chief:0#a", "-chief:0#a"], Outlook(6.0)),
+        (["+chief:0#a", "!chief:0#a", "+chief:0#a", "-chief:0#a"], PlannedExit(6.0)),
     ],
 )
-def test_a_cluster_with_a_chief_lives_as_long_as_the_chief(events, outlook):
-    assert after(policy_of(LED), *events) == outlook
+def test_a_cluster_with_a_chief_lives_as_long_as_the_chief(events, planned):
+    assert after(policy_of(LED), *events) == planned
 
 
 @pytest.mark.parametrize(
-    ("events", "outlook"),
+    ("events", "planned"),
     [
         (["+evaluator:0#a", "!evaluator:0#a"], 100.0),
         ([*BOTH, "-worker:0#a"], None),
@@ -269,10 +269,10 @@ def test_a_cluster_with_a_chief_lives_as_long_as_the_chief(events, outlook):
         ([*BOTH, "-worker:1#a", "+worker:0#b", "-worker:0#b", "!worker:0#a"], 8.0),
     ],
 )
-def test_without_a_chief_every_worker_comes_and_leaves_first(events, outlook):
+def test_without_a_chief_every_worker_comes_and_leaves_first(events, planned):
     found = after(policy_of(ALONE), *events)
-    assert (found and found.at) == outlook
-    if outlook != 100.0 and found:
+    assert (found and found.at) == planned
+    if planned != 100.0 and found:
         assert not found.lost
 
 
@@ -283,49 +283,51 @@ def test_a_chief_that_is_out_of_reach_is_waited_for_as_long_as_it_tries_to_come_
     for client in "chief:0#a", "chief:0#b":
         policy.came(client, now=1.0)
         policy.left(client, died=True, now=2.0, patience=600.0)
-        assert policy.outlook() == Outlook(602.0, lost)
+        assert policy.planned_exit() == PlannedExit(602.0, lost)
     policy.came("chief:0#a", now=10.0)
-    assert policy.outlook() == Outlook(25.0, lost)  # All its connections come back, or it died.
+    assert policy.planned_exit() == PlannedExit(
+        25.0, lost
+    )  # All its connections come back, or it died.
     policy.came("chief:0#b", now=11.0)
-    assert policy.outlook() is None
+    assert policy.planned_exit() is None
     policy.left("chief:0#a", died=True, now=20.0)
-    assert policy.outlook() == died(20.0)
+    assert policy.planned_exit() == died(20.0)
 
 
 def test_a_chief_that_runs_graphs_may_come_back_after_its_death():
     policy = policy_of(LED)
     for client in "chief:0#a", "chief:0#b":
-        policy.came(client, runs_graphs=True)
-        assert policy.outlook() is None
+        policy.came(client, may_restart=True)
+        assert policy.planned_exit() is None
         policy.left(client, died=True, now=5.0)
-        outlook = policy.outlook()
-        assert outlook is not None
-        assert outlook.at == 65.0
-        assert "chief:0 died and did not come back" in outlook.lost
-    policy.came("chief:0#c", runs_graphs=True)
+        planned = policy.planned_exit()
+        assert planned is not None
+        assert planned.at == 65.0
+        assert "chief:0 died and did not come back" in planned.lost
+    policy.came("chief:0#c", may_restart=True)
     policy.left("chief:0#c", died=False, now=7.0)
-    assert policy.outlook() == Outlook(9.0)
+    assert policy.planned_exit() == PlannedExit(9.0)
 
 
 def test_a_worker_that_dies_is_waited_for_once_all_others_are_gone():
     policy = policy_of(ALONE)
     assert after(policy, *BOTH, "!worker:0#a") is None
-    outlook = after(policy, "-worker:1#a")
-    assert outlook is not None
-    assert outlook.at == 61.0
-    assert "worker:0 died and did not come back within 60 s" in outlook.lost
+    planned = after(policy, "-worker:1#a")
+    assert planned is not None
+    assert planned.at == 61.0
+    assert "worker:0 died and did not come back within 60 s" in planned.lost
     assert after(policy, "+worker:0#b") is None
-    assert after(policy, "-worker:0#b") == Outlook(3.0)
+    assert after(policy, "-worker:0#b") == PlannedExit(3.0)
 
 
 def test_a_worker_that_never_came_is_named_unless_an_earlier_life_may_have_seen_it():
     policy = policy_of(ALONE)
-    outlook = after(policy, "+worker:0#a", "-worker:0#a")
-    assert outlook is not None
-    assert outlook.at == 62.0
-    assert "worker:1 never came" in outlook.lost
+    planned = after(policy, "+worker:0#a", "-worker:0#a")
+    assert planned is not None
+    assert planned.at == 62.0
+    assert "worker:1 never came" in planned.lost
     policy.resumed = True
-    assert policy.outlook() == Outlook(62.0)
+    assert policy.planned_exit() == PlannedExit(62.0)
 
 
 def test_a_cluster_of_servers_alone_is_served_for_ever():

@@ -1,6 +1,6 @@
 """`Server`: one task of a cluster as a listening process, like `tf.distribute.Server`.
 
-A task of the job ``ps`` holds variables; a worker of a chief runs functions of a coordinator. No
+What a task serves stands in the table `SERVICES`, to which the folders that know how add a row. No
 message tells a server that the job has ended: `ExitPolicy` concludes it from the connections.
 """
 
@@ -14,23 +14,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Self
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
 
 from ndistribute.blas import shared_blas
-from ndistribute.cluster.resolvers import ClusterResolver, enter_task, seconds_of
+from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.cluster.spec import ClusterSpec, num_sharing_host, only_task, task_names
-from ndistribute.coordinator.worker import WorkerService
-from ndistribute.errors import DistributeError, WorkerLostError
-from ndistribute.graph.lanes import PURPOSE
-from ndistribute.graph.service import GraphService
-from ndistribute.parameter_server.server import StoreService
+from ndistribute.errors import WorkerLostError
 from ndistribute.timeline import identify
 from ndistribute.transport.address import split_address
-from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.rpc import Peer, RpcServer, Service
-from ndistribute.transport.secret import credentials_of
+from ndistribute.transport.secret import Credentials, credentials_of
 from ndistribute.transport.waiting import WaitReport, shortened
 
 _GRACE_SECONDS = 2.0  # A task may close one strategy and open another.
@@ -42,14 +36,54 @@ _TOGETHER_SECONDS = 15.0  # All connections of a chief that was cut off come bac
 _RETURN_SECONDS = 60.0  # The time for a restart of a task that died.
 _START_SECONDS = 600.0  # The time for the first client to connect.
 _SHUTDOWN_SECONDS = 1.0
-# The C library reuses up to twice the largest freed block. Without this, the arrays of each step
-# are new pages, which took a sixth of a step of an MLP.
-_FREED_BYTES = 24 << 20
 _SAVE_SECONDS = 30.0
 _log = logging.getLogger("ndistribute")
 
 
-class Outlook(NamedTuple):
+@dataclass(frozen=True)
+class ServedTask:
+    """What a service may know of the task whose server it belongs to."""
+
+    job: str
+    index: int
+    cluster: ClusterSpec
+    environ: Mapping[str, str]
+    credentials: Credentials
+    snapshot_directory: str | os.PathLike[str] | None
+    snapshot_seconds: float
+    durability: Literal["snapshot", "log"]
+    services: dict[str, TaskService] = field(default_factory=dict)
+    """The task's other services, by purpose, in the order of the table."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the task, such as ``"ps:0"``."""
+        return f"{self.job}:{self.index}"
+
+
+class TaskService(Service):
+    """A service of a task; it learns where its server listens, and when it ends."""
+
+    resumed = False
+    """Whether it continues from what an earlier instance of the server had saved."""
+    clients_may_restart = False
+    """Whether a chief that is only its client may die and be started again."""
+
+    def listens_at(self, address: str) -> None:
+        """Called when the server listens."""
+
+    def end(self) -> None:
+        """Called when the server ends, while clients are still connected."""
+
+    def close(self) -> None:
+        """Called when all connections have ended."""
+
+
+SERVICES: dict[str, Callable[[ServedTask], TaskService | None]] = {}
+"""By purpose, what makes a task's service; it returns None for a task that serves none."""
+
+
+class PlannedExit(NamedTuple):
     """When the work of a server ends unless a client connects, and which tasks were lost."""
 
     at: float
@@ -77,17 +111,17 @@ class ExitPolicy:
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
         self._last_departure = 0.0
-        self._dead_chief = Outlook(math.inf)  # When it counts as dead, and why.
-        self._graphs: set[str] = set()  # Clients that run graphs alone, which may be restarted.
+        self._chief_exit = PlannedExit(math.inf)  # When it counts as dead, and why.
+        self._restartable: set[str] = set()  # Clients whose death leaves nothing behind.
 
-    def came(self, client: str, runs_graphs: bool = False, now: float = math.inf) -> None:
+    def came(self, client: str, may_restart: bool = False, now: float = math.inf) -> None:
         """Record a connected client: ``job:index#random``, with a new random part per start."""
-        if runs_graphs:
-            self._graphs.add(client)
+        if may_restart:
+            self._restartable.add(client)
         task = self._tasks.get(client.partition("#")[0], {})
         if task:  # A chief that was cut off is back, or another was started in its place.
-            at, lost = self._dead_chief
-            self._dead_chief = Outlook(min(at, now + _TOGETHER_SECONDS), lost)
+            at, lost = self._chief_exit
+            self._chief_exit = PlannedExit(min(at, now + _TOGETHER_SECONDS), lost)
         if task.get(client) is not None:
             del task[client]  # It is alive; only its connection was lost.
         task.setdefault(client, None)
@@ -100,36 +134,36 @@ class ExitPolicy:
             self._last_departure = now
         if task is not None and died:
             what = "was out of reach and did not come back" if patience else "died"
-            self._dead_chief = Outlook(now + max(patience, CUT_SECONDS), f"the chief {what}")
+            self._chief_exit = PlannedExit(now + max(patience, CUT_SECONDS), f"the chief {what}")
 
     @property
     def missing(self) -> list[str]:
         """Return the tasks that matter and have not come yet."""
         return [name for name, task in self._tasks.items() if not task]
 
-    def outlook(self) -> Outlook | None:
+    def planned_exit(self) -> PlannedExit | None:
         """Return when the work ends if nothing changes; None while a client is connected."""
         tasks = self._tasks
         clients = (client for task in tasks.values() for client in task.items())
-        if self._led and any(died and name not in self._graphs for name, died in clients):
+        if self._led and any(died and name not in self._restartable for name, died in clients):
             # Its closures may still run on workers: only a new start is consistent.
-            return self._dead_chief
+            return self._chief_exit
         if not tasks or any(None in task.values() for task in tasks.values()):
             return None
         died = [name for name, task in tasks.items() if task and list(task.values())[-1]]
         missing = self.missing
         if len(missing) == len(tasks):
             lost = f"{', '.join(tasks)} did not come within {self._start_seconds:g} s of the start"
-            return Outlook(self._started + self._start_seconds, lost)
+            return PlannedExit(self._started + self._start_seconds, lost)
         if not died and not missing:
-            return Outlook(self._last_departure + _GRACE_SECONDS)
+            return PlannedExit(self._last_departure + _GRACE_SECONDS)
         at = self._last_departure + self._return_seconds
         if not died and self.resumed:
-            return Outlook(at)  # They probably left before this instance started.
+            return PlannedExit(at)  # They probably left before this instance started.
         parts = [f"{', '.join(died)} died and did not come back"] if died else []
         parts += [f"{', '.join(missing)} never came"] if missing else []
         within = f"within {self._return_seconds:g} s after all others left"
-        return Outlook(at, f"{' and '.join(parts)} {within}")
+        return PlannedExit(at, f"{' and '.join(parts)} {within}")
 
 
 class _Membership:
@@ -142,10 +176,10 @@ class _Membership:
         self._changed = threading.Condition()
         self._peers: dict[str, Peer] = {}
 
-    def connected(self, peer: Peer) -> None:
+    def connected(self, peer: Peer, may_restart: bool = False) -> None:
         with self._changed:
             self._peers[peer.name] = peer
-            self.policy.came(peer.name, peer.purpose == PURPOSE, time.monotonic())
+            self.policy.came(peer.name, may_restart, time.monotonic())
             self._changed.notify_all()
 
     def disconnected(self, peer: Peer, died: bool) -> None:
@@ -160,15 +194,15 @@ class _Membership:
             self.released = True
             self._changed.notify_all()
 
-    def wait(self, timeout: float | None) -> Outlook | None:
+    def wait(self, timeout: float | None) -> PlannedExit | None:
         """Return how the work ended, or None after the timeout or `release`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self.released:
-                now, outlook = time.monotonic(), self.policy.outlook()
-                ends = math.inf if outlook is None else outlook.at
+                now, planned = time.monotonic(), self.policy.planned_exit()
+                ends = math.inf if planned is None else planned.at
                 if min(ends, deadline) <= now:
-                    return outlook if ends <= now else None
+                    return planned if ends <= now else None
                 look = math.inf
                 # After a restart, who is missing may have left before.
                 if not self.policy.resumed and (missing := self.policy.missing):
@@ -228,12 +262,12 @@ class Server:
         self._address = self.cluster_spec.task_address(self._job, self._index)
         self.target = f"{self._address.rpartition(':')[0]}:{split_address(self._address)[1]}"
         """Its address, ``host:port``; after `start`, with the actual port."""
-        self._directory = snapshot_directory
         if snapshot_directory is None and self._job == "ps":
-            self._directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
+            snapshot_directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
+        self._directory = snapshot_directory
         every = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SAVE_SECONDS)
         self._save_seconds = snapshot_seconds or every
-        self._durability = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
+        self._durability: Any = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
         if self._durability not in ("snapshot", "log"):
             raise ValueError(f'durability is "snapshot" or "log", got {self._durability!r}.')
         # Other tasks serve graphs, whose clients may come again until `stop`.
@@ -248,8 +282,7 @@ class Server:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._rpc: RpcServer | None = None
-        self._service: StoreService | WorkerService | None = None
-        self._graphs: GraphService | None = None
+        self._services: dict[str, TaskService] = {}
         self._held = contextlib.ExitStack()
         if start:
             self.start()
@@ -273,24 +306,24 @@ class Server:
                 return
             # All addresses count: if all tasks are local, the secret is local too.
             credentials = credentials_of(self.cluster_spec.addresses(), self._environ)
-            services = self._services()
-            self._graphs = GraphService(*self._tasks(), credentials)
             identify(self.name, task_names(self.cluster_spec))
             try:
+                self._make_services(credentials)
                 self._rpc = RpcServer(
                     self._address,
                     credentials,
                     self.name,
-                    {**services, PURPOSE: self._graphs},
+                    self._services,
                     environ=self._environ,
-                    connected=self._membership.connected,
+                    connected=self._connected,
                     disconnected=self._membership.disconnected,
                 )
             except BaseException:
-                self._close_service()
+                self._close_services()
                 raise
             self.target = f"{self._address.rpartition(':')[0]}:{self._rpc.port}"
-            self._graphs.listens_at(self.target)
+            for service in self._services.values():
+                service.listens_at(self.target)
             sharing = num_sharing_host(self.cluster_spec, self._job, self._index)
             self._held.enter_context(shared_blas(sharing, self._environ))
             _log.info("%s listens at %s", self.name, self.target)
@@ -317,16 +350,16 @@ class Server:
         over = True
         with _sigterm_as_exit() as disarm:
             try:
-                outlook = self._membership.wait(timeout)
-                over = outlook is not None
+                planned = self._membership.wait(timeout)
+                over = planned is not None
             finally:  # Also after SIGTERM or Ctrl-C.
                 if over:
                     disarm()
                     self.stop(_SHUTDOWN_SECONDS)
-        if outlook is None:
+        if planned is None:
             return self._membership.released
-        if outlook.lost:
-            raise WorkerLostError(f"{self.name} ends: {outlook.lost}.")
+        if planned.lost:
+            raise WorkerLostError(f"{self.name} ends: {planned.lost}.")
         _log.info("%s ends: all who used it have left", self.name)
         return True
 
@@ -349,21 +382,12 @@ class Server:
             try:
                 self._held.close()
                 if rpc is not None:
-                    if self._graphs is not None:
-                        self._graphs.close()
+                    for service in self._services.values():
+                        service.end()
                     rpc.close(timeout)
-                    self._close_service()
+                    self._close_services()
             finally:
                 self._membership.release()
-
-    def connect(self, address: str, until: float) -> None:
-        """Connect to another task's server, which then counts this task among those that came.
-
-        Raises:
-            UnavailableError: it cannot be reached.
-        """
-        if self._graphs is not None:
-            self._graphs.lanes.tell(address, until=until)
 
     def __enter__(self) -> Self:
         return self
@@ -371,44 +395,33 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def _services(self) -> dict[str, Service]:
-        if self._job == "worker" and "chief" in self.cluster_spec.jobs:
-            enter_task(ClusterResolver(self.cluster_spec, self._job, self._index))
-            np.empty(_FREED_BYTES, np.uint8)  # Freed at once, without touching its pages.
-            self._service = worker = WorkerService(self.name)
-            return {"coordinator": worker}
-        if self._job not in ("ps", "local"):
-            return {}
-        self._service = store = StoreService(
+    def _make_services(self, credentials: Credentials) -> None:
+        task = ServedTask(
+            self._job,
+            self._index,
+            self.cluster_spec,
+            self._environ,
+            credentials,
             self._directory,
-            self.name,
-            seconds=self._save_seconds,
-            durability="log" if self._durability == "log" else "snapshot",
-            return_seconds=silence_seconds(self._environ),
+            self._save_seconds,
+            self._durability,
+            self._services,
         )
-        self._membership.policy.resumed = store.resumed
-        return {"ps": store}
+        for purpose, make in SERVICES.items():
+            service = make(task)
+            if service is not None:
+                self._services[purpose] = service
+                self._membership.policy.resumed |= service.resumed
 
-    def _tasks(self) -> tuple[str, dict[str, str]]:
-        """Return this task and the addresses of all tasks, under the names of devices."""
-        spec = self.cluster_spec
-        addresses = {
-            f"/job:{job}/task:{index}": spec.task_address(job, index)
-            for job in spec.jobs
-            for index in spec.task_indices(job)
-        }
-        return f"/job:{self._job}/task:{self._index}", addresses
+    def _connected(self, peer: Peer) -> None:
+        service = self._services[peer.purpose]
+        self._membership.connected(peer, service.clients_may_restart)
 
-    def _close_service(self) -> None:
-        service, self._service = self._service, None  # Release the store's memory.
-        if service is None:
-            return
-        service.close()
-        if isinstance(service, StoreService) and service.failed_last_snapshot:
-            raise DistributeError(
-                f"{self.name} could not write its last snapshot to {self._directory}: what was "
-                "changed since the one before is lost. Its log says why."
-            )
+    def _close_services(self) -> None:
+        with contextlib.ExitStack() as closing:
+            for service in self._services.values():
+                closing.callback(service.close)
+            self._services = {}  # Release the store's memory.
 
 
 @contextlib.contextmanager
