@@ -11,7 +11,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+T = TypeVar("T")
 
 _INSTEAD = {
     "add_loss": "use kernel_regularizer, override penalties, or write a loop of your own",
@@ -23,16 +25,6 @@ _INSTEAD = {
     "lr": "use learning_rate",
 }
 """What to do instead of what Keras, or an older Keras, has by these names."""
-
-HARMLESS = """
-    aggregation_method back_prop caching_device colocate_gradients_with_ops deterministic
-    experimental_deterministic flush_secs gate_gradients max_queue meta_graph_suffix name
-    num_threads output_partition_graphs parallel_iterations private_threadpool_size queue_capacity
-    read_value replica_id restore_sequentially save_relative_paths session shape_invariants sharded
-    strip_default_attrs swap_memory trace_level use_locking use_resource validate_shape
-    write_meta_graph write_version
-""".split()
-"""Options of TensorFlow that have no effect, as they can change no result."""
 
 
 class Explaining:
@@ -106,11 +98,28 @@ def _explained(init: Callable[..., None]) -> Any:
     return explained
 
 
-def refuse_options(what: str, options: Iterable[str]) -> None:
-    """Raise a `TypeError` for options without effect, unless they are `HARMLESS`."""
-    for name in options:
-        if name not in HARMLESS:
-            raise TypeError(f"{what}: {name} has no effect here, so leave it out.")
+def accepting(*ignored: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator for a function that also takes keywords which change no result.
+
+    TensorFlow has them for speed, for names or for files beside the result. Python refuses others.
+
+    >>> @accepting("use_locking")
+    ... def assign(value):
+    ...     return value
+    >>> assign(1.0, use_locking=True)
+    1.0
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> T:
+            if kwargs:
+                kwargs = {name: kwargs[name] for name in kwargs if name not in ignored}
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def explain_read_only(error: BaseException) -> None:

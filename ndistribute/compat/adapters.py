@@ -24,7 +24,6 @@ from ndistribute.context import current_seed
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
-from ndistribute.mistakes import refuse_options
 from ndistribute.models import activations, layers, nn
 from ndistribute.tree import map_leaves
 
@@ -354,9 +353,14 @@ ADAPTERS: dict[str, Any] = {
 Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")
 
 
+_HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
+"""Options of datasets that concern speed alone: the elements always come in order."""
+
+
 def _set_option(options: Any, name: str, value: Any) -> None:
     """Set an option, or one that changes no result."""
-    refuse_options("Options", {name} - vars(options).keys())
+    if name not in vars(options) and name not in _HARMLESS:
+        raise TypeError(f"Options: {name} has no effect here, so leave it out.")
     object.__setattr__(options, name, value)
     options.__post_init__()
 
@@ -424,7 +428,11 @@ def filled(number: int) -> Any:
 
 
 fill, zeros, ones = unary(_fill, 0), filled(0), filled(1)
-function = adapted(lambda func=None, **_: func or (lambda wrapped: wrapped))
+_COMPILING = (
+    "autograph experimental_autograph_options experimental_compile experimental_relax_shapes "
+    "input_signature jit_compile reduce_retracing"
+)
+function = adapted(lambda func=None: func or (lambda wrapped: wrapped), *_COMPILING.split())
 gather = unary(
     lambda params, indices, axis=0: (
         params[indices]
@@ -472,7 +480,8 @@ matmul = unary(
     ),
     2,
 )
-nothing: Any = adapted(lambda *args, **options: None)
+_SETTINGS = "coord device enable enabled global_step run_eagerly run_metadata sess tag"
+nothing: Any = adapted(lambda *args: None, *_SETTINGS.split())
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 
 

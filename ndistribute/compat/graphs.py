@@ -14,7 +14,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,7 +23,7 @@ from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
 from ndistribute.graph.variables import find_global_step
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 
 _program = {"has graphs": False}
@@ -32,7 +31,7 @@ _log = logging.getLogger("ndistribute")
 debug, info, warning, error = _log.debug, _log.info, _log.warning, _log.error
 
 
-def use_graphs(*_: Any, **__: Any) -> None:
+def use_graphs() -> None:
     """Let names of two meanings make operations of graphs from now on."""
     _program["has graphs"] = True
 
@@ -87,14 +86,14 @@ class MonitoredTrainingSession(graph.MonitoredTrainingSession):
         return tree.map_leaves(_as_bytes, super().run(fetches, feed_dict))
 
 
-class RunOptions(SimpleNamespace):
-    """Options of a run; they have no effect, so a limit of time is refused."""
+class RunOptions:
+    """Options of a run; those that change no value are taken, and a limit of time is refused."""
 
     NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
 
-    def __init__(self, **options: Any) -> None:
-        refuse_options("RunOptions", options)
-        super().__init__(**options)
+    @accepting("output_partition_graphs", "trace_level")
+    def __init__(self) -> None:
+        """Do nothing."""
 
 
 class InteractiveSession(Session):
@@ -155,12 +154,9 @@ def no_op(name: str = "no_op") -> Any:
     return graph.group(name=name)
 
 
-def gradients(
-    ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients", **options: Any
-) -> list[Any]:
-    """Return the gradients of the sum of tensors with respect to others."""
-    refuse_options("gradients", options)
-    return graph.gradients(ys, xs, grad_ys, name)
+gradients = accepting("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")(
+    graph.gradients
+)
 
 
 def set_random_seed(seed: int) -> None:
@@ -219,17 +215,11 @@ def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: An
     return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
 
 
+@accepting("back_prop", "parallel_iterations", "shape_invariants", "swap_memory")
 def while_loop(
-    cond: Any,
-    body: Any,
-    loop_vars: Any,
-    *,
-    maximum_iterations: Any = None,
-    name: Any = None,
-    **options: Any,
+    cond: Any, body: Any, loop_vars: Any, *, maximum_iterations: Any = None, name: Any = None
 ) -> Any:
     """Return the values of a loop, which is an operation where operations are made."""
-    refuse_options("while_loop", options)
     if uses_graphs():
         return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
     values = list(loop_vars)
@@ -262,7 +252,8 @@ def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = N
 
 def _method(name: str) -> Callable[..., Any]:
     """Return a function that calls a method of a variable."""
-    return lambda ref, value, *_, **__: getattr(ref, name)(value)
+    takes = accepting("name", "use_locking", "validate_shape")
+    return takes(lambda ref, value: getattr(ref, name)(value))
 
 
 assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_sub"))
@@ -279,7 +270,8 @@ def _initializer(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes initializers, which draw random numbers in the graph."""
 
     def make(*args: Any, seed: int | None = None, dtype: Any = None, **options: Any) -> Any:
-        def draw_in(shape: Any, dtype: Any = dtype or np.float32, **_: Any) -> Any:
+        @accepting("partition_info")
+        def draw_in(shape: Any, dtype: Any = dtype or np.float32) -> Any:
             return draw(tuple(shape), *args, dtype=dtype, seed=seed, **options)
 
         return draw_in
@@ -421,16 +413,15 @@ def l2_regularizer(scale: float) -> Callable[[Any], Any]:
     return lambda variable: scale * np.sum(np.square(variable)) / 2
 
 
+@accepting("num_threads", "queue_capacity")
 def numpy_input_fn(
     x: Any,
     y: Any = None,
     batch_size: int = 128,
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
-    **options: Any,
 ) -> Callable[[], Dataset]:
     """Return an input function that gives batches of arrays; None epochs: for ever."""
-    refuse_options("numpy_input_fn", options)
     if shuffle is None:
         raise ValueError("numpy_input_fn: shuffle must be True or False.")
 

@@ -162,7 +162,8 @@ _TABLE = """
     .compat.graphs/operation: to_float to_int32 to_int64
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
         zeros_initializer=Zeros
-    .compat.graphs: RunOptions  types: GPUOptions=SimpleNamespace RunMetadata=SimpleNamespace
+    .compat.graphs: RunOptions  types: RunMetadata=SimpleNamespace
+    .graph.session/graph: GPUOptions
     .graph: AUTO_REUSE Graph Operation
     .graph/graph: ConfigProto all_variables=global_variables clip_by_global_norm global_norm
         get_default_graph get_variable get_variable_scope global_variables

@@ -21,7 +21,7 @@ from ndistribute.graph.operations import group
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import Variable, trainable_variables
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
 
 GradsAndVars = Sequence[tuple[Any, Variable]]
@@ -49,6 +49,7 @@ class Optimizer:
         """Return the name."""
         return self._name
 
+    @accepting("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")
     def minimize(
         self,
         loss: Tensor,
@@ -56,7 +57,6 @@ class Optimizer:
         var_list: Sequence[Variable] | None = None,
         name: str | None = None,
         grad_loss: Any = None,
-        **options: Any,
     ) -> Operation:
         """Return the operation of a training step: gradients of a loss, and their application.
 
@@ -66,26 +66,18 @@ class Optimizer:
             var_list: the variables to update; None: the trainable ones of the graph.
             name: the operation's name; None: that of the optimizer.
             grad_loss: the gradient of another value with respect to the loss; None: ones.
-            options: see `compute_gradients`.
 
         Raises:
             ValueError: no variable has a gradient.
         """
-        pairs = self.compute_gradients(loss, var_list, grad_loss, **options)
+        pairs = self.compute_gradients(loss, var_list, grad_loss)
         return self.apply_gradients(pairs, global_step, name)
 
+    @accepting("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")
     def compute_gradients(
-        self,
-        loss: Tensor,
-        var_list: Sequence[Variable] | None = None,
-        grad_loss: Any = None,
-        **options: Any,
+        self, loss: Tensor, var_list: Sequence[Variable] | None = None, grad_loss: Any = None
     ) -> list[tuple[Any, Variable]]:
-        """Return pairs of a gradient and a variable; None for one that has none.
-
-        Options of TensorFlow that change no gradient are accepted.
-        """
-        refuse_options("compute_gradients", options)
+        """Return pairs of a gradient and a variable; None for one that has none."""
         with loss.graph.as_default():
             variables = list(trainable_variables() if var_list is None else var_list)
         return list(zip(gradients(loss, variables, grad_loss), variables, strict=True))

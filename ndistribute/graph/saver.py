@@ -18,7 +18,7 @@ from ndistribute.graph.graph import Tensor
 from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
 from ndistribute.graph.variables import Variable, global_variables
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 from ndistribute.variables.policy import fitted
 
 
@@ -35,14 +35,13 @@ class Saver:
         keep_checkpoint_every_n_hours: each time that these have passed, one more is kept.
     """
 
+    @accepting("name", "restore_sequentially", "save_relative_paths", "sharded", "write_version")
     def __init__(
         self,
         var_list: Sequence[Variable] | Mapping[str, Variable] | None = None,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float = 10_000.0,
-        **options: Any,
     ) -> None:
-        refuse_options("Saver", options)
         chosen = global_variables() if var_list is None else var_list
         if not isinstance(chosen, Mapping):
             chosen = {variable.op.name: variable for variable in chosen}
@@ -66,13 +65,8 @@ class Saver:
                 restored.append(variable.assign(self._values[name]).op)
             self._restore = group(*restored, name="restore")
 
-    def save(
-        self,
-        sess: Any,
-        save_path: str | os.PathLike[str],
-        global_step: Any = None,
-        **options: Any,
-    ) -> str:
+    @accepting("meta_graph_suffix", "strip_default_attrs", "write_meta_graph")
+    def save(self, sess: Any, save_path: str | os.PathLike[str], global_step: Any = None) -> str:
         """Write a checkpoint, and return its path for `restore`.
 
         Args:
@@ -80,14 +74,11 @@ class Saver:
             save_path: the beginning of the path.
             global_step: a number that is appended to the path after ``-``, or a variable or tensor
                 that has it; None: none, so a checkpoint replaces the one before.
-            options: those of TensorFlow that change nothing here.
 
         Raises:
             FailedPreconditionError: a variable has no value.
             OSError: the files could not be written.
-            TypeError: an option would have an effect in TensorFlow, and has none here.
         """
-        refuse_options("Saver.save", options)
         with self._lock:  # What a thread read first must not be written last.
             fetches: Any = self._variables, [] if _is_number(global_step) else global_step
             tensors, step = sess.run(fetches)

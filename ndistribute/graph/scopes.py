@@ -17,7 +17,7 @@ import numpy as np
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import random_uniform
 from ndistribute.graph.variables import Variable
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 
 AUTO_REUSE = "auto"
 """A value for `reuse`: a variable is created at its first use, and used again later."""
@@ -104,6 +104,7 @@ def _unused(name: str, used: set[str]) -> str:
     return next(one for one in itertools.chain([name], numbered) if one not in used)
 
 
+@accepting("caching_device", "use_resource", "validate_shape")
 def get_variable(
     name: str,
     shape: Sequence[int] | None = None,
@@ -112,7 +113,6 @@ def get_variable(
     trainable: bool = True,
     collections: list[str] | None = None,
     regularizer: Callable[[Any], Any] | None = None,
-    **options: Any,
 ) -> Variable:
     """Return a variable of a name, which the current scope creates or finds.
 
@@ -126,14 +126,11 @@ def get_variable(
         collections: the names of the collections to add it to; None: the global variables.
         regularizer: a function whose result for a new variable is added to the collection
             ``"regularization_losses"``.
-        options: those of TensorFlow that change no result.
 
     Raises:
-        TypeError: there is another option.
         ValueError: it exists although the scope does not reuse, or the other way round; or it has
             another shape.
     """
-    refuse_options("get_variable", options)
     graph, scope = get_default_graph(), get_variable_scope()
     full = f"{scope.name}/{name}" if scope.name else name
     store = graph.get_collection_ref(_STORE)

@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -37,7 +36,14 @@ _CLOSE_SECONDS = 5.0
 _log = logging.getLogger("ndistribute")
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
+class GPUOptions:
+    """What `ConfigProto.gpu_options` may say: that a GPU's memory is allocated as it is needed."""
+
+    allow_growth: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
 class ConfigProto:
     """The options of a session, under the names of `tf.compat.v1.ConfigProto`.
 
@@ -46,9 +52,8 @@ class ConfigProto:
             the task's CPU; else it is an error.
         log_device_placement: whether to log where operations run.
         operation_timeout_in_ms: the most milliseconds that a step may take; 0: no limit.
-        device_filters: has no effect: a session uses only tasks on which operations are placed.
-        gpu_options: has no effect; neither have the options below, which change no result.
-        isolate_session_state: must be False: sessions of a job share its variables.
+        device_filters: changes nothing: a session uses only tasks on which operations are placed.
+        gpu_options: changes nothing: memory of a GPU is always allocated as it is needed.
 
     >>> ConfigProto(allow_soft_placement=True).operation_timeout_in_ms
     0
@@ -58,18 +63,7 @@ class ConfigProto:
     log_device_placement: bool = False
     operation_timeout_in_ms: int = 0
     device_filters: list[str] = field(default_factory=list)
-    gpu_options: Any = field(default_factory=SimpleNamespace)
-    graph_options: Any = field(default_factory=SimpleNamespace)
-    rpc_options: Any = field(default_factory=SimpleNamespace)
-    device_count: dict[str, int] = field(default_factory=dict)
-    intra_op_parallelism_threads: int = 0
-    inter_op_parallelism_threads: int = 0
-    use_per_session_threads: bool = False
-    isolate_session_state: bool = False
-
-    def __post_init__(self) -> None:
-        if self.isolate_session_state:
-            raise ValueError("isolate_session_state has no effect: choose Session(job=...).")
+    gpu_options: GPUOptions = field(default_factory=GPUOptions)
 
 
 class Session:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ndistribute.event_files import EventFile
 from ndistribute.graph.graph import Graph, Tensor, as_tensor, get_default_graph
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 
 __all__ = ["SUMMARIES", "FileWriter", "histogram", "image", "merge", "merge_all", "scalar"]
 
@@ -66,10 +66,8 @@ class FileWriter(EventFile):
     ...     writer.add_summary(Session().run(scalar("loss", 0.5)), 1)
     """
 
-    def __init__(
-        self, logdir: str | os.PathLike[str], graph: Graph | None = None, **options: Any
-    ) -> None:
-        refuse_options("FileWriter", options)
+    @accepting("flush_secs", "max_queue", "session")
+    def __init__(self, logdir: str | os.PathLike[str], graph: Graph | None = None) -> None:
         super().__init__(logdir)
         if graph is not None:
             self.add_graph(graph)

@@ -12,7 +12,7 @@ from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
 from ndistribute.graph.optimizers import GradsAndVars, Optimizer
 from ndistribute.graph.variables import Variable
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -32,14 +32,10 @@ class SyncReplicasOptimizer(Optimizer):
         ValueError: there are fewer workers than gradients to aggregate.
     """
 
+    @accepting("name", "use_locking")
     def __init__(
-        self,
-        opt: Optimizer,
-        replicas_to_aggregate: int,
-        total_num_replicas: int | None = None,
-        **options: Any,
+        self, opt: Optimizer, replicas_to_aggregate: int, total_num_replicas: int | None = None
     ) -> None:
-        refuse_options("SyncReplicasOptimizer", options)
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
         if not 0 < replicas_to_aggregate <= total:
             raise ValueError(

@@ -20,7 +20,7 @@ from ndistribute.graph.graph import (
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import within
 from ndistribute.graph.shapes import Known, Shape, narrowed
-from ndistribute.mistakes import refuse_options
+from ndistribute.mistakes import accepting
 
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
@@ -109,19 +109,19 @@ class Variable(Symbolic):
         """Return a boolean tensor that tells whether it has a value."""
         return self._kernel("is_initialized")
 
-    def assign(self, value: Any, **options: Any) -> Tensor:
+    @accepting("name", "read_value", "use_locking")
+    def assign(self, value: Any) -> Tensor:
         """Return the tensor of its new value, whose computation assigns a value."""
-        refuse_options("assign", options)
         return self._change("assign", value)
 
-    def assign_add(self, delta: Any, **options: Any) -> Tensor:
+    @accepting("name", "read_value", "use_locking")
+    def assign_add(self, delta: Any) -> Tensor:
         """Return the tensor of its new value, whose computation adds to it."""
-        refuse_options("assign_add", options)
         return self._change("assign_add", delta)
 
-    def assign_sub(self, delta: Any, **options: Any) -> Tensor:
+    @accepting("name", "read_value", "use_locking")
+    def assign_sub(self, delta: Any) -> Tensor:
         """Return the tensor of its new value, whose computation subtracts from it."""
-        refuse_options("assign_sub", options)
         return self._change("assign_sub", delta)
 
     def load(self, value: Any, session: Any = None) -> None:
