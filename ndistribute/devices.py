@@ -23,10 +23,35 @@ from ndistribute.errors import MissingDependencyError
 Array = Any  # numpy.ndarray or cupy.ndarray; CuPy has no stubs and may not be installed.
 
 _PATTERN = re.compile(
-    r"/?(?:job:(?P<job>\w+)/)?(?:replica:\d+/)?(?:task:(?P<task>\d+)/)?"
-    r"(?:device:)?(?P<kind>cpu|gpu):(?P<index>\d+)",
+    r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
+    r"(?:/(?:device:)?(?P<device>(?:cpu|gpu):(?:\d+|\*)))?/?",
     re.IGNORECASE,
 )
+
+
+def parse_device(name: str) -> dict[str, str]:
+    """Return the parts of a device's name that it has: job, replica, task and device.
+
+    Raises:
+        ValueError: it is not the name of a device.
+
+    >>> parse_device("/job:ps/task:0/gpu:1")
+    {'job': 'ps', 'task': '0', 'device': 'GPU:1'}
+    """
+    match = _PATTERN.fullmatch(name if not name or name.startswith("/") else f"/{name}")
+    if match is None:
+        raise _not_a_device(name)
+    parts = {key: value for key, value in match.groupdict().items() if value is not None}
+    if "device" in parts:
+        parts["device"] = parts["device"].upper()
+    return parts
+
+
+def _not_a_device(name: Any) -> ValueError:
+    return ValueError(
+        f"{name!r} is not the name of a device. Write for example 'cpu:0', '/gpu:1' or "
+        "'/job:worker/task:1/device:GPU:0'."
+    )
 
 
 @dataclass(init=False, repr=False, unsafe_hash=True, slots=True)
@@ -52,17 +77,13 @@ class Device:
     task: int | None
 
     def __init__(self, spec: str | Device) -> None:
-        text = str(spec) if isinstance(spec, Device) else spec
-        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise ValueError(
-                f"{spec!r} is not the name of a device. Write for example 'cpu:0', '/gpu:1' or "
-                "'/job:worker/task:1/device:GPU:0'."
-            )
-        self.kind = match["kind"].lower()
-        self.index = int(match["index"])
-        self.job = match["job"]
-        self.task = None if match["task"] is None else int(match["task"])
+        parts = parse_device(str(spec))
+        kind, _, index = parts.get("device", "").lower().partition(":")
+        if not index.isdigit():
+            raise _not_a_device(spec)
+        self.kind, self.index = kind, int(index)
+        self.job = parts.get("job")
+        self.task = int(parts["task"]) if "task" in parts else None
 
     @property
     def memory_space(self) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ndistribute.cluster.spec import ClusterSpec
+from ndistribute.devices import parse_device
 from ndistribute.graph.graph import Operation, get_default_graph
-from ndistribute.graph.placement import DeviceFunction, merge_device, parse_device
+from ndistribute.graph.placement import DeviceFunction, merge_device
 
 
 def device(

@@ -8,14 +8,13 @@ It gets its inputs where it computes, and leaves its results there.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.devices import Device, copy_to, device_of, is_gpu_array, list_devices
+from ndistribute.devices import Device, copy_to, device_of, is_gpu_array, list_devices, parse_device
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.stream import working_on
 
@@ -24,34 +23,8 @@ DeviceFunction = Callable[[Any], str | None]
 RunOnDevice = Callable[[Callable[[Sequence[Any]], Any], Sequence[Any], Sequence[Any]], Any]
 """Runs a function of inputs on a device, or where other values are."""
 
-_PATTERN = re.compile(
-    r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
-    r"(?:/(?:device:)?(?P<device>(?:cpu|gpu):(?:\d+|\*)))?/?",
-    re.IGNORECASE,
-)
 
-
-def parse_device(device: str) -> dict[str, str]:
-    """Return the parts of a device's name that are given: job, replica, task and device.
-
-    Raises:
-        ValueError: it is not the name of a device.
-
-    >>> parse_device("/job:ps/task:0/gpu:1")
-    {'job': 'ps', 'task': '0', 'device': 'GPU:1'}
-    """
-    match = _PATTERN.fullmatch(device if not device or device.startswith("/") else f"/{device}")
-    if match is None:
-        raise ValueError(
-            f"{device!r} is not the name of a device. Write for example '/job:ps/task:0', "
-            "'/gpu:1' or '/job:worker/task:1/device:CPU:0'."
-        )
-    parts = {key: value for key, value in match.groupdict().items() if value is not None}
-    if "device" in parts:
-        parts["device"] = parts["device"].upper()
-    return parts
-
-
+@functools.lru_cache(1024)
 def merge_device(inner: str, outer: str) -> str:
     """Return a device's name with the parts of `inner`, and those of `outer` that it lacks.
 
@@ -130,13 +103,13 @@ def _run_on(
 ) -> Any:
     """Return what a function of inputs computes on a device; None: where the values `near` are."""
     if device is None:
-        arrays = (getattr(one, "values", one) for one in near)  # Of rows, their values.
-        on_gpu = [one for one in arrays if is_gpu_array(one)]
+        arrays = (getattr(value, "values", value) for value in near)  # Of rows, their values.
+        on_gpu = [array for array in arrays if is_gpu_array(array)]
         device = device_of(on_gpu[0]) if on_gpu else CPU
     with working_on(device):
-        result = compute([moved(one, device) for one in inputs])
+        result = compute([moved(value, device) for value in inputs])
         if isinstance(result, list | tuple):
-            return [moved(one, device) for one in result]
+            return [moved(value, device) for value in result]
         return moved(result, device)
 
 
