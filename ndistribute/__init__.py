@@ -25,7 +25,6 @@ from ndistribute.collective.communicator import (
     CommunicationImplementation as CommunicationImplementation,
 )
 from ndistribute.collective.communicator import CommunicationOptions as CommunicationOptions
-from ndistribute.collective.indexed_slices import IndexedSlices as IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp as ReduceOp
 from ndistribute.collective.select import CrossDeviceOps as CrossDeviceOps
 from ndistribute.collective.select import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
@@ -54,6 +53,7 @@ from ndistribute.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from ndistribute.errors import DistributeError as DistributeError
 from ndistribute.errors import WorkerLostError as WorkerLostError
 from ndistribute.exports import export as _export
+from ndistribute.indexed_slices import IndexedSlices as IndexedSlices
 from ndistribute.models import Checkpoint as Checkpoint
 from ndistribute.models import CheckpointManager as CheckpointManager
 from ndistribute.models import Model as Model

@@ -27,6 +27,7 @@ LAYERS = (
         "errors",
         "event_files",
         "exports",
+        "indexed_slices",
         "mistakes",
         "numpy_functions",
         "ownership",

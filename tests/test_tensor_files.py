@@ -201,9 +201,7 @@ def test_what_is_no_generation_and_no_lock_is_refused(tmp_path):
     os.mkfifo(tmp_path / "ps-0.lock")
     (tmp_path / "x.lock").write_text("mine")
     for name, says in (("ps-0", ""), ("x", ".* has 4 bytes")):
-        with pytest.raises(
-            CheckpointCorruptError, match=rf"{name}\.lock is no file that{says}"
-        ):
+        with pytest.raises(CheckpointCorruptError, match=rf"{name}\.lock is no file that{says}"):
             tensor_files.claim(tmp_path, name, 9.0)
     assert (tmp_path / "x.lock").read_text() == "mine"
 

@@ -18,7 +18,7 @@ from ndistribute.autodiff.diagnostics import refusing
 from ndistribute.autodiff.rules.placing import is_tracked
 from ndistribute.autodiff.rules.shape import SparseGradient
 from ndistribute.autodiff.rules.unbroadcast import identity
-from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices, dense
 
 Entry = tuple[tuple[int, ...], Any]
 Spans = Sequence[tuple[int, int]]
@@ -131,11 +131,6 @@ def _constant(
     else:
         changes = rules(raw if type(upstream) is list else raw[0])
     return [None if one is None else graph.record(dense(one), tied, refusal) for one in changes]
-
-
-def dense(gradient: Any) -> Any:
-    """Return the gradient of a whole array, if it is given for rows or elements."""
-    return gradient.to_dense() if hasattr(gradient, "to_dense") else gradient
 
 
 def _plan(

@@ -20,9 +20,9 @@ from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.devices import Array, as_array
+from ndistribute.indexed_slices import IndexedSlices
 
 Axis = int | tuple[int, ...] | None
 

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.backward import Entry, Spans, backpropagate, dense, finished, tracked_pass
+from ndistribute.autodiff.backward import Entry, Spans, backpropagate, finished, tracked_pass
 from ndistribute.autodiff.recorder import Graph
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, refuse_detached, untrack
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array
+from ndistribute.indexed_slices import dense
 
 Gradients = Any  # a nest of arrays, IndexedSlices and None
 

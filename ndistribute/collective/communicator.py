@@ -28,12 +28,12 @@ from ndistribute.collective.backend import (
     T,
     Update,
 )
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.progress import StepTracker
-from ndistribute.collective.reduce_op import ReduceOp, result_dtype
+from ndistribute.collective.reduce_op import ReduceOp, reduce_rows, result_dtype
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.ownership import ArrayOwner
 
 GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
@@ -168,7 +168,7 @@ class Communicator:
         if IndexedSlices in map(type, leaves):
             gather = functools.partial(self.all_gather, axis=0, options=options)
             results = [
-                leaf.reduced(op, self.size, gather)
+                reduce_rows(leaf, op, self.size, gather)
                 if isinstance(leaf, IndexedSlices)
                 else self.all_reduce(op, leaf, options)
                 for leaf in leaves

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.dtypes import dtype_named
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.transport.codec import Decoder, MalformedError, Record, encode
 from ndistribute.transport.failures import Failure, error_of, failure_of
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.devices import Array, array_namespace
-from ndistribute.dtypes import computing_dtype
+from ndistribute.dtypes import computing_dtype, native
+from ndistribute.indexed_slices import IndexedSlices
 
 _UFUNCS = {"SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PROD": "multiply"}
 
@@ -121,3 +122,43 @@ def finish(op: ReduceOp, total: Array, count: int) -> None:
     """Divide the sum of `count` values by `count`, in place, if `op` is MEAN."""
     if op is ReduceOp.MEAN:
         total /= count
+
+
+def reduce_rows(
+    rows: IndexedSlices, op: ReduceOp, size: int, gather: Callable[[Any], Any]
+) -> IndexedSlices:
+    """Return the reduction over replicas, which all pass rows of arrays of the same shape.
+
+    Rows with equal indices are added on each replica first, then over replicas in order.
+
+    Args:
+        rows: those of this replica.
+        op: SUM or MEAN; a row that a replica does not pass counts as zeros.
+        size: the number of replicas.
+        gather: concatenates a nest of arrays over the replicas, along the first axis.
+
+    Returns:
+        The rows that at least one replica passed, with unique indices in ascending order.
+
+    Raises:
+        ValueError: `op` is another reduction.
+
+    >>> rows = IndexedSlices(np.ones((2, 1)), np.array([4, 4]), (5, 1))
+    >>> reduce_rows(rows, ReduceOp.SUM, 1, lambda nest: nest).values
+    array([[2.]])
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ValueError(
+            f"{op.name} of IndexedSlices is not supported, only SUM and MEAN: rows that were "
+            "not passed count as zeros. Call to_dense() first."
+        )
+    values = native(rows.values)
+    wide = values.astype(accumulation_dtype(op, rows.dtype), copy=False)
+    summed = IndexedSlices(wide, rows.indices, rows.dense_shape).summed()
+    # Without rows it sends no data, but all replicas must pass the same shape of the table.
+    table = array_namespace(wide).empty((0, *rows.dense_shape), wide.dtype)
+    totals, indices, _ = gather((summed.values, summed.indices, table))
+    total = IndexedSlices(totals, indices, rows.dense_shape).summed()
+    finish(op, total.values, size)
+    total.values = total.values.astype(result_dtype(op, values.dtype), copy=False)
+    return total

@@ -17,10 +17,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
-from ndistribute.devices import as_array, to_host
+from ndistribute.devices import Device, as_array, to_host
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import InvalidArgumentError
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -205,8 +205,8 @@ def pack(value: Any) -> Value:
     if value is None:
         return Value()
     if isinstance(value, IndexedSlices):
-        indices, values = to_host(value.indices), to_host(value.values)
-        return Value(values, indices, tuple(value.dense_shape))
+        rows = value.on(Device("cpu:0"))
+        return Value(rows.values, rows.indices, rows.dense_shape)
     array = to_host(as_array(value))
     if array.dtype.kind in "USO":
         elements = array.reshape(-1).tolist()

@@ -20,14 +20,14 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from ndistribute.autodiff.tracked import Tracked, untrack
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
-from ndistribute.graph.kernels import dense, run_recorded
+from ndistribute.graph.kernels import run_recorded
 from ndistribute.graph.ops import Kernel, op_named
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import run_on_device
 from ndistribute.graph.step import Body, Step
+from ndistribute.indexed_slices import IndexedSlices, dense
 from ndistribute.numpy_functions import check_call
 from ndistribute.ownership import read_only
 

@@ -17,13 +17,13 @@ import numpy as np
 from ndistribute import event_files
 from ndistribute.autodiff.tape import vjp
 from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.shapes import Known, Shape, shared_by
 from ndistribute.graph.step import Node, SharedVariable, Step
+from ndistribute.indexed_slices import IndexedSlices, dense
 from ndistribute.numpy_functions import check_shape
 from ndistribute.ownership import read_only
 from ndistribute.update_rules import rule_named, update_rows, update_whole
@@ -422,20 +422,15 @@ def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return gradients[0] if node.outputs == 1 else gradients
 
 
-def dense(gradient: Any) -> Any:
-    """Return rows as an array with zeros for the others, and an array as it is."""
-    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
-
-
 def _total(gradients: Sequence[Any]) -> Any:
     """Return the sum of gradients: rows, if all are rows."""
-    if all(isinstance(one, IndexedSlices) for one in gradients):
-        values = np.concatenate([one.values for one in gradients])
-        indices = np.concatenate([one.indices for one in gradients])
+    if all(isinstance(gradient, IndexedSlices) for gradient in gradients):
+        values = np.concatenate([rows.values for rows in gradients])
+        indices = np.concatenate([rows.indices for rows in gradients])
         return IndexedSlices(values, indices, gradients[0].dense_shape)
     total = dense(gradients[0])
-    for one in gradients[1:]:
-        total = total + dense(one)
+    for gradient in gradients[1:]:
+        total = total + dense(gradient)
     return total
 
 

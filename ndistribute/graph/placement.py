@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import Device, copy_to, device_of, is_gpu_array, list_devices, parse_device
 from ndistribute.errors import InvalidArgumentError
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on
 
 CPU = Device("cpu:0")
@@ -116,8 +116,7 @@ def _run_on(
 def moved(value: Any, device: Device) -> Any:
     """Return a value of an operation in the memory of a device; text stays where it is."""
     if isinstance(value, IndexedSlices):
-        values, indices = moved(value.values, device), moved(value.indices, device)
-        return IndexedSlices(values, indices, value.dense_shape)
+        return value.on(device)
     if is_gpu_array(value) or (isinstance(value, np.ndarray) and value.dtype.kind not in "USO"):
         return copy_to(value, device)
     return value

@@ -14,7 +14,6 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import as_array
 from ndistribute.errors import CancelledError, InvalidArgumentError, OperationError
 from ndistribute.graph import messages as m
@@ -27,6 +26,7 @@ from ndistribute.graph.placement import CPU, moved, task_of
 from ndistribute.graph.service import LocalClient, service_at
 from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.ownership import read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 

@@ -20,10 +20,10 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame, get_replica_context, told_apart
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.mistakes import Explaining
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to

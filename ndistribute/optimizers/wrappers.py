@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import get_replica_context
 from ndistribute.devices import array_namespace, as_array
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.optimizers.optimizer import Optimizer, check_whole, divided, sum_over
 from ndistribute.variables.policy import map_values
 from ndistribute.variables.variable import Variable

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.dtypes import PORTABLE, computing_dtype, dtype_named
+from ndistribute.indexed_slices import IndexedSlices, sum_rows
 from ndistribute.ownership import ArrayOwner
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.messages import Apply, Done, Gradient
@@ -366,17 +367,8 @@ def _joined(parts: list[Gradient]) -> Gradient:
     if parts[0].indices is None:
         return parts[0]
     values = np.concatenate([part.values for part in parts])
-    return _summed(values, np.concatenate([np.asarray(part.indices) for part in parts]))
-
-
-def _summed(values: Array, indices: Array) -> Gradient:
-    """Return unique rows in ascending order; repeated rows are added in a fixed order."""
-    unique, inverse = np.unique(indices, return_inverse=True)
-    if len(unique) == len(indices):
-        return Gradient(values[np.argsort(indices)], unique)
-    totals = np.zeros((len(unique), *values.shape[1:]), values.dtype)
-    np.add.at(totals, inverse, values)
-    return Gradient(totals, unique)
+    indices = np.concatenate([np.asarray(part.indices) for part in parts])
+    return Gradient(*sum_rows(values, indices))
 
 
 def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
@@ -384,11 +376,9 @@ def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
         return gradient
     values = gradient.values.astype(computing_dtype(gradient.values.dtype), copy=False)
     if rule.rows_alone:
-        return _summed(values, gradient.indices)
+        return Gradient(*sum_rows(values, gradient.indices))
     # A rule that changes every row needs the dense gradient.
-    dense = np.zeros(array.shape, values.dtype)
-    np.add.at(dense, gradient.indices, values)
-    return Gradient(dense)
+    return Gradient(IndexedSlices(values, gradient.indices, array.shape).to_dense())
 
 
 def _check_names(rule: Rule, change: Apply) -> None:

@@ -17,16 +17,17 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.tracked import refuse_tracked
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import (
     ReduceOp,
     accumulation_dtype,
     reduce_arrays,
+    reduce_rows,
     result_dtype,
 )
 from ndistribute.collective.workers import Workers
 from ndistribute.devices import Array, Device, array_namespace, as_array, copy_to
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.policy import VariableSynchronization
@@ -197,7 +198,9 @@ def _reduce_rows(
         for name in ("values", "indices")
     )
     joined = IndexedSlices(values, indices, parts[0].dense_shape)
-    return joined.reduced(op, len(parts), lambda nest: nest)  # This has the rows of all replicas.
+    return reduce_rows(
+        joined, op, len(parts), lambda nest: nest
+    )  # This has the rows of all replicas.
 
 
 def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import Array, Device, to_host
 from ndistribute.exports import export as _export
+from ndistribute.indexed_slices import IndexedSlices
 
 Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 

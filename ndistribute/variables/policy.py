@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.devices import Array, as_array, device_of, to_host
 from ndistribute.dtypes import can_cast, kind_of, standard
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on
 
 E = TypeVar("E", bound=enum.Enum)

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.devices import Array, copy_to, to_host
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Change, Item, Update
 from ndistribute.timeline import span

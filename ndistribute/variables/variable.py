@@ -17,11 +17,11 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ndistribute import context, tree
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
 from ndistribute.devices import Array, array_namespace, as_array, device_of, is_gpu_array, to_host
 from ndistribute.dtypes import kind_of, native
 from ndistribute.errors import CollectiveMismatchError
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues
 from ndistribute.variables.policy import (

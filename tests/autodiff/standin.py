@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ndistribute.autodiff import GradientTape, custom_gradient, untrack
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.context import current_frame
+from ndistribute.indexed_slices import IndexedSlices
 
 STEP = 1e-6
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ndistribute.autodiff import GradientTape, Tracked, custom_gradient
-from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices
 from tests.autodiff.standin import StandInVariable, check_gradients
 
 

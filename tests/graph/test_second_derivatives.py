@@ -13,7 +13,6 @@ from scipy import special
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute.autodiff import GradientTape, tape, untrack
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.graph import executor
 from ndistribute.graph.gradients import clip_by_global_norm, global_norm, gradients
 from ndistribute.graph.graph import Graph, Tensor, get_default_graph
@@ -21,6 +20,7 @@ from ndistribute.graph.operations import cond, constant, identity, placeholder, 
 from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable, global_variables_initializer
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.numpy_functions import register
 from tests.autodiff.standin import both, dense
 from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines

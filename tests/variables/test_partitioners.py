@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ndistribute.collective.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.variables.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,

@@ -18,8 +18,8 @@ import numpy as np
 
 from ndistribute.autodiff.rules.placing import added, placed
 from ndistribute.autodiff.rules.unbroadcast import Vjp, as_axes, unbroadcast, wide, zeros
-from ndistribute.collective.indexed_slices import IndexedSlices
 from ndistribute.devices import Array, array_namespace, is_gpu_array
+from ndistribute.indexed_slices import IndexedSlices
 
 Path = tuple[Any, ...]
 Args = Sequence[Any]

@@ -5,14 +5,11 @@ It has only the rows that a step used, so its size depends on the batch and not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
-from ndistribute.dtypes import native
 
 
 class IndexedSlices:
@@ -64,51 +61,7 @@ class IndexedSlices:
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
         """
-        if is_gpu_array(self.values):
-            return IndexedSlices(*_sum_runs(self.values, self.indices), self.dense_shape)
-        order = np.argsort(self.indices, kind="stable")
-        rows, values = self.indices[order], self.values[order]
-        starts = np.flatnonzero(_begins(rows))
-        if len(starts) == len(rows):
-            return IndexedSlices(values, rows, self.dense_shape)
-        totals, rows = np.add.reduceat(values, starts, axis=0), rows[starts]
-        return IndexedSlices(totals, rows, self.dense_shape)
-
-    def reduced(self, op: ReduceOp, size: int, gather: Callable[[Any], Any]) -> IndexedSlices:
-        """Return the reduction over replicas, which all pass rows of arrays of the same shape.
-
-        Rows with equal indices are added on each replica first, then over replicas in order.
-
-        Args:
-            op: SUM or MEAN; a row that a replica does not pass counts as zeros.
-            size: the number of replicas.
-            gather: concatenates a nest of arrays over the replicas, along the first axis.
-
-        Returns:
-            The rows that at least one replica passed, with unique indices in ascending order.
-
-        Raises:
-            ValueError: `op` is another reduction.
-
-        >>> rows = IndexedSlices(np.ones((2, 1)), np.array([4, 4]), (5, 1))
-        >>> rows.reduced(ReduceOp.SUM, 1, lambda nest: nest).values
-        array([[2.]])
-        """
-        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ValueError(
-                f"{op.name} of IndexedSlices is not supported, only SUM and MEAN: rows that were "
-                "not passed count as zeros. Call to_dense() first."
-            )
-        own_values = native(self.values)
-        wide = own_values.astype(accumulation_dtype(op, self.dtype), copy=False)
-        own = IndexedSlices(wide, self.indices, self.dense_shape).summed()
-        # Without rows it sends no data, but all replicas must pass the same shape of the table.
-        table = array_namespace(own.values).empty((0, *own.dense_shape), own.dtype)
-        values, indices, _ = gather((own.values, own.indices, table))
-        total = IndexedSlices(values, indices, self.dense_shape).summed()
-        finish(op, total.values, size)
-        total.values = total.values.astype(result_dtype(op, own_values.dtype), copy=False)
-        return total
+        return IndexedSlices(*sum_rows(self.values, self.indices), self.dense_shape)
 
     def to_dense(self) -> Array:
         """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""
@@ -128,6 +81,26 @@ class IndexedSlices:
         return (
             f"IndexedSlices(indices={self.indices}, shape={self.dense_shape}, dtype={self.dtype})"
         )
+
+
+def dense(gradient: Any) -> Any:
+    """Return the gradient of a whole array, if it is given for rows or elements."""
+    return gradient.to_dense() if hasattr(gradient, "to_dense") else gradient
+
+
+def sum_rows(values: Array, indices: Array) -> tuple[Array, Array]:
+    """Return rows with unique indices, in ascending order, and these indices.
+
+    Rows of equal indices are added in a fixed order.
+    """
+    if is_gpu_array(values):
+        return _sum_runs(values, indices)
+    order = np.argsort(indices, kind="stable")
+    rows, values = indices[order], values[order]
+    starts = np.flatnonzero(_begins(rows))
+    if len(starts) == len(rows):
+        return values, rows
+    return np.add.reduceat(values, starts, axis=0), rows[starts]
 
 
 def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:
