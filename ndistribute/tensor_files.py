@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -183,6 +184,36 @@ def written(directory: str | os.PathLike[str]) -> list[Path]:
     That is what their files say: copying changes the times of the folders.
     """
     return [folder for _, folder in sorted(_times(Path(directory)))]
+
+
+def appearing(
+    directory: str | os.PathLike[str],
+    seen: set[Path],
+    poll_seconds: float,
+    timeout_seconds: float = math.inf,
+    newest: bool = False,
+) -> Iterator[Path]:
+    """Yield the folders of generations that appear, each once, in the order of `written`.
+
+    Args:
+        directory: the directory, which need not exist yet.
+        seen: the folders that are passed over, to which each is added.
+        poll_seconds: how long to wait between two looks at the directory.
+        timeout_seconds: how long to wait for the next one; then the iteration ends.
+        newest: whether to pass over those that are followed by others already.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        new = [path for path in written(directory) if path not in seen]
+        if new:
+            seen.update(new if newest else new[:1])
+            yield new[-1] if newest else new[0]
+            deadline = time.monotonic() + timeout_seconds
+            continue
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(poll_seconds, left))
 
 
 def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> BufferedReader:

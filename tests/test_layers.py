@@ -37,6 +37,7 @@ LAYERS = (
         "stream",
         "tensor_files",
         "timeline",
+        "timers",
         "trace_report",
         "tracebacks",
         "update_rules",

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ndistribute import tree
 from ndistribute.data import Dataset, InputContext
-from ndistribute.estimator.estimator import Estimator, InputFn, chosen
+from ndistribute.estimator.estimator import Estimator
+from ndistribute.estimator.loops import InputFn, called_input, chosen, features_of
 from ndistribute.estimator.replicas import dataset_of
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.callbacks.callback import Callback
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief
+from ndistribute.models.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    by_chief,
+    latest_checkpoint,
+)
 from ndistribute.models.model import Model
+from ndistribute.timers import Timer
 
 
 def model_to_estimator(
@@ -53,89 +59,86 @@ def model_to_estimator(
     """
     if not isinstance(keras_model, Model) or keras_model.loss is None:
         raise ValueError(f"model_to_estimator needs a compiled nd.Model, got {keras_model!r}.")
-    return _ModelEstimator(keras_model, model_dir, config)
+    estimator = Estimator(_no_graph, model_dir, config)
+    estimator.loops = ModelLoops(keras_model, estimator.config)
+    return estimator
 
 
-class _ModelEstimator(Estimator):
-    """An estimator whose model keeps its variables itself, between checkpoints."""
+class ModelLoops:
+    """The loops of a model that keeps its variables itself, between checkpoints."""
 
-    def __init__(
-        self, model: Model, model_dir: str | os.PathLike[str] | None, config: RunConfig | None
-    ) -> None:
-        super().__init__(_no_graph, model_dir, config)
+    latest_checkpoint = staticmethod(latest_checkpoint)
+
+    def __init__(self, model: Model, config: RunConfig) -> None:
         for name in ("train_distribute", "eval_distribute"):
-            given = getattr(self.config, name)
-            if given not in (None, model.strategy):
+            configured = getattr(config, name)
+            if configured not in (None, model.strategy):
                 raise ValueError(
-                    f"RunConfig has {name}={given!r}, and the model was made for "
+                    f"RunConfig has {name}={configured!r}, and the model was made for "
                     f"{model.strategy!r}: make it inside `with strategy.scope():`."
                 )
-        self._model, self._checkpoint = model, Checkpoint(model=model)
-        keep = self.config.keep_checkpoint_max or sys.maxsize
-        self._manager = CheckpointManager(self._checkpoint, self.model_dir, keep)
+        self._model, self._config, self._checkpoint = model, config, Checkpoint(model=model)
+        keep = config.keep_checkpoint_max or sys.maxsize
+        self._manager = CheckpointManager(self._checkpoint, str(config.model_dir), keep)
 
-    def train_model(
+    def strategy(self, configured: Any) -> Any:
+        """Return the strategy of the model."""
+        return self._model.strategy
+
+    def train(
         self,
         spec: TrainSpec,
         steps: int | None = None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Train as `train` does, and call a function after each step."""
+        """Train as `Estimator.train` does, and call a function after each step."""
         data, model = self._data(spec.input_fn, ModeKeys.TRAIN), self._model
         self._manager.restore_or_initialize()
-        start = model.optimizer.iterations
-        left = steps if spec.max_steps is None else spec.max_steps - start
+        left = steps if spec.max_steps is None else spec.max_steps - model.optimizer.iterations
         if left is not None and left <= 0:
             return
-        saving = _Saving(self._manager, self.config, spec.saving_listeners, after_step)
+        saving = _Saving(self._manager, self._config, spec.saving_listeners, after_step)
         data = data if left is None else data.take(left)
         model.fit(data, epochs=1, verbose=0, callbacks=[saving, *spec.hooks])
         saving.save()
 
-    def _metrics(self, strategy: Any, spec: EvalSpec, path: str | None) -> dict[str, Any]:
+    def evaluate(self, strategy: Any, spec: EvalSpec, path: str | None) -> dict[str, Any]:
+        """Return the metrics over the batches of an input function, with a checkpoint's values."""
         _refuse(spec.hooks)
         data, model = self._data(spec.input_fn, ModeKeys.EVAL), self._model
         kept = self._checkpoint.state()  # A training may go on after this.
         try:
             if path is not None:
                 self._checkpoint.restore(path)
-            found = model.evaluate(data, steps=spec.steps, verbose=0, return_dict=True)
-            return {**found, "global_step": model.optimizer.iterations}
+            metrics = model.evaluate(data, steps=spec.steps, verbose=0, return_dict=True)
+            return {**metrics, "global_step": model.optimizer.iterations}
         finally:
             self._checkpoint.load("the state before the evaluation", *kept)
 
-    def _predictions(
+    def predict(
         self, input_fn: InputFn, keys: Sequence[str] | None, hooks: Sequence[Any], path: str | None
     ) -> Iterator[Any]:
+        """Yield the predictions of some names, or all, for each batch of an input function."""
         _refuse(hooks)
         data = self._data(input_fn, ModeKeys.PREDICT)
-        found = by_chief(self._model.strategy, lambda: path)
-        if found is not None:
-            self._checkpoint.restore(found)
-        for batch in data:
-            features = batch[0] if isinstance(batch, tuple) else batch
+        path = by_chief(self._model.strategy, lambda: path)
+        if path is not None:
+            self._checkpoint.restore(path)
+        for features in map(features_of, data):
             rows = len(tree.flatten(features)[0])
             outputs = self._model.predict(features, batch_size=max(rows, 1))
             named = outputs if isinstance(outputs, dict) else {"predictions": outputs}
             yield chosen(named, keys)
 
-    def latest_checkpoint(self) -> str | None:
-        """Return the path of the newest checkpoint, or None."""
-        path = self._manager.latest_checkpoint
-        return None if path is None else str(path)
-
-    def _strategy(self, given: Any) -> Any:
-        return self._model.strategy
-
     def _data(self, input_fn: InputFn, mode: str) -> Dataset:
         """Return the batches, and create the variables that checkpoints contain."""
-        given = self._input(input_fn, mode, InputContext())
-        data = dataset_of(given, repeated=mode == ModeKeys.TRAIN)
+        batches = called_input(input_fn, mode, InputContext(), self._config, {})
+        data = dataset_of(batches, repeated=mode == ModeKeys.TRAIN)
         if not self._model.built:
             batch = next(iter(data), None)
             if batch is None:
                 raise ValueError("input_fn gave no batch: its dataset is empty.")
-            self._model.build_for(batch[0] if isinstance(batch, tuple) else batch)
+            self._model.build_for(features_of(batch))
         with self._model.strategy.scope():
             self._model.optimizer.build(self._model.trainable_variables)
         return data
@@ -161,25 +164,29 @@ class _Saving(Callback):
         after_step: Callable[[], None],
     ) -> None:
         self._manager, self._listeners, self._after_step = manager, listeners, after_step
-        self._steps, self._seconds = config.save_checkpoints_steps, config.save_checkpoints_secs
-        self._time = time.monotonic()
+        steps, self._seconds = config.save_checkpoints_steps, config.save_checkpoints_secs
+        self._timer = Timer(steps, self._seconds) if steps or self._seconds else None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count from here."""
+        if self._timer is not None:
+            self._timer.mark(self.model.optimizer.iterations)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         """Save if it is time on any worker."""
-        step = self.model.optimizer.iterations
-        due = self._steps is not None and step % self._steps == 0
-        if self._seconds is not None:
-            due = self.model.on_any_worker(time.monotonic() - self._time >= self._seconds)
-        if due:
-            self.save()
+        if self._timer is not None:
+            due = self._timer.is_due(self.model.optimizer.iterations)
+            if self.model.on_any_worker(due) if self._seconds else due:
+                self.save()
         self._after_step()
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one."""
         step = self.model.optimizer.iterations
-        if (self._steps or self._seconds) and self._manager.step != step:
-            self._manager.save(step)
-            self._time = time.monotonic()
-            stops = [one.after_save(None, step) for one in self._listeners]
-            if any(stops):
-                self.model.stop_training = True
+        if self._timer is None or self._manager.step == step:
+            return
+        self._manager.save(step)
+        self._timer.mark(step)
+        stops = [listener.after_save(None, step) for listener in self._listeners]
+        if any(stops):
+            self.model.stop_training = True

@@ -8,7 +8,7 @@ gradients meet there, so the variables stay equal.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,15 @@ class Replica:
     graph: Graph
     inputs: Sequence[Tensor]
     spec: EstimatorSpec
+    fetches: Any = None  # What each step computes.
+    results: Any = None  # What the last one has computed: the metrics of an evaluation.
     session: Any = None
     raw: Any = None  # The session without hooks.
 
-    def run(self, fetches: Any, batch: Any) -> Any:
+    def run(self, batch: Any) -> Any:
         """Return what the session computes, on the host, for a batch."""
         values = map(to_host, _arrays(batch))
-        return self.session.run(fetches, dict(zip(self.inputs, values, strict=True)))
+        return self.session.run(self.fetches, dict(zip(self.inputs, values, strict=True)))
 
 
 def build(
@@ -114,6 +116,18 @@ class Replicas:
         self._exchange(
             GLOBAL_VARIABLES, lambda values, context: context.communicator.broadcast(values)
         )
+
+    def run(self, batches: Iterable[Any], after_step: Callable[[], None] = lambda: None) -> None:
+        """Make a step with each batch until a hook asks to stop, which it may have done before."""
+
+        def step(part: Any) -> None:
+            if not is_empty(part):
+                self.current().run(part)
+
+        session, batches = self.first.session, iter(batches)
+        while not session.should_stop() and (batch := next(batches, None)) is not None:
+            self.strategy.run(step, (batch,))
+            after_step()
 
     def sum_up_metrics(self) -> None:
         """Give the variables of metrics the sums of their values over all replicas."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, NotFoundError, UnavailableError
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.spec import EvalSpec, TrainSpec
@@ -19,6 +20,7 @@ from ndistribute.graph.hooks import CheckpointSaverListener
 from ndistribute.graph.monitored import retried
 from ndistribute.graph.service import service_at
 from ndistribute.task.server import Server
+from ndistribute.timers import Timer
 from ndistribute.transport.address import split_address
 
 _log = logging.getLogger("ndistribute")
@@ -63,7 +65,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     config = estimator.config
     cluster, task = config.cluster_spec, config.task_type
     if task == "evaluator":
-        return _Evaluations(estimator, eval_spec).follow(train_spec.max_steps), []
+        return Evaluations(estimator, eval_spec).follow(train_spec.max_steps), []
     if task == "ps":
         Server(cluster, task, config.task_id).join()
         return None
@@ -73,7 +75,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     with Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext() as own:
         if own is not None:
             _greet(own, [cluster.task_address("ps", k) for k in cluster.task_indices("ps")])
-        estimator.train_model(train_spec)
+        estimator.loops.train(train_spec)
         if on_servers and config.is_chief:
             _await_workers(config.resolver.worker_addresses[1:])
     return None
@@ -101,7 +103,7 @@ def _await_workers(addresses: Sequence[str]) -> None:
 
 def _train_alone(estimator: Estimator, spec: TrainSpec, eval_spec: EvalSpec) -> Any:
     """Train, with an evaluation between two steps after each checkpoint."""
-    evaluations, saved = _Evaluations(estimator, eval_spec), _Saved()
+    evaluations, saved = Evaluations(estimator, eval_spec), _Saved()
 
     def after_step() -> None:
         if saved.is_new and evaluations.is_time():
@@ -109,7 +111,7 @@ def _train_alone(estimator: Estimator, spec: TrainSpec, eval_spec: EvalSpec) -> 
             evaluations.evaluate()
 
     listening = dataclasses.replace(spec, saving_listeners=[*spec.saving_listeners, saved])
-    estimator.train_model(listening, after_step=after_step)
+    estimator.loops.train(listening, after_step=after_step)
     return evaluations.evaluate()
 
 
@@ -122,40 +124,42 @@ class _Saved(CheckpointSaverListener):
         self.is_new = True
 
 
-class _Evaluations:
+class Evaluations:
     """The evaluations of an estimator's checkpoints, one for each."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
-        self._seen: str | None = None
-        self._found: Any = None
-        self._next = 0.0  # When the next evaluation may begin.
+        self._timer = Timer(seconds=spec.throttle_secs)
+        self._evaluated: str | None = None
+        self._metrics: Any = None
 
     def is_time(self) -> bool:
         """Return True if the last evaluation began long enough ago."""
-        return time.monotonic() >= self._next
+        return self._timer.is_due()
 
     def evaluate(self) -> Any:
         """Return the metrics of the newest checkpoint."""
         path, spec = self._estimator.latest_checkpoint(), self._spec
-        if path != self._seen:
-            self._seen, self._next = path, time.monotonic() + spec.throttle_secs
-            self._found = self._estimator.evaluate(
+        if path != self._evaluated:
+            self._evaluated = path
+            self._timer.mark()
+            self._metrics = self._estimator.evaluate(
                 spec.input_fn, spec.steps, spec.hooks, checkpoint_path=path, name=spec.name
             )
-        return self._found
+        return self._metrics
 
     def follow(self, max_steps: int | None) -> Any:
         """Evaluate each newest checkpoint until one has a number of steps; None: for ever."""
         waiting = threading.Event()
         waiting.wait(self._spec.start_delay_secs)
-        while self._found is None or max_steps is None or self._found["global_step"] < max_steps:
-            if self.is_time() and self._estimator.latest_checkpoint() not in (None, self._seen):
-                try:
-                    self.evaluate()
-                except (CheckpointCorruptError, FileNotFoundError, NotFoundError) as error:
-                    _log.warning("a checkpoint is damaged or deleted, and not evaluated: %s", error)
+        folder = self._estimator.model_dir
+        for _ in tensor_files.appearing(folder, set(), _POLL_SECONDS, newest=True):
+            try:
+                metrics = self.evaluate()
+            except (CheckpointCorruptError, FileNotFoundError, NotFoundError) as error:
+                _log.warning("a checkpoint is damaged or deleted, and not evaluated: %s", error)
             else:
-                left = max(self._next - time.monotonic(), 0.0)
-                waiting.wait(min(_POLL_SECONDS, left) or _POLL_SECONDS)
-        return self._found
+                if max_steps is not None and metrics["global_step"] >= max_steps:
+                    return metrics
+            waiting.wait(max(self._timer.seconds_left, 0.0))
+        return self._metrics

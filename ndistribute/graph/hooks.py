@@ -16,6 +16,7 @@ from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import Variable, find_global_step
+from ndistribute.timers import Timer
 
 SCAFFOLD = "scaffold"
 """The collection with the scaffold of a finalized graph."""
@@ -89,39 +90,6 @@ def global_step_of_graph(graph: Graph | None = None) -> Variable:
     return found
 
 
-class Timer:
-    """Tells when so many steps or seconds have passed since the last time."""
-
-    def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
-        if (steps is None) == (seconds is None):
-            raise ValueError("give either a number of steps or a number of seconds.")
-        self._steps, self._seconds = steps, seconds
-        self.last_step: int | None = None
-        self.last_time = 0.0
-
-    def is_due(self, step: int) -> bool:
-        """Return True at the first step, and when the time has come."""
-        if self.last_step is None:
-            return True
-        if self._steps is not None:
-            return step >= self.last_step + self._steps
-        return time.monotonic() >= self.last_time + (self._seconds or 0.0)
-
-    def step_if_due(self, context: SessionRunContext, values: SessionRunValues) -> int | None:
-        """Return the global step after a run that fetched it, if the time has come, else None."""
-        # The run read it before, or while, it was incremented; others may increment it, too.
-        if not self.is_due(int(values.results) + 1):
-            return None
-        step = int(context.session.run(global_step_of_graph(context.session.graph)))
-        return step if self.is_due(step) else None
-
-    def mark(self, step: int) -> float | None:
-        """Start again at a step; return the steps in a second since the last time, if any."""
-        last, seconds = self.last_step, time.monotonic() - self.last_time
-        self.last_step, self.last_time = step, time.monotonic()
-        return None if last is None or seconds <= 0 else (step - last) / seconds
-
-
 def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
     """Log and write the steps in a second since the timer's last time, if there is one."""
     speed = timer.mark(step)
@@ -140,6 +108,16 @@ class _StepHook(SessionRunHook):
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         return SessionRunArgs(self._step)
+
+    def _step_if_due(
+        self, timer: Timer, context: SessionRunContext, values: SessionRunValues
+    ) -> int | None:
+        """Return the global step after a run, if the time has come, else None."""
+        # The run read it before, or while, it was incremented; others may increment it, too.
+        if not timer.is_due(int(values.results) + 1):
+            return None
+        step = int(context.session.run(self._step))
+        return step if timer.is_due(step) else None
 
 
 class StopAtStepHook(_StepHook):
@@ -231,7 +209,7 @@ class CheckpointSaverHook(_StepHook):
         self._save(session, int(session.run(self._step)))
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = self._timer.step_if_due(run_context, run_values)
+        step = self._step_if_due(self._timer, run_context, run_values)
         if step is None and run_context.stop_requested:  # While a lost task can still come back.
             last = int(run_context.session.run(self._step))
             step = None if last == self._timer.last_step else last
@@ -343,10 +321,10 @@ class StepCounterHook(WritingHook):
         super().__init__(output_dir, summary_writer)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        self._timer.last_step = None  # The time until a recovery does not count.
+        self._timer.reset()  # The time until a recovery does not count.
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = self._timer.step_if_due(run_context, run_values)
+        step = self._step_if_due(self._timer, run_context, run_values)
         if step is not None:
             write_speed(self._timer, step, self._writer)
 
@@ -381,7 +359,7 @@ class LoggingTensorHook(SessionRunHook):
     def begin(self) -> None:
         self._runs = 0
         if self._timer is not None:
-            self._timer.last_step = None
+            self._timer.reset()
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._asked = self._timer is not None and self._timer.is_due(self._runs)

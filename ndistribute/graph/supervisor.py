@@ -12,12 +12,13 @@ from typing import Any
 
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.hooks import Timer, write_speed
+from ndistribute.graph.hooks import write_speed
 from ndistribute.graph.monitored import Scaffold, prepare_session, retried, wait_for_session
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import find_global_step
+from ndistribute.timers import Timer
 
 _DEFAULT: Any = object()
 

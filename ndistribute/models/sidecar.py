@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -91,11 +89,14 @@ class SidecarEvaluator:
         model.position = Position(0, called.members)
         called.on_train_begin()
         try:
-            while len(history.epoch) != self._most and not model.stop_training:
-                saved = self._next()
-                if saved is None:
+            for path in tensor_files.appearing(
+                self._directory, self._seen, self._poll, self._timeout
+            ):
+                saved = self._read(path)
+                if saved is not None:
+                    self._evaluate(saved, called)
+                if len(history.epoch) == self._most or model.stop_training:
                     break
-                self._evaluate(saved, called)
         finally:
             called.call("on_train_end", {})
         if not history.epoch:
@@ -118,23 +119,14 @@ class SidecarEvaluator:
         _log.info("step %d, %s: %s", step, saved.path.name, found)
         called.on_epoch_end(step, {f"val_{key}": value for key, value in found.items()})
 
-    def _next(self) -> Saved | None:
-        """Return the oldest checkpoint that was not read, or None if none came in time."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            for path in tensor_files.written(self._directory):
-                if path in self._seen:
-                    continue
-                self._seen.add(path)
-                try:
-                    return tensor_files.read(path)
-                except (CheckpointCorruptError, FileNotFoundError) as error:
-                    if path.exists():
-                        _log.warning("%s is damaged and not evaluated: %s", path, error)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            threading.Event().wait(min(self._poll, left))
+    def _read(self, path: Path) -> Saved | None:
+        """Return a checkpoint; None if it is damaged or was deleted."""
+        try:
+            return tensor_files.read(path)
+        except (CheckpointCorruptError, FileNotFoundError) as error:
+            if path.exists():
+                _log.warning("%s is damaged and not evaluated: %s", path, error)
+            return None
 
 
 def _step_of(saved: Saved) -> int:

@@ -446,6 +446,6 @@ def test_an_evaluator_goes_on_when_its_checkpoint_is_deleted(tmp_path: Path) -> 
         return inputs(12)()
 
     spec = EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=0)
-    found = training._Evaluations(model, spec).follow(4)
+    found = training.Evaluations(model, spec).follow(4)
     assert found["global_step"] == 4
     assert next(calls) == 2
