@@ -6,6 +6,10 @@ It counts steps or seconds since the last time. It has no thread: who asks also 
 from __future__ import annotations
 
 import time
+from typing import Any
+
+UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "default"})()
+"""Stands for an argument that was not passed, where None means never."""
 
 
 class Timer:
@@ -52,3 +56,10 @@ class Timer:
     def reset(self) -> None:
         """Be due at the next step, as at the first one."""
         self.last_step = None
+
+
+def steps_or_seconds(steps: Any, seconds: Any, default: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return two arguments, with None for 0 and `UNSET`; their defaults if both are `UNSET`."""
+    if steps is UNSET and seconds is UNSET:
+        return default
+    return None if steps is UNSET else steps or None, None if seconds is UNSET else seconds or None

@@ -9,7 +9,7 @@ import numpy as np
 
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.feature_column import dtype_of, input_layer, linear_model, sorted_columns
-from ndistribute.estimator.heads import BinaryHead, Head, MultiClassHead, RegressionHead
+from ndistribute.estimator.heads import Head, class_head, regression_head
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
 from ndistribute.graph import optimizers
@@ -58,7 +58,7 @@ class LinearRegressor(Estimator):
         optimizer: Any = None,
         config: RunConfig | None = None,
     ) -> None:
-        head = RegressionHead(label_dimension, weight_column)
+        head = regression_head(label_dimension, weight_column)
         super().__init__(_linear(head, feature_columns, optimizer), model_dir, config)
 
 
@@ -113,7 +113,7 @@ class DNNRegressor(Estimator):
         dropout: float | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        head = RegressionHead(label_dimension, weight_column)
+        head = regression_head(label_dimension, weight_column)
         network = _dense(head, hidden_units, feature_columns, activation_fn, dropout, optimizer)
         super().__init__(network, model_dir, config)
 
@@ -210,15 +210,11 @@ def _model_fn(
     return model_fn
 
 
-def _classes(
-    count: int, weight_column: str | None, vocabulary: Sequence[Any] | None
-) -> MultiClassHead:
+def _classes(count: int, weight_column: str | None, vocabulary: Sequence[Any] | None) -> Head:
     words = tuple(vocabulary or ())
     if count < 2 or len(words) not in (0, count):
         raise ValueError(
             f"n_classes must be 2 or more, and the length of label_vocabulary; got {count} and "
             f"{len(words)} words."
         )
-    if count == 2:
-        return BinaryHead(1, weight_column, words)
-    return MultiClassHead(count, weight_column, words)
+    return class_head(count, weight_column, words)

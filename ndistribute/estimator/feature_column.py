@@ -186,7 +186,7 @@ def categorical_column_with_hash_bucket(
     _at_least_one(
         hash_bucket_size, f"categorical_column_with_hash_bucket({key!r}): hash_bucket_size"
     )
-    return _looked_up(key, hash_bucket_size, "hashed", hash_bucket_size)
+    return _looked_up(key, hash_bucket_size, "lookup", np.array([], str), -1, hash_bucket_size)
 
 
 def indicator_column(categorical_column: CategoricalColumn) -> DenseColumn:
@@ -296,15 +296,12 @@ def linear_model(features: Features, feature_columns: Any, units: int = 1) -> An
         total: Any = get_variable("bias_weights", initializer=np.zeros(units, dtype))
         for column in columns:
             with variable_scope(None, column.name):
-                if isinstance(column, CategoricalColumn):
-                    start = np.zeros((column.buckets, units), dtype)
-                    weights = get_variable("weights", initializer=start)
-                    total = total + _combined(weights, column.ids(features), "sum")
-                else:
-                    values = column.values(features, True)
-                    start = np.zeros((column.width, units), dtype)
-                    weights = get_variable("weights", initializer=start)
-                    total = total + values @ weights
+                is_dense = not isinstance(column, CategoricalColumn)
+                values = column.values(features, True) if is_dense else column.ids(features)
+                rows = column.width if is_dense else column.buckets
+                weights = get_variable("weights", initializer=np.zeros((rows, units), dtype))
+                part = values @ weights if is_dense else _combined(weights, values, "sum")
+                total = total + part
     return total
 
 
@@ -356,12 +353,11 @@ def _feature(features: Features, key: str) -> Tensor:
 
 def _combined(table: Variable, ids: Any, combiner: str) -> Any:
     """Return the rows of a table for the ids of each example, combined into one."""
-    there = _function("there", ids, table.dtype)
-    rows = table[np.maximum(ids, 0)] * there
-    total = np.sum(rows, axis=1)
+    present = np.greater_equal(ids, 0).astype(table.dtype)[..., None]
+    total = np.sum(table[np.maximum(ids, 0)] * present, axis=1)
     if combiner == "sum":
         return total
-    count = np.maximum(np.sum(there, axis=1), 1)
+    count = np.maximum(np.sum(present, axis=1), 1)
     return total / (count if combiner == "mean" else np.sqrt(count))
 
 
@@ -406,21 +402,13 @@ def lookup(values: Any, vocabulary: Any, default: int, oov_buckets: int) -> Any:
     places = {_plain(word): place for place, word in enumerate(vocabulary.tolist())}
 
     def place(word: Any) -> int:
-        found = places.get(_plain(word))
-        if found is not None:
-            return found
+        known = places.get(_plain(word))
+        if known is not None:
+            return known
         if _is_missing(word):
             return -1
         return len(places) + _hash(word, oov_buckets) if oov_buckets else default
 
-    return _each(values, place)
-
-
-def _hashed(values: Any, buckets: int) -> Any:
-    return _each(values, lambda word: -1 if _is_missing(word) else _hash(word, buckets))
-
-
-def _each(values: Any, place: Callable[[Any], int]) -> Any:
     rows = _rows(values)
     return np.array([place(word) for word in rows.ravel().tolist()], np.int64).reshape(rows.shape)
 
@@ -446,11 +434,7 @@ def _counts(ids: Any, buckets: int) -> Any:
     return counts
 
 
-def _there(ids: Any, dtype: Any) -> Any:
-    return (ids >= 0).astype(dtype)[..., None]
-
-
-for _callable in (_numbers, _checked, lookup, _hashed, _counts, _there):
+for _callable in (_numbers, _checked, lookup, _counts):
     register(f"feature_column.{_callable.__name__.lstrip('_')}", _callable)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,28 +21,19 @@ Tensors = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Head(ABC):
+class Head:
     """What a ready-made estimator does with logits of shape ``(batch, units)``."""
 
     units: int
-    weight_column: str | None = None
-    vocabulary: tuple[Any, ...] = ()  # The labels by class; empty: labels are the classes.
-
-    @abstractmethod
-    def predictions(self, logits: Any) -> Tensors:
-        """Return tensors with an entry for each example."""
-
-    @abstractmethod
-    def losses(self, logits: Any, labels: Any) -> Any:
-        """Return the loss of each label."""
-
-    @abstractmethod
-    def labels(self, labels: Any) -> Any:
-        """Return labels of shape ``(batch, n)`` as losses and metrics use them."""
-
-    @abstractmethod
-    def metrics(self, labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
-        """Return metrics in addition to the average loss."""
+    weight_column: str | None
+    labels: Callable[[Any], Any]
+    """Returns labels of shape ``(batch, n)`` as losses and metrics use them."""
+    predictions: Callable[[Any], Tensors]
+    """Returns tensors with an entry for each example, from the logits."""
+    losses: Callable[[Any, Any], Any]
+    """Returns the loss of each label, from the logits and the labels."""
+    metrics: Callable[[Any, Tensors, Any], dict[str, Any]]
+    """Returns metrics in addition to the average loss, from labels, predictions and weights."""
 
     def spec(
         self,
@@ -78,86 +68,75 @@ class Head(ABC):
         return np.reshape(as_tensor(features[self.weight_column]), (-1, 1))
 
 
-@dataclass(frozen=True)
-class RegressionHead(Head):
-    """The head of a regression: the logits are the predictions, the loss is the squared error."""
-
-    def predictions(self, logits: Any) -> Tensors:
-        return {"predictions": logits}
-
-    def losses(self, logits: Any, labels: Any) -> Any:
-        return np.square(labels - logits)
-
-    def labels(self, labels: Any) -> Any:
-        return np.reshape(as_tensor(labels), (-1, self.units))
-
-    def metrics(self, labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
-        values = {"label/mean": labels, "prediction/mean": predicted["predictions"]}
-        return {name: metrics.mean(one, weights, name) for name, one in values.items()}
+def regression_head(units: int, weight_column: str | None) -> Head:
+    """Return the head of a regression: the logits are predictions, the loss the squared error."""
+    return Head(
+        units,
+        weight_column,
+        labels=lambda labels: np.reshape(as_tensor(labels), (-1, units)),
+        predictions=lambda logits: {"predictions": logits},
+        losses=lambda logits, labels: np.square(labels - logits),
+        metrics=lambda labels, predicted, weights: _means(
+            weights, {"label/mean": labels, "prediction/mean": predicted["predictions"]}
+        ),
+    )
 
 
-@dataclass(frozen=True)
-class MultiClassHead(Head):
-    """The head of a classification by softmax: one logit for each class."""
+def class_head(count: int, weight_column: str | None, vocabulary: tuple[Any, ...]) -> Head:
+    """Return the head of a classification: by one logit, of class 1, or by softmax.
 
-    @property
-    def classes(self) -> int:
-        """The number of classes."""
-        return self.units
+    Args:
+        count: the number of classes.
+        weight_column: see `LinearRegressor`.
+        vocabulary: the labels by class; empty: labels are the classes.
+    """
+    words = vocabulary or tuple(map(str, range(count)))
+    known = np.array(vocabulary) if vocabulary else None
 
-    def predictions(self, logits: Any) -> Tensors:
-        ids = np.argmax(logits, axis=1)
-        return {
-            "logits": logits,
-            "probabilities": np.exp(nn.log_softmax(logits, axis=1)),
-            **self._named(np.reshape(ids, (-1, 1))),
-        }
+    def labels(labels: Any) -> Any:
+        return apply_named("estimator.classes", (labels, count, known), {})
 
-    def losses(self, logits: Any, labels: Any) -> Any:
-        return -np.take_along_axis(nn.log_softmax(logits, axis=1), labels, axis=1)
-
-    def labels(self, labels: Any) -> Any:
-        words = np.array(self.vocabulary) if self.vocabulary else None
-        return apply_named("estimator.classes", (labels, self.classes, words), {})
-
-    def metrics(self, labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
-        return {"accuracy": metrics.accuracy(labels, predicted["class_ids"], weights)}
-
-    def _named(self, ids: Any) -> Tensors:
-        words = self.vocabulary or tuple(map(str, range(self.classes)))
+    def named(ids: Any) -> Tensors:
         return {"class_ids": ids, "classes": as_tensor(np.array(words))[ids]}
 
+    def accuracy(labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
+        return {"accuracy": metrics.accuracy(labels, predicted["class_ids"], weights)}
 
-@dataclass(frozen=True)
-class BinaryHead(MultiClassHead):
-    """The head of a classification in two classes: one logit, of class 1."""
+    def of_softmax(logits: Any) -> Tensors:
+        probabilities = np.exp(nn.log_softmax(logits, axis=1))
+        ids = np.reshape(np.argmax(logits, axis=1), (-1, 1))
+        return {"logits": logits, "probabilities": probabilities, **named(ids)}
 
-    @property
-    def classes(self) -> int:
-        """The number of classes."""
-        return 2
-
-    def predictions(self, logits: Any) -> Tensors:
+    def of_two(logits: Any) -> Tensors:
         positive = np.exp(-np.logaddexp(0, -logits))
-        return {
-            "logits": logits,
-            "logistic": positive,
-            "probabilities": np.concatenate([1 - positive, positive], axis=1),
-            **self._named(np.greater(logits, 0).astype(np.int64)),
-        }
+        both = np.concatenate([1 - positive, positive], axis=1)
+        ids = np.greater(logits, 0).astype(np.int64)
+        return {"logits": logits, "logistic": positive, "probabilities": both, **named(ids)}
 
-    def losses(self, logits: Any, labels: Any) -> Any:
-        return np.logaddexp(0, logits) - logits * labels
-
-    def metrics(self, labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
+    def metrics_of_two(labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
         ids = predicted["class_ids"]
         return {
-            **super().metrics(labels, predicted, weights),
+            **accuracy(labels, predicted, weights),
             "precision": metrics.precision(labels, ids, weights),
             "recall": metrics.recall(labels, ids, weights),
-            "label/mean": metrics.mean(labels, weights, "label/mean"),
-            "prediction/mean": metrics.mean(predicted["logistic"], weights, "prediction/mean"),
+            **_means(weights, {"label/mean": labels, "prediction/mean": predicted["logistic"]}),
         }
+
+    if count == 2:
+        return Head(1, weight_column, labels, of_two, _binary_cross_entropy, metrics_of_two)
+    return Head(count, weight_column, labels, of_softmax, _cross_entropy, accuracy)
+
+
+def _cross_entropy(logits: Any, labels: Any) -> Any:
+    return -np.take_along_axis(nn.log_softmax(logits, axis=1), labels, axis=1)
+
+
+def _binary_cross_entropy(logits: Any, labels: Any) -> Any:
+    return np.logaddexp(0, logits) - logits * labels
+
+
+def _means(weights: Any, values: Tensors) -> dict[str, Any]:
+    return {name: metrics.mean(value, weights, name) for name, value in values.items()}
 
 
 def _classes(labels: Any, count: int, words: Any) -> Any:

@@ -1,6 +1,9 @@
 """The loops of estimators on graphs: training, evaluation and prediction under a strategy.
 
-`ModelLoops` has the same methods for a compiled model, so an `Estimator` has either.
+Each replica has a graph of its own, made by the same model function, and a session with its own
+copies of the variables, which begin equal. A step runs all sessions, each on its replica's thread;
+gradients meet there, so the variables stay equal. `ModelLoops` has the same methods for a compiled
+model, so an `Estimator` has either.
 """
 
 from __future__ import annotations
@@ -11,25 +14,39 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ndistribute.context import get_strategy
-from ndistribute.data import InputContext
-from ndistribute.estimator.replicas import Batches, Replica, Replicas, build, dataset_of
+from ndistribute import tree
+from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.data import Dataset, InputContext
+from ndistribute.data.dataset import as_dataset
+from ndistribute.devices import to_host
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
 from ndistribute.graph import metrics
 from ndistribute.graph.devices import replica_device_setter
-from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.graph import Graph, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.hooks import LoggingTensorHook, NanTensorHook, StopAtStepHook
+from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
+from ndistribute.graph.operations import placeholder
+from ndistribute.graph.ops import op_named
+from ndistribute.graph.partition import pruned
 from ndistribute.graph.saver import latest_checkpoint
-from ndistribute.graph.variables import get_or_create_global_step
-from ndistribute.models.checkpoint import by_chief, read_newest
+from ndistribute.graph.session import Session
+from ndistribute.graph.variables import (
+    GLOBAL_VARIABLES,
+    get_or_create_global_step,
+    global_variables,
+    local_variables,
+    variables_initializer,
+)
+from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 
 _log = logging.getLogger("ndistribute")
 
@@ -77,7 +94,7 @@ class GraphLoops:
             self._training_session, [*stop, *spec.hooks], spec.saving_listeners
         )
         with self._opened(strategy, spec.input_fn, ModeKeys.TRAIN, session) as (batches, replicas):
-            replicas.run(batches.full(), after_step)
+            replicas.run(replicas.full(batches), after_step)
 
     def evaluate(self, strategy: Any, spec: EvalSpec, path: str | None) -> dict[str, Any]:
         """Return the metrics over the batches of an input function, with a checkpoint's values."""
@@ -98,15 +115,14 @@ class GraphLoops:
         self, input_fn: InputFn, keys: Sequence[str] | None, hooks: Sequence[Any], path: str | None
     ) -> Iterator[Any]:
         """Yield the predictions of some names, or all, for each batch of an input function."""
-        data = self._input(input_fn, ModeKeys.PREDICT, InputContext())
-        batches = iter(dataset_of(data, repeated=False))
+        batches = iter(self._dataset(input_fn, ModeKeys.PREDICT, InputContext()))
         batch = next(batches, None)
         if batch is None:
             return
         replica = build(
             functools.partial(self._call, ModeKeys.PREDICT),
             features_of(batch),
-            seed=self._config.tf_random_seed,
+            self._config.tf_random_seed,
         )
         replica.fetches = chosen(replica.spec.predictions, keys)
         with replica.graph.as_default():
@@ -151,45 +167,48 @@ class GraphLoops:
     @contextlib.contextmanager
     def _opened(
         self, strategy: Any, input_fn: InputFn, mode: str, session: Callable[[Replicas], Any]
-    ) -> Iterator[tuple[Batches, Replicas]]:
+    ) -> Iterator[tuple[Iterable[Any], Replicas]]:
         """Return a context manager with the batches and the replicas, whose sessions are open."""
-        config, context = self._config, None
-        training = mode == ModeKeys.TRAIN
-        if training and config.master:
-            context = InputContext(config.num_worker_replicas, config.resolver.worker_index or 0)
+        config, context, device = self._config, None, None
+        if mode == ModeKeys.TRAIN:
+            device = self._device()
+            if config.master:
+                worker = config.resolver.worker_index or 0
+                context = InputContext(config.num_worker_replicas, worker)
 
         def source(of_strategy: InputContext) -> Any:
-            data = self._input(input_fn, mode, context or of_strategy)
-            return dataset_of(data, repeated=training)
+            return self._dataset(input_fn, mode, context or of_strategy)
 
-        with contextlib.ExitStack() as stack:
-            batches = stack.enter_context(contextlib.closing(Batches(strategy, source)))
-            replicas = self._replicas(strategy, batches, mode)
-            stack.enter_context(replicas.first.graph.as_default())
-            replicas.open(stack, session(replicas))
-            yield batches, replicas
-
-    def _replicas(self, strategy: Any, batches: Batches, mode: str) -> Replicas:
         def make(features: Any, labels: Any) -> EstimatorSpec:
             get_default_graph().replicated = strategy.num_replicas_in_sync > 1
             return self._call(mode, features, labels)
 
-        with strategy.scope():
-            replicas = [
-                build(
-                    make,
-                    batches.example(rank),
-                    seed=self._config.tf_random_seed,
-                    rank=context.replica_id_in_sync_group,
-                    device=self._device() if mode == ModeKeys.TRAIN else None,
-                )
-                for rank, context in enumerate(strategy.replica_contexts)
-            ]
-        for replica in replicas:
-            replica.fetches = replica.spec.train_op
-            if mode == ModeKeys.EVAL:
-                _add_metrics(replica)
-        return Replicas(strategy, replicas)
+        with contextlib.ExitStack() as stack:
+            batches = iter(strategy.distribute_datasets_from_function(source))
+            stack.enter_context(contextlib.closing(batches))
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError("input_fn gave no batch: its dataset is empty.")
+            examples = zip(strategy.replica_contexts, strategy.local_results(batch), strict=True)
+            with strategy.scope():
+                built = [
+                    build(
+                        make,
+                        example,
+                        config.tf_random_seed,
+                        replica.replica_id_in_sync_group,
+                        device,
+                    )
+                    for replica, example in examples
+                ]
+            for replica in built:
+                replica.fetches = replica.spec.train_op
+                if mode == ModeKeys.EVAL:
+                    _add_metrics(replica)
+            replicas = Replicas(strategy, built)
+            stack.enter_context(replicas.first.graph.as_default())
+            replicas.open(stack, session(replicas))
+            yield itertools.chain([batch], batches), replicas
 
     def _device(self) -> Any:
         """Return what places operations; None: nothing, so that they are in this process."""
@@ -203,15 +222,16 @@ class GraphLoops:
         path = latest_checkpoint(str(self._config.model_dir))
         return 0 if path is None else int(read_newest(Path(path))[1]["global_step"])
 
-    def _input(self, input_fn: InputFn, mode: str, context: InputContext) -> Any:
-        return called_input(input_fn, mode, context, self._config, self._params)
+    def _dataset(self, input_fn: InputFn, mode: str, context: InputContext) -> Dataset:
+        return dataset_from(input_fn, mode, context, self._config, self._params)
 
     def _call(self, mode: str, features: Any, labels: Any) -> EstimatorSpec:
         """Return what the model function makes of features and labels."""
-        if labels is not None and "labels" not in _arguments(self._model_fn):
+        if labels is not None and "labels" not in arguments_of(self._model_fn):
             raise ValueError("input_fn gave labels, and the model function does not take any.")
-        known = {"features": features, "labels": labels, "mode": mode, "config": self._config}
-        spec = _called(self._model_fn, self._params, known)
+        known = {"features": features, "labels": labels, "mode": mode}
+        known |= {"config": self._config, "params": self._params}
+        spec = called(self._model_fn, known)
         if not isinstance(spec, EstimatorSpec):
             raise TypeError(f"the model function must return an EstimatorSpec, got {spec!r}.")
         if spec.mode != mode:
@@ -223,7 +243,7 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
     """Raise an error unless a model function has the arguments that it may have."""
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
-    arguments = _arguments(model_fn)
+    arguments = arguments_of(model_fn)
     known = {"features", "labels", "mode", "params", "config"}
     if "features" not in arguments:
         raise ValueError(f"model_fn must have an argument features; it has {list(arguments)}.")
@@ -234,34 +254,11 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
         raise ValueError(f"model_fn has unknown arguments {unknown}: use any of {sorted(known)}.")
 
 
-def called_input(
-    input_fn: InputFn, mode: str, context: InputContext, config: RunConfig, params: Any
-) -> Any:
-    """Return what an input function returns, called with those of the arguments that it takes."""
-    with Graph().as_default():  # The graph of a training that is under way is final.
-        known = {"mode": mode, "config": config, "input_context": context}
-        return _called(input_fn, params, known)
-
-
-def _called(function: Callable[..., Any], params: Any, known: Mapping[str, Any]) -> Any:
-    # The function may change its params.
-    values = {"params": copy.deepcopy(params), **known}
-    arguments = _arguments(function)
-    return function(**{name: value for name, value in values.items() if name in arguments})
-
-
-def _arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments of a function, but for those that a `partial` gives."""
-    bound = function.keywords if isinstance(function, functools.partial) else {}
-    return [name for name in inspect.signature(function).parameters if name not in bound]
-
-
 def _add_metrics(replica: Replica) -> None:
     """Let a replica compute the metrics of an evaluation: their values, and updates by a batch."""
     spec = replica.spec
-    for name in ("loss", "global_step"):
-        if name in spec.eval_metric_ops:
-            raise ValueError(f"a metric cannot have the name {name!r}: estimators add it.")
+    for name in {"loss", "global_step"} & {*spec.eval_metric_ops}:
+        raise ValueError(f"a metric cannot have the name {name!r}: estimators add it.")
     with replica.graph.as_default():
         pairs = {**spec.eval_metric_ops, "loss": metrics.mean(spec.loss, name="loss")}
         replica.results = {name: value for name, (value, _) in pairs.items()}
@@ -291,3 +288,224 @@ def chosen(predictions: Any, keys: Sequence[str] | None) -> Any:
     if unknown:
         raise ValueError(f"there are no predictions {unknown}: there are {list(known)}.")
     return {key: predictions[key] for key in keys}
+
+
+@dataclass
+class Replica:
+    """The graph of a replica, and its session once it is open."""
+
+    graph: Graph
+    inputs: Sequence[Tensor]
+    spec: EstimatorSpec
+    fetches: Any = None  # What each step computes.
+    results: Any = None  # What the last one has computed: the metrics of an evaluation.
+    session: Any = None
+    raw: Any = None  # The session without hooks.
+
+    def run(self, batch: Any) -> Any:
+        """Return what the session computes, on the host, for a batch."""
+        values = map(to_host, _arrays(batch))
+        return self.session.run(self.fetches, dict(zip(self.inputs, values, strict=True)))
+
+
+def build(
+    make: Callable[[Any, Any], EstimatorSpec],
+    batch: Any,
+    seed: int | None = None,
+    rank: int = 0,
+    device: Any = None,
+) -> Replica:
+    """Return the graph of a model, with placeholders for features and labels like those of a batch.
+
+    Args:
+        make: the model as a function of features and labels.
+        batch: features, or features and labels.
+        seed: the seed of the graph; None: a new one for each random operation.
+        rank: the number of the replica; each draws other random numbers.
+        device: where operations are placed, see `Graph.device`.
+    """
+    graph = Graph()
+    if seed is not None:
+        numbers = np.random.SeedSequence([seed, rank]).generate_state(1)
+        graph.seed = int(numbers[0]) if rank else seed
+    with graph.as_default(), graph.device(device):
+        get_or_create_global_step()
+        features, labels = _split(batch)
+        features = tree.map_leaves(_input, features)
+        labels = None if labels is None else tree.map_leaves(_input, labels)
+        return Replica(graph, _arrays((features, labels)), make(features, labels))
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of this process under a strategy."""
+
+    strategy: Any
+    all: Sequence[Replica]
+
+    @property
+    def first(self) -> Replica:
+        """The replica whose session has the hooks and writes the checkpoints."""
+        return self.all[0]
+
+    def current(self) -> Replica:
+        """Return the replica of this thread."""
+        context = get_replica_context()
+        return self.all[0 if context is None else context.local_replica_id]
+
+    def open(self, stack: contextlib.ExitStack, session: Any) -> None:
+        """Open the sessions, until the stack is closed, with the values of the very first.
+
+        Args:
+            stack: closes the sessions.
+            session: the session of the first replica, with its hooks.
+        """
+        first = self.first
+        first.session = stack.enter_context(session)
+        first.raw = session.run_step_fn(lambda context: context.session)
+        for replica in self.all[1:]:
+            with replica.graph.as_default():
+                initializer = variables_initializer([*global_variables(), *local_variables()])
+                replica.session = replica.raw = stack.enter_context(contextlib.closing(Session()))
+            replica.session.run(initializer)
+        self._exchange(
+            GLOBAL_VARIABLES, lambda values, context: context.communicator.broadcast(values)
+        )
+
+    def run(self, batches: Iterable[Any], after_step: Callable[[], None] = lambda: None) -> None:
+        """Make a step with each batch until a hook asks to stop, which it may have done before."""
+
+        def step(part: Any) -> None:
+            if not is_empty(part):
+                self.current().run(part)
+
+        session, batches = self.first.session, iter(batches)
+        while not session.should_stop() and (batch := next(batches, None)) is not None:
+            self.strategy.run(step, (batch,))
+            after_step()
+
+    def full(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches until a replica of any worker has no examples."""
+        for batch in batches:
+            empty = any(map(is_empty, self.strategy.local_results(batch)))
+            if on_any_worker(self.strategy, empty):
+                return
+            yield batch
+
+    def sum_up_metrics(self) -> None:
+        """Give the variables of metrics the sums of their values over all replicas."""
+        self._exchange(
+            metrics.METRIC_VARIABLES, lambda values, context: context.all_reduce("sum", values)
+        )
+
+    def _exchange(self, collection: str, exchange: Callable[[Any, Any], Any]) -> None:
+        """Give variables what a collective of the replicas returns for their values."""
+
+        def step() -> None:
+            replica, context = self.current(), get_replica_context()
+            variables = replica.graph.get_collection(collection)
+            values = exchange(replica.raw.run(variables), context)
+            for variable, value in zip(variables, values, strict=True):
+                variable.load(value, replica.raw)
+
+        if self.strategy.num_replicas_in_sync > 1:
+            self.strategy.run(step)
+
+
+def dataset_from(
+    input_fn: Callable[..., Any], mode: str, context: InputContext, config: Any, params: Any
+) -> Dataset:
+    """Return what an input function gives, as a dataset of batches; one is repeated in training."""
+    with Graph().as_default():  # The graph of a training that is under way is final.
+        known = {"mode": mode, "input_context": context, "config": config, "params": params}
+        return dataset_of(called(input_fn, known), repeated=mode == ModeKeys.TRAIN)
+
+
+def called(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
+    """Return the result of a function, called with those of the arguments that it takes.
+
+    It gets a copy of ``params``, which it may change.
+    """
+    names = arguments_of(function)
+    values = {name: value for name, value in known.items() if name in names}
+    if "params" in values:
+        values["params"] = copy.deepcopy(values["params"])
+    return function(**values)
+
+
+def arguments_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of a function, but for those that a `partial` gives."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return [name for name in inspect.signature(function).parameters if name not in bound]
+
+
+def dataset_of(given: Any, *, repeated: bool) -> Dataset:
+    """Return what an input function returned as a dataset of batches.
+
+    Args:
+        given: a dataset, another re-iterable of batches, the tensors of a `DatasetIterator`, or one
+            batch: an array, a dict of arrays, or a tuple of features and labels.
+        repeated: whether one batch is given again and again.
+    """
+    if any(isinstance(leaf, Tensor) for leaf in tree.flatten(given)):
+        return _dataset_behind(given, repeated)
+    if not isinstance(given, tuple | dict) and not hasattr(given, "dtype"):
+        return as_dataset(given)
+    one = given[0] if isinstance(given, tuple) and len(given) == 2 and given[1] is None else given
+    dataset = Dataset.from_tensors(tree.map_leaves(np.asarray, one))
+    return dataset.repeat() if repeated else dataset
+
+
+def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
+    """Return the dataset of batches like a nest of tensors: of an iterator, or of constants."""
+    leaves = tree.flatten(nest)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sources = {iterator_of(leaf) for leaf in tensors}
+    iterator = sources.pop()
+    if iterator is None or sources or len(tensors) < len(leaves):
+        graph = tensors[0].graph
+        definitions = {op.name: op.definition for op in graph.get_operations()}
+        needed = pruned(definitions, [one.name for one in tensors], [], [])
+        if not all(op_named(op.kind).pure for op in needed):
+            raise ValueError(
+                "input_fn returned tensors that are neither constant nor the results of one "
+                "get_next(): compute with them in the model function, or with arrays in "
+                "dataset.map()."
+            )
+        with graph.as_default(), contextlib.closing(Session()) as session:
+            return dataset_of(session.run(tree.map_leaves(as_tensor, nest)), repeated=repeated)
+
+    def like_nest(*batch: Any) -> Any:
+        arrays = tree.flatten(batch)
+        return tree.unflatten(nest, [arrays[leaf.index] for leaf in leaves])
+
+    return as_dataset(iterator.dataset).map(like_nest)
+
+
+def is_empty(batch: Any) -> bool:
+    """Return True if a batch has no examples."""
+    return any(np.ndim(one) and not len(one) for one in _arrays(batch))
+
+
+def _split(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple):
+        return batch, None
+    if len(batch) != 2:
+        raise ValueError(
+            f"a batch of input_fn is a tuple of {len(batch)} parts: it must be features, or a "
+            "tuple of features and labels."
+        )
+    return batch[0], batch[1]
+
+
+def _arrays(batch: Any) -> list[Any]:
+    features, labels = _split(batch)
+    return [*tree.flatten(features), *([] if labels is None else tree.flatten(labels))]
+
+
+def _input(example: Any) -> Tensor:
+    """Return the placeholder for batches like an example."""
+    array = example if hasattr(example, "dtype") else np.asarray(example)
+    dtype = np.dtype(object) if array.dtype.kind in "US" else array.dtype
+    shape = (None, *array.shape[1:]) if array.ndim else ()
+    return placeholder(dtype, shape, name="input")

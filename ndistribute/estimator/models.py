@@ -14,8 +14,7 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.data import Dataset, InputContext
 from ndistribute.estimator.estimator import Estimator
-from ndistribute.estimator.loops import InputFn, called_input, chosen, features_of
-from ndistribute.estimator.replicas import dataset_of
+from ndistribute.estimator.loops import InputFn, chosen, dataset_from, features_of
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.callbacks.callback import Callback
@@ -132,8 +131,7 @@ class ModelLoops:
 
     def _data(self, input_fn: InputFn, mode: str) -> Dataset:
         """Return the batches, and create the variables that checkpoints contain."""
-        batches = called_input(input_fn, mode, InputContext(), self._config, {})
-        data = dataset_of(batches, repeated=mode == ModeKeys.TRAIN)
+        data = dataset_from(input_fn, mode, InputContext(), self._config, {})
         if not self._model.built:
             batch = next(iter(data), None)
             if batch is None:

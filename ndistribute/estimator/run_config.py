@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ndistribute.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from ndistribute.timers import UNSET, steps_or_seconds
 
-_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "default"})()
 _SAVE_SECONDS = 600
 
 
@@ -46,8 +46,8 @@ class RunConfig:
     model_dir: str | None = None
     tf_random_seed: int | None = None
     save_summary_steps: int | None = 100
-    save_checkpoints_steps: int | None = _UNSET
-    save_checkpoints_secs: float | None = _UNSET
+    save_checkpoints_steps: int | None = UNSET
+    save_checkpoints_secs: float | None = UNSET
     session_config: Any = None
     keep_checkpoint_max: int = 5
     log_step_count_steps: int | None = 100
@@ -57,18 +57,18 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
-        if _UNSET not in (steps, seconds) and None not in (steps, seconds):
+        if not {None, UNSET} & {steps, seconds}:
             raise ValueError(
                 "RunConfig: save_checkpoints_steps and save_checkpoints_secs exclude each other."
             )
-        if seconds is _UNSET:
-            seconds = _SAVE_SECONDS if steps is _UNSET else None
+        for name, value in (("steps", steps), ("secs", seconds)):
+            if value not in (None, UNSET) and value <= 0:
+                raise ValueError(
+                    f"RunConfig: save_checkpoints_{name} must be above 0, got {value}."
+                )
+        steps, seconds = steps_or_seconds(steps, seconds, (None, _SAVE_SECONDS))
+        object.__setattr__(self, "save_checkpoints_steps", steps)
         object.__setattr__(self, "save_checkpoints_secs", seconds)
-        object.__setattr__(self, "save_checkpoints_steps", None if steps is _UNSET else steps)
-        for name in ("save_checkpoints_steps", "save_checkpoints_secs"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"RunConfig: {name} must be above 0, got {value}.")
         keep = self.keep_checkpoint_max
         if keep is not None and keep < 0:
             raise ValueError(f"RunConfig: keep_checkpoint_max must be 0 or more, got {keep}.")
@@ -120,10 +120,7 @@ class RunConfig:
 
     def replace(self, **changes: Any) -> RunConfig:
         """Return a copy with other values."""
-        for one, other in (
-            ("save_checkpoints_steps", "save_checkpoints_secs"),
-            ("save_checkpoints_secs", "save_checkpoints_steps"),
-        ):
-            if changes.get(one) is not None:
-                changes.setdefault(other, None)
+        frequencies = ("save_checkpoints_steps", "save_checkpoints_secs")
+        if any(changes.get(name) is not None for name in frequencies):
+            changes = dict.fromkeys(frequencies) | changes
         return dataclasses.replace(self, **changes)

@@ -103,39 +103,31 @@ def _await_workers(addresses: Sequence[str]) -> None:
 
 def _train_alone(estimator: Estimator, spec: TrainSpec, eval_spec: EvalSpec) -> Any:
     """Train, with an evaluation between two steps after each checkpoint."""
-    evaluations, saved = Evaluations(estimator, eval_spec), _Saved()
-
-    def after_step() -> None:
-        if saved.is_new and evaluations.is_time():
-            saved.is_new = False
-            evaluations.evaluate()
-
-    listening = dataclasses.replace(spec, saving_listeners=[*spec.saving_listeners, saved])
-    estimator.loops.train(listening, after_step=after_step)
+    evaluations = Evaluations(estimator, eval_spec)
+    listening = dataclasses.replace(spec, saving_listeners=[*spec.saving_listeners, evaluations])
+    estimator.loops.train(listening, after_step=evaluations.evaluate_if_due)
     return evaluations.evaluate()
 
 
-class _Saved(CheckpointSaverListener):
-    """Knows whether there is a new checkpoint."""
-
-    is_new = False
-
-    def after_save(self, session: Any, global_step_value: int) -> None:
-        self.is_new = True
-
-
-class Evaluations:
+class Evaluations(CheckpointSaverListener):
     """The evaluations of an estimator's checkpoints, one for each."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
         self._timer = Timer(seconds=spec.throttle_secs)
+        self._has_new = False
         self._evaluated: str | None = None
         self._metrics: Any = None
 
-    def is_time(self) -> bool:
-        """Return True if the last evaluation began long enough ago."""
-        return self._timer.is_due()
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        """Remember that there is a checkpoint to evaluate."""
+        self._has_new = True
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate a new checkpoint, unless the last evaluation began shortly before."""
+        if self._has_new and self._timer.is_due():
+            self._has_new = False
+            self.evaluate()
 
     def evaluate(self) -> Any:
         """Return the metrics of the newest checkpoint."""

@@ -25,12 +25,12 @@ from ndistribute.graph.variables import (
     report_uninitialized_variables,
     variables_initializer,
 )
+from ndistribute.timers import UNSET, steps_or_seconds
 
 T = TypeVar("T")
 _RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 10.0  # A mistyped address should not be waited for without a word.
-_DEFAULT: Any = object()
 _log = logging.getLogger("ndistribute")
 
 
@@ -82,16 +82,16 @@ class Scaffold:
                     setattr(self, name, made)
         if not graph.finalized:
             variables = global_variables()
-            if self.init_op is None:
-                self.init_op = variables_initializer(variables)
-            if self.local_init_op is None:
-                self.local_init_op = variables_initializer(local_variables(), "local_init")
-            if self.ready_op is None:
-                self.ready_op = report_uninitialized_variables(variables)
-            if self.summary_op is None:
-                self.summary_op = summary.merge_all()
-            if self.saver is None and variables:
-                self.saver = Saver(max_to_keep=self.max_to_keep)
+            makers: dict[str, Callable[[], Any]] = {
+                "init_op": lambda: variables_initializer(variables),
+                "local_init_op": lambda: variables_initializer(local_variables(), "local_init"),
+                "ready_op": lambda: report_uninitialized_variables(variables),
+                "summary_op": summary.merge_all,
+                "saver": lambda: Saver(max_to_keep=self.max_to_keep) if variables else None,
+            }
+            for name, make in makers.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, make())
             earlier.append(self)
             graph.finalize()
         return self
@@ -230,14 +230,14 @@ class MonitoredTrainingSession:
         scaffold: Scaffold | None = None,
         hooks: Sequence[h.SessionRunHook] | None = None,
         chief_only_hooks: Sequence[h.SessionRunHook] | None = None,
-        save_checkpoint_secs: float | None = _DEFAULT,
-        save_summaries_steps: int | None = _DEFAULT,
-        save_summaries_secs: float | None = _DEFAULT,
+        save_checkpoint_secs: float | None = UNSET,
+        save_summaries_steps: int | None = UNSET,
+        save_summaries_secs: float | None = UNSET,
         config: Any = None,
         stop_grace_period_secs: float = 120,
         log_step_count_steps: int | None = 100,
         max_wait_secs: float = 7200,
-        save_checkpoint_steps: int | None = _DEFAULT,
+        save_checkpoint_steps: int | None = UNSET,
         summary_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._target, self._is_chief, self._config = master, is_chief, config
@@ -247,19 +247,17 @@ class MonitoredTrainingSession:
         self._hooks = list(hooks or [])
         self.graph = get_default_graph()
         if is_chief:
-            self._hooks += chief_only_hooks or []
             folder = summary_dir or checkpoint_dir
-            if folder is not None:
-                if log_step_count_steps:
-                    self._hooks.append(h.StepCounterHook(log_step_count_steps, output_dir=folder))
-                steps, seconds = _given(save_summaries_steps, save_summaries_secs, (100, None))
-                if steps or seconds:
-                    writing = h.SummarySaverHook(steps, seconds, folder, scaffold=self._scaffold)
-                    self._hooks.append(writing)
-            steps, seconds = _given(save_checkpoint_steps, save_checkpoint_secs, (None, 600.0))
-            if checkpoint_dir is not None and (steps or seconds):
+            summaries = steps_or_seconds(save_summaries_steps, save_summaries_secs, (100, None))
+            saves = steps_or_seconds(save_checkpoint_steps, save_checkpoint_secs, (None, 600.0))
+            self._hooks += chief_only_hooks or []
+            if folder is not None and log_step_count_steps:
+                self._hooks.append(h.StepCounterHook(log_step_count_steps, output_dir=folder))
+            if folder is not None and any(summaries):
+                self._hooks.append(h.SummarySaverHook(*summaries, folder, scaffold=self._scaffold))
+            if checkpoint_dir is not None and any(saves):
                 options: Any = {"scaffold": self._scaffold, "listeners": self._scaffold.listeners}
-                self._hooks.append(h.CheckpointSaverHook(checkpoint_dir, seconds, steps, **options))
+                self._hooks.append(h.CheckpointSaverHook(checkpoint_dir, *saves[::-1], **options))
         self.coordinator = Coordinator()
         self._session: Session | None = None
         try:
@@ -384,10 +382,3 @@ class MonitoredTrainingSession:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-
-def _given(steps: Any, seconds: Any, default: Sequence[Any]) -> Sequence[Any]:
-    """Return what was given of two arguments, with None for the other one, or their defaults."""
-    if steps is _DEFAULT and seconds is _DEFAULT:
-        return default
-    return [None if one is _DEFAULT else one or None for one in (steps, seconds)]
