@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -121,67 +121,69 @@ def retried(make: Callable[[], T], max_wait_secs: float) -> T:
             time.sleep(_POLL_SECONDS)
 
 
-def prepare_session(
-    scaffold: Scaffold, target: str, config: Any, folder: Any, recovered: bool = False
+def open_session(
+    scaffold: Scaffold,
+    target: str,
+    config: Any,
+    folder: Any,
+    max_wait_secs: float,
+    is_chief: bool = True,
+    is_recovered: bool = False,
 ) -> Session:
-    """Return a session whose variables have values: those of the last checkpoint, or the first.
+    """Return a session whose variables have values.
+
+    The chief gives them those of the last checkpoint of a folder, or the first; a session that is
+    recovered keeps what they have. Others wait for the chief, and all for tasks that come back.
 
     Raises:
         FailedPreconditionError: a variable has no value afterwards.
-    """
-    with _opened(scaffold, target, config) as session:
-        restored = None
-        if folder and scaffold.saver is not None:
-            restored = scaffold.saver.restore_latest(session, folder)
-        kept = restored is None and recovered and is_ready(session, scaffold.ready_op)
-        if restored is None and not kept:
-            session.run(scaffold.init_op, scaffold.init_feed_dict)
-            if scaffold.init_fn is not None:
-                scaffold.init_fn(scaffold, session)
-        if scaffold.local_init_op is not None:
-            session.run(scaffold.local_init_op)
-        if not is_ready(session, scaffold.ready_op):
-            raise errors.FailedPreconditionError(
-                f"not ready after the initialisation: {session.run(scaffold.ready_op)}"
-                + (f" and the restored {restored}" if restored else "")
-                + ": init_op and the saver must cover all of them."
-            )
-        return session
-
-
-def wait_for_session(scaffold: Scaffold, target: str, config: Any, max_wait_secs: float) -> Session:
-    """Return a session once the chief has given the variables their values.
-
-    Raises:
-        DeadlineExceededError: it has not within `max_wait_secs`.
+        DeadlineExceededError: the chief has not given them values within `max_wait_secs`.
     """
 
-    def make() -> Session:
-        with _opened(scaffold, target, config) as session:
-            if not is_ready(session, scaffold.ready_op):
+    def attempt() -> Session:
+        session = Session(target, config=config, job=scaffold.jobs.get(target, ""))
+        try:
+            if is_chief:
+                restored = _restore_or_initialize(session, scaffold, folder, is_recovered)
+            elif not is_ready(session, scaffold.ready_op):
                 raise errors.UnavailableError("the chief has not initialised the variables.")
             if scaffold.local_init_op is not None:
                 session.run(scaffold.local_init_op)
-            return session
+            if is_chief and not is_ready(session, scaffold.ready_op):
+                raise errors.FailedPreconditionError(
+                    f"not ready after the initialisation: {session.run(scaffold.ready_op)}"
+                    + (f" and the restored {restored}" if restored else "")
+                    + ": init_op and the saver must cover all of them."
+                )
+            scaffold.jobs[target] = session.job
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     try:
-        return retried(make, max_wait_secs)
+        return retried(attempt, max_wait_secs)
     except _RECOVERABLE as error:
+        if is_chief:
+            raise
         raise errors.DeadlineExceededError(
             f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Does the chief run?"
         ) from error
 
 
-@contextlib.contextmanager
-def _opened(scaffold: Scaffold, target: str, config: Any) -> Iterator[Session]:
-    """Return a context manager with a new session, which is closed if the block fails."""
-    session = Session(target, config=config, job=scaffold.jobs.get(target, ""))
-    try:
-        yield session
-        scaffold.jobs[target] = session.job
-    except BaseException:
-        session.close()
-        raise
+def _restore_or_initialize(
+    session: Session, scaffold: Scaffold, folder: Any, is_recovered: bool
+) -> str | None:
+    """Give variables their values; return the path of the checkpoint that has been restored."""
+    if folder and scaffold.saver is not None:
+        restored = scaffold.saver.restore_latest(session, folder)
+        if restored is not None:
+            return restored
+    if not (is_recovered and is_ready(session, scaffold.ready_op)):
+        session.run(scaffold.init_op, scaffold.init_feed_dict)
+        if scaffold.init_fn is not None:
+            scaffold.init_fn(scaffold, session)
+    return None
 
 
 class MonitoredTrainingSession:
@@ -240,10 +242,12 @@ class MonitoredTrainingSession:
         save_checkpoint_steps: int | None = UNSET,
         summary_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._target, self._is_chief, self._config = master, is_chief, config
-        self._folder, self._max_wait = checkpoint_dir, max_wait_secs
+        self._target, self._max_wait = master, max_wait_secs
         self._grace = stop_grace_period_secs
         self._scaffold = scaffold or Scaffold()
+        self._open = functools.partial(
+            open_session, self._scaffold, master, config, checkpoint_dir, max_wait_secs, is_chief
+        )
         self._hooks = list(hooks or [])
         self.graph = get_default_graph()
         if is_chief:
@@ -355,14 +359,7 @@ class MonitoredTrainingSession:
         return values["caller"]
 
     def _create(self, recovered: bool) -> None:
-        if self._is_chief:
-            self._session = prepare_session(
-                self._scaffold, self._target, self._config, self._folder, recovered
-            )
-        else:
-            self._session = wait_for_session(
-                self._scaffold, self._target, self._config, self._max_wait
-            )
+        self._session = self._open(recovered)
         try:
             for hook in self._hooks:
                 hook.after_create_session(self._session, self.coordinator)

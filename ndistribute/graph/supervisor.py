@@ -13,18 +13,18 @@ from typing import Any
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import write_speed
-from ndistribute.graph.monitored import Scaffold, prepare_session, retried, wait_for_session
+from ndistribute.graph.monitored import Scaffold, open_session
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import find_global_step
-from ndistribute.timers import Timer
-
-_DEFAULT: Any = object()
+from ndistribute.timers import UNSET, Timer
 
 
-class Supervisor:
+class Supervisor(Coordinator):
     """Starts a training, saves its state and summaries, counts its steps, and stops its threads.
+
+    It is the coordinator, `coord`, of these threads.
 
     The chief gives variables their values, those of the last checkpoint in `logdir` if there is
     one; others wait for it. Make it when the graph is complete.
@@ -65,54 +65,42 @@ class Supervisor:
         init_feed_dict: Any = None,
         local_init_op: Any = None,
         logdir: str | os.PathLike[str] | None = None,
-        summary_op: Any = _DEFAULT,
-        saver: Any = _DEFAULT,
+        summary_op: Any = UNSET,
+        saver: Any = UNSET,
         global_step: Any = None,
         save_summaries_secs: float = 120,
         save_model_secs: float = 600,
         recovery_wait_secs: float = 30,
         stop_grace_secs: float = 120,
         checkpoint_basename: str = "model.ckpt",
-        summary_writer: Any = _DEFAULT,
+        summary_writer: Any = UNSET,
         init_fn: Callable[[Any], None] | None = None,
     ) -> None:
+        super().__init__()
         self.graph = graph or get_default_graph()
-        self.is_chief = is_chief
-        self.coord = Coordinator()
-        self._folder = logdir
-        self._name = checkpoint_basename
-        self._grace = stop_grace_secs
+        self.is_chief, self.coord = is_chief, self
+        self.save_path = str(Path(logdir or "", checkpoint_basename))
+        """The beginning of the paths of checkpoints."""
+        self._folder, self._grace = logdir, stop_grace_secs
         self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
-            self.global_step = (
-                global_step if global_step is not None else find_global_step(self.graph)
-            )
-            self._scaffold = Scaffold(
+            self.global_step = find_global_step(self.graph) if global_step is None else global_step
+            self._scaffold = scaffold = Scaffold(
                 init_op,
                 init_feed_dict,
                 None if init_fn is None else lambda _, session: init_fn(session),
                 ready_op,
                 local_init_op,
-                saver=None if saver is _DEFAULT else saver,
+                saver=None if saver is UNSET else saver,
                 ready_for_local_init_op=ready_for_local_init_op,
             ).finalize()
-        if saver is None:
-            self._scaffold.saver = None
-        if summary_op is not _DEFAULT:
-            self._scaffold.summary_op = summary_op
-        if summary_writer is _DEFAULT:
+        self.saver: Saver | None = None if saver is None else scaffold.saver
+        """What saves and restores."""
+        scaffold.saver = self.saver
+        scaffold.summary_op = scaffold.summary_op if summary_op is UNSET else summary_op
+        if summary_writer is UNSET:
             summary_writer = FileWriter(logdir) if logdir and is_chief else None
         self.summary_writer: FileWriter | None = summary_writer
-
-    @property
-    def saver(self) -> Saver | None:
-        """What saves and restores."""
-        return self._scaffold.saver
-
-    @property
-    def save_path(self) -> str:
-        """The beginning of the paths of checkpoints."""
-        return str(Path(self._folder or "") / self._name)
 
     def prepare_or_wait_for_session(
         self,
@@ -134,13 +122,10 @@ class Supervisor:
         if wait_for_checkpoint:
             raise ValueError("wait_for_checkpoint must be False: who waits is not the chief.")
         with self.graph.as_default():
-            if not self.is_chief:
-                return wait_for_session(self._scaffold, master, config, max_wait_secs)
-            session = retried(
-                lambda: prepare_session(self._scaffold, master, config, self._folder),
-                max_wait_secs,
+            session = open_session(
+                self._scaffold, master, config, self._folder, max_wait_secs, self.is_chief
             )
-        if start_standard_services:
+        if start_standard_services and self.is_chief:
             self._start_services(session)
         return session
 
@@ -157,18 +142,16 @@ class Supervisor:
         """Return a context manager with a session; at its end the threads are stopped.
 
         A failure in the block, or in a thread, is raised at its end; the end of the input is none.
-        The chief saves a last checkpoint, unless there was one.
+        The chief saves a last checkpoint, unless an interrupt ended the block.
         """
         session, is_interrupted = None, True
         try:
-            session = self.prepare_or_wait_for_session(
-                master, config, start_standard_services=start_standard_services
-            )
-            with self.graph.as_default(), session.as_default():
-                yield session
-            is_interrupted = False
-        except Exception as error:
-            self.request_stop(error)
+            with self.stop_on_exception():
+                session = self.prepare_or_wait_for_session(
+                    master, config, start_standard_services=start_standard_services
+                )
+                with self.graph.as_default(), session.as_default():
+                    yield session
             is_interrupted = False
         finally:
             try:
@@ -179,21 +162,13 @@ class Supervisor:
                 if session:
                     session.close()
 
-    def should_stop(self) -> bool:
-        """Return True once `request_stop` was called, or a thread failed."""
-        return self.coord.should_stop()
-
-    def request_stop(self, ex: BaseException | None = None) -> None:
-        """Ask all threads to stop."""
-        self.coord.request_stop(ex)
-
     def stop(
         self, threads: list[threading.Thread] | None = None, close_summary_writer: bool = True
     ) -> None:
         """Stop the threads, and raise the first failure."""
-        self.coord.request_stop()
+        self.request_stop()
         try:
-            self.coord.join(threads, stop_grace_period_secs=self._grace)
+            self.join(threads, stop_grace_period_secs=self._grace)
         finally:
             if close_summary_writer and self.summary_writer is not None:
                 self.summary_writer.close()
@@ -212,14 +187,14 @@ class Supervisor:
         """
 
         def work() -> None:
-            with self.coord.stop_on_exception():
+            with self.stop_on_exception():
                 due = time.monotonic()
-                while not self.coord.wait_for_stop(max(0.0, due - time.monotonic())):
+                while not self.wait_for_stop(max(0.0, due - time.monotonic())):
                     due += timer_interval_secs or 0.0
                     target(*(args or ()), **(kwargs or {}))
 
         thread = threading.Thread(target=work, name="supervisor", daemon=True)
-        self.coord.register_thread(thread)
+        self.register_thread(thread)
         thread.start()
         return thread
 
