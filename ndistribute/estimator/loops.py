@@ -39,13 +39,7 @@ from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
-from ndistribute.graph.variables import (
-    GLOBAL_VARIABLES,
-    get_or_create_global_step,
-    global_variables,
-    local_variables,
-    variables_initializer,
-)
+from ndistribute.graph.variables import GLOBAL_VARIABLES, get_or_create_global_step
 from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 
 _log = logging.getLogger("ndistribute")
@@ -300,7 +294,11 @@ class Replica:
     fetches: Any = None  # What each step computes.
     results: Any = None  # What the last one has computed: the metrics of an evaluation.
     session: Any = None
-    raw: Any = None  # The session without hooks.
+
+    @property
+    def raw(self) -> Any:
+        """The session without hooks."""
+        return self.session.run_step_fn(lambda context: context.session)
 
     def run(self, batch: Any) -> Any:
         """Return what the session computes, on the host, for a batch."""
@@ -360,14 +358,10 @@ class Replicas:
             stack: closes the sessions.
             session: the session of the first replica, with its hooks.
         """
-        first = self.first
-        first.session = stack.enter_context(session)
-        first.raw = session.run_step_fn(lambda context: context.session)
+        self.first.session = stack.enter_context(session)
         for replica in self.all[1:]:
             with replica.graph.as_default():
-                initializer = variables_initializer([*global_variables(), *local_variables()])
-                replica.session = replica.raw = stack.enter_context(contextlib.closing(Session()))
-            replica.session.run(initializer)
+                replica.session = stack.enter_context(MonitoredTrainingSession())
         self._exchange(
             GLOBAL_VARIABLES, lambda values, context: context.communicator.broadcast(values)
         )

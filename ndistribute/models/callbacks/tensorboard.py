@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ndistribute import timeline
 from ndistribute.devices import as_array
 from ndistribute.event_files import EventFile
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
+from ndistribute.timers import Timer
 
 _MOST_IMAGES = 3
 
@@ -51,13 +51,12 @@ class TensorBoard(Callback):
         self._every = steps_of(update_freq, "update_freq")
         self._files: dict[str, EventFile] = {}
         self._spans: dict[str, float] = {}
-        self._began = 0.0
-        self._steps = 0
+        self._timer = Timer(steps=1)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock."""
         self._spans = timeline.totals()
-        self._began, self._steps = time.monotonic(), self.model.position.steps_made
+        self._timer.mark(self.model.position.steps_made)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Write the metrics so far, after each `update_freq` steps."""
@@ -89,15 +88,16 @@ class TensorBoard(Callback):
 
     def _step_times(self) -> dict[str, float]:
         """Return the steps in a second, and the milliseconds of a step by the spans' names."""
-        steps = self.model.position.steps_made - self._steps
+        made = self.model.position.steps_made
+        steps, speed = made - (self._timer.last_step or 0), self._timer.mark(made)
         if not steps:
             return {}
         found = {
             f"step_ms/{name}": (seconds - self._spans.get(name, 0.0)) * 1000 / steps
             for name, seconds in timeline.totals().items()
         }
-        if self._speed:
-            found["epoch_steps_per_second"] = steps / (time.monotonic() - self._began)
+        if self._speed and speed is not None:
+            found["epoch_steps_per_second"] = speed
         return found
 
     def _variables(self, epoch: int) -> None:
