@@ -7,6 +7,7 @@ them into ids below `buckets`; -1 stands for a missing value, which counts for n
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -28,44 +29,24 @@ Features = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class DenseColumn:
-    """A column with a fixed number of values for each example.
+class Column:
+    """A column, which has values or ids for each example; a bucketized one has both.
 
     Attributes:
         name: the name, by which columns are sorted and variables named.
-        width: the number of values of an example.
+        width: the number of values of an example; of a categorical column, the number of ids.
         dtype: the dtype of the values.
         values: returns a tensor of shape ``(batch, width)`` for features, and makes the variables
-            that it needs; the second argument is whether optimizers change these.
+            that it needs; the second argument is whether optimizers change these. None: the column
+            is categorical.
+        ids: returns an integer tensor of shape ``(batch, n)`` for features. None: it is not.
     """
 
     name: str
     width: int
-    dtype: np.dtype[Any]
-    values: Callable[[Features, bool], Any] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class CategoricalColumn:
-    """A column with any number of ids for each example.
-
-    Attributes:
-        name: the name, by which columns are sorted and variables named.
-        buckets: the number of ids.
-        ids: returns an integer tensor of shape ``(batch, n)`` for features.
-    """
-
-    name: str
-    buckets: int
-    ids: Callable[[Features], Any] = field(repr=False)
-
-
-class _BucketizedColumn(DenseColumn, CategoricalColumn):
-    """A column that is used as ids, or as an indicator of them."""
-
-    def __init__(self, column: CategoricalColumn) -> None:
-        DenseColumn.__init__(self, **vars(indicator_column(column)) | {"name": column.name})
-        CategoricalColumn.__init__(self, **vars(column))
+    dtype: np.dtype[Any] = field(default=np.dtype(np.float32))
+    values: Callable[[Features, bool], Any] | None = field(default=None, repr=False)
+    ids: Callable[[Features], Any] | None = field(default=None, repr=False)
 
 
 def numeric_column(
@@ -73,7 +54,7 @@ def numeric_column(
     shape: int | Sequence[int] = (1,),
     dtype: Any = np.float32,
     normalizer_fn: Callable[[Any], Any] | None = None,
-) -> DenseColumn:
+) -> Column:
     """Return a column of numbers.
 
     Args:
@@ -92,10 +73,10 @@ def numeric_column(
         rows = _function("numbers", feature, key, list(sizes)).astype(dtype)
         return rows if normalizer_fn is None else normalizer_fn(rows)
 
-    return DenseColumn(key, width, np.dtype(dtype), values)
+    return Column(key, width, np.dtype(dtype), values)
 
 
-def bucketized_column(source_column: DenseColumn, boundaries: Sequence[float]) -> DenseColumn:
+def bucketized_column(source_column: Column, boundaries: Sequence[float]) -> Column:
     """Return a column of the intervals in which numbers lie.
 
     Args:
@@ -103,7 +84,8 @@ def bucketized_column(source_column: DenseColumn, boundaries: Sequence[float]) -
         boundaries: ascending numbers; n of them make n + 1 intervals, which include their lower
             ends.
     """
-    if not isinstance(source_column, DenseColumn):
+    values = getattr(source_column, "values", None)
+    if values is None:
         raise ValueError(f"bucketized_column needs a numeric_column, got {source_column!r}.")
     ascending = all(a < b for a, b in itertools.pairwise(boundaries))
     if not len(boundaries) or not ascending:
@@ -113,17 +95,17 @@ def bucketized_column(source_column: DenseColumn, boundaries: Sequence[float]) -
     size = len(bounds) + 1
 
     def ids(features: Features) -> Any:
-        places: Any = np.searchsorted(bounds, source_column.values(features, False), side="right")
+        places: Any = np.searchsorted(bounds, values(features, False), side="right")
         return places + np.arange(width) * size
 
-    return _BucketizedColumn(
-        CategoricalColumn(f"{source_column.name}_bucketized", width * size, ids)
-    )
+    name = f"{source_column.name}_bucketized"
+    indicator = indicator_column(Column(name, width * size, ids=ids))
+    return dataclasses.replace(indicator, name=name, ids=ids)
 
 
 def categorical_column_with_identity(
     key: str, num_buckets: int, default_value: int | None = None
-) -> CategoricalColumn:
+) -> Column:
     """Return a column of integers below `num_buckets`.
 
     Args:
@@ -146,7 +128,7 @@ def categorical_column_with_vocabulary_list(
     dtype: Any = None,
     default_value: int = -1,
     num_oov_buckets: int = 0,
-) -> CategoricalColumn:
+) -> Column:
     """Return a column of words or integers, whose ids are their places in a list.
 
     Args:
@@ -173,7 +155,7 @@ def categorical_column_with_vocabulary_list(
 
 def categorical_column_with_hash_bucket(
     key: str, hash_bucket_size: int, dtype: Any = None
-) -> CategoricalColumn:
+) -> Column:
     """Return a column of words or integers, whose ids are hashes of their text.
 
     The hash is BLAKE2b, the same in all processes; TensorFlow's ids are others.
@@ -189,25 +171,24 @@ def categorical_column_with_hash_bucket(
     return _looked_up(key, hash_bucket_size, "lookup", np.array([], str), -1, hash_bucket_size)
 
 
-def indicator_column(categorical_column: CategoricalColumn) -> DenseColumn:
+def indicator_column(categorical_column: Column) -> Column:
     """Return a column with the number of occurrences of each id."""
-    source = _categorical(categorical_column, "indicator_column")
+    source, ids = categorical_column, _ids_of(categorical_column, "indicator_column")
 
     def values(features: Features, trainable: bool) -> Any:
-        return _function("counts", source.ids(features), source.buckets)
+        return _function("counts", ids(features), source.width)
 
-    name, dtype = f"{source.name}_indicator", np.dtype(np.float32)
-    return DenseColumn(name, source.buckets, dtype, values)
+    return Column(f"{source.name}_indicator", source.width, values=values)
 
 
 def embedding_column(
-    categorical_column: CategoricalColumn,
+    categorical_column: Column,
     dimension: int,
     combiner: str = "mean",
     initializer: Callable[..., Any] | None = None,
     trainable: bool = True,
     dtype: Any = np.float32,
-) -> DenseColumn:
+) -> Column:
     """Return a column with a learned vector for each id.
 
     Args:
@@ -223,8 +204,8 @@ def embedding_column(
     _at_least_one(dimension, "embedding_column: dimension")
     if combiner not in ("mean", "sum", "sqrtn"):
         raise ValueError(f"combiner must be 'mean', 'sum' or 'sqrtn', got {combiner!r}.")
-    source = _categorical(categorical_column, "embedding_column")
-    shape = (source.buckets, dimension)
+    source, ids = categorical_column, _ids_of(categorical_column, "embedding_column")
+    shape = (source.width, dimension)
 
     def values(features: Features, trains: bool) -> Any:
         initial: Any = (
@@ -235,13 +216,13 @@ def embedding_column(
         table = get_variable(
             "embedding_weights", None, dtype, initial, trainable=trains and trainable
         )
-        return _combined(table, source.ids(features), combiner)
+        return _combined(table, ids(features), combiner)
 
-    return DenseColumn(f"{source.name}_embedding", dimension, np.dtype(dtype), values)
+    return Column(f"{source.name}_embedding", dimension, np.dtype(dtype), values)
 
 
 def input_layer(
-    features: Features, feature_columns: DenseColumn | Iterable[DenseColumn], trainable: bool = True
+    features: Features, feature_columns: Column | Iterable[Column], trainable: bool = True
 ) -> Any:
     """Return a tensor of shape ``(batch, width)``: the columns beside each other, sorted by name.
 
@@ -264,13 +245,14 @@ def input_layer(
     parts = []
     with variable_scope(None, "input_layer"):
         for column in sorted_columns(feature_columns):
-            if not isinstance(column, DenseColumn):
+            values = column.values
+            if values is None:
                 raise ValueError(
                     f"input_layer got the categorical column {column.name!r}: wrap it in "
                     "indicator_column or embedding_column."
                 )
             with variable_scope(None, column.name):
-                parts.append(column.values(features, trainable))
+                parts.append(values(features, trainable))
         return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
@@ -296,21 +278,23 @@ def linear_model(features: Features, feature_columns: Any, units: int = 1) -> An
         total: Any = get_variable("bias_weights", initializer=np.zeros(units, dtype))
         for column in columns:
             with variable_scope(None, column.name):
-                is_dense = not isinstance(column, CategoricalColumn)
-                values = column.values(features, True) if is_dense else column.ids(features)
-                rows = column.width if is_dense else column.buckets
-                weights = get_variable("weights", initializer=np.zeros((rows, units), dtype))
-                part = values @ weights if is_dense else _combined(weights, values, "sum")
+                start = np.zeros((column.width, units), dtype)
+                if column.ids is not None:
+                    ids = column.ids(features)
+                    part = _combined(get_variable("weights", initializer=start), ids, "sum")
+                else:
+                    values = column.values(features, True)
+                    part = values @ get_variable("weights", initializer=start)
                 total = total + part
     return total
 
 
 def sorted_columns(feature_columns: Any) -> list[Any]:
     """Return columns sorted by name."""
-    one = isinstance(feature_columns, DenseColumn | CategoricalColumn)
+    one = isinstance(feature_columns, Column)
     columns = [feature_columns] if one else list(feature_columns)
     for column in columns:
-        if not isinstance(column, DenseColumn | CategoricalColumn):
+        if not isinstance(column, Column):
             raise ValueError(f"{column!r} is no feature column: use for example numeric_column.")
     names = sorted(column.name for column in columns)
     twice = [a for a, b in itertools.pairwise(names) if a == b]
@@ -323,20 +307,21 @@ def sorted_columns(feature_columns: Any) -> list[Any]:
 
 def dtype_of(columns: Iterable[Any]) -> np.dtype[Any]:
     """Return the dtype for the weights of columns: the widest of theirs, at least float32."""
-    return np.result_type(np.float32, *(getattr(one, "dtype", np.float32) for one in columns))
+    return np.result_type(np.float32, *(column.dtype for column in columns))
 
 
-def _looked_up(key: str, buckets: int, function: str, *args: Any) -> CategoricalColumn:
+def _looked_up(key: str, buckets: int, function: str, *args: Any) -> Column:
     """Return a column whose ids are what a function makes of a feature."""
-    return CategoricalColumn(
-        key, buckets, lambda features: _function(function, _feature(features, key), *args)
+    return Column(
+        key, buckets, ids=lambda features: _function(function, _feature(features, key), *args)
     )
 
 
-def _categorical(column: Any, what: str) -> CategoricalColumn:
-    if not isinstance(column, CategoricalColumn):
+def _ids_of(column: Any, what: str) -> Callable[[Features], Any]:
+    ids: Callable[[Features], Any] | None = getattr(column, "ids", None)
+    if ids is None:
         raise ValueError(f"{what} needs a categorical column, got {column!r}.")
-    return column
+    return ids
 
 
 def _at_least_one(value: int, what: str) -> None:

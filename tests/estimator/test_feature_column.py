@@ -104,7 +104,7 @@ def test_unknown_words_are_divided_among_buckets_by_hash() -> None:
     column = fc.categorical_column_with_vocabulary_list("word", ["a"], num_oov_buckets=4)
     words = np.array(["a", "b", "c", "b", ""])
     found = computed(lambda: column.ids({"word": words})).ravel()
-    assert (found[0], found[4], column.buckets) == (0, -1, 5)
+    assert (found[0], found[4], column.width) == (0, -1, 5)
     assert found[1] == found[3]
     assert all(place in range(1, 5) for place in found[1:4])
 

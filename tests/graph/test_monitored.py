@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
-from tests.processes import HANG_SECONDS, free_addresses
+from tests.processes import HANG_SECONDS, free_addresses, wait_until
 
 
 def model() -> tuple[Any, Tensor]:
@@ -34,17 +35,50 @@ def model() -> tuple[Any, Tensor]:
     return step, loss
 
 
-def train(last: int, folder: Path | None = None, *more: Any, **options: Any) -> float:
-    """Train up to a global step; return the last loss."""
+@contextlib.contextmanager
+def training(*watching: Any, target: str = "", **options: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield a session of the model with hooks, the training step and the loss."""
     with Graph().as_default():
         step, loss = model()
-        stop = hooks.StopAtStepHook(last_step=last)
-        with MonitoredTrainingSession(
-            checkpoint_dir=folder, hooks=[stop, *more], save_checkpoint_steps=2, **options
-        ) as session:
-            while not session.should_stop():
-                value = session.run([step, loss])[1]
+        with MonitoredTrainingSession(target, hooks=watching, **options) as session:
+            yield session, step, loss
+
+
+def train(last: int, folder: Path | None = None, *more: Any, **options: Any) -> float:
+    """Train up to a global step; return the last loss."""
+    stop = hooks.StopAtStepHook(last_step=last)
+    options |= {"checkpoint_dir": folder, "save_checkpoint_steps": 2}
+    with training(stop, *more, **options) as (session, step, loss):
+        while not session.should_stop():
+            value = session.run([step, loss])[1]
     return float(value)
+
+
+class Writer:
+    """Keeps what is written and its steps, and -1 for each time that it is told to write now."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[bytes] = []
+
+    def add_summary(self, value: Any, step: int) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    def flush(self) -> None:
+        self.steps.append(-1)
+
+    def close(self) -> None: ...
+
+
+class Failing(hooks.SessionRunHook):
+    """Raises an error in a method."""
+
+    def __init__(self, method: str, error: Exception) -> None:
+        def fail(*args: Any) -> None:
+            raise error
+
+        setattr(self, method, fail)
 
 
 def test_a_training_goes_on_where_an_earlier_one_ended(tmp_path: Path) -> None:
@@ -54,25 +88,17 @@ def test_a_training_goes_on_where_an_earlier_one_ended(tmp_path: Path) -> None:
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-def test_summaries_are_written_every_so_many_steps(tmp_path: Path) -> None:
-    written: list[int] = []
-
-    class Writer:
-        def add_summary(self, value: Any, step: int) -> None:
-            written.append(step)
-
-        def flush(self) -> None:
-            written.append(-1)
-
+def test_summaries_are_written_every_so_many_steps() -> None:
+    writer: Any = Writer()
     with Graph().as_default():
         step, _ = model()
-        hook = hooks.SummarySaverHook(3, summary_writer=Writer(), summary_op=summary.merge_all())
+        hook = hooks.SummarySaverHook(3, summary_writer=writer, summary_op=summary.merge_all())
         stop = hooks.StopAtStepHook(last_step=8)
         with MonitoredTrainingSession(hooks=[hook, stop]) as session:
             session.run(get_or_create_global_step())  # This makes no step.
             while not session.should_stop():
                 session.run(step)
-    assert written == [0, 3, 6, -1]  # Who passed the writer closes it.
+    assert writer.steps == [0, 3, 6, -1]  # Who passed the writer closes it.
 
 
 def test_a_hook_saves_by_the_saver_of_the_graph_and_can_be_used_again(tmp_path: Path) -> None:
@@ -88,69 +114,55 @@ def test_a_hook_saves_by_the_saver_of_the_graph_and_can_be_used_again(tmp_path: 
 
 
 def test_files_are_closed_when_a_hook_fails_at_the_end(tmp_path: Path) -> None:
-    class Fails(hooks.SessionRunHook):
-        def end(self, session: Any) -> None:
-            raise ValueError("at the end")
-
-    with Graph().as_default():
-        step, _ = model()
-        counting = hooks.StepCounterHook(1, output_dir=tmp_path)
-        session = MonitoredTrainingSession(hooks=[Fails(), counting])
-        session.run(step)
-        with pytest.raises(ValueError, match="at the end"):
-            session.close()
+    counting = hooks.StepCounterHook(1, output_dir=tmp_path)
+    failing = Failing("end", ValueError("at the end"))
+    with pytest.raises(ValueError, match="at the end"), training(failing, counting) as (s, step, _):
+        s.run(step)
     assert counting._writer is not None
     with pytest.raises(ValueError, match="closed"):
         counting._writer.add_summary(b"", 1)
 
 
 def test_none_for_both_of_two_intervals_writes_nothing(tmp_path: Path) -> None:
-    nothing: Any = dict.fromkeys(
+    options: Any = dict.fromkeys(
         f"save_{what}" for what in "summaries_steps summaries_secs checkpoint_secs".split()
     )
-    with Graph().as_default():
-        step, _ = model()
-        with MonitoredTrainingSession(
-            checkpoint_dir=tmp_path, log_step_count_steps=None, **nothing
-        ) as session:
-            session.run(step)
+    options |= {"checkpoint_dir": tmp_path, "log_step_count_steps": None}
+    with training(**options) as (session, step, _):
+        session.run(step)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_program_that_fails_like_a_lost_task_is_not_begun_again() -> None:
-    class Fails(hooks.SessionRunHook):
-        def after_run(self, run_context: Any, run_values: Any) -> None:
-            raise errors.UnavailableError("of the program")
-
-    with Graph().as_default():
-        step, _ = model()
-        session = MonitoredTrainingSession(hooks=[Fails()])
+    failing = Failing("after_run", errors.UnavailableError("of the program"))
+    with training(failing) as (session, step, _):
         with pytest.raises(errors.UnavailableError, match="of the program"):
             session.run(step)
         assert session.run_step_fn(lambda c: c.session.run(get_or_create_global_step())) == 1
-        session.close()
-    server = nd.Server.create_local_server()
-    with Graph().as_default():
-        step, _ = model()
-        session = MonitoredTrainingSession(server.target, hooks=[Fails()], max_wait_secs=0.1)
-        with pytest.raises(errors.UnavailableError, match="of the program"):
-            session.run(step)
-        session.close()
-    server.stop()
+    with (
+        nd.Server.create_local_server() as server,
+        training(failing, target=server.target, max_wait_secs=0.1) as (session, step, _),
+        pytest.raises(errors.UnavailableError, match="of the program"),
+    ):
+        session.run(step)
+
+
+class Feeding(hooks.SessionRunHook):
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def before_run(self, run_context: Any) -> Any:
+        return hooks.SessionRunArgs(None, {self._tensor: 2.0})
 
 
 def test_mistakes_in_hooks_are_told(tmp_path: Path) -> None:
-    class Feeds(hooks.SessionRunHook):
-        def before_run(self, run_context: Any) -> Any:
-            return hooks.SessionRunArgs([], {x: 2.0})
-
     with pytest.raises(ValueError, match="either scaffold or summary_op"):
         hooks.SummarySaverHook(1, output_dir=tmp_path)
     with Graph().as_default():
         x = placeholder(np.float64, [])
-        with MonitoredTrainingSession(hooks=[Feeds()]) as session:
+        with MonitoredTrainingSession(hooks=[Feeding(x)]) as session:
             assert session.run(x) == 2.0
-            with pytest.raises(ValueError, match=r"Feeds feeds .*placeholder.* fed already"):
+            with pytest.raises(ValueError, match=r"Feeding feeds .*placeholder.* fed already"):
                 session.run(x, {x: 1.0})
 
 
@@ -239,8 +251,13 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> 
     with Graph().as_default():
         bad = constant([1.0, 2.0]) + constant([1.0, 2.0, 3.0])
         supervisor = Supervisor()
+
+    def run_in_a_managed_session() -> None:
+        with supervisor.managed_session() as session:
+            session.run(bad)
+
     with pytest.raises(errors.InvalidArgumentError, match=r"numpy\.add"):
-        train_badly(supervisor, bad)
+        run_in_a_managed_session()
 
 
 def test_a_supervisor_calls_functions_until_it_stops() -> None:
@@ -258,24 +275,16 @@ def test_a_supervisor_calls_functions_until_it_stops() -> None:
 
 
 def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path: Path) -> None:
-    counted = threading.Event()
-
-    class Writer:
-        def add_summary(self, value: bytes, step: int) -> None:
-            assert b"global_step/sec" in value
-            if step > 0:
-                counted.set()
-
-        def close(self) -> None: ...
-
+    writer: Any = Writer()
     with Graph().as_default():
         step, _ = model()
-        options: Any = {"summary_op": None, "summary_writer": Writer()}
+        options: Any = {"summary_op": None, "summary_writer": writer}
         supervisor = Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
         with supervisor.managed_session() as session:
             session.run(step)
-            assert counted.wait(20.0)
+            wait_until(lambda: any(step > 0 for step in writer.steps))
             raise StopIteration  # As next(batches) does.
+    assert all(b"global_step/sec" in value for value in writer.values)
     assert str(latest_checkpoint(tmp_path)).endswith("model.ckpt-1")
 
 
@@ -288,18 +297,11 @@ def test_a_supervisor_that_cannot_begin_closes_its_file(tmp_path: Path) -> None:
     assert supervisor.summary_writer is None
 
 
-def train_badly(supervisor: Supervisor, bad: Tensor) -> None:
-    """Run what fails in a managed session."""
-    with supervisor.managed_session() as session:
-        session.run(bad)
-
-
 def test_who_waits_for_the_chief_says_so_at_the_deadline(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitored, "_SILENT_SECONDS", 0.0)
-    server = nd.Server.create_local_server()
-    with Graph().as_default():
+    with nd.Server.create_local_server() as server, Graph().as_default():
         model()
         with pytest.raises(errors.DeadlineExceededError, match="Does the chief run"):
             MonitoredTrainingSession(server.target, is_chief=False, max_wait_secs=0.1)
@@ -307,15 +309,6 @@ def test_who_waits_for_the_chief_says_so_at_the_deadline(
         assert caplog.messages == [said]
         with Session(server.target, Graph()) as other:
             assert other.graph is not None
-    server.stop()
-
-
-class Feeding(hooks.SessionRunHook):
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    def before_run(self, run_context: Any) -> Any:
-        return hooks.SessionRunArgs(None, {self._tensor: 2.0})
 
 
 def test_a_hook_may_only_feed_and_the_step_is_found_by_its_name() -> None:
@@ -335,36 +328,27 @@ def test_a_listener_ends_the_training(tmp_path: Path) -> None:
         def after_save(self, session: Any, global_step_value: int) -> bool:
             return global_step_value >= 4
 
-    with Graph().as_default():
-        step, _ = model()
-        saving = hooks.CheckpointSaverHook(tmp_path, save_steps=2, listeners=[Listener()])
-        with MonitoredTrainingSession(hooks=[saving]) as session:
-            while not session.should_stop():
-                last = session.run([step, get_or_create_global_step()])[1]
+    saving = hooks.CheckpointSaverHook(tmp_path, save_steps=2, listeners=[Listener()])
+    with training(saving) as (session, step, _):
+        while not session.should_stop():
+            last = session.run([step, get_or_create_global_step()])[1]
     assert last in (3, 4)
 
 
 def test_hooks_take_lists_of_summaries_and_may_be_used_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    written: list[int] = []
-
-    class Writer:
-        def add_summary(self, value: bytes, step: int) -> None:
-            written.append(step)
-
-        def flush(self) -> None: ...
-
+    writer: Any = Writer()
     caplog.set_level(logging.INFO, "ndistribute")
     shown = hooks.LoggingTensorHook(["global_step"], every_n_iter=100)
     for _ in range(3):
         with Graph().as_default():
             step, loss = model()
             several = [summary.scalar("a", loss), summary.scalar("b", loss)]
-            saving = hooks.SummarySaverHook(10, summary_writer=Writer(), summary_op=several)
+            saving = hooks.SummarySaverHook(10, summary_writer=writer, summary_op=several)
             with MonitoredTrainingSession(hooks=[shown, saving]) as session:
                 session.run(step)
-    assert written == [1, 1] * 3
+    assert writer.steps == [1, 1, -1] * 3
     assert sum("global_step = " in record.getMessage() for record in caplog.records) == 3
 
 
