@@ -310,9 +310,16 @@ def get_optimizer(identifier: Any) -> Any:
     return getattr(kinds, type(found).__name__)() if isinstance(identifier, str) else found
 
 
+def _holder(optimizer: Any) -> Any:
+    """Return the optimizer that has a rate of its own: this one, or the one that it is around."""
+    return _holder(optimizer.inner) if "inner" in vars(optimizer) else optimizer
+
+
 rate = property(
-    adapted(lambda self: vars(self)["learning_rate"]),
-    lambda self, rate: vars(self).update(learning_rate=rate if callable(rate) else float(rate)),
+    adapted(lambda self: vars(_holder(self))["learning_rate"]),
+    lambda self, rate: vars(_holder(self)).update(
+        learning_rate=rate if callable(rate) else float(rate)
+    ),
 )
 ADAPTERS: dict[str, Any] = {
     "graph": graphs.only_in_graphs,

@@ -24,7 +24,8 @@ class Names(types.ModuleType):
         sys.modules[self.__name__] = self  # For `from ndistribute.compat.tf.keras import layers`.
         parent, _, own = self.__name__.rpartition(".")
         vars(sys.modules[parent])[own] = self
-        sys.modules[parent].__all__.append(own)
+        if own not in sys.modules[parent].__all__:
+            sys.modules[parent].__all__.append(own)
 
     def _fill(self, words: str) -> None:
         """Read where the names are found.

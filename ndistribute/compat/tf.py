@@ -85,8 +85,8 @@ _TABLE = """
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential load_model save_model
-[keras.optimizers] .optimizers: LossScale Optimizer  .compat.adapters: get=get_optimizer
-    .optimizers/optimizer: Adagrad Adam AdamW GradientAccumulation RMSprop SGD
+[keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
+    .compat.adapters: get=get_optimizer
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2

@@ -49,8 +49,8 @@ from ndistribute.graph.operations import while_loop as while_loop
 from ndistribute.graph.optimizers import AdagradOptimizer as AdagradOptimizer
 from ndistribute.graph.optimizers import AdamOptimizer as AdamOptimizer
 from ndistribute.graph.optimizers import GradientDescentOptimizer as GradientDescentOptimizer
+from ndistribute.graph.optimizers import GraphOptimizer as Optimizer  # noqa: F401
 from ndistribute.graph.optimizers import MomentumOptimizer as MomentumOptimizer
-from ndistribute.graph.optimizers import Optimizer as Optimizer
 from ndistribute.graph.optimizers import RMSPropOptimizer as RMSPropOptimizer
 from ndistribute.graph.optimizers import exponential_decay as exponential_decay
 from ndistribute.graph.optimizers import piecewise_constant as piecewise_constant

@@ -1,14 +1,15 @@
 """Optimizers of graph programs, operations that update variables where these are; rates that decay.
 
-The arithmetic is that of `ndistribute.update_rules`, which the optimizers of strategies use too. If
-the replicas of a strategy run copies of a graph at the same time, these meet where gradients are
-applied: the collective is that of the replica whose thread runs the step.
+An optimizer of strategies makes such operations for the loss of a graph. Those with the names of
+TensorFlow 1 are a rule, other defaults, and where slots begin. If the replicas of a strategy run
+copies of a graph at the same time, these meet where gradients are applied: the collective is that
+of the replica whose thread runs the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,34 +17,41 @@ from ndistribute.context import get_replica_context
 from ndistribute.dtypes import computing_dtype
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor
+from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import group
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.mistakes import accepting
-from ndistribute.update_rules import Rule, hyperparameters_of, rule_named
+from ndistribute.optimizers import algorithms, schedules
+from ndistribute.optimizers.clipping import clipped
+from ndistribute.optimizers.optimizer import Optimizer, optimizer_for
+from ndistribute.update_rules import Rule, hyperparameters_of
 
 GradsAndVars = Sequence[tuple[Any, Variable]]
 
 
-class Optimizer:
+class GraphOptimizer:
     """The base class of the optimizers of graphs.
 
     Args:
-        rule: the name of an update rule.
-        learning_rate: a number or a tensor.
+        rule: the arithmetic of the update.
+        learning_rate: a number, a tensor, or a function of the step that returns one.
         name: the name of its operations, and the middle of those of its slots.
-        hyperparameters: those of the rule.
+        bound: the kind and the size of a bound of gradients; None: they are not clipped.
     """
 
-    def __init__(self, rule: str, learning_rate: Any, name: str, **hyperparameters: float) -> None:
-        self._rule: Rule = rule_named(rule, hyperparameters)
-        self._learning_rate, self._name, self._scope = learning_rate, name, name
+    _starts: ClassVar[Mapping[str, float]] = {}
+    """Where slots begin, if not where the rule says."""
+    _rows_alone: ClassVar[bool] = False
+    """Whether rows without gradient stay, though the rule would change them."""
+
+    def __init__(
+        self, rule: Rule, learning_rate: Any, name: str, bound: tuple[str, float] | None = None
+    ) -> None:
+        self._rule, self._learning_rate, self._name, self._scope = rule, learning_rate, name, name
+        self._bound = bound
         self._slots: dict[Variable, dict[str, Variable]] = {}
-        # What differs from the rule: where slots begin, and whether rows without gradient change.
-        self._starts: dict[str, float] = {}
-        self._rows_alone = self._rule.rows_alone
 
     def get_name(self) -> str:
         """Return the name."""
@@ -101,16 +109,22 @@ class Optimizer:
         pairs = with_gradients(grads_and_vars)
         graph = pairs[0][1].graph
         with graph.as_default(), graph.name_scope(name or self._scope):
-            return self.add_updates(graph, pairs, global_step)
+            changed, variables = zip(*pairs, strict=True)
+            if graph.replicated:
+                # The step of all replicas follows the gradient of the mean of their losses,
+                # whatever the number of examples of each.
+                changed = _together("all_reduce", changed)
+            if self._bound is not None:
+                changed = _together("clip_gradients", changed, bound=[*self._bound])
+            return self.add_updates(graph, list(zip(changed, variables, strict=True)), global_step)
 
     def add_updates(
         self, graph: Graph, pairs: GradsAndVars, global_step: Variable | None
     ) -> Operation:
         """Return the operation for `apply_gradients`, made in its scope of names."""
-        gradients, variables = zip(*pairs, strict=True)
+        rate = self.rate_at(global_step)
         updates = [
-            self.add_update("apply_rule", [mean], variable)
-            for mean, variable in zip(_mean_over_replicas(graph, gradients), variables, strict=True)
+            self.add_update("apply_rule", [each], rate, variable) for each, variable in pairs
         ]
         if global_step is None:
             return group(*updates, name="update")
@@ -131,10 +145,27 @@ class Optimizer:
         """Return the slots of all variables."""
         return [slot for slots in self._slots.values() for slot in slots.values()]
 
+    def rate_at(self, global_step: Variable | None) -> Any:
+        """Return the learning rate of a step, a number or a tensor.
+
+        Raises:
+            ValueError: it is a function of the step, and there is no `global_step`.
+        """
+        rate = self._learning_rate
+        if not callable(rate):
+            return rate
+        if global_step is None:
+            raise ValueError(
+                f"the learning rate {rate!r} is a function of the step: pass global_step, such as "
+                "get_or_create_global_step()."
+            )
+        return rate(global_step.value())
+
     def add_update(
         self,
         kind: str,
         inputs: Sequence[Any],
+        rate: Any,
         variable: Variable,
         outputs: int = 0,
         **attributes: Any,
@@ -148,10 +179,10 @@ class Optimizer:
             "count": slots["step"].op.name if "step" in slots else None,
             "rule": rule,
             "hyperparameters": hyperparameters,
-            "rows_alone": self._rows_alone,
+            "rows_alone": self._rows_alone or self._rule.rows_alone,
         }
         with variable.graph.colocate_with(variable.op):  # A number need not go there in each step.
-            rate = as_tensor(self._learning_rate, name="learning_rate")
+            rate = as_tensor(rate, name="learning_rate")
         return variable.graph.add(
             kind,
             [*inputs, rate],
@@ -187,7 +218,29 @@ class Optimizer:
         return slots
 
 
-class GradientDescentOptimizer(Optimizer):
+def in_graph(optimizer: Any) -> GraphOptimizer:
+    """Return what updates variables of graphs by an optimizer, which may be one of strategies.
+
+    Raises:
+        TypeError: it is none, or one around another one.
+    """
+    if isinstance(optimizer, GraphOptimizer):
+        return optimizer
+    if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
+        raise TypeError(f"a graph needs an optimizer, and not one around another: {optimizer!r}.")
+    kept: dict[str, Any] = vars(optimizer)  # So that all its updates use the same slots.
+    if "_in_graph" not in kept:
+        rule, rate = optimizer.rule, optimizer.learning_rate
+        kept["_in_graph"] = GraphOptimizer(rule, rate, optimizer.name, kept["_bound"])
+    return kept["_in_graph"]  # type: ignore[no-any-return]
+
+
+@optimizer_for.register
+def _(value: Symbolic, optimizer: Optimizer) -> GraphOptimizer:
+    return in_graph(optimizer)
+
+
+class GradientDescentOptimizer(GraphOptimizer):
     """Gradient descent: the step is ``-learning_rate * gradient``.
 
     >>> from ndistribute.graph.graph import Graph
@@ -205,10 +258,10 @@ class GradientDescentOptimizer(Optimizer):
     def __init__(
         self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
     ) -> None:
-        super().__init__("sgd", learning_rate, name)
+        super().__init__(algorithms.SGDRule(), learning_rate, name)
 
 
-class MomentumOptimizer(Optimizer):
+class MomentumOptimizer(GraphOptimizer):
     """Gradient descent with momentum: the step is the rate times a sum of gradients.
 
     Where only rows of a variable were read, the others and their sums stay.
@@ -217,9 +270,11 @@ class MomentumOptimizer(Optimizer):
         learning_rate: a number or a tensor.
         momentum: the part of the last sum that is kept.
         use_locking: ignored: updates always hold the variable's lock.
-        name: see `Optimizer`.
+        name: see `GraphOptimizer`.
         use_nesterov: whether to use Nesterov's correction.
     """
+
+    _rows_alone = True
 
     def __init__(
         self,
@@ -229,11 +284,10 @@ class MomentumOptimizer(Optimizer):
         name: str = "Momentum",
         use_nesterov: bool = False,
     ) -> None:
-        super().__init__("momentum", learning_rate, name, momentum=momentum, nesterov=use_nesterov)
-        self._rows_alone = True
+        super().__init__(algorithms.MomentumRule(momentum, use_nesterov), learning_rate, name)
 
 
-class AdagradOptimizer(Optimizer):
+class AdagradOptimizer(GraphOptimizer):
     """Adagrad, which divides by the root of the sum of the squares of gradients (Duchi, 2011).
 
     Raises:
@@ -250,17 +304,18 @@ class AdagradOptimizer(Optimizer):
         start = initial_accumulator_value
         if not start > 0:
             raise ValueError(f"initial_accumulator_value must be above 0, got {start}.")
-        super().__init__(
-            "adagrad", learning_rate, name, initial_accumulator_value=start, epsilon=0.0
-        )
+        super().__init__(algorithms.AdagradRule(start, epsilon=0.0), learning_rate, name)
 
 
-class RMSPropOptimizer(Optimizer):
+class RMSPropOptimizer(GraphOptimizer):
     """RMSProp, which divides by the root of a moving mean of squared gradients (Hinton, 2012).
 
     The mean begins at 1, so the first steps are small. Where only rows of a variable were read, the
     others and their means stay.
     """
+
+    _starts: ClassVar = {"square": 1.0}
+    _rows_alone = True
 
     def __init__(
         self,
@@ -272,12 +327,12 @@ class RMSPropOptimizer(Optimizer):
         centered: bool = False,
         name: str = "RMSProp",
     ) -> None:
-        means = {"rho": decay, "momentum": momentum, "epsilon": epsilon, "centered": centered}
-        super().__init__("rmsprop", learning_rate, name, **means)
-        self._starts, self._rows_alone = {"square": 1.0}, True
+        super().__init__(
+            algorithms.RMSpropRule(decay, momentum, epsilon, centered), learning_rate, name
+        )
 
 
-class AdamOptimizer(Optimizer):
+class AdamOptimizer(GraphOptimizer):
     """Adam (Kingma and Ba, 2015)."""
 
     def __init__(
@@ -289,7 +344,7 @@ class AdamOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "Adam",
     ) -> None:
-        super().__init__("adam", learning_rate, name, beta_1=beta1, beta_2=beta2, epsilon=epsilon)
+        super().__init__(algorithms.AdamRule(beta1, beta2, epsilon), learning_rate, name)
 
 
 def exponential_decay(
@@ -315,10 +370,8 @@ def exponential_decay(
     >>> round(float(Session().run(rate)), 6)
     0.005
     """
-    step = as_tensor(global_step)
-    with step.graph.name_scope(name):
-        periods: Any = step / decay_steps
-        return learning_rate * np.power(decay_rate, np.floor(periods) if staircase else periods)
+    schedule = schedules.ExponentialDecay(learning_rate, decay_steps, decay_rate, staircase)
+    return _rate_at(schedule, global_step, name)
 
 
 def piecewise_constant(
@@ -333,14 +386,7 @@ def piecewise_constant(
     >>> float(Session().run(piecewise_constant(7, [5, 10], [1.0, 0.5, 0.1])))
     0.5
     """
-    if len(values) != len(boundaries) + 1:
-        raise ValueError(
-            f"piecewise_constant needs one value more than boundaries, got {len(values)} values "
-            f"and {len(boundaries)} boundaries."
-        )
-    step = as_tensor(x)
-    with step.graph.name_scope(name):
-        return as_tensor(np.array(values))[np.sum(np.greater(step, np.array(boundaries)))]
+    return _rate_at(schedules.PiecewiseConstantDecay(boundaries, values), x, name)
 
 
 def polynomial_decay(
@@ -360,12 +406,15 @@ def polynomial_decay(
     >>> float(Session().run(polynomial_decay(1.0, 5, 10, 0.0)))
     0.5
     """
-    step = as_tensor(global_step)
+    numbers = learning_rate, decay_steps, end_learning_rate, power, cycle
+    return _rate_at(schedules.PolynomialDecay(*numbers), global_step, name)
+
+
+def _rate_at(schedule: schedules.LearningRateSchedule, global_step: Any, name: str) -> Any:
+    """Return the rate of a step as a tensor."""
+    step: Any = as_tensor(global_step)
     with step.graph.name_scope(name):
-        part: Any = step / decay_steps
-        end = np.maximum(np.ceil(part), 1.0) if cycle else 1.0
-        left: Any = 1.0 - np.minimum(part / end, 1.0)
-        return (learning_rate - end_learning_rate) * left**power + end_learning_rate
+        return schedule(step)
 
 
 def with_gradients(pairs: GradsAndVars) -> GradsAndVars:
@@ -381,18 +430,13 @@ def with_gradients(pairs: GradsAndVars) -> GradsAndVars:
     return found
 
 
-def _mean_over_replicas(graph: Graph, gradients: Sequence[Any]) -> Sequence[Any]:
-    """Return the means of gradients over the replicas; themselves if the graph is not replicated.
-
-    So the step of all replicas follows the gradient of the mean of their losses, whatever the
-    number of examples of each.
-    """
-    if not graph.replicated:
-        return gradients
-    means = graph.add("all_reduce", gradients, outputs=len(gradients)).outputs
-    for mean, gradient in zip(means, gradients, strict=True):
-        mean.known = (gradient,)
-    return means
+def _together(kind: str, gradients: Sequence[Any], **attributes: Any) -> tuple[Tensor, ...]:
+    """Return what one operation makes of all gradients, of the same shapes and dtypes."""
+    graph = get_default_graph()
+    changed = graph.add(kind, gradients, outputs=len(gradients), attributes=attributes).outputs
+    for after, before in zip(changed, gradients, strict=True):
+        after.known = (before,)
+    return tuple(changed)
 
 
 @kernel("all_reduce", bound=True, pure=False)
@@ -405,3 +449,10 @@ def _all_reduce(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         )
     means = replica.all_reduce("mean", list(inputs))
     return means[0] if node.outputs == 1 else means
+
+
+@kernel("clip_gradients")
+def _clip_gradients(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
+    kind, bound = node.attributes["bound"]
+    results = clipped(kind, bound, inputs, ())
+    return results[0] if node.outputs == 1 else results

@@ -10,12 +10,12 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation
 from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
-from ndistribute.graph.optimizers import GradsAndVars, Optimizer
+from ndistribute.graph.optimizers import GradsAndVars, GraphOptimizer, in_graph
 from ndistribute.graph.variables import Variable
 from ndistribute.mistakes import accepting
 
 
-class SyncReplicasOptimizer(Optimizer):
+class SyncReplicasOptimizer(GraphOptimizer):
     """An optimizer that waits for the gradients of several workers and applies their mean.
 
     The task of each variable collects the gradients of a step. The one that completes the number
@@ -24,7 +24,7 @@ class SyncReplicasOptimizer(Optimizer):
     of a step do not delay it (Chen et al., "Revisiting Distributed Synchronous SGD", 2016).
 
     Args:
-        opt: the optimizer that makes the update.
+        opt: the optimizer that makes the update; a bound of it holds for each worker's gradients.
         replicas_to_aggregate: the number of gradients of a step.
         total_num_replicas: the number of workers; None: `replicas_to_aggregate`.
 
@@ -34,7 +34,7 @@ class SyncReplicasOptimizer(Optimizer):
 
     @accepting("name", "use_locking")
     def __init__(
-        self, opt: Optimizer, replicas_to_aggregate: int, total_num_replicas: int | None = None
+        self, opt: Any, replicas_to_aggregate: int, total_num_replicas: int | None = None
     ) -> None:
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
         if not 0 < replicas_to_aggregate <= total:
@@ -42,15 +42,16 @@ class SyncReplicasOptimizer(Optimizer):
                 f"replicas_to_aggregate must be from 1 to total_num_replicas, {total}, got "
                 f"{replicas_to_aggregate}: each worker contributes once to a step."
             )
-        vars(self).update(vars(opt))  # The rule, the rate and the slots are those of `opt`.
-        self._opt, self._replicas, self._scope = opt, replicas_to_aggregate, "sync_replicas"
+        within = in_graph(opt)
+        vars(self).update(vars(within))  # The rule, the rate and the slots are those of `opt`.
+        self._opt, self._replicas, self._scope = within, replicas_to_aggregate, "sync_replicas"
         # What programs run or pass to a Supervisor before the first step.
         self.chief_init_op: Operation
         self.local_step_init_op: Operation
         self.ready_for_local_init_op: Any = None
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Variable]]:
-        """Return pairs of a gradient and a variable; see `Optimizer`."""
+        """Return pairs of a gradient and a variable; see `GraphOptimizer`."""
         return self._opt.compute_gradients(*args, **kwargs)
 
     def add_updates(
@@ -75,10 +76,10 @@ class SyncReplicasOptimizer(Optimizer):
         self.local_step_init_op = group(name="init")
         local = graph.add("local_step", [global_step.value()])
         step = local.outputs[0]
-        made, restarted = [], []
+        rate, made, restarted = self.rate_at(global_step), [], []
         for gradient, variable in pairs:
             given = self.add_update(
-                "aggregate", [gradient, step], variable, outputs=1, replicas=self._replicas
+                "aggregate", [gradient, step], rate, variable, outputs=1, replicas=self._replicas
             )
             made += at(variable, "await_aggregate", given.outputs).outputs
             restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))

@@ -8,23 +8,22 @@ they receive the gradients and the name and hyperparameters of the rule.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from operator import mul
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
-from ndistribute.context import current_frame, get_replica_context, told_apart
-from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
+from ndistribute.context import current_frame, told_apart
+from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.mistakes import Explaining
+from ndistribute.optimizers.clipping import clipped, one_bound, widened
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import (
@@ -39,9 +38,10 @@ from ndistribute.values import Shown
 from ndistribute.variables.mirrored import MirroredVariable
 from ndistribute.variables.policy import VariablePolicy, map_values
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
-from ndistribute.variables.sharded import ShardedVariable
+from ndistribute.variables.sharded import divided
 from ndistribute.variables.variable import Variable
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 LearningRate = float | Callable[[int], float]
 # For each variable and each memory: the variable and its slots, writable; and the step's rate.
 _Opened = tuple[list[list[tuple[Array, ...]]], float]
@@ -52,6 +52,35 @@ _OF_KERAS = (
 )
 
 _log = logging.getLogger("ndistribute")
+
+
+@functools.singledispatch
+def optimizer_for(value: Any, optimizer: Any) -> Any:
+    """Return what updates variables by an optimizer: itself, or what graphs register for theirs.
+
+    Args:
+        value: a loss, or a variable.
+        optimizer: an optimizer.
+    """
+    return optimizer
+
+
+def _also_in_graphs(method: Method) -> Method:
+    """Return a method that for a loss or variables of a graph returns an operation.
+
+    It then has the arguments of the method of `ndistribute.graph.Optimizer`.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, what: Any, *args: Any, **kwargs: Any) -> Any:
+        what = list(what) if isinstance(what, Iterator) else what
+        is_listed = isinstance(what, list | tuple) and what and isinstance(what[0], tuple)
+        updater = optimizer_for(what[0][-1] if is_listed else what, self)
+        if updater is self:
+            return method(self, what, *args, **kwargs)
+        return getattr(updater, method.__name__)(what, *args, **kwargs)
+
+    return cast("Method", call)
 
 
 class Options(TypedDict, total=False):
@@ -106,7 +135,7 @@ class Optimizer(Explaining, Shown):
         self._served_by: Any = strategy if hasattr(type(strategy), "servers") else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
-        self._bound = _one_bound(
+        self._bound = one_bound(
             clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue
         )
         self._parameters = vars(rule) | dict([self._bound] if self._bound else [])
@@ -180,12 +209,15 @@ class Optimizer(Explaining, Shown):
         if variables:
             self._build(variables)
 
+    @_also_in_graphs
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
         skip_gradients_aggregation: bool = False,
     ) -> None:
         """Update variables by their gradients, which are summed over the replicas first.
+
+        For variables of a graph, the operation that does so is returned; see `minimize`.
 
         Args:
             grads_and_vars: pairs of a gradient, an array or `IndexedSlices` of the variable's
@@ -208,7 +240,7 @@ class Optimizer(Explaining, Shown):
             # A norm needs the whole sum.
             gradients, summed = sum_over(replica, gradients, variables), True
         if self._bound and (replica is None or summed):
-            gradients = _clipped(*self._bound, gradients, variables)
+            gradients = clipped(*self._bound, gradients, variables)
         if on_servers:
             self._push(variables, gradients, replica)
         elif replica is None:
@@ -223,8 +255,12 @@ class Optimizer(Explaining, Shown):
         """Return the loss to differentiate: this one; `LossScale` returns a multiple of it."""
         return loss
 
+    @_also_in_graphs
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
         """Compute the gradients of a loss, and update variables by `apply_gradients`.
+
+        For the loss of a graph, the operation that does so is returned, and the arguments are those
+        of `ndistribute.graph.Optimizer`: ``minimize(loss, global_step=step)``.
 
         Args:
             loss: a value that was computed inside the tape.
@@ -304,7 +340,7 @@ class Optimizer(Explaining, Shown):
         """Return a gradient to sum: `IndexedSlices` widened, and dense if the rule requires it."""
         if not isinstance(gradient, IndexedSlices):
             return gradient
-        wide = map_values(_widened, gradient)
+        wide = map_values(widened, gradient)
         with working_on(device_of(wide.values)):
             return wide if self.rule.rows_alone else wide.to_dense()
 
@@ -490,16 +526,6 @@ def _check_home(variables: Sequence[Any]) -> None:
         )
 
 
-def divided(variables: Sequence[Any]) -> list[int]:
-    """Return which variables are divided among replicas: each replica has its shard's gradient."""
-    return [
-        index
-        for index, variable in enumerate(variables)
-        if isinstance(variable, ShardedVariable)
-        and variable.distribute_strategy.num_replicas_in_sync > 1
-    ]
-
-
 def check_whole(variables: Sequence[Any], advice: str) -> None:
     """Raise a `ValueError` with an advice if a variable is divided among replicas."""
     for index in divided(variables):
@@ -514,64 +540,6 @@ def sum_over(replica: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
     for index, total in zip(shared, sums, strict=True):
         made[index] = total
     return made
-
-
-def _one_bound(**bounds: float | None) -> tuple[str, float] | None:
-    """Return the kind and the size of the one bound of gradients that is given, if any."""
-    given = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
-    if len(given) > 1:
-        raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
-    if given and (isinstance(given[0][1], str) or not given[0][1] > 0):
-        raise ValueError(f"a clipping bound must be a number above 0, got {given[0][1]!r}.")
-    return given[0] if given else None
-
-
-def _clipped(
-    kind: str, bound: float, gradients: Sequence[Any], variables: Sequence[Any]
-) -> list[Any]:
-    """Return clipped gradients, 16-bit ones as float32; the given ones do not change."""
-    wide = [_summed(map_values(_widened, gradient)) for gradient in gradients]
-    if kind == "clipvalue":
-        return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
-    norms = [_norm(gradient) for gradient in wide]
-    own = divided(variables)
-    if own:  # Of which each replica has a part of the norm.
-        replica: Any = get_replica_context()
-        squares = replica.all_reduce("sum", np.array([norms[index] ** 2 for index in own]))
-        for index, square in zip(own, squares, strict=True):
-            norms[index] = math.sqrt(square)
-    if kind == "global_clipnorm":
-        norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
-    return [
-        gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
-        for gradient, norm in zip(wide, norms, strict=True)
-    ]
-
-
-def _cut(bound: float, array: Array) -> Array:
-    xp = array_namespace(array)
-    if array.dtype.kind != "c":
-        return xp.clip(array, -bound, bound)
-    parts = xp.ascontiguousarray(array).view(array.real.dtype)
-    return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
-
-
-def _widened(array: Array) -> Array:
-    """Return an array in a dtype that is wide enough for sums: 16-bit floats as float32."""
-    return array.astype(computing_dtype(array.dtype), copy=False)
-
-
-def _summed(gradient: Any) -> Any:
-    if not isinstance(gradient, IndexedSlices):
-        return gradient
-    with working_on(device_of(gradient.values)):
-        return gradient.summed()
-
-
-def _norm(gradient: Any) -> float:
-    array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-    with working_on(device_of(array)):
-        return float(array_namespace(array).linalg.norm(array.reshape(-1)))
 
 
 # The names of optimizers, each with the strategy of its scope; None: outside such a scope.

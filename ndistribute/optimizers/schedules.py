@@ -1,15 +1,17 @@
 """Learning-rate schedules: functions of the number of steps made, for `learning_rate`.
 
 They are plain values, so a model that is saved keeps its schedule, and every replica computes the
-same rate.
+same rate. They compute with NumPy's functions, so the number of steps may be an array, or a tensor
+of a graph.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ndistribute.exports import export as _export
 
@@ -18,7 +20,7 @@ from ndistribute.exports import export as _export
 class LearningRateSchedule:
     """The base class of schedules, which are dataclasses called with the number of steps made."""
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: Any) -> Any:
         """Return the learning rate of the step after `step` steps."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__.")
 
@@ -37,15 +39,15 @@ class ExponentialDecay(LearningRateSchedule):
     0.25
     """
 
-    initial_learning_rate: float
-    decay_steps: int
-    decay_rate: float
+    initial_learning_rate: Any
+    decay_steps: Any
+    decay_rate: Any
     staircase: bool = False
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: Any) -> Any:
         power = step / self.decay_steps
-        exponent = math.floor(power) if self.staircase else power
-        return float(self.initial_learning_rate * self.decay_rate**exponent)
+        exponent = np.floor(power) if self.staircase else power
+        return _plain(self.initial_learning_rate * self.decay_rate**exponent)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,40 @@ class CosineDecay(LearningRateSchedule):
     decay_steps: int
     alpha: float = 0.0
 
-    def __call__(self, step: int) -> float:
-        done = min(1.0, step / self.decay_steps)
-        share = 0.5 * (1 + math.cos(math.pi * done))
-        return self.initial_learning_rate * ((1 - self.alpha) * share + self.alpha)
+    def __call__(self, step: Any) -> Any:
+        share = 0.5 * (1 + np.cos(np.pi * np.minimum(step / self.decay_steps, 1.0)))
+        return _plain(self.initial_learning_rate * ((1 - self.alpha) * share + self.alpha))
+
+
+@dataclass(frozen=True)
+class PolynomialDecay(LearningRateSchedule):
+    """A rate that falls to another one in so many steps, and stays there.
+
+    Args:
+        initial_learning_rate: the first rate.
+        decay_steps: the number of steps until the last rate.
+        end_learning_rate: the last rate.
+        power: 1 for a line.
+        cycle: whether it jumps up instead of staying there, and falls in twice, three times as many
+            steps and so on.
+
+    >>> schedule = PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0)
+    >>> schedule(0), schedule(5), schedule(11)
+    (1.0, 0.5, 0.0)
+    """
+
+    initial_learning_rate: Any
+    decay_steps: Any
+    end_learning_rate: Any = 0.0001
+    power: float = 1.0
+    cycle: bool = False
+
+    def __call__(self, step: Any) -> Any:
+        part = step / self.decay_steps
+        end = np.maximum(np.ceil(part), 1.0) if self.cycle else 1.0
+        left = 1.0 - np.minimum(part / end, 1.0)
+        fallen = self.initial_learning_rate - self.end_learning_rate
+        return _plain(fallen * left**self.power + self.end_learning_rate)
 
 
 @dataclass(frozen=True)
@@ -90,7 +122,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     (1.0, 0.1, 0.01)
     """
 
-    boundaries: Sequence[int]
+    boundaries: Sequence[float]
     values: Sequence[float]
 
     def __post_init__(self) -> None:
@@ -102,8 +134,9 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise ValueError(f"PiecewiseConstantDecay: {self.boundaries} must rise.")
 
-    def __call__(self, step: int) -> float:
-        return float(self.values[bisect.bisect_left(self.boundaries, step)])
+    def __call__(self, step: Any) -> Any:
+        passed = np.sum(np.greater(np.expand_dims(step, -1), np.array(self.boundaries)), axis=-1)
+        return _plain(np.take(np.array(self.values), passed))
 
 
 @dataclass(frozen=True)
@@ -122,10 +155,17 @@ class WarmUp(LearningRateSchedule):
     schedule: float | LearningRateSchedule
     warmup_steps: int
 
-    def __call__(self, step: int) -> float:
-        after = max(0, step - self.warmup_steps)
+    def __call__(self, step: Any) -> Any:
+        after = _plain(np.maximum(step - self.warmup_steps, 0))
         rate = self.schedule(after) if callable(self.schedule) else self.schedule
-        return rate * min(1.0, step / self.warmup_steps) if self.warmup_steps else rate
+        if not self.warmup_steps:
+            return rate
+        return _plain(rate * np.minimum(step / self.warmup_steps, 1.0))
+
+
+def _plain(rate: Any) -> Any:
+    """Return a number of Python for one of NumPy; arrays and tensors are returned unchanged."""
+    return rate.item() if isinstance(rate, np.generic) else rate
 
 
 _export(vars())

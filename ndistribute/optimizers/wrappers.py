@@ -14,8 +14,10 @@ import numpy as np
 from ndistribute.context import get_replica_context
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.indexed_slices import IndexedSlices
-from ndistribute.optimizers.optimizer import Optimizer, check_whole, divided, sum_over
+from ndistribute.optimizers.clipping import widened
+from ndistribute.optimizers.optimizer import Optimizer, check_whole, sum_over
 from ndistribute.variables.policy import map_values
+from ndistribute.variables.sharded import divided
 from ndistribute.variables.variable import Variable
 
 Pairs = Iterable[tuple[Any, Variable]]
@@ -211,7 +213,9 @@ class LossScale(_Wrapper):
         pairs = list(grads_and_vars)
         variables = [variable for gradient, variable in pairs if gradient is not None]
         gradients = [
-            map_values(_widened, gradient) for gradient, _ in pairs if gradient is not None
+            map_values(lambda array: widened(as_array(array)), gradient)
+            for gradient, _ in pairs
+            if gradient is not None
         ]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
@@ -235,12 +239,6 @@ class LossScale(_Wrapper):
 def _local_id() -> int:
     replica = get_replica_context()
     return 0 if replica is None else replica.local_replica_id
-
-
-def _widened(array: Any) -> Any:
-    """Return an array in float32 if it is of 16 bits."""
-    array = as_array(array)
-    return array.astype(np.float32) if array.dtype.itemsize == 2 else array
 
 
 def _is_finite(gradient: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -119,3 +120,13 @@ def sharded_variable(
     )
     made: Variable = create_variable(initial_value, dtype, policy)
     return made
+
+
+def divided(variables: Sequence[Any]) -> list[int]:
+    """Return which variables are divided among replicas: each replica has its shard's gradient."""
+    return [
+        index
+        for index, variable in enumerate(variables)
+        if isinstance(variable, ShardedVariable)
+        and variable.distribute_strategy.num_replicas_in_sync > 1
+    ]

@@ -1,8 +1,9 @@
-"""Optimizers of graphs make the steps of the optimizers of strategies."""
+"""Optimizers make the same steps in graphs and in strategies, under the names of both."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,25 +23,34 @@ from ndistribute.graph.sync_replicas import SyncReplicasOptimizer
 from ndistribute.graph.variables import (
     Variable,
     get_or_create_global_step,
+    global_variables,
     global_variables_initializer,
 )
+from ndistribute.optimizers import SGD, Adagrad, Adam, LossScale, RMSprop
+from ndistribute.optimizers.schedules import CosineDecay
+from tests.optimizers.test_optimizers import FORMULAS
 from tests.processes import wait_until
 
-PAIRS = {
-    "descent": lambda: (optimizers.GradientDescentOptimizer(0.1), nd.optimizers.SGD(0.1)),
-    "momentum": lambda: (
+# What makes steps in a graph, and the optimizer of strategies that makes the same ones.
+PAIRS: dict[str, Callable[[], tuple[Any, nd.optimizers.Optimizer]]] = {
+    **{name: lambda make=make: (make(), make()) for name, (make, _) in FORMULAS.items()},
+    "clipped": lambda: (Adam(0.1, clipnorm=0.5), Adam(0.1, clipnorm=0.5)),
+    "clipped together": lambda: (SGD(0.1, global_clipnorm=0.5), SGD(0.1, global_clipnorm=0.5)),
+    "scheduled": lambda: (SGD(CosineDecay(0.1, 4)), SGD(CosineDecay(0.1, 4))),
+    "GradientDescent": lambda: (optimizers.GradientDescentOptimizer(0.1), SGD(0.1)),
+    "Momentum": lambda: (
         optimizers.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
-        nd.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+        SGD(0.1, momentum=0.9, nesterov=True),
     ),
-    "adagrad": lambda: (
+    "Adagrad": lambda: (
         optimizers.AdagradOptimizer(0.1),
-        nd.optimizers.Adagrad(0.1, epsilon=0.0),
+        Adagrad(0.1, epsilon=0.0),
     ),
-    "rmsprop": lambda: (
+    "RMSProp": lambda: (
         optimizers.RMSPropOptimizer(0.1, momentum=0.5, centered=True),
-        nd.optimizers.RMSprop(0.1, momentum=0.5, centered=True, epsilon=1e-10),
+        RMSprop(0.1, momentum=0.5, centered=True, epsilon=1e-10),
     ),
-    "adam": lambda: (optimizers.AdamOptimizer(0.1), nd.optimizers.Adam(0.1, epsilon=1e-8)),
+    "Adam": lambda: (optimizers.AdamOptimizer(0.1), Adam(0.1, epsilon=1e-8)),
 }
 START = np.random.default_rng(0).standard_normal((5, 3))
 ROWS = np.array([1, 3, 1])
@@ -60,7 +70,7 @@ def test_steps_are_those_of_the_optimizers_of_strategies(kind: str, sparse: bool
         ours = Variable(START)
         step = optimizer.minimize(loss(ours), get_or_create_global_step())
         session.run(global_variables_initializer())
-        square = optimizer.get_slot(ours, "square")
+        square = optimizer.get_slot(ours, "square") if kind == "RMSProp" else None
         if square is not None:  # Of RMSProp, whose mean begins at 1 in graphs.
             square.load(np.zeros_like(START), session)
         for _ in range(3):
@@ -70,6 +80,27 @@ def test_steps_are_those_of_the_optimizers_of_strategies(kind: str, sparse: bool
             like.apply_gradients([(tape.gradient(value, theirs), theirs)])
         np.testing.assert_allclose(session.run(ours), theirs.numpy(), atol=1e-12)
         assert session.run(get_or_create_global_step()) == 3
+
+
+def test_an_optimizer_of_strategies_makes_operations_of_a_graph_with_one_set_of_slots() -> None:
+    with Graph().as_default(), Session() as session:
+        w, count = Variable(np.array([1.0, -2.0]), name="w"), get_or_create_global_step()
+        optimizer = SGD(1.0, momentum=0.5, name="own")
+        steps: Any = [
+            optimizer.minimize(np.sum(w * 2.0), global_step=count),
+            optimizer.apply_gradients([(np.ones(2), w)], count, name="again"),
+        ]
+        slots = [v.name for v in global_variables() if "/" in v.name]
+        assert (slots, steps[1].name) == (["w/own/momentum:0"], "again/assign_add")
+        session.run(global_variables_initializer())
+        for step in steps:
+            session.run(step)
+        assert session.run([w, count])[0].tolist() == [-3.0, -6.0]
+        with pytest.raises(ValueError, match="is a function of the step: pass global_step"):
+            SGD(lambda step: 0.1 / (1 + step)).minimize(np.sum(w))
+        for wrapper in (LossScale(SGD(0.1)), None):
+            with pytest.raises(TypeError, match="needs an optimizer, and not one around another"):
+                optimizers.in_graph(wrapper)
 
 
 def test_slots_are_variables_beside_theirs_and_the_rate_may_be_a_tensor() -> None:
@@ -116,7 +147,7 @@ def test_the_mean_of_rmsprop_begins_at_one() -> None:
         assert session.run(w) == pytest.approx(-0.1 * 2.0 / np.sqrt(0.9 * 1.0 + 0.1 * 4.0))
 
 
-@pytest.mark.parametrize("kind", ["momentum", "rmsprop", "adam"])
+@pytest.mark.parametrize("kind", ["Momentum", "RMSProp", "Adam"])
 def test_rows_that_were_not_read_stay_but_for_adam(kind: str) -> None:
     with Graph().as_default(), Session() as session:
         w, rows = Variable(np.ones((3, 2))), placeholder(np.int64, [None])
@@ -126,7 +157,7 @@ def test_rows_that_were_not_read_stay_but_for_adam(kind: str) -> None:
         before = session.run(w)
         session.run(step, {rows: [1, 1]})
         moved = np.any(session.run(w) != before, axis=1).tolist()
-    assert moved == [kind == "adam", True, False]
+    assert moved == [kind == "Adam", True, False]
 
 
 def test_the_gradient_of_the_loss_may_be_given_and_a_rate_may_fall_again_and_again() -> None:

@@ -1,0 +1,81 @@
+"""Clipping: gradients are scaled, or their elements cut, so that they keep a bound.
+
+The gradients are those that update variables: summed over replicas, and of a shard the replica's
+own, of whose norm the other replicas have the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from operator import mul
+from typing import Any
+
+import numpy as np
+
+from ndistribute.context import get_replica_context
+from ndistribute.devices import Array, array_namespace, device_of
+from ndistribute.dtypes import computing_dtype
+from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.stream import working_on
+from ndistribute.variables.policy import map_values
+from ndistribute.variables.sharded import divided
+
+
+def one_bound(**bounds: float | None) -> tuple[str, float] | None:
+    """Return the kind and the size of the one bound of gradients that is given, if any."""
+    given = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
+    if len(given) > 1:
+        raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
+    if given and (isinstance(given[0][1], str) or not given[0][1] > 0):
+        raise ValueError(f"a clipping bound must be a number above 0, got {given[0][1]!r}.")
+    return given[0] if given else None
+
+
+def clipped(
+    kind: str, bound: float, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """Return clipped gradients, 16-bit ones as float32; the given ones do not change."""
+    wide = [_summed(map_values(widened, gradient)) for gradient in gradients]
+    if kind == "clipvalue":
+        return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
+    norms = [_norm(gradient) for gradient in wide]
+    own = divided(variables)
+    if own:  # Of which each replica has a part of the norm.
+        replica: Any = get_replica_context()
+        squares = replica.all_reduce("sum", np.array([norms[index] ** 2 for index in own]))
+        for index, square in zip(own, squares, strict=True):
+            norms[index] = math.sqrt(square)
+    if kind == "global_clipnorm":
+        norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
+    return [
+        gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
+        for gradient, norm in zip(wide, norms, strict=True)
+    ]
+
+
+def _cut(bound: float, array: Array) -> Array:
+    xp = array_namespace(array)
+    if array.dtype.kind != "c":
+        return xp.clip(array, -bound, bound)
+    parts = xp.ascontiguousarray(array).view(array.real.dtype)
+    return xp.clip(parts, -bound, bound).view(array.dtype).reshape(array.shape)
+
+
+def widened(array: Array) -> Array:
+    """Return an array in a dtype that is wide enough for sums: 16-bit floats as float32."""
+    return array.astype(computing_dtype(array.dtype), copy=False)
+
+
+def _summed(gradient: Any) -> Any:
+    if not isinstance(gradient, IndexedSlices):
+        return gradient
+    with working_on(device_of(gradient.values)):
+        return gradient.summed()
+
+
+def _norm(gradient: Any) -> float:
+    array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
+    with working_on(device_of(array)):
+        return float(array_namespace(array).linalg.norm(array.reshape(-1)))
