@@ -18,7 +18,7 @@ from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, as_array
 from ndistribute.exports import export as _export
-from ndistribute.models.names import found
+from ndistribute.models.names import named, table_of
 
 Activation = Callable[[Any], Any]
 # NumPy's loop for a row of zeros takes half the time of that for the number 0, if rows are long.
@@ -158,8 +158,10 @@ IN_PLACE: dict[Activation, InPlace] = {
     tanh: InPlace(lambda y: np.tanh(y, out=y), _tanh_before, np.tanh),
 }
 
-_ALL = (elu, gelu, leaky_relu, linear, log_softmax, relu, sigmoid, silu, softmax, softplus, tanh)
-NAMED: dict[str, Activation] = {one.__name__: one for one in _ALL} | {"swish": silu}
+NAMED: dict[str, Activation] = table_of(
+    *(elu, gelu, leaky_relu, linear, log_softmax, relu, sigmoid, silu, softmax, softplus, tanh),
+    swish=silu,
+)
 
 
 def get(activation: str | Activation | None) -> Activation:
@@ -171,10 +173,7 @@ def get(activation: str | Activation | None) -> Activation:
     >>> get("relu") is relu
     True
     """
-    if callable(activation):
-        return activation
-    known: Activation = found(NAMED, activation or "linear", "activation")
-    return known
+    return named(NAMED, activation or "linear", "activation")  # type: ignore[no-any-return]
 
 
 _export(vars(), but="InPlace")

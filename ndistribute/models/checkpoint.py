@@ -25,7 +25,7 @@ from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import current_seed, get_strategy, restore_seed
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models import contents
-from ndistribute.models.layers.layer import Layer, build_for
+from ndistribute.models.layers.layer import Layer, build_for, leaves
 from ndistribute.optimizers import Optimizer
 from ndistribute.tensor_files import Saved
 from ndistribute.transport.failures import error_of, failure_of
@@ -326,7 +326,7 @@ class Checkpoint:
         return write
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        for path, one in contents.leaves("", self._objects):
+        for path, one in leaves("", self._objects):
             if isinstance(one, Layer):
                 yield path, one
 

@@ -15,7 +15,7 @@ import numpy as np
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import get_replica_context
 from ndistribute.dtypes import dtype_named
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.layer import Layer, leaves
 from ndistribute.models.metrics import Metric
 from ndistribute.optimizers import Optimizer
 from ndistribute.variables import Variable
@@ -24,15 +24,6 @@ from ndistribute.variables.policy import fitted
 # In a state as JSON: the reference to an array, the shape and dtype of an empty one, a tuple, and a
 # number that is not finite.
 _TENSOR, _EMPTY, _TUPLE, _FLOAT = _KEYS = "$tensor", "$empty", "$tuple", "$float"
-
-
-def leaves(path: str, one: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects in a nest of lists and dicts, by path."""
-    if not isinstance(one, Mapping | list | tuple):
-        yield path, one
-        return
-    for name, each in one.items() if isinstance(one, Mapping) else enumerate(one):
-        yield from leaves(f"{path}/{name}" if path else str(name), each)
 
 
 def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute.context import current_seed
 from ndistribute.exports import export as _export
-from ndistribute.models.names import found, snake_case
+from ndistribute.models.names import named, table_of
 
 Shape = Sequence[int]
 
@@ -181,13 +181,10 @@ def _fans(shape: Shape) -> tuple[float, float]:
     return float(window * shape[-2]), float(window * shape[-1])
 
 
-NAMED: dict[str, type[Initializer]] = {
-    snake_case(kind.__name__): kind
-    for kind in (
-        *(Constant, Zeros, Ones, RandomNormal, RandomUniform, Orthogonal),
-        *(GlorotNormal, GlorotUniform, HeNormal, HeUniform),
-    )
-}
+NAMED: dict[str, type[Initializer]] = table_of(
+    *(Constant, Zeros, Ones, RandomNormal, RandomUniform, Orthogonal),
+    *(GlorotNormal, GlorotUniform, HeNormal, HeUniform),
+)
 
 
 def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -199,10 +196,7 @@ def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:
     >>> get("ones")
     Ones(value=1.0)
     """
-    if callable(initializer):
-        return initializer
-    made: Initializer = found(NAMED, initializer, "initializer")()
-    return made
+    return named(NAMED, initializer, "initializer")  # type: ignore[no-any-return]
 
 
 _export(vars())

@@ -20,7 +20,7 @@ from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
-from ndistribute.models.names import found, snake_case
+from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
@@ -218,9 +218,7 @@ def binary_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> 
     """
     labels = _like(y_true, y_pred)
     if from_logits:
-        # Without the maximum of 0, of which the derivative at 0 would be wrong.
-        size = np.abs(y_pred)
-        losses = y_pred * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
+        losses = operations.sigmoid_cross_entropy(y_pred, labels)
     else:
         small = _EPSILON[y_pred.dtype.itemsize > 2]
         p = np.clip(y_pred, small, 1 - small)
@@ -359,12 +357,12 @@ class SparseCategoricalCrossentropy(FunctionLoss):
         super().__init__(sparse_categorical_crossentropy, from_logits=from_logits, **options)
 
 
-_ALL = (
+NAMED: dict[str, type[Loss]] = table_of(
     *(BinaryCrossentropy, CategoricalCrossentropy, Huber, MeanAbsoluteError, MeanSquaredError),
     SparseCategoricalCrossentropy,
+    mae=MeanAbsoluteError,
+    mse=MeanSquaredError,
 )
-NAMED: dict[str, Callable[[], Loss]] = {snake_case(one.__name__): one for one in _ALL}
-NAMED |= {"mae": MeanAbsoluteError, "mse": MeanSquaredError}
 
 # Functions of single values, of which they return the mean over the last axis.
 _ELEMENTWISE = (mean_squared_error, mean_absolute_error, huber, binary_crossentropy)
@@ -378,12 +376,10 @@ def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
     Raises:
         ValueError: the name is unknown.
     """
-    if isinstance(loss, Loss):
-        return loss
-    if callable(loss):
-        return FunctionLoss(loss)
-    made: Loss = found(NAMED, str(loss).lower(), "loss")()
-    return made
+    if isinstance(loss, str):
+        loss = loss.lower()
+    made = named(NAMED, loss, "loss")  # A `Loss` can be called, as a function.
+    return made if isinstance(made, Loss) else FunctionLoss(made)
 
 
 def _like(y_true: Any, y_pred: Any) -> Any:

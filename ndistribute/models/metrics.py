@@ -16,7 +16,7 @@ from ndistribute.devices import as_array, to_host
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import losses
-from ndistribute.models.names import found, snake_case
+from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 from ndistribute.variables import Variable
 
@@ -238,12 +238,12 @@ class Recall(_Ratio):
     _among = 0
 
 
-_ALL = (
+NAMED: dict[str, type[Metric]] = table_of(
     *(BinaryAccuracy, CategoricalAccuracy, SparseCategoricalAccuracy, Precision, Recall),
     *(MeanAbsoluteError, MeanSquaredError, RootMeanSquaredError),
+    mae=MeanAbsoluteError,
+    mse=MeanSquaredError,
 )
-NAMED: dict[str, type[Metric]] = {snake_case(one.__name__): one for one in _ALL}
-NAMED |= {"mae": MeanAbsoluteError, "mse": MeanSquaredError}
 _ACCURACIES: dict[type[losses.Loss], type[Metric]] = {
     losses.BinaryCrossentropy: BinaryAccuracy,
     losses.CategoricalCrossentropy: CategoricalAccuracy,
@@ -263,8 +263,6 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
     Raises:
         ValueError: the name is unknown, or the loss has no accuracy.
     """
-    if isinstance(metric, Metric):
-        return metric
     if metric in ("accuracy", "acc"):
         for kind, accuracy in _ACCURACIES.items():
             if isinstance(loss, kind):
@@ -275,10 +273,8 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
             f"{metric!r} is undefined for the loss {loss.name!r}: pass a metric, such as "
             "metrics.MeanAbsoluteError()."
         )
-    if callable(metric):
-        return MeanMetric(metric)
-    made: Metric = found({"accuracy": None, **NAMED}, metric, "metric")(name=metric)
-    return made
+    made = named({"accuracy": None, **NAMED}, metric, "metric", name=metric)
+    return made if isinstance(made, Metric) else MeanMetric(made)
 
 
 def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[float, float]:

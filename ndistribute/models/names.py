@@ -20,10 +20,24 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def found(table: Mapping[str, Any], name: Any, kind: str) -> Any:
-    """Return an entry of a table of a kind of objects; raise a `ValueError` if it has none."""
+def table_of(*kinds: Any, **others: Any) -> dict[str, Any]:
+    """Return classes or functions by their names with underscores, and others by further names."""
+    return {snake_case(kind.__name__): kind for kind in kinds} | others
+
+
+def named(table: Mapping[str, Any], name: Any, kind: str, /, **options: Any) -> Any:
+    """Return the object of a name: an entry of a table, made with options if it is a class.
+
+    What is not a name, but can be called, is returned unchanged.
+
+    Raises:
+        ValueError: the table of this kind of objects has no such entry.
+    """
+    if callable(name):
+        return name
     try:
-        return table[name]
+        entry = table[name]
     except (KeyError, TypeError):
         names = ", ".join(table)
         raise ValueError(f"unknown {kind} {name!r}: use one of {names}.") from None
+    return entry(**options) if isinstance(entry, type) else entry

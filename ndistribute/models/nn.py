@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ndistribute import autodiff
 from ndistribute.exports import export as _export
 from ndistribute.models import activations, operations
@@ -18,17 +16,11 @@ def _conv2d(x: Any, kernel: Any, strides: Any = (1, 1), padding: str = "valid") 
     )
 
 
-def _sigmoid_cross_entropy(logits: Any, labels: Any) -> Any:
-    # Without the maximum of 0, of which the derivative at 0 would be wrong.
-    size = np.abs(logits)
-    return logits * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
-
-
 conv2d = register("nn.conv2d", _conv2d, Results.BY_IMAGE)
 max_pool2d = register("nn.max_pool2d", operations.max_pool2d, Results.BY_IMAGE)
 average_pool2d = register("nn.average_pool2d", operations.average_pool2d, Results.BY_IMAGE)
 softmax_cross_entropy = register("nn.softmax_cross_entropy", operations.softmax_cross_entropy)
-sigmoid_cross_entropy = register("nn.sigmoid_cross_entropy", _sigmoid_cross_entropy)
+sigmoid_cross_entropy = register("nn.sigmoid_cross_entropy", operations.sigmoid_cross_entropy)
 softmax = register("nn.softmax", autodiff.softmax)
 log_softmax = register("nn.log_softmax", autodiff.log_softmax)
 relu = register("nn.relu", activations.relu, Results.ELEMENTWISE)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.autodiff.rules.placing import as_operand
-from ndistribute.models.names import found
+from ndistribute.models.names import named
 
 __all__ = ["L1", "L2", "Regularizer", "get"]
 
@@ -81,7 +81,5 @@ def get(regularizer: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] 
     >>> get("l2")
     L2(l2=0.01)
     """
-    if regularizer is None or callable(regularizer):
-        return regularizer
-    made: Regularizer = found(NAMED, str(regularizer).lower(), "regularizer")()
-    return made
+    name = regularizer.lower() if isinstance(regularizer, str) else regularizer
+    return None if name is None else named(NAMED, name, "regularizer")

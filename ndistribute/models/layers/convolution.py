@@ -89,7 +89,15 @@ class Conv2D(KernelLayer):
         )
 
 
-class MaxPool2D(Layer):
+class _ImageLayer(Layer):
+    """The base class of layers of images without variables."""
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Check that the inputs are images."""
+        _check_images(self, input_shape)
+
+
+class MaxPool2D(_ImageLayer):
     """A layer that takes the largest element of each window of an image.
 
     Args:
@@ -117,10 +125,6 @@ class MaxPool2D(Layer):
         self.strides = self.pool_size if strides is None else _pair(strides, f"{kind}: strides")
         self.padding = _padding(padding, kind)
 
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Check that the inputs are images."""
-        _check_images(self, input_shape)
-
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels)``."""
         return self._pool(inputs, self.pool_size, self.strides, self.padding)
@@ -138,16 +142,12 @@ class AveragePool2D(MaxPool2D):
     _pool = staticmethod(operations.average_pool2d)
 
 
-class GlobalAveragePool2D(Layer):
+class GlobalAveragePool2D(_ImageLayer):
     """A layer that takes the mean of each channel of an image.
 
     >>> GlobalAveragePool2D()(np.ones((2, 4, 4, 3))).shape
     (2, 3)
     """
-
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Check that the inputs are images."""
-        _check_images(self, input_shape)
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, channels)``."""

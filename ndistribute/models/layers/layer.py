@@ -301,9 +301,10 @@ class Layer(Explaining):
 
     def _own(self) -> Iterator[tuple[str, Any]]:
         """Yield the path and value of each layer and variable in the attributes of this layer."""
-        for name, value in vars(self).items():
-            if name != "_arguments":
-                yield from _leaves(name, value)
+        held = {name: value for name, value in vars(self).items() if name != "_arguments"}
+        for path, value in leaves("", held):
+            if isinstance(value, Layer | Variable):
+                yield path, value
 
     def _build_with(self, batch: Any) -> None:
         """Create the variables for an input; a model overrides this."""
@@ -420,16 +421,13 @@ def _empty_like(value: Any) -> np.ndarray[Any, Any]:
     return np.zeros((0, *np.shape(value)[1:]), dtype)
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each layer and variable in a nest of lists, tuples and dicts."""
-    if isinstance(value, Layer | Variable):
-        yield path, value
-    elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from _leaves(f"{path}/{number}", one)
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(f"{path}/{key}", one)
+def leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the objects in a nest of lists, tuples and dicts, by path."""
+    if not isinstance(nest, Mapping | list | tuple):
+        yield path, nest
+        return
+    for name, value in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
+        yield from leaves(f"{path}/{name}" if path else str(name), value)
 
 
 _numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()

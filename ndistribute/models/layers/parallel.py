@@ -14,7 +14,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,18 @@ from ndistribute.variables.sharded import sharded_variable
 class _ParallelDense(Dense):
     """A dense layer with weights in shards."""
 
+    _axis: ClassVar[int]
+    """The axis of the kernel that is divided."""
     _features: int
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the kernel and the bias, which is divided with the units."""
+        of_kernel, of_bias = self._initializers
+        self._features = int(input_shape[-1])
+        self.kernel = self._sharded("kernel", (self._features, self.units), of_kernel, self._axis)
+        if self._use_bias:
+            make = self._sharded if self._axis else self.add_weight
+            self.bias = make("bias", (self.units,), of_bias)
 
     def _whole_batch(self, inputs: Any, context: Any) -> tuple[Any, slice | None]:
         """Return the examples of all replicas, and which are this one's; None if it is alone."""
@@ -44,7 +55,7 @@ class _ParallelDense(Dense):
         start = int(lengths[: context.replica_id_in_sync_group].sum())
         return context.all_gather(inputs, axis=0), slice(start, start + len(inputs))
 
-    def _sharded(self, name: str, shape: Sequence[int], initializer: Any, axis: int) -> Any:
+    def _sharded(self, name: str, shape: Sequence[int], initializer: Any, axis: int = 0) -> Any:
         if self.kernel_regularizer or self.bias_regularizer:
             raise ValueError(
                 f"{self.name}: a parallel dense layer cannot be regularized, as each replica would "
@@ -75,14 +86,7 @@ class ColumnParallelDense(_ParallelDense):
     (2, 4)
     """
 
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Create the kernel and the bias."""
-        of_kernel, of_bias = self._initializers
-        self._features = int(input_shape[-1])
-        shape = self._features, self.units
-        self.kernel = self._sharded("kernel", shape, of_kernel, axis=1)
-        if self._use_bias:
-            self.bias = self._sharded("bias", (self.units,), of_bias, axis=0)
+    _axis = 1
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(batch, units)``."""
@@ -110,14 +114,7 @@ class RowParallelDense(_ParallelDense):
     (2, 2)
     """
 
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Create the kernel and the bias."""
-        of_kernel, of_bias = self._initializers
-        self._features = int(input_shape[-1])
-        shape = self._features, self.units
-        self.kernel = self._sharded("kernel", shape, of_kernel, axis=0)
-        if self._use_bias:
-            self.bias = self.add_weight("bias", (self.units,), of_bias)
+    _axis = 0
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(batch, units)``."""

@@ -12,4 +12,5 @@ from ndistribute.models.operations.normalization import normalized_by as normali
 from ndistribute.models.operations.pooling import average_pool2d as average_pool2d
 from ndistribute.models.operations.pooling import max_pool2d as max_pool2d
 from ndistribute.models.operations.products import dense as dense
+from ndistribute.models.operations.products import sigmoid_cross_entropy as sigmoid_cross_entropy
 from ndistribute.models.operations.products import softmax_cross_entropy as softmax_cross_entropy

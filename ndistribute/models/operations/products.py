@@ -94,3 +94,10 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
         return (logs - shifted) * g[..., None]
 
     return losses.astype(dtype, copy=False), [vjp, None if is_index else vjp_of_labels]
+
+
+def sigmoid_cross_entropy(logits: Any, labels: Any) -> Any:
+    """Return the cross-entropy of two classes for each element, from logits."""
+    # Without the maximum of 0, of which the derivative at 0 would be wrong.
+    size = np.abs(logits)
+    return logits * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
