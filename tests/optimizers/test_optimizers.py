@@ -1,4 +1,4 @@
-"""Optimizers against their formulas, written out in plain NumPy, and against bad input."""
+"""Optimizers follow their formulas, sum and clip gradients, and refuse bad input."""
 
 from __future__ import annotations
 
@@ -8,80 +8,18 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
+from ndistribute.optimizers import SGD
 from tests.kinds import host_memory
-
-RNG = np.random.default_rng(1)
-START = RNG.normal(size=(6, 3))
-GRADIENTS = RNG.normal(size=(4, 6, 3))
-
-
-def sgd(momentum: float, nesterov: bool) -> Any:
-    value, velocity = START.copy(), np.zeros_like(START)
-    for gradient in GRADIENTS:
-        velocity = momentum * velocity - 0.1 * gradient
-        value = value + (momentum * velocity - 0.1 * gradient if nesterov else velocity)
-    return value
-
-
-def adagrad() -> Any:
-    value, total = START.copy(), np.full_like(START, 0.1)
-    for gradient in GRADIENTS:
-        total = total + gradient**2
-        value = value - 0.1 * gradient / np.sqrt(total + 1e-7)
-    return value
-
-
-def adam() -> Any:
-    value, mean, square = START.copy(), np.zeros_like(START), np.zeros_like(START)
-    for step, gradient in enumerate(GRADIENTS, start=1):
-        mean = 0.9 * mean + 0.1 * gradient
-        square = 0.999 * square + 0.001 * gradient**2
-        rate = 0.1 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-        value = value - rate * mean / (np.sqrt(square) + 1e-7)
-    return value
-
-
-def adamw() -> Any:
-    value, mean, square = START.copy(), np.zeros_like(START), np.zeros_like(START)
-    for step, gradient in enumerate(GRADIENTS, start=1):
-        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
-        corrected = mean / (1 - 0.9**step), square / (1 - 0.999**step)
-        # The constant is added to the root before its correction, as in Adam.
-        root = np.sqrt(corrected[1]) + 1e-7 / np.sqrt(1 - 0.999**step)
-        value = value - 0.1 * 0.2 * value - 0.1 * corrected[0] / root
-    return value
-
-
-def rmsprop(momentum: float, centered: bool) -> Any:
-    value, square, mean, velocity = START.copy(), *(np.zeros_like(START) for _ in range(3))
-    for gradient in GRADIENTS:
-        square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
-        variance = square - mean**2 if centered else square
-        velocity = momentum * velocity + 0.1 * gradient / np.sqrt(variance + 1e-7)
-        value = value - velocity
-    return value
-
-
-FORMULAS = {
-    "adamw": (lambda: AdamW(0.1, weight_decay=0.2), adamw),
-    "rmsprop": (lambda: RMSprop(0.1), lambda: rmsprop(0.0, False)),
-    "centered": (lambda: RMSprop(0.1, momentum=0.5, centered=True), lambda: rmsprop(0.5, True)),
-    "sgd": (lambda: SGD(0.1), lambda: sgd(0.0, False)),
-    "momentum": (lambda: SGD(0.1, 0.9), lambda: sgd(0.9, False)),
-    "nesterov": (lambda: SGD(0.1, 0.9, nesterov=True), lambda: sgd(0.9, True)),
-    "adagrad": (lambda: Adagrad(0.1), adagrad),
-    "adam": (lambda: Adam(0.1), adam),
-}
+from tests.optimizers.formulas import FORMULAS, GRADIENTS, MAKERS, RNG, START, followed
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_steps_follow_the_formula_and_rows_update_like_the_dense_gradient(name: str) -> None:
-    make, expected = FORMULAS[name]
+    make, formula, slots = FORMULAS[name]
     optimizer, variable = make(), nd.Variable(START)
     for gradient in GRADIENTS:
         optimizer.apply_gradients([(gradient, variable)])
-    np.testing.assert_allclose(variable.numpy(), expected(), rtol=1e-12)
+    np.testing.assert_allclose(variable.numpy(), followed(formula, *slots), rtol=1e-12)
     assert optimizer.iterations == len(GRADIENTS)
     results = []
     for sparse in (True, False):
@@ -95,7 +33,7 @@ def test_steps_follow_the_formula_and_rows_update_like_the_dense_gradient(name: 
 
 @pytest.mark.parametrize("name", ["nesterov", "adam"])
 def test_float32_stays_float32_and_gradients_as_they_are(name: str) -> None:
-    optimizer, variable = FORMULAS[name][0](), nd.Variable(START.astype(np.float32))
+    optimizer, variable = MAKERS[name](), nd.Variable(START.astype(np.float32))
     gradient = GRADIENTS[0].astype(np.float32)
     before = gradient.copy()
     optimizer.apply_gradients([(gradient, variable)])

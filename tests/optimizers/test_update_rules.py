@@ -10,31 +10,13 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import update_rules
-from ndistribute.optimizers.algorithms import (
-    SGD,
-    AdagradRule,
-    AdamRule,
-    AdamWRule,
-    MomentumRule,
-    RMSpropRule,
-    SGDRule,
-)
-from ndistribute.optimizers.optimizer import Optimizer
+from ndistribute.optimizers import SGD, Optimizer
+from ndistribute.optimizers.algorithms import AdamRule, RMSpropRule
 from ndistribute.update_rules import Rule, hyperparameters_of, rule_named, update_rows, update_whole
+from tests.optimizers.formulas import MAKERS
 
-CASES = [
-    SGDRule(),
-    SGDRule(0.9),
-    SGDRule(0.9, nesterov=True),
-    MomentumRule(0.9),
-    MomentumRule(0.9, nesterov=True),
-    AdagradRule(),
-    AdamRule(),
-    AdamRule(0.5, 0.7, 1e-3),
-    AdamWRule(weight_decay=0.1),
-    RMSpropRule(),
-    RMSpropRule(0.8, 0.9, centered=True),
-]
+CASES = [make().rule for make in MAKERS.values()]
+CASES += [AdamRule(0.5, 0.7, 1e-3), RMSpropRule(0.8, 0.9, centered=True)]
 
 
 def start(rule, size=101, dtype=float):
