@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -73,9 +73,10 @@ def _also_in_graphs(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(self: Any, what: Any, *args: Any, **kwargs: Any) -> Any:
-        what = list(what) if isinstance(what, Iterator) else what
-        is_listed = isinstance(what, list | tuple) and what and isinstance(what[0], tuple)
-        updater = optimizer_for(what[0][-1] if is_listed else what, self)
+        what = list(what) if hasattr(what, "__next__") else what  # Pairs from a zip.
+        is_listed = isinstance(what, (list, tuple)) and what and isinstance(what[0], tuple)
+        last = what[0][-1] if is_listed else what
+        updater = self if isinstance(last, Variable) else optimizer_for(last, self)
         if updater is self:
             return method(self, what, *args, **kwargs)
         return getattr(updater, method.__name__)(what, *args, **kwargs)
