@@ -423,11 +423,11 @@ def with_gradients(pairs: GradsAndVars) -> GradsAndVars:
     Raises:
         ValueError: none has one.
     """
-    found = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-    if not found:
+    chosen = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+    if not chosen:
         names = ", ".join(variable.name for _, variable in pairs)
         raise ValueError(f"no variable has a gradient: the loss depends on none of [{names}].")
-    return found
+    return chosen
 
 
 def _together(kind: str, gradients: Sequence[Any], **attributes: Any) -> tuple[Tensor, ...]:

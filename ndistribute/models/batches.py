@@ -37,8 +37,8 @@ def batches_of(
             )
         data = as_dataset(x)
     else:
-        given = tuple(one for one in (x, y, sample_weight) if one is not None)
-        data = Dataset.from_tensor_slices(given)
+        parts = tuple(part for part in (x, y, sample_weight) if part is not None)
+        data = Dataset.from_tensor_slices(parts)
         rows = len(data)
         if shuffle and rows > 1:
             data = data.shuffle(rows)
@@ -75,7 +75,7 @@ def split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
         raise ValueError(f"validation_split={share} of {rows} examples leaves one part empty.")
 
     def cut(part: slice) -> Any:
-        return tree.map_leaves(lambda one: None if one is None else one[part], (x, y, weight))
+        return tree.map_leaves(lambda array: None if array is None else array[part], (x, y, weight))
 
     return cut(slice(at)), cut(slice(at, None))
 
@@ -119,7 +119,7 @@ def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
     labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
     if labels.ndim > 1 and labels.dtype.kind == "f":  # One-hot rows.
         labels = labels.argmax(axis=-1)
-    own = np.ones(labels.shape, np.float32)
-    for label, one in weights.items():
-        own[labels == label] = one
-    return x, y, own if weight is None else own * weight
+    factors = np.ones(labels.shape, np.float32)
+    for label, factor in weights.items():
+        factors[labels == label] = factor
+    return x, y, factors if weight is None else factors * weight

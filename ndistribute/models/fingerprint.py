@@ -30,17 +30,17 @@ def fingerprint(model: Any, data: Node, more: dict[str, Any]) -> dict[str, str]:
         data: the pipeline of the global batches.
         more: other arguments of the training.
     """
-    found = {"dataset": describe(data), **facts(data)}
-    return {part: str(one) for part, one in found.items()} | without_data(model, more)
+    parts = {"dataset": describe(data), **facts(data)}
+    return {part: str(fact) for part, fact in parts.items()} | without_data(model, more)
 
 
 def without_data(model: Any, more: dict[str, Any]) -> dict[str, str]:
     """Return the text of each part of a training, except its data; see `fingerprint`."""
-    found: dict[str, Any] = dict(more)
-    found |= {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
-    found |= {"loss": _text(model.loss), "optimizer": _text(model.optimizer)}
-    found["metrics"] = [metric.name for metric in model.metrics]
-    return {part: str(one) for part, one in found.items()}
+    parts: dict[str, Any] = dict(more)
+    parts |= {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
+    parts |= {"loss": _text(model.loss), "optimizer": _text(model.optimizer)}
+    parts["metrics"] = [metric.name for metric in model.metrics]
+    return {part: str(fact) for part, fact in parts.items()}
 
 
 def _text(value: Any) -> str:
@@ -49,17 +49,24 @@ def _text(value: Any) -> str:
         config = value.get_config() | {"computing in": value.compute_dtype.name}
     elif isinstance(value, Loss | Optimizer):
         kept = vars(value) if isinstance(value, Loss) else _OF_OPTIMIZER
-        config = {name: one for name, one in vars(value).items() if name in kept}
+        config = {name: argument for name, argument in vars(value).items() if name in kept}
     else:
         text, code = re.sub(_OWN_NAMES, "", repr(value)), getattr(value, "__code__", None)
         return f"{text} of code {_checksum(code)}" if isinstance(code, CodeType) else text
-    texts = [f"{name.lstrip('_')}={_text(one)}" for name, one in config.items() if name != "name"]
+    texts = [
+        f"{name.lstrip('_')}={_text(argument)}"
+        for name, argument in config.items()
+        if name != "name"
+    ]
     return f"{type(value).__name__}({', '.join(texts)})"
 
 
 def _checksum(code: CodeType) -> int:
     """Return a checksum of a function's code, wherever it stands."""
     # The order of a set in a text differs between processes.
-    constants = [one for one in code.co_consts if not isinstance(one, frozenset)]
-    inner = [_checksum(one) if isinstance(one, CodeType) else one for one in constants]
+    constants = [constant for constant in code.co_consts if not isinstance(constant, frozenset)]
+    inner = [
+        _checksum(constant) if isinstance(constant, CodeType) else constant
+        for constant in constants
+    ]
     return zlib.crc32(repr((code.co_code, code.co_names, inner)).encode())

@@ -288,8 +288,8 @@ class FunctionLoss(Loss):
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        own = {name: options.pop(name) for name in ("reduction", "name") if name in options}
-        super().__init__(**({"name": getattr(function, "__name__", "loss")} | own))
+        common = {name: options.pop(name) for name in ("reduction", "name") if name in options}
+        super().__init__(**({"name": getattr(function, "__name__", "loss")} | common))
         if options:
             inspect.signature(function).bind(None, None, **options)
         self._function, self._parameters = function, options
@@ -341,8 +341,8 @@ class CategoricalCrossentropy(FunctionLoss):
     def __init__(
         self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
     ) -> None:
-        own = {"from_logits": from_logits, "label_smoothing": label_smoothing}
-        super().__init__(categorical_crossentropy, **own, **options)
+        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+        super().__init__(categorical_crossentropy, **parameters, **options)
 
 
 class SparseCategoricalCrossentropy(FunctionLoss):

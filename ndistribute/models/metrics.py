@@ -220,7 +220,7 @@ class _Ratio(Mean):
         losses.check_shape(y_true, y_pred.shape)
         both = y_true > 0.5, y_pred > self.threshold
         counted = both[0] & both[1], both[self._among]
-        sums = [weighted_sum(one, sample_weight)[0] for one in counted]
+        sums = [weighted_sum(examples, sample_weight)[0] for examples in counted]
         self.state.assign_add(np.array(sums))
 
     _among: ClassVar[int]

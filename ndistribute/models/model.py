@@ -72,9 +72,9 @@ class Model(Trainer):
         Parameters: 40, to train: 40
         """
         rows = [("layer", "variables", "parameters"), *map(_row, self._parts())]
-        own = [one for _, one in self._own() if isinstance(one, Variable)]
-        if own:
-            rows.append(_row(self, own))
+        variables = [held for _, held in self._own() if isinstance(held, Variable)]
+        if variables:
+            rows.append(_row(self, variables))
         room = max(_LEAST, _WIDTH - 4 - sum(max(len(row[k]) for row in rows) for k in (0, 2)))
         rows = [line for row in rows for line in _wrapped(*row, room)]
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
@@ -91,7 +91,7 @@ class Model(Trainer):
 
     def _parts(self) -> list[Layer]:
         """Return the layers that the model itself holds, also in lists and dicts, each once."""
-        parts = {id(one): one for _, one in self._own() if isinstance(one, Layer)}
+        parts = {id(held): held for _, held in self._own() if isinstance(held, Layer)}
         return list(parts.values())
 
 
@@ -103,19 +103,19 @@ def _row(layer: Layer, variables: Sequence[Variable] | None = None) -> tuple[str
     shown = layer.variables if variables is None else variables
     counts = Counter(str(variable.shape) for variable in shown)
     each = (f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items())
-    shapes = ", ".join(one.replace(" ", _UNBROKEN) for one in each)
+    shapes = ", ".join(shape.replace(" ", _UNBROKEN) for shape in each)
     return name, shapes or "-", f"{sum(variable.size for variable in shown):,}"
 
 
 def _wrapped(name: str, shapes: str, count: str, room: int) -> list[tuple[str, str, str]]:
     """Return a row of a summary as lines, which end between shapes."""
     first, *others = textwrap.wrap(shapes, room, break_long_words=False)
-    lines = [(name, first, count), *(("", one, "") for one in others)]
+    lines = [(name, first, count), *(("", line, "") for line in others)]
     return [(left, middle.replace(_UNBROKEN, " "), right) for left, middle, right in lines]
 
 
 def _is_built(layer: Layer) -> bool:
-    return all(one.built for one in layer.walk())
+    return all(part.built for part in layer.walk())
 
 
 class Sequential(Model):

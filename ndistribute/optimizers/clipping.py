@@ -25,12 +25,12 @@ from ndistribute.variables.sharded import divided
 
 def one_bound(**bounds: float | None) -> tuple[str, float] | None:
     """Return the kind and the size of the one bound of gradients that is given, if any."""
-    given = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
-    if len(given) > 1:
+    limits = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
+    if len(limits) > 1:
         raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
-    if given and (isinstance(given[0][1], str) or not given[0][1] > 0):
-        raise ValueError(f"a clipping bound must be a number above 0, got {given[0][1]!r}.")
-    return given[0] if given else None
+    if limits and (isinstance(limits[0][1], str) or not limits[0][1] > 0):
+        raise ValueError(f"a clipping bound must be a number above 0, got {limits[0][1]!r}.")
+    return limits[0] if limits else None
 
 
 def clipped(
@@ -41,11 +41,11 @@ def clipped(
     if kind == "clipvalue":
         return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
     norms = [_norm(gradient) for gradient in wide]
-    own = divided(variables)
-    if own:  # Of which each replica has a part of the norm.
+    shards = divided(variables)
+    if shards:  # Of which each replica has a part of the norm.
         replica: Any = get_replica_context()
-        squares = replica.all_reduce("sum", np.array([norms[index] ** 2 for index in own]))
-        for index, square in zip(own, squares, strict=True):
+        squares = replica.all_reduce("sum", np.array([norms[index] ** 2 for index in shards]))
+        for index, square in zip(shards, squares, strict=True):
             norms[index] = math.sqrt(square)
     if kind == "global_clipnorm":
         norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)

@@ -168,8 +168,8 @@ class Optimizer(Explaining, Shown):
 
         To save an optimizer, save their values. To restore it, `build` it and `assign` the values.
         """
-        own = [] if self._counter is None else [self._counter]
-        return own + list(itertools.chain(*self._slots.values()))
+        counters = [] if self._counter is None else [self._counter]
+        return counters + list(itertools.chain(*self._slots.values()))
 
     @property
     def slots(self) -> dict[Variable, dict[str, Variable]]:
@@ -363,8 +363,8 @@ class Optimizer(Explaining, Shown):
         """Sum gradients with the other replicas, and update the part that this replica owns."""
         communicator = replica.communicator
         homes = [variable.home_of[replica.local_replica_id] for variable in variables]
-        own = divided(variables)
-        shared = [i for i in range(len(gradients)) if i not in own]
+        shards = divided(variables)
+        shared = [i for i in range(len(gradients)) if i not in shards]
         sparse = [i for i in shared if isinstance(gradients[i], IndexedSlices)]
         dense = [i for i in shared if i not in sparse]
         joined = [gradients[i] for i in sparse]
@@ -389,9 +389,9 @@ class Optimizer(Explaining, Shown):
             update,
             everywhere=not summed,
         )
-        if not sparse and not own:
+        if not sparse and not shards:
             return
-        for index in own:
+        for index in shards:
             self._update_copy(copies[index][homes[index]], gradients[index], rate)
         for index, rows in zip(sparse, joined, strict=True):
             self._update_copy(copies[index][homes[index]], rows, rate, communicator.owned_part)
@@ -420,8 +420,8 @@ class Optimizer(Explaining, Shown):
 
         def push(everyone: Sequence[Sequence[Any]]) -> None:
             strategy.push(self.name, *self._applies(variables, everyone[0]))
-            own = itertools.chain(*(self._slots[variable] for variable in variables))
-            strategy.copies.changed(each for v in (*own, self._counter) for each in v.cached)
+            slots = itertools.chain(*(self._slots[variable] for variable in variables))
+            strategy.copies.changed(each for v in (*slots, self._counter) for each in v.cached)
 
         if replica is None:
             push([gradients])
@@ -468,20 +468,20 @@ def _checked(
     for pair in pairs:
         listed = isinstance(pair, (tuple, list))
         if not listed or len(pair) != 2 or not isinstance(pair[1], Variable):
-            kinds = [type(one).__name__ for one in pair] if listed else type(pair).__name__
+            kinds = [type(part).__name__ for part in pair] if listed else type(pair).__name__
             raise TypeError(
                 f"apply_gradients needs pairs (gradient, variable), got {kinds}: write "
                 "zip(gradients, variables). Nothing has changed."
             )
-        given, variable = pair
-        if given is None:
+        raw, variable = pair
+        if raw is None:
             missing.append(variable.name)
             continue
-        if isinstance(given, IndexedSlices):
-            values, indices = native(given.values), native(given.indices)
-            gradient: Any = IndexedSlices(values, indices, given.dense_shape)
+        if isinstance(raw, IndexedSlices):
+            values, indices = native(raw.values), native(raw.indices)
+            gradient: Any = IndexedSlices(values, indices, raw.dense_shape)
         else:
-            gradient = native(as_array(given))
+            gradient = native(as_array(raw))
         if gradient.shape != variable.shape or not can_train(gradient.dtype, variable.dtype):
             raise ValueError(
                 f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
@@ -535,8 +535,8 @@ def check_whole(variables: Sequence[Any], advice: str) -> None:
 
 def sum_over(replica: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return gradients summed over replicas; those of shards are complete already."""
-    own, made = divided(variables), list(gradients)
-    shared = [index for index in range(len(made)) if index not in own]
+    shards, made = divided(variables), list(gradients)
+    shared = [index for index in range(len(made)) if index not in shards]
     sums = replica.all_reduce("sum", [made[index] for index in shared])
     for index, total in zip(shared, sums, strict=True):
         made[index] = total
@@ -560,6 +560,6 @@ def _unique_name(label: str, strategy: Any) -> str:
             if owner is None or strategy is None or owner() is strategy
         }
         numbered = (f"{label}_{number}" if number else label for number in itertools.count())
-        name = next(one for one in numbered if one not in taken)
+        name = next(candidate for candidate in numbered if candidate not in taken)
         _given_names.append((name, None if strategy is None else weakref.ref(strategy)))
     return name

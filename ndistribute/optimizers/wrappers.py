@@ -228,7 +228,7 @@ class LossScale(_Wrapper):
         if not is_finite:
             self._states[me] = max(1.0, scale / 2), 0
             return
-        unscaled = [map_values(lambda array: array / scale, one) for one in gradients]
+        unscaled = [map_values(lambda array: array / scale, gradient) for gradient in gradients]
         self.inner.apply_gradients(
             zip(unscaled, variables, strict=True), skip_gradients_aggregation=True
         )

@@ -44,8 +44,8 @@ class MultiHeadAttention(Layer):
         output_shape: int | None = None,
         **options: Any,
     ) -> None:
-        own = {name: options[name] for name in options.keys() & _OF_LAYERS}
-        super().__init__(**own)
+        of_layer = {name: options[name] for name in options.keys() & _OF_LAYERS}
+        super().__init__(**of_layer)
         self.num_heads = positive(num_heads, "MultiHeadAttention: num_heads")
         self.key_dim = positive(key_dim, "MultiHeadAttention: key_dim")
         width = self.key_dim if value_dim is None else value_dim
@@ -87,23 +87,23 @@ class MultiHeadAttention(Layer):
             training: whether to drop probabilities.
         """
         key = value if key is None else key
-        for what, one in (("query", query), ("value", value), ("key", key)):
-            if one.ndim != 3:
+        for what, array in (("query", query), ("value", value), ("key", key)):
+            if array.ndim != 3:
                 raise ValueError(
-                    f"{self.name}: {what} has shape {one.shape}, but needs three axes, (batch, "
+                    f"{self.name}: {what} has shape {array.shape}, but needs three axes, (batch, "
                     "length, features)."
                 )
         heads = self._heads(self.query, query), self._heads(self.key, key)
         values = self._heads(self.value, value)
         shape = query.shape[0], self.num_heads, query.shape[1], key.shape[1]
-        found = operations.attention(
+        means = operations.attention(
             *heads,
             values,
             mask=self._mask(attention_mask, shape),
             is_causal=use_causal_mask,
             kept=dropout_factors(values, shape, self.dropout) if training else None,
         )
-        return self.output(found.reshape(*query.shape[:2], self.num_heads * self.value_dim))
+        return self.output(means.reshape(*query.shape[:2], self.num_heads * self.value_dim))
 
     def _heads(self, projection: Layer, x: Any) -> Any:
         """Return a projection of shape ``(batch, length, heads, width)``."""
@@ -115,7 +115,7 @@ class MultiHeadAttention(Layer):
         if mask is None:
             return None
         mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
-        given = mask.shape
+        before = mask.shape
         if mask.ndim == 3:
             mask = mask[:, None]
         fits = mask.ndim in (2, 4) and all(
@@ -123,7 +123,7 @@ class MultiHeadAttention(Layer):
         )
         if not fits:
             raise ValueError(
-                f"{self.name}: attention_mask has shape {given}, but must be of shape (queries, "
+                f"{self.name}: attention_mask has shape {before}, but must be of shape (queries, "
                 f"keys) = {shape[2:]}, (batch, queries, keys) or {shape}."
             )
         return mask.astype(bool)

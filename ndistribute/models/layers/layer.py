@@ -203,11 +203,11 @@ class Layer(Explaining):
 
         The order is that in which the attributes were set.
         """
-        found: dict[int, tuple[str, Variable]] = {}
-        for path, one in self._held():
-            if isinstance(one, Variable):
-                found.setdefault(id(one), (path, one))
-        return dict(found.values())
+        variables: dict[int, tuple[str, Variable]] = {}
+        for path, held in self._held():
+            if isinstance(held, Variable):
+                variables.setdefault(id(held), (path, held))
+        return dict(variables.values())
 
     @property
     def variables(self) -> list[Variable]:
@@ -245,7 +245,7 @@ class Layer(Explaining):
         Raises:
             ValueError: the number of arrays or a shape is wrong; nothing has changed then.
         """
-        variables, arrays = self.variables, [np.asarray(one) for one in weights]
+        variables, arrays = self.variables, [np.asarray(weight) for weight in weights]
         shapes, expected = [a.shape for a in arrays], [v.shape for v in variables]
         if shapes != expected:
             hint = "" if self.built else " It is not built yet: call it on an input first."
@@ -270,10 +270,10 @@ class Layer(Explaining):
         """Yield this layer, and all layers that it holds, each once."""
         seen = {id(self)}
         yield self
-        for _, one in self._held():
-            if isinstance(one, Layer) and id(one) not in seen:
-                seen.add(id(one))
-                yield one
+        for _, held in self._held():
+            if isinstance(held, Layer) and id(held) not in seen:
+                seen.add(id(held))
+                yield held
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that create an equal layer, by name."""
@@ -292,12 +292,12 @@ class Layer(Explaining):
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""
         inside |= {id(self)}
-        for path, one in self._own():
-            if isinstance(one, Variable):
-                yield prefix + path, one
-            elif id(one) not in inside:
-                yield prefix + path, one
-                yield from one._held(f"{prefix}{path}/", inside)
+        for path, held in self._own():
+            if isinstance(held, Variable):
+                yield prefix + path, held
+            elif id(held) not in inside:
+                yield prefix + path, held
+                yield from held._held(f"{prefix}{path}/", inside)
 
     def _own(self) -> Iterator[tuple[str, Any]]:
         """Yield the path and value of each layer and variable in the attributes of this layer."""
@@ -316,7 +316,9 @@ class Layer(Explaining):
         def build(_: Any = None) -> None:
             if self.built:
                 return
-            self._refuse_uncalled(name for name, one in vars(self).items() if one is not None)
+            self._refuse_uncalled(
+                name for name, attribute in vars(self).items() if attribute is not None
+            )
             self._builds = True
             try:
                 self.build(tree.map_leaves(_shape_of, args[0]) if args else None)
@@ -334,12 +336,12 @@ class Layer(Explaining):
 
 def build_for(layer: Layer, batch: Any, strategy: Any) -> None:
     """Create the variables of a layer for inputs of the shapes and dtypes of a batch."""
-    example = tree.map_leaves(lambda one: np.zeros((1, *one.shape[1:]), one.dtype), batch)
+    example = tree.map_leaves(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), batch)
 
     def call() -> None:
         replica = get_replica_context()
         device = strategy.devices[0] if replica is None else replica.device
-        layer(tree.map_leaves(lambda one: copy_to(one, device), example), training=False)
+        layer(tree.map_leaves(lambda array: copy_to(array, device), example), training=False)
 
     with strategy.scope():
         strategy.run(call)
@@ -383,8 +385,12 @@ def _has_dtype(value: Any, dtype: np.dtype[Any]) -> bool:
 
 def _cast(dtype: np.dtype[Any], value: Any) -> Any:
     """Return an array of floats in a dtype; other values are returned unchanged."""
-    own = getattr(value, "dtype", None)
-    return value if own is None or own == dtype or kind_of(own) != "f" else value.astype(dtype)
+    present = getattr(value, "dtype", None)
+    return (
+        value
+        if present is None or present == dtype or kind_of(present) != "f"
+        else value.astype(dtype)
+    )
 
 
 _calls = threading.local()
@@ -403,17 +409,17 @@ def _shape_of(value: Any) -> tuple[int, ...]:
 def _example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
     """Return zeros of a shape that a user gave, or a nest of zeros for a nest of shapes."""
     if isinstance(shape, Mapping):
-        return {name: _example_of(one, dtype) for name, one in shape.items()}
+        return {name: _example_of(each, dtype) for name, each in shape.items()}
     lengths = list(shape)
-    if any(isinstance(one, Mapping | Sequence) for one in lengths):
-        return type(shape)(_example_of(one, dtype) for one in lengths)
+    if any(isinstance(each, Mapping | Sequence) for each in lengths):
+        return type(shape)(_example_of(each, dtype) for each in lengths)
     if not lengths or None in lengths[1:]:
         raise ValueError(f"build needs each length but the first, got {tuple(lengths)}.")
     return np.zeros((1, *lengths[1:]), dtype)
 
 
 def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
-    return [one.shape[1:] for one in tree.flatten(batch)]
+    return [array.shape[1:] for array in tree.flatten(batch)]
 
 
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:

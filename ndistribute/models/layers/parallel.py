@@ -91,10 +91,10 @@ class ColumnParallelDense(_ParallelDense):
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(batch, units)``."""
         context: Any = get_replica_context()
-        whole, own = self._whole_batch(inputs, context)
+        whole, rows = self._whole_batch(inputs, context)
         part = dense(whole, self.kernel, self.bias, activations.get(None))
-        if own is not None:
-            part = context.all_gather(part, axis=1)[own]
+        if rows is not None:
+            part = context.all_gather(part, axis=1)[rows]
         return self.activation(part)
 
 
@@ -119,10 +119,10 @@ class RowParallelDense(_ParallelDense):
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(batch, units)``."""
         context: Any = get_replica_context()
-        whole, own = self._whole_batch(inputs, context)
-        if own is None:
+        whole, rows = self._whole_batch(inputs, context)
+        if rows is None:
             total = whole @ self.kernel
         else:
             part, *_ = self.kernel.cut(context.replica_id_in_sync_group)
-            total = context.all_reduce("sum", whole[:, part] @ self.kernel)[own]
+            total = context.all_reduce("sum", whole[:, part] @ self.kernel)[rows]
         return self.activation(total if self.bias is None else total + self.bias)

@@ -37,13 +37,13 @@ def attention(
     array([[[[0.5, 0.5]]]])
     """
     dtype = query.dtype
-    q, k, v = (wide(as_operand(one)).swapaxes(1, 2) for one in (query, key, value))
+    q, k, v = (wide(as_operand(array)).swapaxes(1, 2) for array in (query, key, value))
     xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))
     weights = q @ k.swapaxes(-1, -2)
     weights *= scale
-    for one in (mask, _causal(untrack(weights)) if is_causal else None):
-        if one is not None:
-            weights += xp.where(one, 0, -np.inf).astype(weights.dtype)
+    for allowed in (mask, _causal(untrack(weights)) if is_causal else None):
+        if allowed is not None:
+            weights += xp.where(allowed, 0, -np.inf).astype(weights.dtype)
     limits = np.finfo(weights.dtype)
     if weights.shape[-1]:
         weights -= xp.maximum(weights.max(axis=-1, keepdims=True), limits.min)

@@ -50,7 +50,7 @@ def conv2d(
 def _plain_conv2d(
     x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, rule: InPlace | None
 ) -> Any:
-    images, weights = (one.reshape(*one.shape[:-1], groups, -1) for one in (x, kernel))
+    images, weights = (array.reshape(*array.shape[:-1], groups, -1) for array in (x, kernel))
     y = zeros(x, (len(x), *windows.count, groups, weights.shape[-1]))
     for offset in windows.offsets:
         part = np.einsum("nhwgc,cgf->nhwgf", images[offset.inner], weights[offset.at])
@@ -120,7 +120,7 @@ class _Columns:
             inside = source[:, above : above + height, left : left + width]
         image, row, column, channel = source.strides
         (sy, sx), (dy, dx) = windows.strides, windows.dilation
-        found = xp.lib.stride_tricks.as_strided(
+        view = xp.lib.stride_tricks.as_strided(
             source,
             (self._groups, len(source), *self._shape),
             (
@@ -131,10 +131,10 @@ class _Columns:
         for block in self._slices():
             filled = memory[:, : len(self._images[block])]
             if inside is None:
-                filled[...] = found[:, block]
+                filled[...] = view[:, block]
             else:
                 inside[: filled.shape[1]] = self._images[block]
-                filled[...] = found[:, : filled.shape[1]]
+                filled[...] = view[:, : filled.shape[1]]
             yield block, filled.reshape(self._groups, -1, elements)
 
     def times(

@@ -76,8 +76,8 @@ def _largest_factor(number: int, limit: int) -> int:
 
 def in_place(activation: Callable[[Any], Any]) -> tuple[InPlace | None, Callable[[Any], Any]]:
     """Return how an `Epilogue` applies an activation, and the function to call on its result."""
-    for one, rule in IN_PLACE.items():  # A user's function may have no hash.
-        if one is activation:
+    for known, rule in IN_PLACE.items():  # A user's function may have no hash.
+        if known is activation:
             return rule, linear
     return None, activation
 
@@ -112,32 +112,32 @@ class Epilogue:
 
     def before(self, g: Array) -> Array:
         """Return the gradient of the product, a contiguous matrix, from that of the result."""
-        given, found = self._known
-        if given is not g:
+        last, before = self._known
+        if last is not g:
             rows = array_namespace(g).ascontiguousarray(wide(g).reshape(self._rows.shape))
-            found = rows if self._rule is None else self._rule.before(rows, self._rows)
-            self._known = g, found
-        return found
+            before = rows if self._rule is None else self._rule.before(rows, self._rows)
+            self._known = g, before
+        return before
 
     def part(self, g: Array, rows: slice) -> Array:
         """Return some rows of `before`, from the first to the last in turn, without the others.
 
         So what reads them finds them in the cache; the gradient of the bias is summed on the way.
         """
-        given, found = self._known
-        if given is g or not g.flags.c_contiguous:
+        last, before = self._known
+        if last is g or not g.flags.c_contiguous:
             return self.before(g)[rows]
-        found = wide(g.reshape(self._rows.shape)[rows])
+        before = wide(g.reshape(self._rows.shape)[rows])
         if self._rule is not None:
-            found = self._rule.before(found, self._rows[rows])
-        sums = column_sums(found)
+            before = self._rule.before(before, self._rows[rows])
+        sums = column_sums(before)
         self._sums = g, sums + self._sums[1] if rows.start else sums
-        return found
+        return before
 
     def of_bias(self, g: Array) -> Array:
         """Return the gradient of the bias."""
-        given, sums = self._sums
-        return sums if given is g else column_sums(self.before(g))
+        last, sums = self._sums
+        return sums if last is g else column_sums(self.before(g))
 
 
 Product = Callable[[Array, Array | None], Array]

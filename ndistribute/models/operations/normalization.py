@@ -45,7 +45,7 @@ def _plain(
     axes = tuple(range(x.ndim - 1)) if axes is None else axes
     mean = of.get("mean", np.mean(x, axes, keepdims=True))
     variance = of.get("variance", np.var(x, axes, keepdims=True))
-    mean, variance = (as_operand(one).astype(x.dtype) for one in (mean, variance))
+    mean, variance = (as_operand(moment).astype(x.dtype) for moment in (mean, variance))
     y = (x - mean) / np.sqrt(variance + epsilon)
     y = y if gamma is None else y * gamma
     return y if beta is None else y + beta
@@ -56,11 +56,11 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
     x = as_array(x)
     rows = _rows(x)
     xp = array_namespace(rows)
-    own = column_sums(rows) / max(1, len(rows))
-    normalized = _affine(rows, None, -own)
-    mean, variance, count = _moments(own, normalized, total)
+    local = column_sums(rows) / max(1, len(rows))
+    normalized = _affine(rows, None, -local)
+    mean, variance, count = _moments(local, normalized, total)
     factor = 1 / xp.sqrt(variance + epsilon)
-    (values, factors, shifts) = joined_rows(normalized, factor, (own - mean) * factor)
+    (values, factors, shifts) = joined_rows(normalized, factor, (local - mean) * factor)
     values *= factors
     if total is not None:
         values += shifts
@@ -92,7 +92,9 @@ def normalized_by(
     """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, with constant statistics."""
     x = as_array(x)
     rows = _rows(x)
-    mean, variance = (as_array(one).astype(rows.dtype, copy=False) for one in (mean, variance))
+    mean, variance = (
+        as_array(moment).astype(rows.dtype, copy=False) for moment in (mean, variance)
+    )
     factor = 1 / np.sqrt(variance + epsilon)
     scale = factor if gamma is None else factor * gamma
     shift = -mean * scale if beta is None else beta - mean * scale
@@ -142,8 +144,8 @@ def _moments(mean: Array, centred: Array, total: Total | None) -> tuple[Array, A
     if total is None:
         return mean, squares / max(1.0, count), count
     # In float64, in which squares of a large mean do not cancel.
-    xp, own = array_namespace(mean), mean.astype(np.float64)
-    parts = [xp.full(1, count), count * own, squares + count * own * own]
+    xp, local = array_namespace(mean), mean.astype(np.float64)
+    parts = [xp.full(1, count), count * local, squares + count * local * local]
     sums = total(xp.concatenate(parts))
     everyone = float(sums[0])
     whole, second = xp.split(sums[1:] / max(1.0, everyone), 2)
@@ -161,7 +163,7 @@ def _rows(x: Array) -> Array:
 
 def _affine(rows: Array, scale: Array | None, shift: Array | None) -> Array:
     """Return ``rows * scale + shift``, in a new array unless both are None, for 1 and 0."""
-    vectors = [wide(one) for one in (scale, shift) if one is not None]
+    vectors = [wide(vector) for vector in (scale, shift) if vector is not None]
     result, *vectors = joined_rows(rows, *vectors)
     if scale is not None:
         result = result * vectors[0]

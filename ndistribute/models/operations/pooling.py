@@ -79,7 +79,7 @@ def _max_pool_gradient(x: Array, y: Array, rest: Array, change: Array, windows: 
     xp = array_namespace(x)
     hits, shares = xp.empty(y.shape, bool), xp.empty_like(rest)
     for offset in windows.offsets:
-        hit, share, left = (one[offset.outer] for one in (hits, shares, rest))
+        hit, share, left = (array[offset.outer] for array in (hits, shares, rest))
         if windows.tile and offset is windows.offsets[-1]:
             change[offset.inner] = left
             return

@@ -99,7 +99,7 @@ class Windows:
     @functools.cached_property
     def offsets(self) -> tuple[Offset, ...]:
         """The offsets inside a window, row by row, without those that are only in the padding."""
-        found = []
+        offsets = []
         for row in range(self.size[0]):
             inner_y, outer_y = self._slices(0, row)
             for column in range(self.size[1]):
@@ -108,8 +108,8 @@ class Windows:
                 if min(length) > 0:
                     every = slice(None)
                     inner, outer = (every, inner_y, inner_x), (every, outer_y, outer_x)
-                    found.append(Offset((row, column), inner, outer, length == self.count))
-        return tuple(found)
+                    offsets.append(Offset((row, column), inner, outer, length == self.count))
+        return tuple(offsets)
 
     def _slices(self, axis: int, offset: int) -> tuple[slice, slice]:
         """Return the slices of an axis of the images, and of the windows, for an offset."""
