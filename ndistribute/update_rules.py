@@ -117,6 +117,11 @@ def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any
         variable[...] = wide
 
 
+def slot_start(value: float, dtype: np.dtype[Any]) -> complex:
+    """Return where all elements of a slot begin: both parts of a complex number, with one value."""
+    return complex(value, value) if dtype.kind == "c" else value
+
+
 @functools.lru_cache(maxsize=64)
 def can_train(gradient: np.dtype[Any], variable: np.dtype[Any]) -> bool:
     """Return True if gradients of a dtype can train variables of another: both are inexact."""

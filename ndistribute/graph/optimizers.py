@@ -26,7 +26,7 @@ from ndistribute.mistakes import accepting
 from ndistribute.optimizers import algorithms, schedules
 from ndistribute.optimizers.clipping import clipped
 from ndistribute.optimizers.optimizer import Optimizer, optimizer_for
-from ndistribute.update_rules import Rule, hyperparameters_of
+from ndistribute.update_rules import Rule, hyperparameters_of, slot_start
 
 GradsAndVars = Sequence[tuple[Any, Variable]]
 
@@ -205,7 +205,8 @@ class GraphOptimizer:
             graph.colocate_with(variable.op),
         ):
             for name in rule.slot_names:
-                start = self._starts.get(name, rule.initial_slot(name))
+                start: Any = self._starts.get(name, rule.initial_slot(name))
+                start = start if dtype is None else slot_start(start, dtype)
                 # Only a run may know the shape of the variable.
                 value: Any = np.zeros_like(variable.initial_value) + start
                 slots[name] = Variable(

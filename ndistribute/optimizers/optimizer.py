@@ -30,6 +30,7 @@ from ndistribute.update_rules import (
     Rule,
     can_train,
     hyperparameters_of,
+    slot_start,
     update_block,
     update_rows,
     update_whole,
@@ -314,9 +315,7 @@ class Optimizer(Explaining, Shown):
     def _new_slots(self, variable: Variable) -> tuple[Variable, ...]:
         dtype, slots = computing_dtype(variable.dtype), []
         for name in self.rule.slot_names:
-            value = self.rule.initial_slot(name)
-            # Both parts of a complex number are updated as real numbers, and start with one value.
-            start = complex(value, value) if dtype.kind == "c" else value
+            start = slot_start(self.rule.initial_slot(name), dtype)
             slots.append(variable.create_slot(f"{self.name}/{name}", start, dtype))
         return tuple(slots)
 

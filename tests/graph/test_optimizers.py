@@ -100,6 +100,15 @@ def test_an_optimizer_of_strategies_makes_operations_of_a_graph_with_one_set_of_
                 optimizers.in_graph(wrapper)
 
 
+def test_both_parts_of_a_complex_slot_begin_alike() -> None:
+    with Graph().as_default(), Session() as session:
+        w = Variable(np.ones(2, complex))
+        step = optimizers.AdagradOptimizer(1.0, 9.0).apply_gradients([(np.array([4, 4j]), w)])
+        session.run(global_variables_initializer())
+        session.run(step)
+        np.testing.assert_allclose(session.run(w), [1 - 0.8, 1 - 0.8j])
+
+
 def test_slots_are_variables_beside_theirs_and_the_rate_may_be_a_tensor() -> None:
     graph = Graph()
     with graph.as_default(), Session() as session:
