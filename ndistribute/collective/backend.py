@@ -67,7 +67,7 @@ class Backend(Protocol):
     """The collectives of one replica over flat buffers.
 
     The replica computes on `device`. It has index `owner` among the `owners` replicas that update
-    the same memory.
+    the same memory. A class that derives from this one must define the first six methods.
     """
 
     rank: int
@@ -102,3 +102,22 @@ class Backend(Protocol):
 
     def abort(self, cause: BaseException) -> None:
         """Make all waits of all replicas raise because of `cause`, now and later."""
+
+    def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """Return an array that `all_reduce` reduces in place if all replicas pass such arrays.
+
+        None means that the backend has no such memory, or none left.
+        """
+        return None
+
+    def gradient_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """Return an array that `reduce_update` reads without a copy, or None."""
+        return None
+
+    def reset(self) -> None:
+        """Drop the state of all calls; no process may be in a call."""
+        return
+
+    def close(self) -> None:
+        """Free the resources of the backend, which cannot be used any more."""
+        return

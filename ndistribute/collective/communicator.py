@@ -125,8 +125,7 @@ class Communicator:
         purpose: what the next calls are for; it must be the same on all replicas.
         part_of: the number of the call that the next calls are parts of, or None.
         guard: the context of a call; it records which calls of the step have completed.
-        gradient_memory: None, or a function of a dtype and a shape. It returns an array that
-            `reduce_update` reads without a copy, or None.
+        gradient_memory: the function of the backend.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -152,7 +151,7 @@ class Communicator:
         self.part_of: int | None = None
         self._timeout = (options or CommunicationOptions()).timeout
         self._outputs = Outputs()
-        self.gradient_memory: GradientMemory | None = getattr(backend, "gradient_memory", None)
+        self.gradient_memory: GradientMemory = backend.gradient_memory
         self._on_gpu = backend.device.kind == "gpu"
         self.guard = _Guard(backend.rank, where)
 

@@ -12,15 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
+from ndistribute.collective.backend import (
+    Arrays,
+    Backend,
+    Begin,
+    Call,
+    Combine,
+    LeafKey,
+    T,
+    Update,
+)
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.collective.threads import ThreadBackend, owned_blocks
-from ndistribute.collective.workers import ProcessBackend, Workers
 from ndistribute.devices import Array, copy_to, to_host
 from ndistribute.stream import write_to
 from ndistribute.timeline import span
 
-_Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
+Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
 
 # A sum and the variable that it updates fit into a core's second-level cache.
 BLOCK_BYTES = 256 * 1024
@@ -29,91 +37,39 @@ SHARED_BYTES = 256 * 1024
 MOST_KEPT = 4
 
 
-def join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
-    """Return the backends of this process's replicas in the group of all processes' replicas."""
-    if workers.single_cpus:  # The same in all processes, because they must make the same calls.
-        return [_Single(local[0], workers.backend)]
-    ends = np.cumsum(workers.replica_counts).tolist()
-    groups = [
-        range(end - count, end) for count, end in zip(workers.replica_counts, ends, strict=True)
-    ]
-    sums = _sums(getattr(workers.backend, "allocate", None))
-    workers.at_close(sums.cache_clear)
-    return [
-        TwoLevelBackend(threads, workers.backend, groups, groups[workers.rank][place], sums)
-        for place, threads in enumerate(local)
-    ]
+class SingleReplicaBackend:
+    """The backend of a process's only replica, on a CPU: the bound methods of other backends."""
 
-
-def host_groups(hosts: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each host, hosts in the order of their first ranks.
-
-    >>> host_groups(["red", "blue", "red"])
-    [[0, 2], [1]]
-    """
-    groups: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        groups.setdefault(host, []).append(rank)
-    return list(groups.values())
-
-
-class _Single:
-    """The backend if each process has one CPU replica: the bound methods of other backends."""
-
-    def __init__(self, threads: ThreadBackend, processes: ProcessBackend) -> None:
+    def __init__(self, threads: Backend, processes: Backend) -> None:
         self.rank, self.size = processes.rank, processes.size
         self.device, self.owner, self.owners = threads.device, threads.owner, threads.owners
         self.all_reduce = processes.all_reduce
         self.reduce_update = processes.reduce_update
         self.all_gather = processes.all_gather
         self.broadcast = processes.broadcast
-        self.merge = threads.merge
-        self.abort = threads.abort
-        self.gradient_memory = getattr(processes, "gradient_memory", None)
+        self.merge, self.abort = threads.merge, threads.abort
+        self.allocate, self.gradient_memory = processes.allocate, processes.gradient_memory
+        self.reset, self.close = processes.reset, processes.close
 
 
-def _sums(allocate: Callable[..., Array | None] | None = None) -> Any:
-    """Return a function that returns arrays for sums; large ones by `allocate` if it has room."""
-
-    @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step.
-    def sums(leaves: tuple[LeafKey, ...]) -> list[Array]:
-        large = sum(dtype.itemsize * size for dtype, size in leaves) >= SHARED_BYTES
-        made = []
-        for dtype, size in leaves:
-            shared = allocate(dtype, (size,)) if allocate and large else None
-            made.append(np.empty(size, dtype) if shared is None else shared)
-        return made
-
-    return sums
-
-
-class TwoLevelBackend:
+class _TwoLevelBackend(Backend):
     """The backend of one member of a group, over the members of all groups.
 
-    `inside` is the backend among the members of this group, threads or processes; `outside` the one
-    among the groups, or None on a process that does not communicate for its group. `sums` returns
-    arrays for sums, the same ones to all threads.
+    `inside` is the backend among the members of this group; `outside` the one among the groups, or
+    None on a process that does not communicate for its group.
     """
 
     def __init__(
-        self,
-        inside: Backend,
-        outside: ProcessBackend | None,
-        groups: Sequence[Sequence[int]],
-        rank: int,
-        sums: _Sums | None = None,
+        self, inside: Backend, outside: Backend | None, groups: Sequence[Sequence[int]], rank: int
     ) -> None:
         self.rank = rank
         self.size = sum(map(len, groups))
         self.device, self.owner, self.owners = inside.device, inside.owner, inside.owners
-        self.merge, self.abort = inside.merge, inside.abort  # These involve no other process.
-        self._inside = inside
-        self._outside = outside
-        self._order = [member for group in groups for member in group]
-        self._one_memory = isinstance(inside, ThreadBackend)
-        self._sums = sums or _sums()
-        # Reset and closed if the members are processes.
-        self._levels: list[Any] = [level for level in (inside, outside) if level is not None]
+        self._inside, self._outside = inside, outside
+        self._readers = 1  # The replicas that read the same totals.
+
+    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
+        return self._inside.merge(call, value, combine, timeout)
 
     def all_reduce(
         self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
@@ -131,7 +87,7 @@ class TwoLevelBackend:
         try:
             totals, prepared = self._reduce(call, inputs, op, begin, timeout)
             # Owners in several memories read the same total, and `update` may change it.
-            read_by_others = self._one_memory and self.owners < self._inside.size
+            read_by_others = self.owners < self._readers
             with span("update", call.title):
                 for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
                     dtype = result_dtype(op, inputs[leaf].dtype)
@@ -144,20 +100,6 @@ class TwoLevelBackend:
                 self._outside.abort(error)
             raise
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
-        """Concatenate the rows of each group, then those of all groups, in rank order."""
-        own = [to_host(rows) for rows in inputs]
-        if not self._one_memory:
-            return self._gather_apart(call, own, timeout)
-
-        def join(everyone: Sequence[Sequence[Array]]) -> list[Array]:
-            rows = [np.concatenate(parts) for parts in zip(*everyone, strict=True)]
-            return rows if self._outside is None else self._outside.all_gather(call, rows, timeout)
-
-        joined = self._inside.merge(call, own, join, timeout)
-        alone = self._inside.size == 1
-        return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
-
     def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Broadcast as a sum of the root's bytes and zeros, in which all members take part."""
         own = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
@@ -167,49 +109,86 @@ class TwoLevelBackend:
         for buffer, total in zip(buffers, totals, strict=True):
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
-    def reset(self) -> None:
-        for level in self._levels:
-            level.reset()
-
-    def close(self) -> None:
-        for level in self._levels:
-            level.close()
+    def abort(self, cause: BaseException) -> None:
+        self._inside.abort(cause)  # This involves no other group.
 
     def _reduce(
         self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
     ) -> tuple[list[Array], Any]:
         """Return the totals, valid until the next call, and the result of `begin`."""
-        inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        own = [to_host(array) for array in inputs]
-        leaves = tuple([(accumulation_dtype(op, array.dtype), array.size) for array in own])
+        raise NotImplementedError
+
+    def _reduce_outside(self, call: Call, sums: list[Array], op: ReduceOp, timeout: float) -> None:
+        """Reduce the sums of this group over all groups, if this member does so."""
+        if self._outside is not None:
+            self._outside.all_reduce(call, sums, sums, _summed(op), timeout)
+            for total in sums:
+                finish(op, total, self.size)
+
+
+class ReplicaLevelBackend(_TwoLevelBackend):
+    """The backend of a replica: the groups are the replicas of each process, in one memory.
+
+    `sums` returns arrays for sums, the same ones to all replicas of a process.
+    """
+
+    def __init__(
+        self,
+        threads: ThreadBackend,
+        processes: Backend,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        sums: Sums,
+    ) -> None:
+        super().__init__(threads, processes, groups, rank)
+        self._readers = threads.size
+        self._reduce_parts, self._gather = threads.reduce_parts, processes.all_gather
+        self._sums = sums
+
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+        """Concatenate the rows of each process, then those of all processes, in rank order."""
+
+        def join(everyone: Sequence[Sequence[Array]]) -> list[Array]:
+            rows = [np.concatenate(parts) for parts in zip(*everyone, strict=True)]
+            return self._gather(call, rows, timeout)
+
+        joined = self.merge(call, [to_host(rows) for rows in inputs], join, timeout)
+        alone = self._readers == 1
+        return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
+
+    def _reduce(
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
+    ) -> tuple[list[Array], Any]:
+        arrays = [to_host(array) for array in inputs]
+        leaves = _leaves(op, arrays)
 
         def open_sums(everyone: Sequence[Any]) -> Sequence[Any]:
             sums = self._sums(leaves)
             return [(arrays, sums) for arrays in everyone]
 
-        everyone = self._inside.merge(call, own, open_sums, timeout)
-        sums = everyone[0][1]
-        if isinstance(self._inside, ThreadBackend):
-            self._inside.reduce_parts(inner, everyone)
-        else:
-            wide = [a.astype(into.dtype, copy=False) for a, into in zip(own, sums, strict=True)]
-            self._inside.all_reduce(call, wide, sums, inner, timeout)
+        everyone = self.merge(call, arrays, open_sums, timeout)
+        sums: list[Array] = everyone[0][1]
+        self._reduce_parts(_summed(op), everyone)
 
         def meet(_: Sequence[Any]) -> Any:
-            if self._outside is not None:
-                self._outside.all_reduce(call, sums, sums, inner, timeout)
-                for total in sums:
-                    finish(op, total, self.size)
-            return begin() if self._one_memory else None
+            self._reduce_outside(call, sums, op, timeout)
+            return begin()
 
-        prepared = self._inside.merge(call, None, meet, timeout)
-        if not self._one_memory:
-            self._inside.broadcast(call, sums, 0, timeout)
-            prepared = begin()  # Last, so that an earlier failure changes nothing.
-        return sums, prepared
+        return sums, self.merge(call, None, meet, timeout)
 
-    def _gather_apart(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
-        """Gather rows if only one process of each group communicates with other groups."""
+
+class HostLevelBackend(_TwoLevelBackend):
+    """The backend of a process: the groups are the processes of each host."""
+
+    def __init__(
+        self, inside: Backend, outside: Backend | None, groups: Sequence[Sequence[int]], rank: int
+    ) -> None:
+        super().__init__(inside, outside, groups, rank)
+        self._order = [member for group in groups for member in group]
+        self._sums = reused_sums()
+
+    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+        """Gather the rows of each host, then those of all hosts by one process of each."""
         lengths = np.array([[len(rows) for rows in inputs]], np.int64)
         joined = self._inside.all_gather(call, [*inputs, lengths], timeout)
         if self._outside is not None:
@@ -224,3 +203,47 @@ class TwoLevelBackend:
             parts = np.split(rows, counts.cumsum()[:-1])
             results.append(np.concatenate([parts[place] for place in np.argsort(self._order)]))
         return results
+
+    def reset(self) -> None:
+        self._inside.reset()
+        if self._outside is not None:
+            self._outside.reset()
+
+    def close(self) -> None:
+        self._inside.close()
+        if self._outside is not None:
+            self._outside.close()
+
+    def _reduce(
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
+    ) -> tuple[list[Array], Any]:
+        sums = self._sums(_leaves(op, inputs))
+        wide = [a.astype(into.dtype, copy=False) for a, into in zip(inputs, sums, strict=True)]
+        self._inside.all_reduce(call, wide, sums, _summed(op), timeout)
+        self._reduce_outside(call, sums, op, timeout)
+        self._inside.broadcast(call, sums, 0, timeout)
+        return sums, begin()  # Last, so that an earlier failure changes nothing.
+
+
+def reused_sums(allocate: Callable[..., Array | None] = lambda *_: None) -> Any:
+    """Return a function that returns arrays for sums; large ones by `allocate` if it has room."""
+
+    @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step.
+    def sums(leaves: tuple[LeafKey, ...]) -> list[Array]:
+        large = sum(dtype.itemsize * size for dtype, size in leaves) >= SHARED_BYTES
+        made = []
+        for dtype, size in leaves:
+            shared = allocate(dtype, (size,)) if large else None
+            made.append(np.empty(size, dtype) if shared is None else shared)
+        return made
+
+    return sums
+
+
+def _summed(op: ReduceOp) -> ReduceOp:
+    """Return the reduction of a level: MEAN divides at the end."""
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+
+def _leaves(op: ReduceOp, arrays: Arrays) -> tuple[LeafKey, ...]:
+    return tuple([(accumulation_dtype(op, array.dtype), array.size) for array in arrays])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Begin, Call, Combine, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, T, Update
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.progress import BEFORE_ALL
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
@@ -153,7 +153,7 @@ def _address(array: Array) -> int:
     return int(array.data.ptr)
 
 
-class NcclBackend:
+class NcclBackend(Backend):
     """The backend of one replica on a GPU.
 
     NCCL chooses the order of sums: all replicas hold the same bits, but not those of a sum in
@@ -168,7 +168,9 @@ class NcclBackend:
         self._stream = group.streams[index]
         self.device = self._stream.device
         self._exchange = functools.partial(group.rendezvous.exchange, index)
-        self.abort = group.abort
+
+    def abort(self, cause: BaseException) -> None:
+        self._group.abort(cause)
 
     def close(self) -> None:
         self._group.close()

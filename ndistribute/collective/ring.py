@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Begin, Call, Combine, LeafKey, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, LeafKey, T, Update
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control import ControlPlane
 from ndistribute.collective.cuts import update_in_blocks
@@ -44,7 +44,7 @@ _ON_THE_WIRE = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)
 _Space = dict[tuple[np.dtype[Any], int], Array]  # Receive buffers.
 
 
-class RingBackend:
+class RingBackend(Backend):
     """The backend of one process in a group of processes.
 
     `connect` returns a transport; it is called again after a failure, when the old one is closed.

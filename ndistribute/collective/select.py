@@ -11,6 +11,8 @@ import functools
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from ndistribute.collective import bootstrap
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import (
@@ -19,14 +21,19 @@ from ndistribute.collective.communicator import (
     Communicator,
 )
 from ndistribute.collective.control import ControlPlane
-from ndistribute.collective.levels import TwoLevelBackend, host_groups, join_replicas
+from ndistribute.collective.levels import (
+    HostLevelBackend,
+    ReplicaLevelBackend,
+    SingleReplicaBackend,
+    reused_sums,
+)
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.ring import RingBackend
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.collective.threads import Rendezvous, ThreadBackend
-from ndistribute.collective.workers import ProcessBackend, ReplicaGroup, Workers
+from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.devices import Device, nccl_available
 from ndistribute.stream import Stream
 
@@ -109,7 +116,7 @@ def make_group(
         backends = over_nccl = make_nccl_backends(rendezvous, streams, workers)
         end_devices = over_nccl[0].close
     elif workers is not None:
-        backends = join_replicas(threads, workers)
+        backends = _join_replicas(threads, workers)
     if workers is None:
         communicators = [Communicator(backend) for backend in backends]
     else:
@@ -118,6 +125,22 @@ def make_group(
             for backend, local in zip(backends, threads, strict=True)
         ]
     return ReplicaGroup(communicators, rendezvous, streams, workers, end_devices)
+
+
+def _join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
+    """Return the backends of this process's replicas in the group of all processes' replicas."""
+    if workers.single_cpus:  # The same in all processes, because they must make the same calls.
+        return [SingleReplicaBackend(local[0], workers.backend)]
+    ends = np.cumsum(workers.replica_counts).tolist()
+    groups = [
+        range(end - count, end) for count, end in zip(workers.replica_counts, ends, strict=True)
+    ]
+    sums = reused_sums(workers.backend.allocate)
+    workers.at_close(sums.cache_clear)
+    return [
+        ReplicaLevelBackend(threads, workers.backend, groups, groups[workers.rank][place], sums)
+        for place, threads in enumerate(local)
+    ]
 
 
 def join_workers(
@@ -162,9 +185,7 @@ def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
             )
 
 
-def _process_backend(
-    peers: ControlPlane, options: CommunicationOptions, over_mpi: bool
-) -> ProcessBackend:
+def _process_backend(peers: ControlPlane, options: CommunicationOptions, over_mpi: bool) -> Backend:
     def ring(ranks: Sequence[int]) -> RingBackend:
         transport = MpiTransport if over_mpi else TcpTransport
         return RingBackend(peers, functools.partial(transport, peers), ranks, options)
@@ -183,10 +204,20 @@ def _process_backend(
     leaders = [group[0] for group in groups]
     own = next(group for group in groups if peers.rank in group)
     inside = SharedMemoryBackend(peers, ranks=own)
-    if peers.rank not in leaders:
-        return TwoLevelBackend(inside, None, groups, peers.rank)
-    between = ring(leaders)
-    return TwoLevelBackend(inside, between, groups, peers.rank)
+    between = ring(leaders) if peers.rank in leaders else None
+    return HostLevelBackend(inside, between, groups, peers.rank)
+
+
+def host_groups(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host, hosts in the order of their first ranks.
+
+    >>> host_groups(["red", "blue", "red"])
+    [[0, 2], [1]]
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, []).append(rank)
+    return list(groups.values())
 
 
 def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> str | None:

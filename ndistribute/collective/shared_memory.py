@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Begin, Call, Combine, LeafKey, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, LeafKey, T, Update
 from ndistribute.collective.cuts import blocks, owned_ranges, update_in_blocks
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
@@ -49,7 +49,7 @@ _Piece = tuple[int, slice, list[Array]]
 _key = operator.attrgetter("dtype", "size")  # Of a leaf.
 
 
-class SharedMemoryBackend:
+class SharedMemoryBackend(Backend):
     """The backend of a process among the processes of its host, which `rank` and `size` count.
 
     `ranks` are those of this host, including this one; None: all. All processes of all hosts create
@@ -70,9 +70,6 @@ class SharedMemoryBackend:
         self._chunks = functools.lru_cache(maxsize=128)(self._cut)
         # New memory costs a page fault per 4 KiB.
         self._totals = functools.lru_cache(1)(lambda keys: [np.empty(n, t) for t, n in keys])
-        # `reduce_update` reads arrays of `allocate` without a copy, and `all_reduce` reduces them
-        # in place if they are inputs and outputs in all processes.
-        self.allocate = self._segment.allocate
         self._window = 0
         self._failed = False  # The others may still read arrays of `allocate`.
 
@@ -199,6 +196,10 @@ class SharedMemoryBackend:
         except BaseException as error:
             self.abort(error)
             raise
+
+    def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """Return an array in shared memory; `reduce_update` reads it without a copy."""
+        return self._segment.allocate(dtype, shape)
 
     def gradient_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Return an array of `allocate` if that saves a copy, else None."""

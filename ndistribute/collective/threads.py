@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ndistribute.collective.backend import Arrays, Begin, Call, Combine, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, T, Update
 from ndistribute.collective.cuts import blocks, owned_ranges
 from ndistribute.collective.headers import check_calls
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
@@ -199,7 +199,7 @@ def _for_waiter(error: BaseException) -> BaseException:
     return lost
 
 
-class ThreadBackend:
+class ThreadBackend(Backend):
     """The backend of one replica among the threads of its process.
 
     `streams` are those of all replicas, `homes` the names of the memories that they update. With

@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ndistribute import timeline
 from ndistribute.blas import core_numbers, cores_of_one, cpu_quota, limited_blas, set_by_user
@@ -70,16 +70,6 @@ class ReplicaGroup:
             self.rendezvous.reset()
 
 
-class ProcessBackend(Backend, Protocol):
-    """A backend between processes, which can be reset and closed."""
-
-    def reset(self) -> None:
-        """Drop the state of all calls; no process may be in a call."""
-
-    def close(self) -> None:
-        """Free the resources of the backend."""
-
-
 class Workers:
     """The group of all processes of the job, with the control plane and the backend between them.
 
@@ -92,7 +82,7 @@ class Workers:
     def __init__(
         self,
         peers: ControlPlane,
-        backend: ProcessBackend,
+        backend: Backend,
         devices: Sequence[Device],
         options: CommunicationOptions,
     ) -> None:

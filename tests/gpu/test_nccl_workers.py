@@ -160,8 +160,8 @@ def test_a_stopped_worker_is_known_when_its_heartbeats_stay_away():
     [
         ("auto", "", "14", "NcclBackend"),
         ("auto", "", "13", "NcclBackend"),
-        ("ring", "", "14", "TwoLevelBackend"),
-        ("auto", "gpu:0", "14", "TwoLevelBackend"),  # In host memory, as they share it.
+        ("ring", "", "14", "ReplicaLevelBackend"),
+        ("auto", "gpu:0", "14", "ReplicaLevelBackend"),  # In host memory, as they share it.
         ("nccl", "gpu:0", "14", "workers 0 and 1 share the GPU"),
         ("nccl", "cpu:0", "14", "worker 0 has a replica on a CPU"),
     ],
