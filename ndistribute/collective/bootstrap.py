@@ -24,23 +24,21 @@ from typing import Any
 
 from ndistribute.errors import AuthenticationError
 from ndistribute.transport.address import address_of, is_loopback, split_address
-from ndistribute.transport.connection import tcp_socket
 from ndistribute.transport.failure_detector import (
     detector,
     not_for_forks,
     probe_when_idle,
     silence_seconds,
-    unanswered_seconds,
 )
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
+from ndistribute.transport.reach import look_for, tcp_socket, unanswered_seconds, why_unreached
 from ndistribute.transport.secret import Credentials, credentials_of, tls_files
-from ndistribute.transport.waiting import WaitReport, why_unreached
+from ndistribute.transport.waiting import WaitReport
 
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
 _RETRY_SECONDS = 0.05  # Each attempt costs a handshake.
-_LOOK_SECONDS = 1.0
 _LEAST_SECONDS = 3.0  # Of silence, because the kernel probes once in a second at most.
 _WELCOME = b"+"
 _SOMEWHERE = "192.0.2.1"  # From the range for documentation; only a route is looked up.
@@ -281,15 +279,11 @@ class DataConnections:
     def _explain(self, rank: int, silence: float, generation: int) -> None:
         """Report a silent process, with what a new connection to it tells about the reason."""
         address = self._addresses[rank]
-        try:
-            tcp_socket(address, time.monotonic() + _LOOK_SECONDS).close()
-            why = (
-                "a new connection can be made, so the network was cut meanwhile, or loses long "
-                "packets: compare the MTUs of both hosts and of what is between them, with "
-                f"`ping -M do -s 1472 {split_address(address)[0]}`"
-            )
-        except OSError as error:
-            why = why_unreached(address, error)
+        why = look_for(address) or (
+            "a new connection can be made, so the network was cut meanwhile, or loses long "
+            "packets: compare the MTUs of both hosts and of what is between them, with "
+            f"`ping -M do -s 1472 {split_address(address)[0]}`"
+        )
         what = f"nothing came back on their data connection for {silence:.1f} s"
         self.cut_off(rank, f"{what}; {why}.", generation)
 

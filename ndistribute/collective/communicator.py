@@ -23,7 +23,6 @@ from ndistribute.collective.backend import (
     Begin,
     Call,
     Combine,
-    LeafKey,
     Signature,
     T,
     Update,
@@ -34,14 +33,13 @@ from ndistribute.devices import Array, array_namespace, as_array, copy_to, devic
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import IndexedSlices
-from ndistribute.ownership import ArrayOwner
+from ndistribute.transport.shared_memory import ReusedMemory
 
 GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
 
 # The allocator reuses the memory of smaller results.
 SMALL_BYTES = 128 * 1024
-# The most sizes of results, and the most arrays per size, that are kept.
-MOST_KEPT = 8
+_KEPT_BYTES = 1 << 30
 
 
 class CommunicationImplementation(enum.Enum):
@@ -362,14 +360,10 @@ def _rows_first(array: Array, axis: int) -> Array:
 
 
 class Outputs:
-    """Provides arrays for results, and reuses them when nobody holds them or a view of them.
-
-    New memory costs a page fault per 4 KiB, which for large arrays takes longer than the reduction.
-    """
+    """Provides arrays for results; large ones lie in memory that is reused."""
 
     def __init__(self) -> None:
-        make: Callable[[LeafKey], list[ArrayOwner]] = lambda key: []  # noqa: E731
-        self._kept = functools.lru_cache(maxsize=MOST_KEPT)(make)
+        self._memory = ReusedMemory(_KEPT_BYTES)
 
     def like(self, inputs: Arrays) -> list[Array]:
         """Return uninitialised arrays of the same sizes and dtypes."""
@@ -380,15 +374,6 @@ class Outputs:
             elif array.nbytes < SMALL_BYTES:
                 made.append(np.empty(array.size, array.dtype))
             else:
-                made.append(self._large(array.dtype, array.size))
-        return made
-
-    def _large(self, dtype: np.dtype[Any], size: int) -> Array:
-        owners = self._kept((dtype, size))
-        for owner in owners:
-            if not owner.is_shared():
-                return owner.array
-        made = np.empty(size, dtype)
-        if len(owners) < MOST_KEPT:
-            owners.append(ArrayOwner(made))
+                memory = self._memory.take(array.nbytes)
+                made.append(np.ndarray(array.size, array.dtype, memory))
         return made

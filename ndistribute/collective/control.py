@@ -25,7 +25,8 @@ from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import DataConnections, ProcessInfo
 from ndistribute.collective.progress import BEFORE_ALL, END, Place, StepTracker
 from ndistribute.transport.failures import sendable
-from ndistribute.transport.waiting import SHOWN, WaitReport, shortened, why_absent
+from ndistribute.transport.reach import why_absent
+from ndistribute.transport.waiting import SHOWN, WaitReport, shortened
 
 # After this time in a wait, a process asks the others about its call; rank 0 relays that.
 _ASK_SECONDS = 0.2

@@ -26,19 +26,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ndistribute.errors import AuthenticationError, DistributeError
-from ndistribute.transport.address import is_loopback, is_of_this_user, split_address, unix_name
+from ndistribute.transport.address import is_of_this_user, unix_name
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
+from ndistribute.transport.reach import is_out_of_reach, tcp_socket, why_unreached
 from ndistribute.transport.secret import Credentials, NonBlockingTls
 from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
-from ndistribute.transport.waiting import is_out_of_reach, why_unreached
 
 HANDSHAKE_SECONDS = 10.0
 BODY_LIMIT_BYTES = 16 << 30
@@ -105,46 +104,6 @@ def connect(
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise
         raise ConnectionLostError(why_unreached(address, error)) from error
-
-
-def tcp_socket(address: str, deadline: float) -> socket.socket:
-    """Return a connected socket; also a name server has to answer by the deadline."""
-    failure: OSError = socket.gaierror(socket.EAI_AGAIN, "the name server does not answer")
-    found = _looked_up(address, deadline)
-    for number, (family, kind, protocol, _, place) in enumerate(found):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            # An address that does not answer leaves time for the next ones.
-            sock.settimeout(max(0.001, (deadline - time.monotonic()) / (len(found) - number)))
-            sock.connect(place)
-            return sock
-        except BaseException as error:
-            sock.close()
-            if not isinstance(error, OSError):
-                raise
-            failure, error.filename = error, place[0]  # For `why_unreached`.
-    raise failure
-
-
-def _looked_up(address: str, deadline: float) -> list[Any]:
-    """Return the places of an address, or none after the deadline."""
-    place = split_address(address)
-    if is_loopback(place[0]):
-        return socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-    found: Future[list[Any]] = Future()
-
-    def look() -> None:
-        try:
-            found.set_result(socket.getaddrinfo(*place, type=socket.SOCK_STREAM))
-        except Exception as error:
-            found.set_exception(error)
-
-    # `getaddrinfo` has no timeout of its own, and cannot be interrupted.
-    threading.Thread(target=look, name="ndistribute look", daemon=True).start()
-    try:
-        return found.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        return []
 
 
 def _unix_socket(address: str, deadline: float) -> socket.socket | None:

@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -31,10 +30,6 @@ FORKED = (
 _BEATS = 8  # Heartbeats within the timeout.
 _LONGEST_PAUSE_SECONDS = 5.0
 _LONGEST_SECONDS = 32_767.0 * _BEATS  # Three days: the kernel takes no longer TCP_KEEPIDLE.
-_RESET = 7  # TCP_CLOSE
-# Of the kernel's `struct tcp_info`: the state, retransmissions and probes without an answer, their
-# backoff, and the milliseconds since the last data and the last acknowledgement came.
-_TCP_INFO = struct.Struct("=BxBBB47xII")
 _log = logging.getLogger("ndistribute")
 
 
@@ -58,19 +53,6 @@ def probe_when_idle(sock: socket.socket, silence: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         sock.setsockopt(socket.IPPROTO_TCP, option, max(1, int(silence / _BEATS)))
-
-
-def unanswered_seconds(sock: Any) -> float:
-    """Return for how long the peer's host has not answered data or probes; 0 if it owes nothing.
-
-    TCP_USER_TIMEOUT would end the connection to a process that computes, and reads nothing.
-    """
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    state, retransmits, probes, backoff, data, answer = _TCP_INFO.unpack(info)
-    # Probes of a full window, which back off, may be minutes apart. Its receiver probes as well.
-    if state == _RESET or not (retransmits or (probes and not backoff)):
-        return 0.0
-    return float(min(data, answer)) / 1000
 
 
 class FailureDetector:

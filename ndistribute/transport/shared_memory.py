@@ -10,18 +10,17 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import sys
-from collections.abc import Sequence
 
 import numpy as np
 
+from ndistribute.ownership import ArrayOwner
 from ndistribute.transport.codec import Array, MalformedError
 
 ALIGNMENT = 64
 _CAPACITY = 4 << 20
 _CHUNK_BYTES = 256 << 10  # Copied at a time, so the other end starts early.
 _REUSED_BYTES = 1 << 16  # The allocator reuses the memory of smaller arrays.
-_KEPT_BYTES = 256 << 20  # A limit, because some lengths are never reused.
+_KEPT_BYTES = 256 << 20
 _HEAD_BYTES = 128  # The two counters, each on a cache line of its own.
 _SIZE = _HEAD_BYTES + _CAPACITY
 
@@ -86,36 +85,32 @@ def make_file(nbytes: int = _SIZE, *, take: bool = True) -> int:
 
 
 class ReusedMemory:
-    """Memory for received arrays, reused when nobody holds them, because new memory is slow."""
+    """Memory for arrays, reused when nobody holds them.
 
-    def __init__(self) -> None:
-        self._held: dict[int, list[Array]] = {}  # By length.
+    New memory costs a page fault per 4 KiB, which takes longer than to fill it. When arrays have
+    more than `most` bytes, all are dropped, because some lengths are never used again.
+    """
+
+    def __init__(self, most: int = _KEPT_BYTES) -> None:
+        self._most = most
+        self._owners: dict[int, list[ArrayOwner]] = {}  # By length.
         self._total = 0
 
     def take(self, nbytes: int) -> memoryview:
         """Return memory of this length; it is not reused while a view of it exists."""
         if nbytes < _REUSED_BYTES:
             return np.empty(nbytes, np.uint8).data
-        held = self._held.get(nbytes, [])
-        for index in range(len(held)):
-            if _references(held, index) == _NO_VIEWS:
-                return held[index].data
+        for owner in self._owners.get(nbytes, ()):
+            if not owner.is_shared():
+                return owner.array.data  # type: ignore[no-any-return]
         memory = np.empty(nbytes, np.uint8)
-        if self._total + nbytes > max(_KEPT_BYTES, 2 * nbytes):
+        if self._total + nbytes > max(self._most, 2 * nbytes):
             self.forget()
         self._total += nbytes
-        self._held.setdefault(nbytes, []).append(memory)
+        self._owners.setdefault(nbytes, []).append(ArrayOwner(memory))
         return memory.data
 
     def forget(self) -> None:
         """Drop all memory; views that exist keep theirs."""
-        self._held.clear()
+        self._owners.clear()
         self._total = 0
-
-
-def _references(arrays: Sequence[object], index: int) -> int:
-    return sys.getrefcount(arrays[index])
-
-
-# The reference count of an array that only a list holds, in this version of Python.
-_NO_VIEWS = _references([np.empty(0)], 0)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import ndistribute as nd
-from ndistribute.transport import waiting
+from ndistribute.transport import reach
 from ndistribute.transport.connection import ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
 from tests.faults.jobs import Scripts
@@ -113,7 +113,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch):
         socket, "getaddrinfo", lambda *_, **__: answered.append(over.wait(60)) or []
     )
     try:
-        told = waiting.why_absent(["one.invalid:1", "two.invalid:1"])
+        told = reach.why_absent(["one.invalid:1", "two.invalid:1"])
         with pytest.raises(ConnectionLostError, match="the name server does not answer"):
             connect("one.invalid:1", CREDENTIALS, Hello(), NOTES, deadline=time.monotonic() + 0.5)
         assert not answered

@@ -409,9 +409,8 @@ def test_memory_of_long_messages_is_given_back_when_it_lies_idle(monkeypatch):
         tracemalloc.stop()
 
 
-def test_memory_of_messages_is_reused_and_not_used_up_by_lengths_that_never_come_again(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_KEPT_BYTES", 4 * MEGABYTES)
-    memory, views = shared_memory.ReusedMemory(), []
+def test_memory_of_messages_is_reused_and_not_used_up_by_lengths_that_never_come_again():
+    memory, views = shared_memory.ReusedMemory(4 * MEGABYTES), []
     tracemalloc.start()
     try:
         for number in range(40):
