@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.errors import InvalidArgumentError
 from ndistribute.estimator import (
     DNNClassifier,
     DNNRegressor,
@@ -213,66 +212,3 @@ def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(
     assert len(list(tmp_path.glob("checkpoint.*"))) == 7
     with pytest.raises(ValueError, match="in training alone"):
         estimator.evaluate(once(X, Y), hooks=[SessionRunHook()])
-
-
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no class": (
-        lambda: LinearClassifier([COLUMN], n_classes=3).train(
-            lambda: ({"x": X[:1]}, np.array([3])), steps=1
-        ),
-        InvalidArgumentError,
-        "label 3 is no class: expected 0 to 2",
-    ),
-    "no word": (
-        lambda: LinearClassifier([COLUMN], label_vocabulary=["a", "b"]).train(
-            lambda: ({"x": X[:1]}, np.array(["c"])), steps=1
-        ),
-        InvalidArgumentError,
-        r"label 'c' is no class: expected one of \['a', 'b'\]",
-    ),
-    "classes": (
-        lambda: LinearClassifier([COLUMN], n_classes=3, label_vocabulary=["a"]),
-        ValueError,
-        "length of label_vocabulary",
-    ),
-    "no labels": (
-        lambda: LinearRegressor([COLUMN]).train(lambda: {"x": X}, steps=1),
-        ValueError,
-        "needs labels",
-    ),
-    "no weights": (
-        lambda: LinearRegressor([COLUMN], weight_column="w").train(lambda: ({"x": X}, Y), steps=1),
-        KeyError,
-        "weight_column",
-    ),
-    "unknown feature": (
-        lambda: LinearRegressor([COLUMN]).train(lambda: ({"y": X}, Y), steps=1),
-        KeyError,
-        "no feature 'x'",
-    ),
-    "optimizer": (
-        lambda: LinearRegressor([COLUMN], optimizer="Ftrl"),
-        ValueError,
-        "one of Adagrad, Adam, RMSProp, SGD, got 'Ftrl'",
-    ),
-    "dropout": (lambda: DNNRegressor([1], [COLUMN], dropout=1.0), ValueError, "below 1"),
-    "not compiled": (
-        lambda: model_to_estimator(nd.Sequential([nd.layers.Dense(1)])),
-        ValueError,
-        "compiled",
-    ),
-    "other strategy": (
-        lambda: model_to_estimator(
-            compiled(), config=RunConfig(train_distribute=nd.OneDeviceStrategy("cpu:0"))
-        ),
-        ValueError,
-        "inside `with strategy.scope",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_say_what_to_do(mistake: str) -> None:
-    program, error, message = MISTAKES[mistake]
-    with pytest.raises(error, match=message):
-        program()

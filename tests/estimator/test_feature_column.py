@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ndistribute.errors import InvalidArgumentError
 from ndistribute.estimator import feature_column as fc
 from ndistribute.graph.graph import Graph
 from ndistribute.graph.scopes import AUTO_REUSE, variable_scope
@@ -137,48 +136,6 @@ def test_a_linear_model_has_weights_for_columns_and_ids() -> None:
         weights["linear_model/age_bucketized/weights:0"].load(np.array([[100.0, 0], [200, 0]]))
         found = session.run(y)
     np.testing.assert_allclose(found, [[151.5, 5], [222.8, 2], [218, 2]], rtol=1e-6)
-
-
-MISTAKES = {
-    "unknown key": (lambda: fc.input_layer({"size": AGES}, AGE), KeyError, "'age'.*gave 'size'"),
-    "one array": (lambda: fc.input_layer(AGES, AGE), KeyError, "one array"),
-    "categorical": (lambda: fc.input_layer(FEATURES, WORD), ValueError, "indicator_column"),
-    "same names": (lambda: fc.input_layer(FEATURES, [AGE, AGE]), ValueError, "named 'age'"),
-    "none": (lambda: fc.input_layer(FEATURES, []), ValueError, "no feature columns"),
-    "no column": (lambda: fc.linear_model(FEATURES, ["age"]), ValueError, "no feature column"),
-    "boundaries": (lambda: fc.bucketized_column(AGE, [2, 1]), ValueError, "ascend"),
-    "source": (lambda: fc.bucketized_column(WORD, [1]), ValueError, "numeric_column"),
-    "numeric": (lambda: fc.indicator_column(AGE), ValueError, "categorical"),
-    "combiner": (lambda: fc.embedding_column(ID, 2, "max"), ValueError, "combiner"),
-    "buckets": (lambda: fc.categorical_column_with_identity("id", 0), ValueError, "1 or more"),
-    "words": (
-        lambda: fc.categorical_column_with_vocabulary_list("w", ["a", "a"]),
-        ValueError,
-        "each once",
-    ),
-    "out of range": (
-        lambda: ID.ids({"id": np.array([3])}),
-        InvalidArgumentError,
-        "id 3 is not below num_buckets=3",
-    ),
-    "no integers": (
-        lambda: ID.ids({"id": np.array([0.0])}),
-        InvalidArgumentError,
-        "must be integers, and are float64",
-    ),
-    "another shape": (
-        lambda: fc.input_layer({"pair": np.ones((1, 4))}, fc.numeric_column("pair", 2)),
-        InvalidArgumentError,
-        r"'pair' has shape \(1, 4\).*expects \('batch', 2\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_say_what_to_do(mistake: str) -> None:
-    program, error, message = MISTAKES[mistake]
-    with pytest.raises(error, match=message):
-        computed(program)
 
 
 def test_columns_of_a_scope_that_is_entered_again_share_their_weights() -> None:
