@@ -13,7 +13,8 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,6 +26,11 @@ _EXCLUDED = frozenset(
     "fill_diagonal may_share_memory piecewise place put put_along_axis putmask save savetxt savez "
     "savez_compressed shares_memory".split()
 )
+# Functions that write to their first argument, and keywords that may make others write.
+_IN_PLACE = frozenset(
+    {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
+)
+WRITING_OPTIONS = frozenset({"copy", "out", "overwrite_input"})
 # Functions whose results do not depend smoothly on their arguments, so that they have no gradient.
 CONSTANT = frozenset(
     getattr(np, name)
@@ -306,19 +312,35 @@ def refuse_writing(what: str) -> NoReturn:
     raise TypeError(f"{what} on a tensor of a graph, which is read-only: compute a new tensor.")
 
 
-def written_argument(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the argument with which a call of a NumPy function would change an array, or None."""
-    for name, value in (dict(zip(_positional(function), args, strict=False)) | kwargs).items():
-        into = name == "out" and value is not None
-        replaces = name == "copy" and function is np.nan_to_num and not value
-        if into or replaces or (name == "overwrite_input" and value):
-            return f"{name}={value!r}"
-    return None
+def written_to(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Return the arrays to which a call of a NumPy function would write, and what tells it to.
+
+    >>> written_to(np.sum, ("a",), {}), written_to(np.sum, ("a", 0), {"out": "b"})
+    ([], [('out=', 'b')])
+    """
+    written: list[tuple[str, Any]] = []
+    if function in _IN_PLACE or getattr(function, "__name__", "") == "at":
+        written.append(("its first argument", [*args, *kwargs.values()][0]))
+    for position, option in _writing_options(function):
+        value = args[position] if position < len(args) else kwargs.get(option)
+        if option == "out":
+            written += [("out=", array) for array in (value if type(value) is tuple else (value,))]
+        elif (option == "copy") != bool(value) and (option in kwargs or position < len(args)):
+            written.append((f"{option}={value}", [*args, *kwargs.values()][0]))
+    return [(how, array) for how, array in written if array is not None]
 
 
 @functools.cache
-def _positional(function: Any) -> list[str]:
-    """Return the names of the arguments that a function takes by position."""
+def _writing_options(function: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that may make a function write to arrays."""
+    if isinstance(getattr(function, "__self__", function), np.ufunc):
+        return [(sys.maxsize, "out")]  # It gets its output by name.
     parameters = inspect.signature(function).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [one.name for one in parameters if one.kind in kinds]
+    return [
+        (sys.maxsize if one.kind is one.KEYWORD_ONLY else position, one.name)
+        for position, one in enumerate(parameters)
+        if one.name in ("out", "overwrite_input")
+        or (one.name == "copy" and function is np.nan_to_num)
+    ]

@@ -26,7 +26,7 @@ from ndistribute.autodiff.rules.placing import placed
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array, is_gpu_array, to_host
-from ndistribute.numpy_functions import CONSTANT, cast
+from ndistribute.numpy_functions import CONSTANT, WRITING_OPTIONS, cast, written_to
 
 # The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
@@ -43,11 +43,6 @@ _FIRST_ARGUMENT = frozenset(
     function for function in RULES.keys() - JOINT_RULES.keys() if not isinstance(function, np.ufunc)
 )
 
-# Functions that write to an argument, and keywords that may make a function do so.
-_IN_PLACE = frozenset(
-    {np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask}
-)
-_WRITING = frozenset({"copy", "out", "overwrite_input"})
 _REDUCTIONS = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
 
 # The methods of arrays, which are a microsecond faster than these functions.
@@ -472,7 +467,9 @@ def _apply_to_first(graph: Any, function: Any, x: Any, rest: Any, kwargs: Any) -
     for value in (*rest, *kwargs.values()):
         if type(value) not in _PLAIN and (_hides_array(value) or _is_foreign(value)):
             return NotImplemented
-    if kwargs and not _WRITING.isdisjoint(kwargs):
+    if (kwargs and not WRITING_OPTIONS.isdisjoint(kwargs)) or (
+        len(rest) > 1 and written_to(function, (x, *rest), kwargs)
+    ):
         return NotImplemented
     value = x.value
     if function in _METHODS:
@@ -536,12 +533,7 @@ def _refuse_writes(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool
 ) -> None:
     """Raise a TypeError if a call with tracked arguments would write to an array."""
-    out = kwargs.get("out")
-    targets = list(out) if isinstance(out, tuple) else [] if out is None else [out]
-    name = getattr(function, "__name__", "")
-    in_place = kwargs.get("overwrite_input") or (name == "nan_to_num" and not kwargs.get("copy", 1))
-    if function in _IN_PLACE or name == "at" or in_place:
-        targets.append(args[0])
+    targets = [array for _, array in written_to(function, args, kwargs)]
     if targets and (recorded or any(isinstance(target, Tracked) for target in targets)):
         raise TypeError(
             f"{called(function)} would write to an array, and one of its "

@@ -29,7 +29,7 @@ from ndistribute.graph.definition import (
 )
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
-from ndistribute.numpy_functions import name_of, number_of_parts, refuse_writing, written_argument
+from ndistribute.numpy_functions import name_of, number_of_parts, refuse_writing, written_to
 
 
 class Symbolic(NDArrayOperatorsMixin):
@@ -52,13 +52,14 @@ class Symbolic(NDArrayOperatorsMixin):
         return self.op.device
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if kwargs.pop("out", None) is not None:
+        function = ufunc if method == "__call__" else getattr(ufunc, method)
+        if written_to(function, inputs, kwargs):
             refuse_writing(ufunc.__name__)
-        return apply(ufunc if method == "__call__" else getattr(ufunc, method), inputs, kwargs)
+        return apply(function, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if (changed := written_argument(function, args, kwargs)) is not None:
-            refuse_writing(f"{function.__name__} with {changed}")
+        for how, _ in written_to(function, args, kwargs):
+            refuse_writing(f"{function.__name__} with {how}")
         count = number_of_parts(function, args)
         if count == 1:
             return [as_tensor(args[0])]

@@ -22,6 +22,7 @@ from ndistribute.devices import Array, array_namespace, as_array, device_of, is_
 from ndistribute.dtypes import kind_of, native
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.numpy_functions import written_to
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues
 from ndistribute.variables.policy import (
@@ -88,13 +89,12 @@ class ArrayLike(NDArrayOperatorsMixin):
         if method == "__call__" and not kwargs:
             # CuPy's arrays support the operator, but not the generalised ufunc.
             return operator.matmul(*values) if ufunc is np.matmul else ufunc(*values)
-        if method == "at" and isinstance(inputs[0], ArrayLike):
-            self._refuse_in_place(f"np.{ufunc.__name__}.at(variable, ...)")
-        self._refuse_as_output(f"np.{ufunc.__name__}", kwargs.get("out"))
-        return getattr(ufunc, method)(*values, **tree.map_leaves(_read, kwargs))
+        function, name = getattr(ufunc, method), f"np.{ufunc.__name__}"
+        self._refuse_writes(function, f"{name}.at" if method == "at" else name, inputs, kwargs)
+        return function(*values, **tree.map_leaves(_read, kwargs))
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        self._refuse_as_output(f"np.{function.__name__}", kwargs.get("out"))
+        self._refuse_writes(function, f"np.{function.__name__}", args, kwargs)
         found = function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
         return found if type(found) is np.ndarray else tree.map_leaves(detached, found)
 
@@ -134,9 +134,12 @@ class ArrayLike(NDArrayOperatorsMixin):
     __matmul__, __rmatmul__ = _operator(operator.matmul)
     __pow__, __rpow__ = _operator(operator.pow)
 
-    def _refuse_as_output(self, what: str, out: Any) -> None:
-        if any(isinstance(one, ArrayLike) for one in (out if isinstance(out, tuple) else (out,))):
-            self._refuse_in_place(f"{what}(..., out=variable), for example by +=,")
+    def _refuse_writes(self, function: Any, name: str, args: Any, kwargs: Any) -> None:
+        for how, array in written_to(function, args, kwargs):
+            if isinstance(array, ArrayLike):
+                is_output = how == "out="
+                call = "(..., out=variable), for example by +=," if is_output else "(variable, ...)"
+                self._refuse_in_place(f"{name}{call}")
 
     def _refuse_in_place(self, what: str) -> NoReturn:
         raise TypeError(
