@@ -344,3 +344,63 @@ def _writing_options(function: Any) -> list[tuple[int, str]]:
         if one.name in ("out", "overwrite_input")
         or (one.name == "copy" and function is np.nan_to_num)
     ]
+
+
+class ArrayMethods:
+    """The methods of ``numpy.ndarray`` for an array-like, each by the function that it calls."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def _call(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a function with such array-likes among its arguments."""
+        raise NotImplementedError
+
+    T = property(np.transpose, doc="The array with its axes reversed.")
+    mT = property(lambda self: np.swapaxes(self, -1, -2), doc="The transposed matrices.")
+    real = property(np.real, doc="The real part.")
+    imag = property(np.imag, doc="The imaginary part.")
+
+    def astype(self, dtype: Any, **kwargs: Any) -> Any:
+        """Return the array cast to a dtype; integers and booleans have no gradient."""
+        return self._call(cast, (self, np.dtype(dtype)), kwargs)
+
+    def clip(self, min: Any = None, max: Any = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Return the array with its elements limited to two bounds; None means no bound."""
+        return self._call(np.clip, (self, min, max), kwargs)
+
+    def reshape(self, *shape: Any, order: str = "C", **kwargs: Any) -> Any:
+        """Return the array with another shape, given as one tuple or as several integers."""
+        shape = shape[0] if len(shape) == 1 else shape
+        return self._call(np.reshape, (self, shape, order), kwargs)
+
+    def compress(self, condition: Any, axis: Any = None) -> Any:
+        """Return the elements, or slices along an axis, where a condition holds."""
+        return np.compress(condition, self, axis)  # type: ignore[call-overload]
+
+    def transpose(self, *axes: Any) -> Any:
+        """Return the array with its axes reordered, given as one tuple or as several integers."""
+        return self._call(np.transpose, (self, axes[0] if len(axes) == 1 else axes or None), {})
+
+    def flatten(self, order: str = "C") -> Any:
+        """Return the elements along one axis."""
+        return self._call(np.ravel, (self, order), {})
+
+
+def _method(name: str) -> Function:
+    function = getattr(np, name)
+
+    def method(self: ArrayMethods, *args: Any, **kwargs: Any) -> Any:
+        return self._call(function, (self, *args), kwargs)
+
+    method.__name__, method.__doc__ = name, f"Return ``np.{name}(self, ...)``."
+    return method
+
+
+for _name in (
+    "all any argmax argmin argpartition argsort conj conjugate copy cumprod cumsum diagonal dot "
+    "max mean min nonzero prod ravel repeat round searchsorted squeeze std sum swapaxes take trace "
+    "var"
+).split():
+    setattr(ArrayMethods, _name, _method(_name))
+del _name

@@ -26,7 +26,7 @@ from ndistribute.autodiff.rules.placing import placed
 from ndistribute.autodiff.rules.shape import index_rule
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array, is_gpu_array, to_host
-from ndistribute.numpy_functions import CONSTANT, WRITING_OPTIONS, cast, written_to
+from ndistribute.numpy_functions import CONSTANT, WRITING_OPTIONS, ArrayMethods, written_to
 
 # The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
@@ -52,7 +52,7 @@ _METHODS = {np.sum: "sum", np.mean: "mean", np.max: "max", np.min: "min", np.pro
 _UFUNCS = 512
 
 
-class Tracked:
+class Tracked(ArrayMethods):
     """An array whose operations a gradient tape records.
 
     `GradientTape.watch`, reading a variable inside a tape, and operations on tracked arrays return
@@ -82,10 +82,6 @@ class Tracked:
     nbytes = property(attrgetter("value.nbytes"), doc="The size of all elements in bytes.")
     itemsize = property(attrgetter("value.itemsize"), doc="The size of one element in bytes.")
     device = property(attrgetter("value.device"), doc="The device of the raw array.")
-    T = property(np.transpose, doc="The array with its axes reversed.")
-    mT = property(lambda self: np.swapaxes(self, -1, -2), doc="The transposed matrices.")
-    real = property(np.real, doc="The real part.")
-    imag = property(np.imag, doc="The imaginary part.")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method == "__call__" and not kwargs:
@@ -128,30 +124,6 @@ class Tracked:
     def raw_array(self) -> Any:
         """Return the raw array, for `ndistribute.devices.as_array`."""
         return as_array(self.value)
-
-    def astype(self, dtype: Any, **kwargs: Any) -> Any:
-        """Return the array cast to a dtype; integers and booleans have no gradient."""
-        return apply(cast, (self, dtype), kwargs)
-
-    def clip(self, min: Any = None, max: Any = None, **kwargs: Any) -> Any:  # noqa: A002
-        """Return the array with its elements limited to two bounds; None means no bound."""
-        return apply(np.clip, (self, min, max), kwargs)
-
-    def reshape(self, *shape: Any, order: str = "C", **kwargs: Any) -> Any:
-        """Return the array with another shape, given as one tuple or as several integers."""
-        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape, order), kwargs)
-
-    def compress(self, condition: Any, axis: Any = None) -> Any:
-        """Return the elements, or slices along an axis, where a condition holds."""
-        return np.compress(condition, self, axis)
-
-    def transpose(self, *axes: Any) -> Any:
-        """Return the array with its axes reordered, given as one tuple or as several integers."""
-        return apply(np.transpose, (self, axes[0] if len(axes) == 1 else axes or None), {})
-
-    def flatten(self, order: str = "C") -> Any:
-        """Return the elements along one axis."""
-        return apply(np.ravel, (self, order), {})
 
     def __getitem__(self, index: Any) -> Any:
         value = self.value
@@ -542,16 +514,6 @@ def _refuse_writes(
         )
 
 
-def _method(name: str) -> Callable[..., Any]:
-    function = getattr(np, name)
-
-    def method(self: Tracked, *args: Any, **kwargs: Any) -> Any:
-        return apply(function, (self, *args), kwargs)
-
-    method.__name__, method.__doc__ = name, f"Return ``np.{name}(self, ...)``."
-    return method
-
-
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda self, other: function(other, self)
 
@@ -581,12 +543,7 @@ for _name, _ufunc in {"neg": np.negative, "pos": np.positive, "abs": np.absolute
     setattr(Tracked, f"__{_name}__", unary(_ufunc))
 for _name, _ufunc in (_ARITHMETIC | {"pow": np.power}).items():
     setattr(Tracked, f"__r{_name}__", _reflected(binary(_ufunc)))
-for _name in (
-    "all any argmax argmin argpartition argsort conj conjugate copy cumprod cumsum diagonal dot "
-    "max mean min nonzero prod ravel repeat round searchsorted squeeze std sum swapaxes take trace "
-    "var"
-).split():
-    setattr(Tracked, _name, _method(_name))
 for _name in "lt le eq ne gt ge contains".split():
     setattr(Tracked, f"__{_name}__", _comparison(getattr(operator, _name)))
 del _name, _ufunc
+Tracked._call = staticmethod(apply)  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -29,10 +29,16 @@ from ndistribute.graph.definition import (
 )
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
-from ndistribute.numpy_functions import name_of, number_of_parts, refuse_writing, written_to
+from ndistribute.numpy_functions import (
+    ArrayMethods,
+    name_of,
+    number_of_parts,
+    refuse_writing,
+    written_to,
+)
 
 
-class Symbolic(NDArrayOperatorsMixin):
+class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
     """The arithmetic of tensors and variables: NumPy's functions, operators and methods."""
 
     __slots__ = ()
@@ -99,6 +105,10 @@ class Symbolic(NDArrayOperatorsMixin):
             "or fetch it with Session.run."
         )
 
+    @staticmethod
+    def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return apply(function, args, kwargs)
+
     __float__ = __int__ = __index__ = __array__
     __hash__ = object.__hash__
 
@@ -121,37 +131,6 @@ class Symbolic(NDArrayOperatorsMixin):
                 "with np.shape() of it."
             )
         return self.shape  # type: ignore[no-any-return]
-
-    def astype(self, dtype: Any) -> Any:
-        """Return the tensor cast to a dtype."""
-        return apply_named("cast", (self, np.dtype(dtype)), {})
-
-    def reshape(self, *shape: Any) -> Any:
-        """Return the tensor with another shape, given as one tuple or as several integers."""
-        return apply(np.reshape, (self, shape[0] if len(shape) == 1 else shape), {})
-
-    def transpose(self, *axes: Any) -> Any:
-        """Return the tensor with its axes reordered, given as one tuple or as several integers."""
-        return apply(np.transpose, (self, axes[0] if len(axes) == 1 else axes or None), {})
-
-    @property
-    def T(self) -> Any:
-        """The tensor with its axes reversed."""
-        return apply(np.transpose, (self,), {})
-
-
-def _method(function: Any) -> Any:
-    def method(self: Symbolic, *args: Any, **kwargs: Any) -> Any:
-        return apply(function, (self, *args), kwargs)
-
-    method.__name__, method.__doc__ = function.__name__, f"See ``np.{function.__name__}``."
-    return method
-
-
-_METHODS = "sum mean max min prod std var argmax argmin cumsum squeeze ravel dot clip round"
-for _name in _METHODS.split():
-    setattr(Symbolic, _name, _method(getattr(np, _name)))
-Symbolic.flatten = _method(np.ravel)  # type: ignore[attr-defined]
 
 
 class Tensor(Symbolic):
@@ -493,13 +472,13 @@ class Graph:
             op.set_device(merge_device(op.device, wanted or ""))
 
 
-def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1) -> Any:
+def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int = 1) -> Any:
     """Add the operation that calls a function, and return its result or the list of its results."""
     return apply_named(name_of(function), args, kwargs, outputs)
 
 
 def apply_named(
-    function: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: int = 1
+    function: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int = 1
 ) -> Any:
     """Add an operation of a function in the table, whose arguments contain tensors and arrays."""
     found: list[Any] = []
