@@ -15,7 +15,7 @@ from ndistribute.collective.tcp import TcpTransport
 from tests.collective import backend_calls
 from tests.collective.backend_calls import joined_peers
 from tests.processes import Ranks
-from tests.transport.ends import authority
+from tests.transport.ends import authority, tls_environ
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +131,7 @@ def test_a_stream_that_is_cut_off_or_broken_is_an_error(two, how, error, text):
 def encrypted(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("the openssl program, which makes the certificates, is not here")
-    files = authority(tmp_path_factory.mktemp("authority"))
-    environ = {
-        "NDISTRIBUTE_TLS_CERT": files.cert,
-        "NDISTRIBUTE_TLS_KEY": files.key,
-        "NDISTRIBUTE_TLS_CA": files.ca,
-    }
+    environ = tls_environ(authority(tmp_path_factory.mktemp("authority")))
     with Ranks(2, environ=environ) as ranks:
         yield ranks
 

@@ -1,7 +1,10 @@
 """What can be wrong when a job starts: every process ends in time and says what it was."""
 
+import pytest
+
 from tests.faults.jobs import Scripts
 from tests.processes import free_addresses, tf_config
+from tests.transport.ends import authority, tls_environ
 
 BODY = """
     import ndistribute as nd
@@ -31,12 +34,20 @@ def test_a_wrong_secret_is_an_error_on_both_sides(tmp_path):
     assert "with the same secret" in right.output
 
 
-def test_all_workers_are_told_of_one_with_a_wrong_secret(tmp_path):
-    right, other, wrong = failed(tmp_path, {}, {}, {"NDISTRIBUTE_SECRET": "quite another secret"})
+@pytest.mark.parametrize("what", ["TLS with the peer", "has another secret than this process"])
+def test_all_workers_are_told_of_one_with_a_wrong_secret_or_certificate(tmp_path, what):
+    environs = [{}, {}, {"NDISTRIBUTE_SECRET": "quite another secret"}]
+    if "TLS" in what:
+        folders = [tmp_path / name for name in ("ours", "theirs")]
+        for folder in folders:
+            folder.mkdir()
+        ours, theirs = (tls_environ(authority(folder)) for folder in folders)
+        environs = [{**files, "NDISTRIBUTE_UNIX_SOCKETS": "0"} for files in (ours, ours, theirs)]
+    right, other, wrong = failed(tmp_path, *environs)
     assert "AuthenticationError" in wrong.output, wrong.output
     for one in (right, other):
-        assert "Worker 0 refused a process: The peer " in one.output, one.output
-        assert "has another secret than this process" in one.output
+        assert "Worker 0 refused a process: " in one.output, one.output
+        assert what in one.output, one.output
 
 
 def test_another_cluster_size_is_an_error_on_both_sides(tmp_path):

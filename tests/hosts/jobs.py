@@ -19,7 +19,7 @@ import numpy as np
 from tests.hosts import program
 from tests.hosts.rig import Host, Rig, skip_reason
 from tests.processes import find_mpiexec, tf_config
-from tests.transport.ends import authority
+from tests.transport.ends import authority, tls_environ
 
 __all__ = ["COUNTS", "LAUNCHERS", "PER_HOST", "together"]
 
@@ -76,11 +76,7 @@ def by_tf_config(
 
 
 def by_tls(rig: Rig, per_host: int) -> str:
-    if not (rig.folder / "ca.pem").exists():
-        authority(rig.folder)
-    files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
-    names = {f"NDISTRIBUTE_TLS_{name}": str(rig.folder / file) for name, file in files.items()}
-    return by_tf_config(rig, per_host, names)
+    return by_tf_config(rig, per_host, tls_environ(authority(rig.folder)))
 
 
 def by_ssh(rig: Rig, per_host: int, *more: str) -> str:

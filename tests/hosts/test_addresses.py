@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from tests.hosts import jobs
 from tests.hosts.rig import Rig, skip_reason
 from tests.processes import HANG_SECONDS, find_mpiexec, tf_config
-from tests.transport.ends import authority
 
 pytestmark = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
 
@@ -61,15 +60,15 @@ def test_hosts_of_one_name_are_told_apart_under_mpi():
         jobs.check(jobs.together([(rig.hosts[0], start, {})]), "train", 2)
 
 
-def ended(rig: Rig, seconds: int, environs: Sequence[Mapping[str, str]] = ({},) * 3) -> list[str]:
+def ended(rig: Rig, seconds: int) -> list[str]:
     """Return what the workers of a job that fails have written, one on each host."""
     cluster = {"worker": [f"{host.name}:{jobs.PORT}" for host in rig.hosts]}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with contextlib.ExitStack() as stack:
         started = []
-        for rank, (host, more) in enumerate(zip(rig.hosts, environs, strict=True)):
+        for rank, host in enumerate(rig.hosts):
             place = {"TF_CONFIG": tf_config(cluster, "worker", rank)}
-            env = {"NDISTRIBUTE_SECRET": "the secret of these tests", **place, **more}
+            env = {"NDISTRIBUTE_SECRET": "the secret of these tests", **place}
             started.append(host.start([sys.executable, "-c", JOIN, str(seconds)], env, **pipes))
             stack.callback(started[-1].kill)
         said = [process.communicate(timeout=HANG_SECONDS)[0] for process in started]
@@ -95,28 +94,3 @@ def test_a_data_port_out_of_reach_is_named_on_all_workers(how, why):
         for text in ended(rig, 12 if how == "silent" else 4):
             assert "joined" in text
             assert reason in text, text
-
-
-@pytest.mark.hosts
-@pytest.mark.parametrize("cause", ["certificate", "secret"])
-def test_all_workers_are_told_of_a_refused_one(cause):
-    environs = [{}, {}, {"NDISTRIBUTE_SECRET": "another secret of these tests"}]
-    with Rig(3, ssh=False) as rig:
-        if cause == "certificate":
-            environs = []
-            for number in (0, 0, 1):
-                folder = rig.folder / f"authority{number}"
-                if not folder.exists():
-                    folder.mkdir()
-                    authority(folder)
-                files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
-                environs.append(
-                    {f"NDISTRIBUTE_TLS_{name}": str(folder / file) for name, file in files.items()}
-                )
-        said = ended(rig, 5, environs)
-    what = "TLS with the peer" if cause == "certificate" else "has another secret"
-    assert "AuthenticationError" in said[2]
-    assert what in said[2]
-    for text in said[:2]:
-        assert "Worker 0 refused a process: " in text, text
-        assert what in text, text

@@ -1,7 +1,4 @@
-"""Workers whose network is cut or loses packets: all of them end, and tell which two are apart.
-
-`python -m tests.hosts.test_worker_faults` prints what ends, when, and with which words.
-"""
+"""Workers whose network is cut or loses packets: all of them end, and tell which two are apart."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -98,11 +94,15 @@ def running(rig, *more, size=100_000, heartbeat=HEARTBEAT):
 class Fault:
     """What breaks, and what each worker then tells."""
 
-    what: str
     do: Callable[[Rig], None]
     words: tuple[str, ...]  # For each worker; one for all if they tell the same.
     hosts: int = 3
     heals: Callable[[Rig], None] | None = None  # What happens 20 s later.
+
+
+def lose(source: int, target: int) -> Callable[[Rig], None]:
+    """Return what loses the packets of one worker to another."""
+    return lambda rig: rig.cut(rig.hosts[source], rig.hosts[target], one_way=True)
 
 
 def cut_halves(rig: Rig) -> None:
@@ -119,81 +119,38 @@ def apart(one: str, other: str, why: str = "") -> str:
 
 PAIR = apart("1", "2", "on their data connection for .* (does not answer|route)")
 FAULTS = {
-    "pair": Fault("workers 1 and 2 cut apart", lambda r: r.cut(r.hosts[1], r.hosts[2]), (PAIR,)),
-    "one way": Fault(
-        "packets of worker 1 to worker 2 lost",
-        lambda r: r.cut(r.hosts[1], r.hosts[2], one_way=True),
-        (PAIR,),
-    ),
-    "other way": Fault(
-        "packets of worker 2 to worker 1 lost",
-        lambda r: r.cut(r.hosts[2], r.hosts[1], one_way=True),
-        (PAIR,),
-    ),
-    "to rank 0": Fault(
-        "packets of worker 1 to worker 0 lost",
-        lambda r: r.cut(r.hosts[1], r.hosts[0], one_way=True),
-        (apart("0", "1"),),
-    ),
-    "from rank 0": Fault(
-        "packets of worker 0 to worker 1 lost",
-        lambda r: r.cut(r.hosts[0], r.hosts[1], one_way=True),
-        (apart("0", "1"),),
-    ),
+    "pair": Fault(lambda rig: rig.cut(rig.hosts[1], rig.hosts[2]), (PAIR,)),
+    "one way": Fault(lose(1, 2), (PAIR,)),
+    "other way": Fault(lose(2, 1), (PAIR,)),
+    "to rank 0": Fault(lose(1, 0), (apart("0", "1"),)),
+    "from rank 0": Fault(lose(0, 1), (apart("0", "1"),)),
     "long packets": Fault(
-        "packets of more than 900 bytes between workers 1 and 2 lost",
-        lambda r: r.limit_frames(r.hosts[1], r.hosts[2], 900),
+        lambda rig: rig.limit_frames(rig.hosts[1], rig.hosts[2], 900),
         (apart("1", "2", "loses long packets: compare the MTUs"),),
     ),
-    "halves": Fault(
-        "workers 0 and 1 cut apart from 2 and 3",
-        cut_halves,
-        (apart("[01]", "[23]"),),
-        hosts=4,
-    ),
-    "cable of 1": Fault(
-        "the cable of worker 1 out for ever",
-        lambda r: r.cut(r.hosts[1]),
-        (apart("0", "1"),),
-    ),
+    "halves": Fault(cut_halves, (apart("[01]", "[23]"),), hosts=4),
+    "cable of 1": Fault(lambda rig: rig.cut(rig.hosts[1]), (apart("0", "1"),)),
     "cable of 0": Fault(
-        "the cable of worker 0 out for ever",
-        lambda r: r.cut(r.hosts[0]),
-        (apart("0", "[12]"), apart("0", "1"), apart("0", "2")),
+        lambda rig: rig.cut(rig.hosts[0]), (apart("0", "[12]"), apart("0", "1"), apart("0", "2"))
     ),
     "20 s": Fault(
-        "the cable of worker 1 out for 20 s",
-        lambda r: r.cut(r.hosts[1]),
+        lambda rig: rig.cut(rig.hosts[1]),
         (apart("0", "1"),),
-        heals=lambda r: r.heal(r.hosts[1]),
+        heals=lambda rig: rig.heal(rig.hosts[1]),
     ),
 }
 
 
-def end_by(fault: Fault) -> list[tuple[float, str]]:
-    """Let a job end by a fault; return after how many seconds each worker ended, and its words."""
+def end_by(fault: Fault) -> list[str]:
+    """Let a job end by a fault; return the words of each worker."""
     with Rig(fault.hosts, ssh=False) as rig, running(rig) as job:
-        begin, ended = time.monotonic(), {}
         fault.do(rig)
-
-        def follow(rank: int) -> None:
-            text = job.workers[rank].stdout.read()
-            ended[rank] = time.monotonic() - begin, text.strip()
-
-        threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(fault.hosts)]
-        for thread in threads:
-            thread.start()
         if fault.heals:
             threading.Event().wait(20)
             fault.heals(rig)
-        for thread in threads:
-            thread.join(max(0.0, begin + HANG_SECONDS - time.monotonic()))
-        found = [ended.get(rank, (float("inf"), "has not ended")) for rank in range(fault.hosts)]
         for worker in job.workers:
-            worker.kill()  # So that no thread reads any more.
-        for thread in threads:
-            thread.join()
-        return found
+            worker.wait(HANG_SECONDS)
+        return [worker.stdout.read().strip() for worker in job.workers]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +161,7 @@ def test_all_workers_end_and_name_the_two_that_are_apart(name):
     fault = FAULTS[name]
     found = end_by(fault)
     patterns = fault.words if len(fault.words) > 1 else fault.words * fault.hosts
-    for (_, text), pattern in zip(found, patterns, strict=True):
+    for text, pattern in zip(found, patterns, strict=True):
         assert re.match(f"WorkerLostError: ({pattern})", text), found
 
 
@@ -223,16 +180,3 @@ def test_a_worker_that_computes_for_longer_than_the_heartbeat_is_not_lost():
     """TCP_USER_TIMEOUT would end the connections to it, whose buffers are full."""
     with Rig(3, ssh=False) as rig, running(rig, str(3 * HEARTBEAT), size=3_000_000) as job:
         job.check_result()
-
-
-def main() -> None:
-    if reason := skip_reason(ssh=False):
-        sys.exit(reason)
-    print(f"Heartbeat: {HEARTBEAT} s.\n\n| what | worker | ends after | words |\n|---|---|---|---|")
-    for fault in FAULTS.values():
-        for rank, (seconds, text) in enumerate(end_by(fault)):
-            print(f"| {fault.what} | {rank} | {seconds:.1f} s | {text} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -161,6 +161,12 @@ def authority(folder: Path) -> TlsFiles:
     return TlsFiles(*(str(folder / name) for name in ("cert.pem", "key.pem", "ca.pem")))
 
 
+def tls_environ(files: TlsFiles) -> dict[str, str]:
+    """Return what names these files in the environment of a process."""
+    names = {"CERT": files.cert, "KEY": files.key, "CA": files.ca}
+    return {f"NDISTRIBUTE_TLS_{name}": path for name, path in names.items()}
+
+
 def forked(function: Callable[[], Any]) -> Any:
     """Return what a function returns in a fork of this process, or the text of what it raises."""
     reading, writing = os.pipe()
