@@ -417,15 +417,8 @@ LIVES = """
 import itertools, json, logging, os, signal, sys, threading
 import numpy as np
 from ndistribute.parameter_server import server, snapshot
-from ndistribute.parameter_server.messages import (
-    Create, Item, NewVariable, Read, Transaction, Update,
-)
-
-class Client:
-    def __init__(self, name):
-        self.name = name
-    def send(self, record, call=0):
-        return True
+from ndistribute.parameter_server.messages import Create, NewVariable
+from tests.parameter_server.calls import Client, add, read
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -452,17 +445,14 @@ def arm(point, after):
 
 def live(directory, first, point, after):
     service = server.StoreService(directory, "ps:0", durability="log", seconds=0.02)
-    fill = [NewVariable(name, (64,), "float64", fill=0.0) for name in first]
-    service.handle(Client("chief#1"), 1, Create(tuple(fill)))
-    values = service.handle(Client("chief#1"), 1, Read(tuple(map(Item, first)))).arrays
-    say({"values": [sorted(set(value.tolist())) for value in values]})
+    chief = Client(service, "chief#1")
+    chief.ask(Create(tuple(NewVariable(name, (64,), "float64", fill=0.0) for name in first)))
+    say({"values": [sorted(set(value.tolist())) for value in chief.ask(read(*first)).arrays]})
     arm(point, after)
     def work(name):
-        client = Client(name)
+        client = Client(service, name)
         for number in itertools.count(first[name]):
-            update = Update(name, "assign_add", np.full(64, float(number)))
-            change = Transaction(name, number, number, (update,))
-            reply = service.handle(client, number, change)
+            reply = client.change(add(name, np.full(64, float(number))), sequence=number)
             say({"client": name, "number": number, "reply": type(reply).__name__})
     for name in first:
         threading.Thread(target=work, args=(name,)).start()
