@@ -10,11 +10,9 @@ import copy
 import linecache
 import pickle
 import re
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,10 +67,6 @@ strategy.run(lambda: strategy.run(lambda: 1.0))
 -> RuntimeError: run was called inside a replica | of 2 (cpu:
 strategy.run(lambda: {"loss": 1.0} if rank() else {"accuracy": 1.0})
 -> ValueError: replica 1 | structure
-strategy.run(lambda: 1.0) + 1.0
--> TypeError: __add__ on a PerReplica of 2 | local_results | reduce
-float(strategy.run(lambda: 1.0))
--> TypeError: float on a PerReplica of 2 | strategy.reduce
 # Values of all replicas.
 strategy.reduce("median", nd.PerReplica([1.0, 2.0]))
 -> ValueError: 'median' | SUM, MEAN
@@ -197,50 +191,20 @@ strategy.run(lambda: next(iter(batches)))
 # Gradients.
 weights = nd.Variable([1.0, 2.0])
 with nd.GradientTape() as tape:
-    loss = np.sum(weights * weights)
-tape.gradient(loss, weights)
-tape.gradient(loss, weights)
--> RuntimeError: not persistent | pass all sources together | persistent=True
-weights = nd.Variable([1.0, 2.0])
-with nd.GradientTape() as tape:
-    loss = np.sum(weights * weights)
-tape.gradient(loss, weights.numpy())
--> TypeError: ndarray | variables | tape.watch(array)
-weights = nd.Variable([1.0, 2.0])
-with nd.GradientTape() as tape:
     loss = np.sum(np.i0(weights))
 tape.gradient(loss, weights)
 -> TypeError: np.i0 | nd.custom_gradient
-weights = nd.Variable([1.0, 2.0])
-with nd.GradientTape():
-    doubled = weights * 2.0
-    doubled[0] = 5.0
--> TypeError: x[i] = v | np.where(mask, v, x)
 weights = nd.Variable([1.0, 2.0])
 with nd.GradientTape() as tape:
     loss = np.sum(weights * weights)
 nd.optimizers.SGD(0.1).minimize(loss, weights, tape)
 -> TypeError: var_list | list of variables | [variable]
-weights = nd.Variable([1.0, 2.0])
-with nd.GradientTape():
-    print(float(np.sum(weights)))
--> TypeError: float | nd.stop_gradient
-steps = nd.Variable(np.arange(3), name="steps")
-with nd.GradientTape() as tape:
-    loss = np.sum(steps * 2.0)
-tape.gradient(loss, steps)
--> TypeError: steps | int64 | floating
 nd.MultiWorkerMirroredStrategy(["cpu:0"])
 -> TypeError: devices=['cpu:0'] | nd.TFConfigClusterResolver()
 nd.MultiWorkerMirroredStrategy(communication_options="ring")
 -> TypeError: nd.CommunicationOptions(...) | 'ring'
 strategy.distribute_dataset((np.zeros((4, 2)), np.zeros(4)))
 -> ValueError: Dataset.from_tensor_slices((x, y)) | batch
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder, "table.csv")
-    path.write_text("a,b\n1,2\n3,four\n")
-    list(nd.Dataset.from_files(str(path)))
--> ValueError: table.csv | line 3
 class Seen(nd.models.metrics.Metric):
     def __init__(self):
         super().__init__()
@@ -293,7 +257,7 @@ def double(x):
 list(nd.Dataset.from_tensor_slices(np.ones((4, 2))).map(double))
 -> ValueError: read-only | x = x.copy()
 """
-TOOLS = {"copy": copy, "pickle": pickle, "tempfile": tempfile, "Path": Path}
+TOOLS = {"copy": copy, "pickle": pickle}
 TOLD = re.compile(r"^-> (\w+): (.*)$", re.MULTILINE)
 
 

@@ -51,7 +51,7 @@ operator.index(x)
 
 @pytest.mark.parametrize("use", re.split(r"; |\n", USES.strip()))
 def test_use_as_an_array_or_number_is_refused_by_name(kind, use):
-    with pytest.raises(TypeError, match=r"local_results.*reduce"):
+    with pytest.raises(TypeError, match=rf"on a {kind.__name__} of 2.*local_results.*reduce"):
         eval(use, {"np": np, "operator": operator, "x": kind(PAIR)})
 
 

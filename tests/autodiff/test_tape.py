@@ -104,7 +104,8 @@ def test_one_gradient_unless_persistent(persistent):
     if persistent:
         assert tape.gradient(z, x) == tape.gradient(z, x) == 27
     else:
-        with pytest.raises(RuntimeError, match="persistent=True"):
+        message = r"not persistent.*pass all sources together.*persistent=True"
+        with pytest.raises(RuntimeError, match=message):
             tape.gradient(y, x)
 
 
@@ -154,10 +155,12 @@ def test_wrong_uses_say_so():
             tape.watch(np.ones(2, np.int64))
         with tape.stop_recording(), pytest.raises(RuntimeError, match="is recording"):
             tape.stop_recording().__enter__()
-    with pytest.raises(TypeError, match=r"ndarray.*tape\.watch"):
+    with pytest.raises(TypeError, match=r"ndarray.*variables.*tape\.watch\(array\)"):
         tape.gradient(x, np.ones(2))
-    with pytest.raises(TypeError, match=r"int64.*only variables of a floating dtype"):
-        tape.gradient(x, [StandInVariable(np.int64(3))])
+    with pytest.raises(
+        TypeError, match=r"is steps of dtype int64: only variables of a floating dtype"
+    ):
+        tape.gradient(x, [nd.Variable(3, name="steps")])
     assert tape.gradient(x, x).tolist() == [1, 1]
 
 

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-from ndistribute import context
 from ndistribute.data import UNKNOWN_CARDINALITY, Dataset, InputContext, InputOptions
 from ndistribute.devices import Device, is_gpu_array, to_host
 from ndistribute.values import PerReplica
@@ -88,16 +87,6 @@ def test_a_function_gives_each_replica_its_own_batches():
     assert distributed.cardinality() == 3
     distribute_from_function(lambda c: seen.append(c) or [], cpus(2), None, 3, 1)
     assert seen == [InputContext(1, 0, 2), InputContext(3, 1, 6)]
-
-
-def test_next_inside_a_replica_is_refused():
-    iterator = iter(distribute(Dataset.range(4).batch(2), cpus(1)))
-    with (
-        context.entered(context.Frame(None, replica=object())),
-        pytest.raises(RuntimeError, match=r"Take it outside.*strategy\.run"),
-    ):
-        next(iterator)
-    assert next(iterator).values[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])

@@ -55,7 +55,6 @@ WRONG = [
     ),
     (lambda: distribute({"x": np.zeros(4)}, cpus(1)), "got dict"),
     (lambda: distribute(Frame(), cpus(1)), r"frame\[name\]\.to_numpy"),
-    (lambda: distribute((np.arange(2) for _ in range(3)), cpus(1)), "only once"),
     (lambda: distribute(distribute(NUMBERS.batch(1), cpus(1)), cpus(1)), "already distributed"),
     (lambda: distribute(NUMBERS.batch(2), cpus(1), "file"), "InputOptions.* 'file'"),
     (lambda: distribute(NUMBERS.batch(2), cpus(1), InputOptions("file"), 2), "reads none"),
