@@ -157,9 +157,7 @@ def test_wrong_uses_say_so():
             tape.stop_recording().__enter__()
     with pytest.raises(TypeError, match=r"ndarray.*variables.*tape\.watch\(array\)"):
         tape.gradient(x, np.ones(2))
-    with pytest.raises(
-        TypeError, match=r"is steps of dtype int64: only variables of a floating dtype"
-    ):
+    with pytest.raises(TypeError, match="is steps of dtype int64: only variables of a float"):
         tape.gradient(x, [nd.Variable(3, name="steps")])
     assert tape.gradient(x, x).tolist() == [1, 1]
 
