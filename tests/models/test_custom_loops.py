@@ -151,44 +151,49 @@ def test_the_accuracy_of_a_binary_crossentropy_of_logits_compares_with_the_logit
     assert of_keras.result() == pytest.approx(2 / 3)
 
 
-LABELS = np.array([1, 0, 1])
-SCORES = np.array([[0.2, 0.8], [0.7, 0.3], [0.6, 0.4]])
+LABELS, SCORES = np.array([1, 0, 1, 1]), np.array([0.9, 0.8, 0.2, 0.6])
+CLASSES = np.stack([1 - SCORES, SCORES], axis=1)
+ERRORS = LABELS - SCORES
 KINDS = [
-    (metrics.SparseCategoricalAccuracy, LABELS, SCORES),
-    (metrics.SparseTopKCategoricalAccuracy, LABELS, SCORES),
-    (metrics.CategoricalAccuracy, np.eye(2)[LABELS], SCORES),
-    (metrics.BinaryAccuracy, LABELS, SCORES[:, 1]),
-    (metrics.Precision, LABELS, SCORES[:, 1]),
-    (metrics.Recall, LABELS, SCORES[:, 1]),
-    (metrics.MeanSquaredError, LABELS, SCORES[:, 1]),
-    (metrics.RootMeanSquaredError, LABELS, SCORES[:, 1]),
-    (metrics.MeanAbsoluteError, LABELS, SCORES[:, 1]),
+    (metrics.SparseCategoricalAccuracy(), LABELS, CLASSES, 0.5),
+    (metrics.SparseTopKCategoricalAccuracy(1), LABELS, CLASSES, 0.5),
+    (metrics.SparseTopKCategoricalAccuracy(2), LABELS, CLASSES, 1.0),
+    (metrics.CategoricalAccuracy(), np.eye(2)[LABELS], CLASSES, 0.5),
+    (metrics.BinaryAccuracy(), LABELS, SCORES, 0.5),
+    (metrics.Precision(), LABELS, SCORES, 2 / 3),
+    (metrics.Recall(), LABELS, SCORES, 2 / 3),
+    (metrics.MeanSquaredError(), LABELS, SCORES, np.mean(ERRORS**2)),
+    (metrics.RootMeanSquaredError(), LABELS, SCORES, np.sqrt(np.mean(ERRORS**2))),
+    (metrics.MeanAbsoluteError(), LABELS, SCORES, np.mean(np.abs(ERRORS))),
 ]
 
 
-@pytest.mark.parametrize(("kind", "labels", "scores"), KINDS, ids=lambda one: str(one)[:40])
-def test_metrics_count_tracked_predictions_in_and_after_the_tape(kind, labels, scores):
-    plain, inside, after = kind(), kind(), kind()
-    plain.update_state(labels, scores)
+@pytest.mark.parametrize(("metric", "labels", "scores", "expected"), KINDS, ids=str)
+def test_metrics_count_plain_and_tracked_predictions(metric, labels, scores, expected):
     with nd.GradientTape() as tape:
         predicted = tape.watch(scores) * 1.0
-        inside.update_state(labels, predicted)
+        metric.update_state(labels, predicted)
         loss = np.sum(predicted)
-    after.update_state(labels, predicted)
-    assert inside.result() == after.result() == plain.result()
+    inside = metric.result()
+    for given in (predicted, scores):
+        metric.reset_state()
+        assert metric.result() == 0
+        metric.update_state(labels, given)
+        assert metric.result() == inside == pytest.approx(expected)
     assert tape.gradient(loss, predicted) is not None
 
 
-def test_means_and_sums_count_tracked_values():
+def test_means_and_sums_count_weights_and_tracked_values():
+    mean, total = metrics.Mean(), metrics.Sum()
+    mean.update_state([1.0, 3.0], sample_weight=[3.0, 1.0])
+    assert mean.result() == 1.5
+    mean.reset_states()
     with nd.GradientTape() as tape:
         loss = np.mean(tape.watch(np.array([1.0, 3.0])) * 2)
-        mean, total = metrics.Mean(), metrics.Sum()
         mean.update_state(loss)
         total.update_state(loss)
     mean(loss)
     assert mean.result() == total.result() == 4.0
-    mean.reset_states()
-    assert mean.result() == 0.0
 
 
 def test_the_latest_checkpoint_of_any_name_is_found(tmp_path):

@@ -126,26 +126,21 @@ def test_layer_normalization_gives_a_mean_of_0_and_a_deviation_of_1():
     np.testing.assert_allclose(y.std(axis=-1), 1, rtol=1e-12)
 
 
-def test_images_in_several_blocks_are_convolved_as_in_one(monkeypatch):
+BLOCKS = {
+    "convolution._HOST_BYTES": partial(operations.conv2d, activation=TANH, padding="same"),
+    "pooling._BLOCK_BYTES": lambda x, *_: operations.max_pool2d(x, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("limit", BLOCKS)
+def test_images_in_several_blocks_are_computed_as_in_one(limit, monkeypatch):
     arrays = normal(5, 6, 6, 2), normal(3, 3, 2, 4), normal(4)
-
-    def both():
-        return gradients_of(
-            lambda *given: operations.conv2d(*given, activations.relu, padding="same"), *arrays
-        )
-
-    y, gradients = both()
-    monkeypatch.setattr("ndistribute.models.operations.convolution._HOST_BYTES", 2 * 36 * 18 * 8)
-    for one, other in zip([y, *gradients], [both()[0], *both()[1]], strict=True):
+    expected, gradients = gradients_of(BLOCKS[limit], *arrays)
+    nbytes = 2 * 36 * 8 * (18 if "convolution" in limit else 2)  # Of two images.
+    monkeypatch.setattr(f"ndistribute.models.operations.{limit}", nbytes)
+    y, again = gradients_of(BLOCKS[limit], *arrays)
+    for one, other in zip([y, *again], [expected, *gradients], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_images_in_several_blocks_are_pooled_as_in_one(monkeypatch):
-    x = normal(5, 4, 4, 2)
-    expected = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
-    monkeypatch.setattr("ndistribute.models.operations.pooling._BLOCK_BYTES", 2 * x[0].nbytes)
-    found = gradients_of(lambda x: operations.max_pool2d(x, (2, 2)), x)[1]
-    np.testing.assert_array_equal(found[0], expected[0])
 
 
 def test_the_first_of_equal_elements_has_the_gradient_of_max_pooling():

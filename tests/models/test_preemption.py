@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -158,15 +158,7 @@ def test_mistakes_are_explained(tmp_path):
     _, handler = handler_of(tmp_path)
     with pytest.raises(RuntimeError, match="write `with handler:` around the loop"):
         handler.run(print)
-    errors = []
-
-    def enter() -> None:
-        try:
-            handler.__enter__()
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join(10)
-    assert "must be used in the main thread" in errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(handler.__enter__)
+        with pytest.raises(RuntimeError, match="must be used in the main thread"):
+            entered.result(10)

@@ -78,11 +78,6 @@ def values(found: dict[str, Any]) -> Any:
     return states, arrays, own, weights, optimizer.state_dict(), draw
 
 
-def changed(**more: Any) -> Any:
-    """Return a function that replaces some of the objects."""
-    return lambda found: found.update(more)
-
-
 def with_steps(steps: Any) -> Any:
     """Return a function that gives an optimizer an impossible number of steps."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Model, Sequential, callbacks, layers, losses, metrics
+from ndistribute.models import Model, Sequential, callbacks, layers, losses
 from tests.kinds import strategy
 from tests.processes import Ranks
 
@@ -238,27 +238,6 @@ def test_mistakes_are_explained(call, says):
     model = classifier()
     with pytest.raises((ValueError, TypeError, RuntimeError), match=says):
         call(model)
-
-
-def test_metrics_count_weights_and_thresholds():
-    y, p = np.array([1, 0, 1, 1]), np.array([0.9, 0.8, 0.2, 0.6])
-    for metric, expected in [
-        (metrics.Precision(), 2 / 3),
-        (metrics.Recall(), 2 / 3),
-        (metrics.BinaryAccuracy(), 0.5),
-        (metrics.MeanSquaredError(), np.mean((y - p) ** 2)),
-        (metrics.RootMeanSquaredError(), np.sqrt(np.mean((y - p) ** 2))),
-    ]:
-        metric.update_state(y[:, None], p[:, None])
-        assert metric.result() == pytest.approx(expected), metric.name
-        metric.reset_state()
-        assert metric.result() == 0
-    weighted = metrics.Mean()
-    weighted.update_state([1.0, 3.0], sample_weight=[3.0, 1.0])
-    assert weighted.result() == 1.5
-    top = metrics.SparseTopKCategoricalAccuracy(2)
-    top.update_state(np.array([0, 1]), np.array([[0.1, 0.2, 0.7], [0.1, 0.2, 0.7]]))
-    assert top.result() == 0.5
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
