@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -172,32 +172,41 @@ def test_mistakes_say_what_to_do() -> None:
         assert session.run(w) == [1.0]
 
 
-def test_workers_make_each_step_together_by_the_mean_of_their_gradients() -> None:
+@pytest.fixture
+def server() -> Iterator[nd.Server]:
     server = nd.Server.create_local_server()
-    results = train_together(server.target, workers=2, needed=2, steps=3)
+    yield server
     server.stop()
+
+
+def program(needed: int, total: int | None = None, gradient: float = 1.0) -> tuple[Any, ...]:
+    """Return a variable, the step count, and an optimizer of several workers with its operation."""
+    w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
+    optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), needed, total)
+    return w, count, optimizer, optimizer.apply_gradients([(np.float64(gradient), w)], count)
+
+
+def test_workers_make_each_step_together_by_the_mean_of_their_gradients(server: nd.Server) -> None:
+    results = train_together(server.target, workers=2, needed=2, steps=3)
     # Each step subtracts 0.1 times the mean of 1 and 3.
     assert results == [(3, pytest.approx(-0.6)), (3, pytest.approx(-0.6))]
 
 
-def test_a_backup_worker_is_not_waited_for_and_its_late_gradients_are_dropped() -> None:
-    server = nd.Server.create_local_server()
+def test_a_backup_worker_is_not_waited_for_and_its_late_gradients_are_dropped(
+    server: nd.Server,
+) -> None:
     results = train_together(server.target, workers=1, needed=1, steps=3, total=2)
     late = train_together(server.target, workers=1, needed=1, steps=1, total=2, stale=True)
-    server.stop()
     assert results == [(3, pytest.approx(-0.3))]
     assert late == [(3, pytest.approx(-0.3))]
 
 
-def test_workers_go_on_together_from_a_step_that_the_chief_restores() -> None:
-    server = nd.Server.create_local_server()
+def test_workers_go_on_together_from_a_step_that_the_chief_restores(server: nd.Server) -> None:
     initialized, trained = threading.Event(), threading.Barrier(2)
 
     def work(is_chief: bool) -> tuple[int, float]:
         with Graph().as_default(), Session(server.target) as session:
-            w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
-            optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 2)
-            step = optimizer.apply_gradients([(constant(np.float64(2.0)), w)], count)
+            w, count, optimizer, step = program(2, gradient=2.0)
             if is_chief:
                 session.run(global_variables_initializer())
                 initialized.set()
@@ -216,17 +225,13 @@ def test_workers_go_on_together_from_a_step_that_the_chief_restores() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(work, [True, False]))
-    server.stop()
     assert results == [(5, pytest.approx(10.0 - 4 * 0.2))] * 2
 
 
-def test_a_chief_that_begins_anew_without_its_hook_is_told_so() -> None:
-    server = nd.Server.create_local_server()
+def test_a_chief_that_begins_anew_without_its_hook_is_told_so(server: nd.Server) -> None:
     for hook in (True, False, True):
         with Graph().as_default(), Session(server.target) as session:
-            w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
-            optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 1)
-            step = optimizer.apply_gradients([(constant(np.float64(1.0)), w)], count)
+            w, count, optimizer, step = program(1)
             session.run(global_variables_initializer())
             if hook:
                 optimizer.make_session_run_hook(is_chief=True).after_create_session(session, None)
@@ -237,7 +242,6 @@ def test_a_chief_that_begins_anew_without_its_hook_is_told_so() -> None:
                 with pytest.raises(errors.AbortedError, match="make_session_run_hook"):
                     session.run(step)
                 assert session.run([count, w]) == [0, 0.0]
-    server.stop()
 
 
 def gradients_for(server: nd.Server) -> list[Any]:
@@ -247,13 +251,12 @@ def gradients_for(server: nd.Server) -> list[Any]:
     return kept
 
 
-def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others() -> None:
-    server = nd.Server.create_local_server()
+def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others(
+    server: nd.Server,
+) -> None:
     train_together(server.target, workers=1, needed=1, steps=1, total=2)
     with Graph().as_default():
-        w, count = Variable(np.float64(0.0), name="w"), get_or_create_global_step()
-        optimizer = SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 1, 2)
-        step = optimizer.apply_gradients([(constant(np.float64(1.0)), w)], count)
+        w, count, _, step = program(1, 2)
         stop = StopAtStepHook(last_step=4)
         with MonitoredTrainingSession(server.target, is_chief=False, hooks=[stop]) as session:
             train_together(server.target, 1, 1, steps=4, total=2)
@@ -265,7 +268,6 @@ def test_a_late_worker_does_not_begin_a_step_after_the_last_one_of_the_others() 
             assert session.should_stop()
             session.run(step)
             assert session.run([w, count]) == [pytest.approx(-0.3), 4]
-    server.stop()
 
 
 def train_together(
@@ -275,12 +277,7 @@ def train_together(
 
     def work(worker: int) -> tuple[int, float]:
         with Graph().as_default(), Session(target) as session:
-            w = Variable(np.float64(0.0), name="w")
-            count = get_or_create_global_step()
-            sgd = optimizers.GradientDescentOptimizer(0.1)
-            optimizer = SyncReplicasOptimizer(sgd, needed, total)
-            gradient = constant(np.float64(1 + 2 * worker))
-            step = optimizer.apply_gradients([(gradient, w)], count)
+            w, count, _, step = program(needed, total, 1.0 + 2 * worker)
             if not how and not worker:
                 session.run(global_variables_initializer())
                 started.set()
