@@ -36,14 +36,14 @@ def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> 
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **kwargs: Any) -> Any:
-        own = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
+        options = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
         if operands and not args:
-            args = (own.pop(next(iter(own))),)
+            args = (options.pop(next(iter(options))),)
         tensors = map(convert_to_tensor, args[:operands])
-        found = tensor_if_array(function(*tensors, *args[operands:], **own))
-        if "name" in ignored and kwargs.get("name") and isinstance(found, Symbolic):
-            return graph.identity(found, kwargs["name"])
-        return found
+        result = tensor_if_array(function(*tensors, *args[operands:], **options))
+        if "name" in ignored and kwargs.get("name") and isinstance(result, Symbolic):
+            return graph.identity(result, kwargs["name"])
+        return result
 
     return call
 
@@ -60,7 +60,7 @@ def subclass(kind: Any, *ignored: str, **attributes: Any) -> Any:
 
 
 def _is_whole(*values: Any) -> bool:
-    return all(one.dtype is not None and np.dtype(one.dtype).kind in "iu" for one in values)
+    return all(value.dtype is not None and np.dtype(value.dtype).kind in "iu" for value in values)
 
 
 class Tensor(np.ndarray[Any, Any]):
@@ -104,7 +104,7 @@ def tensors(nest: Any) -> Any:
     if isinstance(nest, tuple):
         return tuple(map(tensors, nest))
     if isinstance(nest, dict):
-        return {key: tensors(one) for key, one in nest.items()}
+        return {key: tensors(value) for key, value in nest.items()}
     return convert_to_tensor(nest)
 
 
@@ -131,7 +131,7 @@ def eager_variable(
 def axis_of(axis: Any) -> Any:
     """Return an axis, or a tuple of several."""
     several = isinstance(axis, list | range) or (isinstance(axis, np.ndarray) and axis.ndim)
-    return tuple(int(one) for one in axis) if several else axis
+    return tuple(int(number) for number in axis) if several else axis
 
 
 def reduction(operation: Any) -> Any:
@@ -139,9 +139,9 @@ def reduction(operation: Any) -> Any:
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
         axes = axis_of(axis)
-        found = operation(tensor, axis=axes, keepdims=keepdims)
+        result = operation(tensor, axis=axes, keepdims=keepdims)
         whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
-        return found.astype(tensor.dtype) if whole and found.dtype != tensor.dtype else found
+        return result.astype(tensor.dtype) if whole and result.dtype != tensor.dtype else result
 
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
 
@@ -186,11 +186,11 @@ def cross_entropy(loss: Any, constant_labels: bool = False) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         order = ("logits", "labels") if graphs.uses_graphs() else ("labels", "logits")
-        given = dict(zip(order, args, strict=False)) | kwargs
-        logits, labels = given["logits"], given["labels"]
-        axis = given.get("axis", given.get("dim", -1))
+        options = dict(zip(order, args, strict=False)) | kwargs
+        logits, labels = options["logits"], options["labels"]
+        axis = options.get("axis", options.get("dim", -1))
         if axis not in (None, -1):
-            logits, labels = (np.moveaxis(one, axis, -1) for one in (logits, labels))
+            logits, labels = (np.moveaxis(array, axis, -1) for array in (logits, labels))
         if constant_labels and isinstance(labels, Symbolic):
             labels = labels.stop_gradient()
         return loss(logits, labels)
@@ -203,8 +203,10 @@ def random(draw: str) -> Any:
 
     def drawn(shape: Any, low: Any = 0.0, high: Any = 1.0, dtype: Any = np.float32) -> Any:
         replica = nd.get_replica_context()
-        own = np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
-        return getattr(own, draw)(low, high, shape).astype(dtype)
+        generator = (
+            np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
+        )
+        return getattr(generator, draw)(low, high, shape).astype(dtype)
 
     return unary(drawn, 0, mean="low", minval="low", stddev="high", maxval="high")
 
@@ -305,9 +307,9 @@ layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
 
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
-    found = models.optimizers.get(identifier)
+    optimizer = models.optimizers.get(identifier)
     kinds = import_module("ndistribute.compat.tf.keras.optimizers")
-    return getattr(kinds, type(found).__name__)() if isinstance(identifier, str) else found
+    return getattr(kinds, type(optimizer).__name__)() if isinstance(identifier, str) else optimizer
 
 
 def _holder(optimizer: Any) -> Any:
@@ -352,7 +354,8 @@ ADAPTERS: dict[str, Any] = {
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),
     "server": lambda kind: subclass(kind, "protocol", "config"),
     "strategy": lambda kind: subclass(
-        kind, reduce=lambda *args, **own: map_leaves(tensor_if_array, kind.reduce(*args, **own))
+        kind,
+        reduce=lambda *args, **options: map_leaves(tensor_if_array, kind.reduce(*args, **options)),
     ),
     "unary": unary,
     "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
@@ -400,8 +403,8 @@ constant = graphs.either(graph.constant, eager_constant)
 
 def _cumsum(x: Any, axis: Any = 0, exclusive: Any = False, reverse: Any = False) -> Any:
     x = np.flip(x, axis) if reverse else x
-    found = np.cumsum(x, axis) - x if exclusive else np.cumsum(x, axis)
-    return np.flip(found, axis) if reverse else found
+    sums = np.cumsum(x, axis) - x if exclusive else np.cumsum(x, axis)
+    return np.flip(sums, axis) if reverse else sums
 
 
 cumsum = unary(_cumsum)
@@ -416,8 +419,8 @@ eye = unary(
 
 def is_symbolic(*values: Any) -> bool:
     """Return True if a tensor of a graph is among values, or in a list among them."""
-    lists = [one if isinstance(one, list | tuple) else [one] for one in values]
-    return any(isinstance(one, Symbolic) for several in lists for one in several)
+    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return any(isinstance(value, Symbolic) for several in lists for value in several)
 
 
 def _fill(dims: Any, value: Any) -> Any:
@@ -468,8 +471,10 @@ l2_loss = unary(lambda tensor: np.sum(np.square(tensor)) / 2)
 leaky_relu = unary(activations.leaky_relu, alpha="negative_slope")
 list_devices = adapted(
     lambda device_type=None: [
-        SimpleNamespace(name=f"/physical_device:{str(one).upper()}", device_type=one.kind.upper())
-        for one in nd.list_devices(device_type and device_type.lower())
+        SimpleNamespace(
+            name=f"/physical_device:{str(device).upper()}", device_type=device.kind.upper()
+        )
+        for device in nd.list_devices(device_type and device_type.lower())
     ]
 )
 load_model = adapted(
@@ -497,9 +502,9 @@ def _numbers(start: Any = 0, limit: Any = None, delta: Any = 1, dtype: Any = Non
     if not is_symbolic(start, limit, delta):
         return convert_to_tensor(np.arange(start, limit, delta).tolist(), dtype)
     count = np.maximum(np.ceil((limit - start) / delta), 0).astype(np.int64)
-    one: Any = graph.as_tensor(np.int32(1))
-    found = start + (np.cumsum(np.broadcast_to(one, [count])).astype(np.int32) - 1) * delta
-    return found if dtype is None else found.astype(dtype)
+    unit: Any = graph.as_tensor(np.int32(1))
+    values = start + (np.cumsum(np.broadcast_to(unit, [count])).astype(np.int32) - 1) * delta
+    return values if dtype is None else values.astype(dtype)
 
 
 numbers = unary(_numbers, 0)
@@ -515,14 +520,14 @@ def _one_hot(
 ) -> Any:
     if isinstance(on_value, type | np.dtype):  # As before: the dtype comes third.
         on_value, dtype = None, on_value
-    given = [one for one in (on_value, off_value) if one is not None]
+    marks = [value for value in (on_value, off_value) if value is not None]
     if dtype is None:
-        dtype = getattr(convert_to_tensor(given[0]), "dtype", None) if given else np.float32
-    found = np.equal(indices[..., None], array_namespace(indices).arange(depth)).astype(dtype)
-    if given:
+        dtype = getattr(convert_to_tensor(marks[0]), "dtype", None) if marks else np.float32
+    rows = np.equal(indices[..., None], array_namespace(indices).arange(depth)).astype(dtype)
+    if marks:
         low = 0 if off_value is None else off_value
-        found = (found * ((1 if on_value is None else on_value) - low) + low).astype(dtype)
-    return found if axis in (None, -1) else np.moveaxis(found, -1, axis)
+        rows = (rows * ((1 if on_value is None else on_value) - low) + low).astype(dtype)
+    return rows if axis in (None, -1) else np.moveaxis(rows, -1, axis)
 
 
 one_hot = unary(_one_hot)
@@ -580,7 +585,7 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if x is None and y is None:
         return np.argwhere(condition)
     x, y = convert_to_tensor(x), convert_to_tensor(y)
-    axes = [len(getattr(one, "shape", None) or ()) for one in (condition, x)]
+    axes = [len(getattr(array, "shape", None) or ()) for array in (condition, x)]
     if graphs.uses_graphs() and axes[0] == 1 < axes[1]:  # It chooses rows.
         condition = np.reshape(condition, (-1, *(1,) * (axes[1] - 1)))
     return np.where(condition, x, y)

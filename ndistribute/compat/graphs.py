@@ -46,10 +46,10 @@ def uses_graphs() -> bool:
     return _program["has graphs"] or in_default_of_a_block()
 
 
-def only_in_graphs(found: Any) -> Any:
+def only_in_graphs(thing: Any) -> Any:
     """Return what a name of TensorFlow 1 leads to; its use tells that the program has graphs."""
     use_graphs()
-    return found
+    return thing
 
 
 def either(in_graphs: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,10 +138,10 @@ control_dependencies = _of_default_graph("control_dependencies")
 get_collection = _of_default_graph("get_collection")
 
 
-def dtype_of(given: Any) -> np.dtype[Any]:
+def dtype_of(kind: Any) -> np.dtype[Any]:
     """Return a dtype; a ``"float"`` of TensorFlow has 32 bits."""
-    is_float = given is float or (isinstance(given, str) and given == "float")
-    return np.dtype(np.float32 if is_float else given)
+    is_float = kind is float or (isinstance(kind, str) and kind == "float")
+    return np.dtype(np.float32 if is_float else kind)
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
@@ -227,8 +227,8 @@ def while_loop(
     for _ in rounds:
         if not cond(*values):
             break
-        found = body(*values)
-        values = list(found) if isinstance(found, list | tuple) else [found]
+        results = body(*values)
+        values = list(results) if isinstance(results, list | tuple) else [results]
     return values
 
 
@@ -303,8 +303,8 @@ def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
     targets, classes = graph.as_tensor(targets), np.shape(predictions)[1]
     known = np.logical_and(np.greater_equal(targets, 0), np.less(targets, classes))
     known = np.logical_and(known, np.all(np.isfinite(predictions), axis=1))
-    own = np.take_along_axis(predictions, np.where(known, targets, 0)[:, None], 1)
-    first = np.less(np.sum(np.greater(predictions, own).astype(np.int32), 1), k)
+    of_target = np.take_along_axis(predictions, np.where(known, targets, 0)[:, None], 1)
+    first = np.less(np.sum(np.greater(predictions, of_target).astype(np.int32), 1), k)
     return np.logical_and(known, first)
 
 
@@ -315,7 +315,7 @@ def zero_fraction(value: Any) -> Any:
 
 def _check_ranks(labels: Any, predictions: Any) -> None:
     """Raise ValueError if labels have another number of axes, which would be broadcast."""
-    shapes = [graph.as_tensor(one).shape for one in (labels, predictions)]
+    shapes = [graph.as_tensor(values).shape for values in (labels, predictions)]
     if None not in shapes and len({len(shape or ()) for shape in shapes}) > 1:
         raise ValueError(
             f"labels of shape {shapes[0]} and predictions of shape {shapes[1]} would be broadcast: "
@@ -398,8 +398,8 @@ def sigmoid_cross_entropy(
 
 def get_regularization_loss(scope: str | None = None) -> Any:
     """Return the sum of the losses that regularizers of variables gave."""
-    found = get_collection(REGULARIZATION_LOSSES, scope)
-    return sum(found) if found else graph.constant(0.0)
+    losses = get_collection(REGULARIZATION_LOSSES, scope)
+    return sum(losses) if losses else graph.constant(0.0)
 
 
 def get_total_loss(add_regularization_losses: bool = True) -> Any:

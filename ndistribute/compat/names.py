@@ -22,10 +22,10 @@ class Names(types.ModuleType):
         super().__init__(f"{ROOT}.{path}", f"Names of ``tf.{path}``.")
         self.__all__: list[str] = []
         sys.modules[self.__name__] = self  # For `from ndistribute.compat.tf.keras import layers`.
-        parent, _, own = self.__name__.rpartition(".")
-        vars(sys.modules[parent])[own] = self
-        if own not in sys.modules[parent].__all__:
-            sys.modules[parent].__all__.append(own)
+        parent, _, name = self.__name__.rpartition(".")
+        vars(sys.modules[parent])[name] = self
+        if name not in sys.modules[parent].__all__:
+            sys.modules[parent].__all__.append(name)
 
     def _fill(self, words: str) -> None:
         """Read where the names are found.
@@ -42,9 +42,9 @@ class Names(types.ModuleType):
             if word.endswith(":"):
                 source, _, adapter = word[:-1].partition("/")
                 continue
-            name, _, own = word.partition("=")
+            name, _, other = word.partition("=")
             names = import_module(source, "ndistribute").__all__ if name == "*" else [name]
-            self._leads |= {each: (source, own or each, adapter) for each in names}
+            self._leads |= {each: (source, other or each, adapter) for each in names}
         self.__all__ += self._leads
 
     def __getattr__(self, name: str) -> Any:
@@ -52,16 +52,20 @@ class Names(types.ModuleType):
             raise AttributeError(name)
         if name not in self._leads:
             raise AttributeError(self._missing(name))
-        source, own, adapter = self._leads[name]
-        found = own if source == "text" else getattr(import_module(source, "ndistribute"), own)
+        source, attribute, adapter = self._leads[name]
+        value = (
+            attribute
+            if source == "text"
+            else getattr(import_module(source, "ndistribute"), attribute)
+        )
         if adapter:
             adapters = import_module("ndistribute.compat.adapters")
-            given, found = found, adapters.ADAPTERS[adapter](found)
-            if found is not given and isinstance(
-                found, types.FunctionType | type
+            plain, value = value, adapters.ADAPTERS[adapter](value)
+            if value is not plain and isinstance(
+                value, types.FunctionType | type
             ):  # Pickles refer to it by this name.
-                found.__module__, found.__qualname__ = self.__name__, name
-        return vars(self).setdefault(name, found)
+                value.__module__, value.__qualname__ = self.__name__, name
+        return vars(self).setdefault(name, value)
 
     def __dir__(self) -> list[str]:
         return sorted(self.__all__)
@@ -71,9 +75,9 @@ class Names(types.ModuleType):
 
     def _missing(self, name: str) -> str:
         where = f"tf{self.__name__.removeprefix(ROOT)}"
-        lower = {one.lower(): one for one in self.__all__}
+        lower = {word.lower(): word for word in self.__all__}
         close = difflib.get_close_matches(name.lower(), lower, cutoff=0.5)
-        similar = ", ".join(lower[one] for one in close)
+        similar = ", ".join(lower[word] for word in close)
         hint = f"Similar names: {similar}." if similar else f"dir({where}) lists the names."
         elsewhere = [
             f"tf{path.removeprefix(ROOT)}.{name}"
