@@ -203,10 +203,8 @@ def random(draw: str) -> Any:
 
     def drawn(shape: Any, low: Any = 0.0, high: Any = 1.0, dtype: Any = np.float32) -> Any:
         replica = nd.get_replica_context()
-        generator = (
-            np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
-        )
-        return getattr(generator, draw)(low, high, shape).astype(dtype)
+        rng = np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
+        return getattr(rng, draw)(low, high, shape).astype(dtype)
 
     return unary(drawn, 0, mean="low", minval="low", stddev="high", maxval="high")
 

@@ -52,12 +52,8 @@ class Names(types.ModuleType):
             raise AttributeError(name)
         if name not in self._leads:
             raise AttributeError(self._missing(name))
-        source, attribute, adapter = self._leads[name]
-        value = (
-            attribute
-            if source == "text"
-            else getattr(import_module(source, "ndistribute"), attribute)
-        )
+        source, key, adapter = self._leads[name]
+        value = key if source == "text" else getattr(import_module(source, "ndistribute"), key)
         if adapter:
             adapters = import_module("ndistribute.compat.adapters")
             plain, value = value, adapters.ADAPTERS[adapter](value)
