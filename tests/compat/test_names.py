@@ -14,8 +14,9 @@ import pytest
 from ndistribute.compat.tf.keras import layers
 
 import ndistribute as nd
-from ndistribute.compat import tf
+from ndistribute.compat import graphs, tf
 from ndistribute.compat.tf import keras
+from ndistribute.optimizers.algorithms import SGDRule
 
 rng = np.random.default_rng(0)
 
@@ -184,6 +185,33 @@ def test_a_variable_is_synchronized_and_aggregated() -> None:
         assert total.numpy() == 4.0
         assert count.numpy() == 4.0
         assert count.dtype == tf.float32
+
+
+def test_an_optimizer_of_its_own_rule_needs_no_name_in_tensorflow() -> None:
+    class Halving(nd.optimizers.Optimizer):
+        def __init__(self) -> None:
+            super().__init__(SGDRule(), lambda step: 0.5 ** (step + 1))
+
+    with tf.Graph().as_default(), tf.Session() as session:
+        w, count = tf.Variable([4.0]), tf.train.get_or_create_global_step()
+        step = Halving().minimize(w * w / 2, global_step=count)
+        session.run(tf.global_variables_initializer())
+        for _ in range(2):
+            session.run(step)
+        assert session.run(w).tolist() == [4.0 * 0.5 * 0.75]
+    graphs.use_arrays()
+    model = keras.Sequential([layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(Halving(), "mse")
+    model.fit(np.ones((4, 1)), np.zeros((4, 1)), epochs=2, verbose=0)
+    assert model.get_weights()[0].tolist() == [[0.0]]
+
+
+def test_the_rate_of_a_wrapper_is_that_of_its_optimizer() -> None:
+    inner = keras.optimizers.SGD(0.1)
+    wrapper = keras.optimizers.GradientAccumulation(inner, 2)
+    wrapper.lr = 0.5
+    assert wrapper.learning_rate.numpy() == inner.lr == 0.5
+    assert isinstance(wrapper, keras.optimizers.Optimizer)
 
 
 def test_strings_of_losses_and_optimizers_and_metrics_compile() -> None:

@@ -52,8 +52,9 @@ def digits() -> tuple[Any, Any, Any, Any]:
     return x[:1500], y[:1500], x[1500:], y[1500:]
 
 
-def test_linear_regression_finds_the_least_squares_solution() -> None:
-    model = LinearRegressor([COLUMN], optimizer=GradientDescentOptimizer(0.1))
+@pytest.mark.parametrize("kind", [GradientDescentOptimizer, nd.optimizers.SGD])
+def test_linear_regression_finds_the_least_squares_solution(kind: Any) -> None:
+    model = LinearRegressor([COLUMN], optimizer=lambda: kind(0.1))
     noisy = Y + RNG.standard_normal(Y.shape)
     model.train(lambda: ({"x": X}, noisy), steps=300)
     solution, *_ = np.linalg.lstsq(np.c_[X, np.ones(64)], noisy, rcond=None)
