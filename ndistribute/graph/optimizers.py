@@ -229,11 +229,11 @@ def in_graph(optimizer: Any) -> GraphOptimizer:
         return optimizer
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
         raise TypeError(f"a graph needs an optimizer, and not one around another: {optimizer!r}.")
-    kept: dict[str, Any] = vars(optimizer)  # So that all its updates use the same slots.
-    if "_in_graph" not in kept:
-        rule, rate = optimizer.rule, optimizer.learning_rate
-        kept["_in_graph"] = GraphOptimizer(rule, rate, optimizer.name, kept["_bound"])
-    return kept["_in_graph"]  # type: ignore[no-any-return]
+    kept: dict[str, Any] = vars(optimizer)
+    updater = GraphOptimizer(optimizer.rule, 0.0, optimizer.name, kept["_bound"])
+    updater = kept.setdefault("_in_graph", updater)  # So that all updates use the same slots.
+    updater._learning_rate = optimizer.learning_rate  # Which may have been set meanwhile.
+    return updater
 
 
 @optimizer_for.register

@@ -83,16 +83,15 @@ def test_an_optimizer_of_strategies_makes_operations_of_a_graph_with_one_set_of_
     with Graph().as_default(), Session() as session:
         w, count = Variable(np.array([1.0, -2.0]), name="w"), get_or_create_global_step()
         optimizer = SGD(1.0, momentum=0.5, name="own")
-        steps: Any = [
-            optimizer.minimize(np.sum(w * 2.0), global_step=count),
-            optimizer.apply_gradients([(np.ones(2), w)], count, name="again"),
-        ]
+        steps: Any = [optimizer.minimize(np.sum(w * 2.0), global_step=count)]
+        optimizer.learning_rate = 2.0
+        steps += [optimizer.apply_gradients([(np.ones(2), w)], count, name="again")]
         slots = [v.name for v in global_variables() if "/" in v.name]
         assert (slots, steps[1].name) == (["w/own/momentum:0"], "again/assign_add")
         session.run(global_variables_initializer())
         for step in steps:
             session.run(step)
-        assert session.run([w, count])[0].tolist() == [-3.0, -6.0]
+        assert session.run([w, count])[0].tolist() == [-4.0, -7.0]
         with pytest.raises(ValueError, match="is a function of the step: pass global_step"):
             SGD(lambda step: 0.1 / (1 + step)).minimize(np.sum(w))
         for wrapper in (LossScale(SGD(0.1)), None):
