@@ -230,9 +230,11 @@ def in_graph(optimizer: Any) -> GraphOptimizer:
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
         raise TypeError(f"a graph needs an optimizer, and not one around another: {optimizer!r}.")
     kept: dict[str, Any] = vars(optimizer)
-    updater = GraphOptimizer(optimizer.rule, 0.0, optimizer.name, kept["_bound"])
-    updater = kept.setdefault("_in_graph", updater)  # So that all updates use the same slots.
-    updater._learning_rate = optimizer.learning_rate  # Which may have been set meanwhile.
+    updater = GraphOptimizer(
+        optimizer.rule, optimizer.learning_rate, optimizer.name, kept["_bound"]
+    )
+    # All its updates use the same slots, and the rate that it has by then.
+    updater._slots = kept.setdefault("_slots_in_graphs", updater._slots)
     return updater
 
 
