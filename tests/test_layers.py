@@ -49,7 +49,7 @@ LAYERS = (
     {"collective", "parameter_server", "launcher"},
     {"variables", "data", "autodiff"},
     {"coordinator"},
-    {"strategies"},
+    {"strategies", "optimizers"},
     {"models"},
     {"graph"},
     {"estimator"},

@@ -204,8 +204,8 @@ def _model_fn(
         return optimizer() if callable(optimizer) else optimizer
 
     def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
-        found = logits(features, head.units, mode)
-        return head.spec(features, labels, mode, found, make_optimizer)
+        values = logits(features, head.units, mode)
+        return head.spec(features, labels, mode, values, make_optimizer)
 
     return model_fn
 

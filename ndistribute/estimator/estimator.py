@@ -189,8 +189,8 @@ class Estimator:
         """Return the directory of the summaries of an evaluation."""
         return str(Path(self.model_dir, f"eval_{name}" if name else "eval"))
 
-    def _path(self, given: str | os.PathLike[str] | None) -> str | None:
-        path = self.latest_checkpoint() if given is None else str(given)
+    def _path(self, checkpoint_path: str | os.PathLike[str] | None) -> str | None:
+        path = self.latest_checkpoint() if checkpoint_path is None else str(checkpoint_path)
         if path is None:
             _log.info("there is no checkpoint in %s: variables are initialized", self.model_dir)
         return path
@@ -202,7 +202,7 @@ class Estimator:
         return read_newest(Path(path))[1]
 
     def _write_summary(self, metrics: Mapping[str, Any], name: str | None) -> None:
-        scalars = {key: float(one) for key, one in metrics.items() if np.ndim(one) == 0}
+        scalars = {key: float(value) for key, value in metrics.items() if np.ndim(value) == 0}
         step = int(scalars.pop("global_step"))
         _log.info("evaluation at step %d: %s", step, scalars)
         with EventFile(self.eval_dir(name)) as file:
@@ -210,12 +210,13 @@ class Estimator:
 
 
 def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None) -> RunConfig:
-    given = None if model_dir is None else str(model_dir)
-    if given and config.model_dir and given != config.model_dir:
+    directory = None if model_dir is None else str(model_dir)
+    if directory and config.model_dir and directory != config.model_dir:
         raise ValueError(
-            f"model_dir is {given!r}, and that of config is {config.model_dir!r}: pass one of them."
+            f"model_dir is {directory!r}, and that of config is {config.model_dir!r}: pass one of "
+            "them."
         )
-    chosen = given or config.model_dir
+    chosen = directory or config.model_dir
     if chosen is None:
         chosen = mkdtemp(prefix="estimator-")
         _log.warning("an estimator without model_dir keeps its checkpoints in %s", chosen)
@@ -225,11 +226,11 @@ def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None)
 def _examples(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the predictions for each example of batches."""
     for batch in batches:
-        lengths = {len(one) if np.ndim(one) else -1 for one in tree.flatten(batch)}
+        lengths = {len(values) if np.ndim(values) else -1 for values in tree.flatten(batch)}
         if len(lengths) != 1 or -1 in lengths:
             raise ValueError(
                 "predictions must have an entry for each example; their lengths are "
                 f"{sorted(lengths)}. Pass yield_single_examples=False for others."
             )
         for row in range(lengths.pop()):
-            yield tree.map_leaves(lambda one, row=row: one[row], batch)
+            yield tree.map_leaves(lambda values, row=row: values[row], batch)

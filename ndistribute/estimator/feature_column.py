@@ -291,8 +291,8 @@ def linear_model(features: Features, feature_columns: Any, units: int = 1) -> An
 
 def sorted_columns(feature_columns: Any) -> list[Any]:
     """Return columns sorted by name."""
-    one = isinstance(feature_columns, Column)
-    columns = [feature_columns] if one else list(feature_columns)
+    is_alone = isinstance(feature_columns, Column)
+    columns = [feature_columns] if is_alone else list(feature_columns)
     for column in columns:
         if not isinstance(column, Column):
             raise ValueError(f"{column!r} is no feature column: use for example numeric_column.")

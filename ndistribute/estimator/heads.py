@@ -54,9 +54,9 @@ class Head:
         weighted = losses if weights is None else losses * weights.astype(np.float32)
         loss = np.mean(weighted)
         if mode == ModeKeys.EVAL:
-            found = {"average_loss": metrics.mean(losses, weights, "average_loss")}
-            found |= self.metrics(labels, predicted, weights)
-            return EstimatorSpec(mode, predicted, loss, eval_metric_ops=found)
+            measured = {"average_loss": metrics.mean(losses, weights, "average_loss")}
+            measured |= self.metrics(labels, predicted, weights)
+            return EstimatorSpec(mode, predicted, loss, eval_metric_ops=measured)
         step = get_or_create_global_step()
         return EstimatorSpec(mode, predicted, loss, optimizer().minimize(loss, global_step=step))
 

@@ -96,14 +96,14 @@ class GraphLoops:
         def session(replicas: Replicas) -> Any:
             first = replicas.first.spec
             # Other workers get the chief's values.
-            own = path if strategy.is_chief else None
-            return _restored(first, own, [*spec.hooks, *first.evaluation_hooks])
+            restored = path if strategy.is_chief else None
+            return _restored(first, restored, [*spec.hooks, *first.evaluation_hooks])
 
         with self._opened(strategy, spec.input_fn, ModeKeys.EVAL, session) as (batches, replicas):
             replicas.run(itertools.islice(batches, spec.steps))
             replicas.sum_up_metrics()
             values = replicas.first.raw.run(replicas.first.results)
-        return {key: one.item() if np.ndim(one) == 0 else one for key, one in values.items()}
+        return {name: value if np.ndim(value) else value.item() for name, value in values.items()}
 
     def predict(
         self, input_fn: InputFn, keys: Sequence[str] | None, hooks: Sequence[Any], path: str | None
@@ -264,7 +264,7 @@ def _restored(spec: EstimatorSpec, path: str | None, hooks: Sequence[Any]) -> An
     """Return a session of the default graph with the values of a checkpoint, if there is one."""
     scaffold = spec.scaffold or Scaffold()
     if path is not None:
-        scaffold.init_fn = lambda own, session: own.saver.restore(session, path)
+        scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
     return MonitoredTrainingSession(scaffold=scaffold, hooks=hooks)
 
 
@@ -433,20 +433,20 @@ def arguments_of(function: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in bound]
 
 
-def dataset_of(given: Any, *, repeated: bool) -> Dataset:
+def dataset_of(data: Any, *, repeated: bool) -> Dataset:
     """Return what an input function returned as a dataset of batches.
 
     Args:
-        given: a dataset, another re-iterable of batches, the tensors of a `DatasetIterator`, or one
+        data: a dataset, another re-iterable of batches, the tensors of a `DatasetIterator`, or one
             batch: an array, a dict of arrays, or a tuple of features and labels.
         repeated: whether one batch is given again and again.
     """
-    if any(isinstance(leaf, Tensor) for leaf in tree.flatten(given)):
-        return _dataset_behind(given, repeated)
-    if not isinstance(given, tuple | dict) and not hasattr(given, "dtype"):
-        return as_dataset(given)
-    one = given[0] if isinstance(given, tuple) and len(given) == 2 and given[1] is None else given
-    dataset = Dataset.from_tensors(tree.map_leaves(np.asarray, one))
+    if any(isinstance(leaf, Tensor) for leaf in tree.flatten(data)):
+        return _dataset_behind(data, repeated)
+    if not isinstance(data, tuple | dict) and not hasattr(data, "dtype"):
+        return as_dataset(data)
+    batch = data[0] if isinstance(data, tuple) and len(data) == 2 and data[1] is None else data
+    dataset = Dataset.from_tensors(tree.map_leaves(np.asarray, batch))
     return dataset.repeat() if repeated else dataset
 
 
@@ -459,7 +459,7 @@ def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
     if iterator is None or sources or len(tensors) < len(leaves):
         graph = tensors[0].graph
         definitions = {op.name: op.definition for op in graph.get_operations()}
-        needed = pruned(definitions, [one.name for one in tensors], [], [])
+        needed = pruned(definitions, [tensor.name for tensor in tensors], [], [])
         if not all(op_named(op.kind).pure for op in needed):
             raise ValueError(
                 "input_fn returned tensors that are neither constant nor the results of one "
@@ -478,7 +478,7 @@ def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
 
 def is_empty(batch: Any) -> bool:
     """Return True if a batch has no examples."""
-    return any(np.ndim(one) and not len(one) for one in _arrays(batch))
+    return any(np.ndim(array) and not len(array) for array in _arrays(batch))
 
 
 def _split(batch: Any) -> tuple[Any, Any]:

@@ -72,18 +72,19 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     if len(cluster.addresses()) <= 1:
         return _train_alone(estimator, train_spec, eval_spec), []
     on_servers = config.num_ps_replicas > 0
-    with Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext() as own:
-        if own is not None:
-            _greet(own, [cluster.task_address("ps", k) for k in cluster.task_indices("ps")])
+    serving = Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext()
+    with serving as server:
+        if server is not None:
+            _greet(server, [cluster.task_address("ps", k) for k in cluster.task_indices("ps")])
         estimator.loops.train(train_spec)
         if on_servers and config.is_chief:
             _await_workers(config.resolver.worker_addresses[1:])
     return None
 
 
-def _greet(own: Server, addresses: Sequence[str]) -> None:
+def _greet(server: Server, addresses: Sequence[str]) -> None:
     """Connect to the servers of variables: they wait for it, also if there is nothing to train."""
-    service, until = service_at(own.target), time.monotonic() + _GREET_SECONDS
+    service, until = service_at(server.target), time.monotonic() + _GREET_SECONDS
     if service is None:
         return
     for address in addresses:

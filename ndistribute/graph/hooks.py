@@ -81,13 +81,13 @@ def global_step_of_graph(graph: Graph | None = None) -> Variable:
     Raises:
         RuntimeError: the graph has none.
     """
-    found = find_global_step(graph or get_default_graph())
-    if found is None:
+    step = find_global_step(graph or get_default_graph())
+    if step is None:
         raise RuntimeError(
             "the graph has no global step: call get_or_create_global_step() and pass it to "
             "minimize(..., global_step)."
         )
-    return found
+    return step
 
 
 def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
@@ -202,8 +202,8 @@ class CheckpointSaverHook(_StepHook):
 
     def begin(self) -> None:
         super().begin()
-        for one in self._listeners:
-            one.begin()
+        for listener in self._listeners:
+            listener.begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         self._save(session, int(session.run(self._step)))
@@ -220,17 +220,17 @@ class CheckpointSaverHook(_StepHook):
         step = int(session.run(self._step))
         if step != self._timer.last_step:
             self._save(session, step)
-        for one in self._listeners:
-            one.end(session, step)
+        for listener in self._listeners:
+            listener.end(session, step)
 
     def _save(self, session: Any, step: int) -> bool:
         """Save, and return whether a listener asks to stop."""
         self._timer.mark(step)
-        for one in self._listeners:
-            one.before_save(session, step)
+        for listener in self._listeners:
+            listener.before_save(session, step)
         scaffold = self._scaffold or session.graph.get_collection(SCAFFOLD)[0]
         (self._saver or scaffold.saver).save(session, self._path, step)
-        stops = [one.after_save(session, step) for one in self._listeners]
+        stops = [listener.after_save(session, step) for listener in self._listeners]
         return any(stops)
 
 
@@ -294,9 +294,9 @@ class SummarySaverHook(WritingHook):
             step = int(run_context.session.run(self._step))
             self._timer.mark(step)
             if self._writer is not None:
-                found = run_values.results["summary"]
-                for one in found if isinstance(found, list | tuple) else [found]:
-                    self._writer.add_summary(one, step)
+                summaries = run_values.results["summary"]
+                for summary in summaries if isinstance(summaries, list | tuple) else [summaries]:
+                    self._writer.add_summary(summary, step)
         self._next = step + 1
 
 
@@ -349,8 +349,8 @@ class LoggingTensorHook(SessionRunHook):
         formatter: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
         if not isinstance(tensors, Mapping):
-            tensors = {getattr(one, "name", str(one)): one for one in tensors}
-        self._tensors = {label: _tensor(one) for label, one in tensors.items()}
+            tensors = {getattr(tensor, "name", str(tensor)): tensor for tensor in tensors}
+        self._tensors = {label: _tensor(tensor) for label, tensor in tensors.items()}
         self._formatter, self._at_end = formatter, at_end
         alone = at_end and every_n_iter is None and every_n_secs is None
         self._timer = None if alone else Timer(every_n_iter, every_n_secs)
@@ -380,9 +380,9 @@ class LoggingTensorHook(SessionRunHook):
         _log.info("%s", self._formatter(values) if self._formatter else plain)
 
 
-def _tensor(given: Any) -> Any:
+def _tensor(tensor: Any) -> Any:
     """Return a tensor or its name; the name of an operation stands for its first result."""
-    return f"{given}:0" if isinstance(given, str) and ":" not in given else given
+    return f"{tensor}:0" if isinstance(tensor, str) and ":" not in tensor else tensor
 
 
 class NanLossDuringTrainingError(RuntimeError):

@@ -93,5 +93,5 @@ class DatasetIterator:
 
 def iterator_of(tensor: Any) -> DatasetIterator | None:
     """Return the iterator that gives a tensor; None if something else does."""
-    found = tensor.graph.functions.get(tensor.op.name)
-    return found if isinstance(found, DatasetIterator) else None
+    iterator = tensor.graph.functions.get(tensor.op.name)
+    return iterator if isinstance(iterator, DatasetIterator) else None

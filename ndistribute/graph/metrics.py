@@ -67,8 +67,8 @@ def root_mean_squared_error(
     labels: Any, predictions: Any, weights: Any = None, name: str = "root_mean_squared_error"
 ) -> Metric:
     """Return the root of the mean of the squared differences; see `mean`."""
-    found = mean_squared_error(labels, predictions, weights, name)
-    return tuple(np.sqrt(one) for one in found)  # type: ignore[return-value]
+    pair = mean_squared_error(labels, predictions, weights, name)
+    return tuple(np.sqrt(squared) for squared in pair)  # type: ignore[return-value]
 
 
 def mean_absolute_error(

@@ -101,8 +101,8 @@ def is_ready(session: Session, ready_op: Any) -> bool:
     """Return True if the variables have values."""
     if not isinstance(ready_op, Tensor):
         return True
-    found = np.asarray(session.run(ready_op))
-    return bool(found.all()) if found.dtype == bool else not found.size
+    values = np.asarray(session.run(ready_op))
+    return bool(values.all()) if values.dtype == bool else not values.size
 
 
 def retried(make: Callable[[], T], max_wait_secs: float) -> T:

@@ -85,9 +85,9 @@ class ExponentialMovingAverage:
             moving_avg_variables: the variables with averages; None: the trainable ones.
         """
         chosen = trainable_variables() if moving_avg_variables is None else moving_avg_variables
-        kept = {self.average_name(one): one for one in chosen}
-        others = [one for one in global_variables() if one not in set(chosen)]
-        return kept | {one.op.name: one for one in others}
+        kept = {self.average_name(variable): variable for variable in chosen}
+        others = [variable for variable in global_variables() if variable not in set(chosen)]
+        return kept | {variable.op.name: variable for variable in others}
 
     def _made(self, value: Any) -> Variable:
         if isinstance(value, Variable):

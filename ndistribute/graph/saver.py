@@ -90,7 +90,8 @@ class Saver:
             with tensor_files.exclusive(folder.parent, folder.name):
                 written = tensor_files.write(folder.parent, folder.name, tensors, data, 1, "saver")
             self._saved[path] = written, time.monotonic()
-            self.last_checkpoints = [one for one in self.last_checkpoints if one != path] + [path]
+            self.last_checkpoints = [each for each in self.last_checkpoints if each != path]
+            self.last_checkpoints.append(path)
             while self._keep and len(self.last_checkpoints) > self._keep:
                 self._remove(self.last_checkpoints.pop(0))
         return path
@@ -100,7 +101,7 @@ class Saver:
 
         Args:
             sess: the session in which to set them.
-            save_path: the result of `save` or of `latest_checkpoint`.
+            save_path: the result of `save` or of `latest_checkpoint`, also of those of models.
 
         Raises:
             CheckpointCorruptError: it is damaged; the message names the file.
@@ -109,7 +110,10 @@ class Saver:
                 has changed then.
         """
         path = Path(save_path)
-        saved = tensor_files.newest(path.parent, path.name)
+        is_folder = path.is_dir()
+        saved = (
+            tensor_files.read(path) if is_folder else tensor_files.newest(path.parent, path.name)
+        )
         if saved is None:
             raise NotFoundError(f"there is no checkpoint {os.fspath(save_path)!r}.")
         missing = [name for name in self._values if name not in saved.tensors]
@@ -142,8 +146,8 @@ class Saver:
             CheckpointCorruptError: there are checkpoints, and all are damaged.
         """
         damaged: CheckpointCorruptError | None = None
-        found = _checkpoints(directory)
-        for path in reversed(found):
+        paths = _checkpoints(directory)
+        for path in reversed(paths):
             try:
                 self.restore(sess, path)
             except CheckpointCorruptError as error:
@@ -153,7 +157,7 @@ class Saver:
                 if path in _checkpoints(directory):
                     raise
                 return self.restore_latest(sess, directory)  # It was deleted meanwhile.
-            same = [one for one in found if _series(one) == _series(path) and _folders(one)]
+            same = [each for each in paths if _series(each) == _series(path) and _folders(each)]
             self.recover_last_checkpoints(same)
             return path
         if damaged is not None:
@@ -165,12 +169,12 @@ class Saver:
         self.last_checkpoints = list(checkpoint_paths)
 
     def _remove(self, path: str) -> None:
-        own, saved_at = self._saved.pop(path, (None, 0.0))
+        written, saved_at = self._saved.pop(path, (None, 0.0))
         if saved_at > self._spare_after:
             self._spare_after += self._spare_seconds
             return
         for folder in _folders(path):
-            if own in (None, folder):  # Another process may have written the step again.
+            if written in (None, folder):  # Another process may have written the step again.
                 tensor_files.delete(folder)
 
 
@@ -185,20 +189,20 @@ class CheckpointState(NamedTuple):
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest checkpoint in a folder; None if it has none."""
-    found = _checkpoints(checkpoint_dir)
-    return found[-1] if found else None
+    state = get_checkpoint_state(checkpoint_dir)
+    return None if state is None else state.model_checkpoint_path
 
 
 def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointState | None:
     """Return the checkpoints of a folder; None if it has none."""
-    found = _checkpoints(checkpoint_dir)
-    return CheckpointState(found[-1], found) if found else None
+    paths = _checkpoints(checkpoint_dir)
+    return CheckpointState(paths[-1], paths) if paths else None
 
 
 def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the checkpoints in a folder, without numbers of generations."""
-    found = [str(path.with_suffix("")) for path in reversed(tensor_files.written(directory))]
-    return list(dict.fromkeys(found))[::-1]
+    paths = [str(path.with_suffix("")) for path in reversed(tensor_files.written(directory))]
+    return list(dict.fromkeys(paths))[::-1]
 
 
 def _folders(path: str) -> list[Path]:

@@ -49,8 +49,8 @@ def merge(inputs: Sequence[Tensor], name: str = "merge_summary") -> Tensor:
 
 def merge_all(key: str = SUMMARIES) -> Tensor | None:
     """Return the summary of all that the graph's summaries contain; None if it has none."""
-    found = get_default_graph().get_collection(key)
-    return merge(found) if found else None
+    summaries = get_default_graph().get_collection(key)
+    return merge(summaries) if summaries else None
 
 
 class FileWriter(EventFile):
@@ -79,8 +79,8 @@ class FileWriter(EventFile):
                 op.name,
                 op.type,
                 [
-                    *(one.name.removesuffix(":0") for one in op.inputs),
-                    *(f"^{one.name}" for one in op.control_inputs),
+                    *(tensor.name.removesuffix(":0") for tensor in op.inputs),
+                    *(f"^{before.name}" for before in op.control_inputs),
                 ],
                 op.device,
             )

@@ -200,7 +200,7 @@ class Supervisor(Coordinator):
 
     def start_queue_runners(self, sess: Any = None, queue_runners: Any = None) -> list[Any]:
         """Do nothing: there are no queues, and their runners are None."""
-        if any(one is not None for one in queue_runners or ()):
+        if any(runner is not None for runner in queue_runners or ()):
             raise ValueError(f"there are no queues to run, got {queue_runners!r}.")
         return []
 

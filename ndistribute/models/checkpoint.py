@@ -91,14 +91,14 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         vars(self)["_objects"] = {}
-        for name, one in objects.items():
-            setattr(self, name, one)
+        for name, value in objects.items():
+            setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for path, one in contents.flat(name, value, self._saves):
-            if not isinstance(one, Variable | Optimizer) and not contents.has_state(one):
+        for path, part in contents.flat(name, value, self._saves):
+            if not isinstance(part, Variable | Optimizer) and not contents.has_state(part):
                 raise TypeError(
-                    f"Checkpoint: {path} is a {type(one).__name__}, whose state is unknown: pass "
+                    f"Checkpoint: {path} is a {type(part).__name__}, whose state is unknown: pass "
                     "variables, layers, optimizers, metrics, or objects with state_dict and "
                     "load_state_dict."
                 )
@@ -161,18 +161,18 @@ class Checkpoint:
         states: dict[str, Any] = {}
         trained = {path: [*slots] for path, slots in contents.slots_of(parts).items()}
         with self.strategy.scope():
-            for path, one in parts:
-                if path in trained and one.iterations and not trained[path]:
+            for path, part in parts:
+                if path in trained and part.iterations and not trained[path]:
                     raise ValueError(
                         f"optimizer {path!r} made its steps in other processes, so its slots are "
                         "unknown here: call its build(variables) before."
                     )
-            tensors = {path: one.numpy() for path, one in contents.variables_of(parts).items()}
+            tensors = {path: part.numpy() for path, part in contents.variables_of(parts).items()}
 
             def encode() -> None:
-                for path, one in parts:
-                    if contents.has_state(one):
-                        states[path] = contents.encoded(one.state_dict(), f"{path}/state", tensors)
+                for path, part in parts:
+                    if contents.has_state(part):
+                        states[path] = contents.encoded(part.state_dict(), f"{path}/state", tensors)
 
             by_all(self.strategy, encode)
             generators = contents.generators_of(self.strategy)
@@ -183,7 +183,7 @@ class Checkpoint:
             "generators": generators,
         }
         inputs = {
-            path: contents.encoded(one.input_spec, path, tensors) for path, one in self._layers()
+            path: contents.encoded(part.input_spec, path, tensors) for path, part in self._layers()
         }
         return tensors, {"states": states, "trained": trained, "random": random, "inputs": inputs}
 
@@ -196,10 +196,10 @@ class Checkpoint:
 
             def prepare() -> list[str]:
                 values.extend(self._checked(source, tensors, data))
-                for path, one in self._parts():
-                    if contents.has_state(one):
-                        undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
-                        one.load_state_dict(contents.decoded(data["states"][path], tensors))
+                for path, part in self._parts():
+                    if contents.has_state(part):
+                        undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+                        part.load_state_dict(contents.decoded(data["states"][path], tensors))
                 return sorted(path for path, _ in self._parts())
 
             first, *others = by_all(strategy, prepare)
@@ -220,24 +220,24 @@ class Checkpoint:
     @property
     def strategy(self) -> Any:
         """The strategy of the variables, or of a model; the current one if there are none."""
-        for _, one in self._parts():
-            if isinstance(one, Variable):
-                return one.distribute_strategy
-        models: list[Any] = [one for _, one in self._layers() if hasattr(one, "build_for")]
+        for _, part in self._parts():
+            if isinstance(part, Variable):
+                return part.distribute_strategy
+        models: list[Any] = [part for _, part in self._layers() if hasattr(part, "build_for")]
         return models[0].strategy if models else get_strategy()
 
     def _build(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Build the layers that lack variables, for the inputs that they were saved with."""
         inputs = data.get("inputs", {})
-        for path, one in self._layers():
-            if "inputs" in data and path not in inputs and not one.variables:
+        for path, layer in self._layers():
+            if "inputs" in data and path not in inputs and not layer.variables:
                 raise ValueError(f"{source} does not fit: {path} is missing. Nothing has changed.")
-            known = {f"{path}/{name}" for name in one.named_variables()}
+            known = {f"{path}/{name}" for name in layer.named_variables()}
             other = [f"{path}/{part}" for part in _OF_MODELS]
             lacks = contents.below([path], other, tensors) - known
             if lacks and inputs.get(path) is not None:
                 try:
-                    build_for(one, contents.decoded(inputs[path], tensors), self.strategy)
+                    build_for(layer, contents.decoded(inputs[path], tensors), self.strategy)
                 except DistributeError:  # Of the workers, not of the model.
                     raise
                 except Exception as error:
@@ -258,11 +258,11 @@ class Checkpoint:
         variables = contents.variables_of(parts)
         states, trained = data.get("states", {}), data.get("trained", {})
         wrong = []
-        for path, one in parts:
-            kept = states if contents.has_state(one) else trained
-            if not isinstance(one, Variable) and path not in kept:
+        for path, part in parts:
+            kept = states if contents.has_state(part) else trained
+            if not isinstance(part, Variable) and path not in kept:
                 wrong.append(f"the state of {path} is missing")
-            if not isinstance(one, Optimizer):
+            if not isinstance(part, Optimizer):
                 continue
             missing = [name for name in trained.get(path, []) if name not in variables]
             if missing:
@@ -270,13 +270,13 @@ class Checkpoint:
                     f"{source}: optimizer {path!r} trained {', '.join(missing)}, not part of this "
                     "checkpoint: pass the model or the variables too. Nothing has changed."
                 )
-            one.build([variables[name] for name in trained.get(path, [])])
+            part.build([variables[name] for name in trained.get(path, [])])
             if np.any(tensors.get(f"{path}/iterations", 0) < 0):
                 wrong.append(f"{path}/iterations is below 0")
         variables = contents.variables_of(parts)
         values = contents.fitting(variables, tensors, wrong)
         arrays = contents.below([f"{path}/state" for path in states], [], tensors)
-        known = {path for path, one in parts if contents.has_state(one)}
+        known = {path for path, part in parts if contents.has_state(part)}
         others = {*tensors, *states} - arrays - variables.keys() - known
         vars(self)["_others"] = others
         if "states" in data:  # Else a graph wrote it, which saves variables alone.
@@ -292,10 +292,10 @@ class Checkpoint:
     def _below(self, names: Iterable[str]) -> set[str]:
         """Return those names of tensors and states in a file that these objects must take."""
         left = [f"{path}/metrics" for path, _ in self._layers()]
-        for path, one in self._layers():
-            if not self._saves or getattr(one, "optimizer", None) is None:
+        for path, value in self._layers():
+            if not self._saves or getattr(value, "optimizer", None) is None:
                 left.append(f"{path}/optimizer")
-        asked = [name for name, one in self._objects.items() if not isinstance(one, Variable)]
+        asked = [name for name, value in self._objects.items() if not isinstance(value, Variable)]
         return contents.below(asked, left, names)
 
     def writer(
@@ -326,9 +326,9 @@ class Checkpoint:
         return write
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        for path, one in leaves("", self._objects):
-            if isinstance(one, Layer):
-                yield path, one
+        for path, leaf in leaves("", self._objects):
+            if isinstance(leaf, Layer):
+                yield path, leaf
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         return contents.flat("", self._objects, self._saves)
@@ -383,7 +383,7 @@ class CheckpointManager:
         """Return a manager of the same directory that saves other objects too, each once."""
         known = self.checkpoint._objects
         ids = set(map(id, known.values()))
-        more = {name: one for name, one in objects.items() if id(one) not in ids}
+        more = {name: value for name, value in objects.items() if id(value) not in ids}
         extended = copy.copy(self)
         extended.checkpoint, extended._kind = Checkpoint(**known, **more), "training"
         return extended
@@ -487,17 +487,17 @@ class CheckpointManager:
 
         def read() -> Any:
             saved = tensor_files.newest(self.directory, _SERIES)
-            for path, one in self.checkpoint._parts():
-                if saved is not None and hasattr(one, "check_state"):
-                    one.check_state(saved.path, saved.data["states"].get(path, {}))
+            for path, part in self.checkpoint._parts():
+                if saved is not None and hasattr(part, "check_state"):
+                    part.check_state(saved.path, saved.data["states"].get(path, {}))
             return None if saved is None else _contents(saved)
 
-        found = by_chief(self.strategy, read)
-        if found is None:
+        read_by_chief = by_chief(self.strategy, read)
+        if read_by_chief is None:
             return None
-        self.checkpoint.load(*found)
-        self.step = found[2].get("step")
-        return Path(found[0])
+        self.checkpoint.load(*read_by_chief)
+        self.step = read_by_chief[2].get("step")
+        return Path(read_by_chief[0])
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
@@ -509,8 +509,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     ...     latest_checkpoint(directory) == path
     True
     """
-    found = tensor_files.written(directory)
-    return found[-1] if found else None
+    folders = tensor_files.written(directory)
+    return folders[-1] if folders else None
 
 
 # Errors of one worker that the others raise as such.
@@ -528,10 +528,10 @@ def _check_keep(count: int | None) -> None:
 
 def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
     """Return the folder, tensors and data of the checkpoint in a folder, or the last of a path."""
-    found = tensor_files.paths(path.parent, path.name)
-    if not found and not path.is_dir():
+    folders = tensor_files.paths(path.parent, path.name)
+    if not folders and not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {path}.")
-    folder = found[-1] if found else path
+    folder = folders[-1] if folders else path
     try:
         return _contents(tensor_files.read(folder))
     except CheckpointCorruptError:
@@ -553,7 +553,7 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     if group is None:
         return act()
     told = _told(group, lambda: (act(),) if strategy.is_chief else ())
-    return next(one for one in told if one)[0]
+    return next(results for results in told if results)[0]
 
 
 def by_all(strategy: Any, act: Callable[[], Any]) -> list[Any]:

@@ -113,11 +113,11 @@ class SidecarEvaluator:
         Weights(**{name: model}).load(str(saved.path), saved.tensors, saved.data)
         x, y, weight = self._data
         options = {"sample_weight": weight, "steps": self._steps, "callbacks": called}
-        found = model.evaluate(x, y, verbose=0, return_dict=True, **options)
+        metrics = model.evaluate(x, y, verbose=0, return_dict=True, **options)
         step = _step_of(saved)
         model.position.steps_made = step
-        _log.info("step %d, %s: %s", step, saved.path.name, found)
-        called.on_epoch_end(step, {f"val_{key}": value for key, value in found.items()})
+        _log.info("step %d, %s: %s", step, saved.path.name, metrics)
+        called.on_epoch_end(step, {f"val_{key}": value for key, value in metrics.items()})
 
     def _read(self, path: Path) -> Saved | None:
         """Return a checkpoint; None if it is damaged or was deleted."""
@@ -133,5 +133,5 @@ def _step_of(saved: Saved) -> int:
     """Return the number of steps made: that of the manager, else of the optimizer or the file."""
     if "step" in saved.data:
         return int(saved.data["step"])
-    counts = [int(one) for name, one in saved.tensors.items() if name.endswith("/iterations")]
+    counts = [int(count) for name, count in saved.tensors.items() if name.endswith("/iterations")]
     return max(counts, default=int(saved.path.name.rpartition(".")[2]))

@@ -157,9 +157,11 @@ def test_graphs_and_strategies_read_each_others_checkpoints(program: Any, tmp_pa
         checkpoint.restore(path)
         np.testing.assert_array_equal(ours["layer/w"].numpy(), [0.0, 1.0, 2.0])
         ours["layer/w"].assign(np.full(3, 5.0))
-        checkpoint.save(tmp_path / "strategy")
-    saver.restore(session, tmp_path / "strategy")
-    np.testing.assert_array_equal(session.run(w), [5.0, 5.0, 5.0])
+        folder = checkpoint.save(tmp_path / "strategy")
+    for path in (tmp_path / "strategy", folder):
+        session.run(w.assign(np.zeros(3)).op)
+        saver.restore(session, path)
+        np.testing.assert_array_equal(session.run(w), [5.0, 5.0, 5.0])
 
 
 def test_a_coordinator_stops_all_threads_and_raises_the_first_failure() -> None:

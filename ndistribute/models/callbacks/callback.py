@@ -114,33 +114,34 @@ class Callbacks:
         self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]
     ) -> None:
         self.members = list(callbacks)
-        for one in self.members:
-            if not isinstance(one, Callback):
-                raise TypeError(f"callbacks must be a list of Callback objects, got {one!r}.")
-            one._refuse_uncalled(name for name in vars(one) if callable(vars(one)[name]))
-            one.set_model(model)
-            one.set_params(params)
-        self._restoring_last = sorted(self.members, key=lambda one: one.restores)
+        for member in self.members:
+            if not isinstance(member, Callback):
+                raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
+            member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
+            member.set_model(model)
+            member.set_params(params)
+        self._restoring_last = sorted(self.members, key=lambda member: member.restores)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Call them; those that restore the states of others last, as these forget theirs."""
-        for one in self._restoring_last:
-            one.on_train_begin({})
+        for member in self._restoring_last:
+            member.on_train_begin({})
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Call them; those that save the states of others last, when these know the epoch."""
-        for one in self._restoring_last:
-            one.on_epoch_end(epoch, logs)
+        for member in self._restoring_last:
+            member.on_epoch_end(epoch, logs)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a method of each."""
-        for one in self.members:
-            getattr(one, name)(*args)
+        for member in self.members:
+            getattr(member, name)(*args)
 
     def overriding(self, name: str) -> list[Callable[..., Any]]:
         """Return the methods of a name, or of its short form, that a callback defines itself."""
-        found = ((_own(one, name) or _own(one, _SHORT.get(name, name))) for one in self.members)
-        return [method for method in found if method is not None]
+        names = (name, _SHORT.get(name, name))
+        methods = (_own(member, names[0]) or _own(member, names[1]) for member in self.members)
+        return [method for method in methods if method is not None]
 
 
 _SHORT = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}

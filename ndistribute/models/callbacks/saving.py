@@ -139,8 +139,8 @@ class BackupAndRestore(_Saving):
 def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
     """Return a manager that saves the training of a model too; continue from its newest state."""
     position = model.position
-    stateful = [one for one in position.callbacks if hasattr(one, "state_dict")]
-    named = {f"{type(one).__name__}_{number}": one for number, one in enumerate(stateful)}
+    stateful = [callback for callback in position.callbacks if hasattr(callback, "state_dict")]
+    named = {f"{type(each).__name__}_{number}": each for number, each in enumerate(stateful)}
     manager = manager.extended(_model=model, _position=position, _callbacks=named)
     if manager.restore_or_initialize() is not None:
         _log.info("continuing at epoch %d, step %d", position.epoch + 1, position.step)

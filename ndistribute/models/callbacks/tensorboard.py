@@ -92,13 +92,13 @@ class TensorBoard(Callback):
         steps, speed = made - (self._timer.last_step or 0), self._timer.mark(made)
         if not steps:
             return {}
-        found = {
+        times = {
             f"step_ms/{name}": (seconds - self._spans.get(name, 0.0)) * 1000 / steps
             for name, seconds in timeline.totals().items()
         }
         if self._speed and speed is not None:
-            found["epoch_steps_per_second"] = speed
-        return found
+            times["epoch_steps_per_second"] = speed
+        return times
 
     def _variables(self, epoch: int) -> None:
         for name, variable in self.model.named_variables().items():
