@@ -96,7 +96,7 @@ class ModelLoops:
         left = steps if spec.max_steps is None else spec.max_steps - model.optimizer.iterations
         if left is not None and left <= 0:
             return
-        saving = _Saving(self._manager, self._config, spec.saving_listeners, after_step)
+        saving = _CheckpointSaving(self._manager, self._config, spec.saving_listeners, after_step)
         data = data if left is None else data.take(left)
         model.fit(data, epochs=1, verbose=0, callbacks=[saving, *spec.hooks])
         saving.save()
@@ -151,7 +151,7 @@ def _no_graph(features: Any) -> Any:
     raise NotImplementedError("the model of this estimator has no graph.")
 
 
-class _Saving(Callback):
+class _CheckpointSaving(Callback):
     """Saves when it is time, and tells listeners."""
 
     def __init__(
