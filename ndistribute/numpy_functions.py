@@ -22,9 +22,8 @@ import numpy as np
 Function = Callable[..., Any]
 
 _EXCLUDED = frozenset(
-    "apply_along_axis apply_over_axes array2string array_repr array_str copyto empty_like "
-    "fill_diagonal may_share_memory piecewise place put put_along_axis putmask save savetxt savez "
-    "savez_compressed shares_memory".split()
+    "apply_along_axis apply_over_axes array2string array_repr array_str empty_like "
+    "may_share_memory piecewise save savetxt savez savez_compressed shares_memory".split()
 )
 # Functions that write to their first argument, and keywords that may make others write.
 _IN_PLACE = frozenset(
@@ -181,8 +180,8 @@ def function_named(name: str) -> Function:
     Raises:
         KeyError: there is none.
     """
-    found = _registered.get(name) or _COUNTS.get(name)
-    return _functions()[name] if found is None else found
+    function = _registered.get(name) or _COUNTS.get(name)
+    return _functions()[name] if function is None else function
 
 
 def name_of(function: Function) -> str:
@@ -214,7 +213,8 @@ def _listed() -> Iterator[tuple[str, Function]]:
         for name in sorted(module.__all__):
             function = getattr(module, name)
             is_ufunc = isinstance(function, np.ufunc)
-            if name in _EXCLUDED or not (is_ufunc or hasattr(function, "_implementation")):
+            is_known = is_ufunc or hasattr(function, "_implementation")
+            if not is_known or name in _EXCLUDED or function in _IN_PLACE:
                 continue
             path = f"{module.__name__}.{name}"
             yield path, function
@@ -339,10 +339,10 @@ def _writing_options(function: Any) -> list[tuple[int, str]]:
         return [(sys.maxsize, "out")]  # It gets its output by name.
     parameters = inspect.signature(function).parameters.values()
     return [
-        (sys.maxsize if one.kind is one.KEYWORD_ONLY else position, one.name)
-        for position, one in enumerate(parameters)
-        if one.name in ("out", "overwrite_input")
-        or (one.name == "copy" and function is np.nan_to_num)
+        (sys.maxsize if parameter.kind is parameter.KEYWORD_ONLY else position, parameter.name)
+        for position, parameter in enumerate(parameters)
+        if parameter.name in ("out", "overwrite_input")
+        or (parameter.name == "copy" and function is np.nan_to_num)
     ]
 
 

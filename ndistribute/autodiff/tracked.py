@@ -326,26 +326,26 @@ def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kwargs and any(_hides_array(value) for name, value in kwargs.items() if name != "out"):
         arguments = bound(function, args, kwargs)
         args, kwargs = (arguments.args, arguments.kwargs) if arguments else (args, kwargs)
-    found: dict[Path, int | None] = {}
-    raw_args = [strip(arg, graph, found, (k,)) for k, arg in enumerate(args)]
-    raw_kwargs = {name: strip(kwargs[name], graph, found, (name,)) for name in kwargs}
-    _refuse_writes(function, args, kwargs, bool(found))
-    if function in RULES and max(map(len, found), default=1) > 1:
+    places: dict[Path, int | None] = {}
+    raw_args = [strip(arg, graph, places, (k,)) for k, arg in enumerate(args)]
+    raw_kwargs = {name: strip(kwargs[name], graph, places, (name,)) for name in kwargs}
+    _refuse_writes(function, args, kwargs, bool(places))
+    if function in RULES and max(map(len, places), default=1) > 1:
         joined = [_without_list(arg) for arg in args]
         if any(new is not old for new, old in zip(joined, args, strict=True)):
             return apply(function, joined, kwargs)
     result = function(*raw_args, **raw_kwargs)
-    if not found or function in CONSTANT:
+    if not places or function in CONSTANT:
         return result
     several = isinstance(result, list | tuple)
     if any(map(is_differentiable, result)) if several else is_differentiable(result):
-        if None in found.values():
+        if None in places.values():
             refuse_elsewhere(function)
-        rules = rules_of(function, result, raw_args, raw_kwargs, list(found))
+        rules = rules_of(function, result, raw_args, raw_kwargs, list(places))
         record, index = graph.record_many if several else graph.record, len(graph.entries)
-        result = record(result, tuple(found.values()), rules)
+        result = record(result, tuple(places.values()), rules)
         if graph.nested:
-            again = functools.partial(rules_of, function, result, args, kwargs, list(found))
+            again = functools.partial(rules_of, function, result, args, kwargs, list(places))
             graph.again[index] = function, again
         return result
     if isinstance(result, np.ndarray) and result.dtype.kind == "O":
@@ -411,21 +411,21 @@ def _read(value: Any) -> Any:
     return value.tracked_value() if getattr(value, "is_distributed_variable", False) else value
 
 
-def strip(value: Any, graph: Any, found: dict[Path, int | None], path: Path = ()) -> Any:
+def strip(value: Any, graph: Any, places: dict[Path, int | None], path: Path = ()) -> Any:
     """Return an argument with raw values instead of tracked arrays and variables.
 
-    `found` receives the entry in the recording graph of each tracked array, also in lists, by its
+    `places` receives the entry in the recording graph of each tracked array, also in lists, by its
     path; None for an array whose tape records in another frame. Other arrays are constants.
     """
     if type(value) in _PLAIN:
         return value
     if isinstance(value, list | tuple):
-        items = [strip(item, graph, found, (*path, k)) for k, item in enumerate(value)]
+        items = [strip(item, graph, places, (*path, k)) for k, item in enumerate(value)]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else items if isinstance(value, list) else tuple(items)
     raw, index = operand(value, graph)
     if index is not None or _is_detached(value):
-        found[path] = index
+        places[path] = index
     elif type(raw) not in _PLAIN and _is_foreign(raw):
         raw = np.asarray(raw)
     return raw

@@ -306,7 +306,7 @@ class Graph:
     def control_dependencies(self, inputs: Iterable[Any] | None) -> Iterator[None]:
         """Return a context manager whose operations run after others; None: after no others."""
         outer = () if inputs is None else self._scopes.controls
-        added = tuple(_operation(one) for one in inputs or ())
+        added = tuple(_operation(value) for value in inputs or ())
         for op in added:
             if not self.encloses(op.graph):
                 raise ValueError(f"{op!r} belongs to another graph.")
@@ -376,7 +376,7 @@ class Graph:
         """
         if self.finalized:
             raise RuntimeError("the graph is finalized: add all operations before it is run.")
-        tensors = [as_tensor(one) for one in inputs]
+        tensors = [as_tensor(value) for value in inputs]
         for tensor in tensors:
             if tensor.graph is not self:
                 raise ValueError(f"{tensor!r} belongs to another graph.")
@@ -419,10 +419,10 @@ class Graph:
     def get_tensor_by_name(self, name: str) -> Tensor:
         """Return a tensor, whose name is ``operation:index``."""
         op, _, index = name.rpartition(":")
-        found = self.get_operation_by_name(op)
-        if found.type == "variable" and index == "0":  # Its name stands for its value.
+        operation = self.get_operation_by_name(op)
+        if operation.type == "variable" and index == "0":  # Its name stands for its value.
             return self.get_tensor_by_name(f"{op}/read:0")
-        outputs = found.outputs
+        outputs = operation.outputs
         if not index.isdigit() or int(index) >= len(outputs):
             raise KeyError(f"operation {op!r} has no result {index!r}: it has {len(outputs)}.")
         return outputs[int(index)]
@@ -447,8 +447,10 @@ class Graph:
 
     def get_collection(self, name: str, scope: str | None = None) -> list[Any]:
         """Return a copy of the list of a name, or of its values whose names begin with `scope`."""
-        found = self._collections.get(name, [])
-        return [one for one in found if not scope or re.match(scope, getattr(one, "name", ""))]
+        values = self._collections.get(name, [])
+        return [
+            value for value in values if not scope or re.match(scope, getattr(value, "name", ""))
+        ]
 
     def get_collection_ref(self, name: str) -> list[Any]:
         """Return the list of a name itself."""
@@ -481,12 +483,12 @@ def apply_named(
     function: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int = 1
 ) -> Any:
     """Add an operation of a function in the table, whose arguments contain tensors and arrays."""
-    found: list[Any] = []
+    inputs: list[Any] = []
 
     def symbolic(value: Any) -> Any:
         if isinstance(value, Symbolic | np.ndarray):
-            found.append(value)
-            return Input(len(found) - 1)
+            inputs.append(value)
+            return Input(len(inputs) - 1)
         if isinstance(value, list | tuple):
             return [*map(symbolic, value)] if type(value) is list else (*map(symbolic, value),)
         if isinstance(value, slice):
@@ -496,9 +498,9 @@ def apply_named(
     template = call_template([*map(symbolic, args)], {k: symbolic(v) for k, v in kwargs.items()})
     # The graph is that of the inputs, or one that is traced around it.
     default = get_default_graph()
-    graphs = [one.graph for one in found if isinstance(one, Symbolic)]
-    graph = next((one for one in graphs if not default.encloses(one)), default)
-    op = graph.add(function, found, outputs=outputs, call=template)
+    graphs = [value.graph for value in inputs if isinstance(value, Symbolic)]
+    graph = next((graph for graph in graphs if not default.encloses(graph)), default)
+    op = graph.add(function, inputs, outputs=outputs, call=template)
     return op.outputs[0] if outputs == 1 else op.outputs
 
 

@@ -316,14 +316,14 @@ def _while(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 def _of_client(step: Step, node: Node) -> Any:
     """Return the function or iterator of the client's process that an operation calls."""
-    found = step.functions.get(node.attributes["function"])
-    if found is None:
+    function = step.functions.get(node.attributes["function"])
+    if function is None:
         raise InvalidArgumentError(
             f"{node.name!r} calls a Python function, which exists in the client's process alone: "
             "place it on the task of a server in that process, use a session without a target, or "
             "feed its result."
         )
-    return found
+    return function
 
 
 @kernel("next_batch", waits=True, pure=False)
@@ -346,14 +346,14 @@ def _py_function(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     result = _of_client(step, node)(*map(untrack, inputs))
     if node.outputs == 1:
         return as_array(result).copy()  # The function may change it later.
-    return [as_array(one).copy() for one in (result if node.outputs else ())]
+    return [as_array(value).copy() for value in (result if node.outputs else ())]
 
 
 def _drawn(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
     """Return what is known of random numbers, whose shape is the only input."""
     dtype = np.dtype(definition.attributes["dtype"])
     lengths = inputs[0].values or ()
-    return [shared_by([Known(dtype, Shape(one)) for one in lengths]) if lengths else Known()]
+    return [shared_by([Known(dtype, Shape(shape)) for shape in lengths]) if lengths else Known()]
 
 
 @kernel("random", smooth=False, pure=False, shape=_drawn)
@@ -408,11 +408,11 @@ def _gradient(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
     The arguments of a gradient operation are its inputs, and then those of its operation.
     """
-    of, given = node.attributes["of"], iter(inputs)
+    of, seeds_left = node.attributes["of"], iter(inputs)
     near, pullback, again = step.pullbacks[of]
     if not again:  # No other gradient needs what it keeps.
         del step.pullbacks[of]
-    seeds = [dense(next(given)) if there else None for there in node.attributes["upstream"]]
+    seeds = [dense(next(seeds_left)) if there else None for there in node.attributes["upstream"]]
     positions = node.attributes["inputs"]
     if node.gradients:
         gradients, back = pullback.recorded(seeds, positions)
@@ -456,14 +456,15 @@ def _summary(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     pictures = value[: node.attributes["most"]]
     return _bytes(
         b"".join(
-            event_files.image(f"{tag}/image/{k}", _pixels(one)) for k, one in enumerate(pictures)
+            event_files.image(f"{tag}/image/{k}", _pixels(picture))
+            for k, picture in enumerate(pictures)
         )
     )
 
 
 @kernel("merge_summaries")
 def _merge_summaries(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return _bytes(b"".join(one.item() for one in inputs))
+    return _bytes(b"".join(part.item() for part in inputs))
 
 
 def _bytes(value: bytes) -> Any:

@@ -65,9 +65,9 @@ def group(*operations: Any, name: str = "group") -> Operation:
     A task tells another one once that all of its operations are done.
     """
     of_device: dict[str, list[Any]] = {}
-    for one in tree.flatten(list(operations)):
-        if one is not None:
-            of_device.setdefault(getattr(one, "device", ""), []).append(one)
+    for operation in tree.flatten(list(operations)):
+        if operation is not None:
+            of_device.setdefault(getattr(operation, "device", ""), []).append(operation)
     graph, ends = get_default_graph(), []
     for device, some in of_device.items():
         if device and len(some) > 1:
@@ -182,16 +182,16 @@ def cond(
     graph = get_default_graph()
     captured: list[Tensor] = []
     traced = [_Traced(graph, captured, function, []) for function in (true_fn, false_fn)]
-    counts = [len(one.results) for one in traced]
+    counts = [len(branch.results) for branch in traced]
     if counts[0] != counts[1]:
         raise ValueError(
             f"the functions of cond() return {counts[0]} and {counts[1]} tensors: they must return "
             "the same number."
         )
-    bodies = [one.definition() for one in traced]
+    bodies = [branch.definition() for branch in traced]
     with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
         op = graph.add("cond", [condition, *captured], name=name, outputs=counts[0], bodies=bodies)
-    for made, *results in zip(op.outputs, *(one.results for one in traced), strict=True):
+    for made, *results in zip(op.outputs, *(branch.results for branch in traced), strict=True):
         made.known = tuple(results)
     return op.outputs[0] if traced[0].single else list(op.outputs)
 
@@ -219,7 +219,7 @@ def while_loop(
     [np.int64(12)]
     """
     graph = get_default_graph()
-    first = [as_tensor(one) for one in loop_vars]
+    first = [as_tensor(value) for value in loop_vars]
     captured: list[Tensor] = []
     traced = [_Traced(graph, captured, function, first) for function in (condition, body)]
     if len(traced[1].results) != len(first):
@@ -239,7 +239,7 @@ def while_loop(
             name=name,
             outputs=len(first),
             attributes={"maximum_iterations": maximum_iterations},
-            bodies=[one.definition() for one in traced],
+            bodies=[function.definition() for function in traced],
         )
     pairs = list(zip(first, traced[1].results, strict=True))
     if all(known_of(before)[:2] == known_of(after)[:2] for before, after in pairs):
@@ -275,23 +275,23 @@ class _Traced(Graph):
         self.functions, self.seed = outer.functions, outer.seed
         self.awaited: list[Operation] = []
         """Operations of graphs around, after which some in this one run."""
-        # Names of its own, because a step keeps records, functions and generators by name.
+        # Other names, because a step keeps records, functions and generators by name.
         scope = f"{outer.unique_name('body')}/"
         with self.as_default(), self.name_scope(scope):
-            self._arguments = [self._argument(one) for one in arguments]
+            self._arguments = [self._argument(tensor) for tensor in arguments]
             results = function(*self._arguments)
             self.single = not isinstance(results, list | tuple)
-            tensors = [_as_result(one) for one in ([results] if self.single else results)]
-            self.results = [self.inside(one) for one in tensors]
+            tensors = [_as_result(value) for value in ([results] if self.single else results)]
+            self.results = [self.inside(tensor) for tensor in tensors]
 
     def definition(self) -> BodyDef:
         for tensor in self._captured:
             self.inside(tensor)
         inputs = [*self._arguments, *(self.captured[tensor] for tensor in self._captured)]
         return BodyDef(
-            tuple(one.op.name for one in inputs),
+            tuple(tensor.op.name for tensor in inputs),
             tuple(op.definition for op in self.get_operations()),
-            tuple(one.name for one in self.results),
+            tuple(tensor.name for tensor in self.results),
         )
 
     def inside(self, tensor: Tensor) -> Tensor:
@@ -318,4 +318,4 @@ class _Traced(Graph):
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
         self.awaited += [op for op in self._scopes.controls if op.graph is not self]
-        return super().add(type, [self.inside(as_tensor(one)) for one in inputs], **options)
+        return super().add(type, [self.inside(as_tensor(value)) for value in inputs], **options)

@@ -56,7 +56,7 @@ def pruned(
             raise InvalidArgumentError(f"there is no operation {name!r} in the graph.")
         needed.add(name)
         stack += needs(definitions[name], fed)
-    return in_order([one for name, one in definitions.items() if name in needed], fed)
+    return in_order([op for name, op in definitions.items() if name in needed], fed)
 
 
 def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[OperationDef]:
@@ -71,21 +71,21 @@ def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[Operati
     for definition in definitions:
         stack = [definition]
         while stack:
-            one = stack[-1]
+            op = stack[-1]
             later = []
-            if one.name not in begun:
-                begun.add(one.name)
-                later = [name for name in needs(one, fed) if name not in ordered]
+            if op.name not in begun:
+                begun.add(op.name)
+                later = [name for name in needs(op, fed) if name not in ordered]
             if not later:
-                ordered.setdefault(one.name, stack.pop())
+                ordered.setdefault(op.name, stack.pop())
                 continue
             for name in later:
                 if name in begun:
-                    why = f"operations {one.name!r} and {name!r} wait for each other."
-                    raise InvalidArgumentError(why, op=one.name)
+                    why = f"operations {op.name!r} and {name!r} wait for each other."
+                    raise InvalidArgumentError(why, op=op.name)
                 if name not in by_name:
-                    why = f"operation {one.name!r} needs {name!r}, which is not there."
-                    raise InvalidArgumentError(why, op=one.name)
+                    why = f"operation {op.name!r} needs {name!r}, which is not there."
+                    raise InvalidArgumentError(why, op=op.name)
             stack += [by_name[name] for name in reversed(later)]
     return list(ordered.values())
 
@@ -98,22 +98,22 @@ def placed(
     Raises:
         InvalidArgumentError: a body changes a variable of another task than its own.
     """
-    tasks = {one.name: task_of(one) for one in operations if one.kind != "gradient"}
-    for one in operations:
-        if one.kind == "gradient":
-            tasks[one.name] = tasks.get(_gradient_of(one)) or task_of(one)
-        for inner in within(one):
-            if "variable" in inner.attributes and task_of(inner) != tasks[one.name]:
+    tasks = {op.name: task_of(op) for op in operations if op.kind != "gradient"}
+    for op in operations:
+        if op.kind == "gradient":
+            tasks[op.name] = tasks.get(_gradient_of(op)) or task_of(op)
+        for inner in within(op):
+            if "variable" in inner.attributes and task_of(inner) != tasks[op.name]:
                 raise InvalidArgumentError(
-                    f"operation {one.name!r} runs on {tasks[one.name]}, and changes a variable on "
+                    f"operation {op.name!r} runs on {tasks[op.name]}, and changes a variable on "
                     f"{task_of(inner)}: place it there, with device().",
-                    op=one.name,
+                    op=op.name,
                 )
     return tasks
 
 
 def within(definition: OperationDef) -> Iterator[OperationDef]:
-    """Yield the operations in the bodies of one."""
+    """Yield the operations in the bodies of an operation."""
     for body in definition.bodies:
         for inner in body.operations:
             yield inner
@@ -159,10 +159,10 @@ def cut(
             part_of(to).operations.append(OperationDef(receiver, "recv", attributes=attributes))
         return receiver
 
-    for one in _with_free_ends(operations, tasks, fed):
-        task = tasks[one.name]
+    for op in _with_free_ends(operations, tasks, fed):
+        task = tasks[op.name]
         part, inputs, controls = part_of(task), [], []
-        for tensor in one.inputs:
+        for tensor in op.inputs:
             producer = tensor.rpartition(":")[0]
             if tensor in fed:
                 if tensor not in part.feeds:
@@ -172,13 +172,13 @@ def cut(
                 inputs.append(tensor)
             else:
                 inputs.append(f"{moving(producer, tensor, task)}:0")
-        for producer in one.controls:
+        for producer in op.controls:
             if f"{producer}:0" in fed:
                 continue
             here = tasks.get(producer, task) == task
             controls.append(producer if here else moving(producer, "", task))
         changes = {"inputs": tuple(inputs), "controls": tuple(controls)}
-        part.operations.append(msgspec.structs.replace(one, **changes))
+        part.operations.append(msgspec.structs.replace(op, **changes))
     for tensor in dict.fromkeys(fetches):
         part_of(tasks[tensor.rpartition(":")[0]]).fetches.append(tensor)
     return parts
@@ -187,17 +187,17 @@ def cut(
 def _with_free_ends(
     operations: Sequence[OperationDef], tasks: Mapping[str, str], fed: set[str]
 ) -> Iterator[OperationDef]:
-    """Yield the operations; groups for which nothing waits do not wait for other tasks.
+    """Yield the operations, of which a group at the end of a step waits for its own task alone.
 
     The step ends when all tasks have told that their operations are done.
     """
-    awaited = {name for one in operations for name in needs(one, fed)}
-    for one in operations:
-        if one.kind == "group" and one.name not in awaited:
-            near = [name for name in one.controls if tasks.get(name) == tasks[one.name]]
-            yield msgspec.structs.replace(one, controls=tuple(near))
+    awaited = {name for op in operations for name in needs(op, fed)}
+    for op in operations:
+        if op.kind == "group" and op.name not in awaited:
+            near = [name for name in op.controls if tasks.get(name) == tasks[op.name]]
+            yield msgspec.structs.replace(op, controls=tuple(near))
         else:
-            yield one
+            yield op
 
 
 def _gradient_of(definition: OperationDef) -> str:

@@ -57,8 +57,8 @@ class Shape(tuple[Any, ...]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return the length of an axis, or the shape of several."""
-        found = super().__getitem__(index)
-        return Shape(found) if isinstance(index, slice) else found
+        lengths = super().__getitem__(index)
+        return Shape(lengths) if isinstance(index, slice) else lengths
 
     @property
     def ndims(self) -> int:
@@ -118,19 +118,19 @@ def known_of(tensor: Any) -> Known:
         return tensor.known
     stack = [tensor]
     while stack:
-        one = stack[-1]
-        if isinstance(one.known, Known):
+        last = stack[-1]
+        if isinstance(last.known, Known):
             stack.pop()
             continue
-        sources = one.op.inputs if one.known is None else one.known
+        sources = last.op.inputs if last.known is None else last.known
         missing = [source for source in sources if not isinstance(source.known, Known)]
         if missing:
             stack += missing
-        elif one.known is not None:
-            one.known = shared_by([source.known for source in sources])
+        elif last.known is not None:
+            last.known = shared_by([source.known for source in sources])
         else:
-            results = _results(one.op.definition, [source.known for source in sources])
-            for output, known in zip(one.op.outputs, results, strict=True):
+            results = _results(last.op.definition, [source.known for source in sources])
+            for output, known in zip(last.op.outputs, results, strict=True):
                 output.known = known if output.known is None else output.known
     return tensor.known  # type: ignore[no-any-return]
 
@@ -138,10 +138,10 @@ def known_of(tensor: Any) -> Known:
 def shared_by(several: Sequence[Known]) -> Known:
     """Return what is the same for several tensors."""
     first, *others = several
-    dtype = first.dtype if all(one.dtype == first.dtype for one in others) else None
-    if any(one.shape is None or len(one.shape) != len(first.shape or ()) for one in several):
+    dtype = first.dtype if all(known.dtype == first.dtype for known in others) else None
+    if any(known.shape is None or len(known.shape) != len(first.shape or ()) for known in several):
         return Known(dtype)
-    lengths = zip(*(one.shape or () for one in several), strict=True)
+    lengths = zip(*(known.shape or () for known in several), strict=True)
     shape = Shape(each[0] if len(set(each)) == 1 else None for each in lengths)
     return Known(dtype, shape, first.values if not others else None)
 
@@ -154,14 +154,14 @@ def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
     if op.function is None or not inputs or op.results is Results.OF_VALUES:
         return unknown
     unknown = [_reshaped(definition, inputs[0])] if op.function is np.reshape else unknown
-    if any(one.dtype is None or one.shape is None for one in inputs):
+    if any(known.dtype is None or known.shape is None for known in inputs):
         return unknown
-    is_value = op.results is Results.OF_SHAPES or all(one.values is not None for one in inputs)
-    blind = [k for k, one in enumerate(inputs) if one.values is None]
+    is_value = op.results is Results.OF_SHAPES or all(known.values is not None for known in inputs)
+    blind = [k for k, known in enumerate(inputs) if known.values is None]
     for lengths in _UNKNOWN_LENGTHS:
-        zeros, ones = zip(*(one.samples(lengths) for one in inputs), strict=True)
+        zeros, ones = zip(*(known.samples(lengths) for known in inputs), strict=True)
         try:
-            size = sum(one.size for one in ones)
+            size = sum(sample.size for sample in ones)
             call = _caller(definition, op.function, op.results, size, blind)
             with np.errstate(all="ignore"):
                 calls = call(zeros, slice(0, 0)), call(ones, slice(None))
@@ -172,12 +172,12 @@ def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
     return unknown
 
 
-def _reshaped(definition: OperationDef, given: Known) -> Known:
+def _reshaped(definition: OperationDef, tensor: Known) -> Known:
     """Return what the new shape alone tells of a reshaped tensor."""
     args, kwargs = definition.call
     shape = args[1] if len(args) > 1 else kwargs.get("shape")
     if isinstance(shape, list) and shape[0] != "input" and all(type(n) is int for n in shape[1:]):
-        return Known(given.dtype, Shape(None if n == -1 else n for n in shape[1:]))
+        return Known(tensor.dtype, Shape(None if n == -1 else n for n in shape[1:]))
     return Known()
 
 
@@ -211,13 +211,13 @@ def _caller(
         return function(*args, **kwargs)
 
     def call_one(arrays: Sequence[Any], cut: slice) -> Any:
-        one = call([array[(slice(1),) * array.ndim] for array in arrays], cut)
-        return np.broadcast_to(one, np.broadcast_shapes(*(array.shape for array in arrays)))
+        element = call([array[(slice(1),) * array.ndim] for array in arrays], cut)
+        return np.broadcast_to(element, np.broadcast_shapes(*(array.shape for array in arrays)))
 
     def call_image(arrays: Sequence[Any], cut: slice) -> Any:
         images, *others = arrays
-        one = call([images[:1], *others], cut)
-        return np.broadcast_to(one, (len(images), *one.shape[1:]))
+        element = call([images[:1], *others], cut)
+        return np.broadcast_to(element, (len(images), *element.shape[1:]))
 
     is_ufunc = isinstance(function, np.ufunc) and function.signature is None
     if size > _SMALL and (is_ufunc or results is Results.ELEMENTWISE):
@@ -232,7 +232,7 @@ def _caller(
 def _with_cuts(index: Any, blind: Sequence[Any], cut: slice) -> Any:
     """Return an index with another slice for those with a bound among some arrays."""
     if isinstance(index, tuple | list):
-        return type(index)(_with_cuts(one, blind, cut) for one in index)
+        return type(index)(_with_cuts(part, blind, cut) for part in index)
     if isinstance(index, slice):
         bounds = (index.start, index.stop, index.step)
         if any(bound is array for bound in bounds for array in blind):
@@ -243,7 +243,7 @@ def _with_cuts(index: Any, blind: Sequence[Any], cut: slice) -> Any:
 def _common(first: Any, second: Any, is_value: bool) -> Known:
     """Return what is known of a result that is one of two arrays."""
     arrays = np.asarray(first), np.asarray(second)
-    shared = shared_by([Known(one.dtype, Shape(one.shape)) for one in arrays])
+    shared = shared_by([Known(array.dtype, Shape(array.shape)) for array in arrays])
     if shared.dtype is None or shared.dtype == object:  # An object is no array, such as rows.
         return Known()
     return shared._replace(values=arrays if is_value and arrays[1].size <= _SMALL else None)

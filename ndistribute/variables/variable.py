@@ -95,8 +95,8 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._refuse_writes(function, f"np.{function.__name__}", args, kwargs)
-        found = function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
-        return found if type(found) is np.ndarray else tree.map_leaves(detached, found)
+        result = function(*tree.map_leaves(_read, args), **tree.map_leaves(_read, kwargs))
+        return result if type(result) is np.ndarray else tree.map_leaves(detached, result)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np.ndarray, name):
@@ -499,10 +499,10 @@ def create_variable(initial_value: Any, dtype: Any, policy: VariablePolicy) -> A
 
     def create(requests: Sequence[tuple[str, VariablePolicy, Array]]) -> Any:
         wanted, first_policy, first_array = requests[0]
-        for rank, (own, _, _) in enumerate(requests):
-            if own != wanted:
+        for rank, (described, _, _) in enumerate(requests):
+            if described != wanted:
                 raise ValueError(
-                    f"replica {rank} created a variable with {own}, replica 0 with {wanted}. "
+                    f"replica {rank} created a variable with {described}, replica 0 with {wanted}. "
                     "Replicas must create the same variables in the same order inside run."
                 )
         return _create(strategy, first_array, first_policy)

@@ -112,6 +112,7 @@ x.__setitem__(0, 1.0); np.add(x, 1.0, out=x); np.add(a, a, out=x); a.__iadd__(x)
 x.sum(axis=0, out=a[0]); np.outer(x[0], x[0], out=np.ones((3, 3))); np.copyto(a, x); np.copyto(x, a)
 np.add.at(x, 0, 1.0); np.add.at(a, 0, x[0]); np.put_along_axis(x, np.array([[0], [2]]), 0.0, 1)
 np.fill_diagonal(x, 0.0); np.nan_to_num(x, copy=False); np.median(x, overwrite_input=True)
+np.sum(x, 0, None, a[0]); np.max(x, 0, a[0]); np.std(x, 0, None, a[0]); np.median(x, 0, None, True)
 """
 
 

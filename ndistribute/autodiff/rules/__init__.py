@@ -20,6 +20,7 @@ from ndistribute.autodiff.rules import elementwise, linalg, reductions, shape
 from ndistribute.autodiff.rules.decompositions import COMPOSED
 from ndistribute.autodiff.rules.elementwise import special_rules
 from ndistribute.autodiff.rules.unbroadcast import unbroadcast
+from ndistribute.numpy_functions import written_to
 
 __all__ = ["COMPOSED", "JOINT_RULES", "RULES", "RULES_BY_PATH", "bound", "decomposed", "rules_of"]
 
@@ -73,7 +74,7 @@ def _cast_rule(
 def decomposed(function: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a decomposition; `NotImplemented` if it does not take the arguments."""
     composed = COMPOSED[function]
-    if kwargs and (kwargs.get("out") is not None or bound(composed, args, kwargs) is None):
+    if written_to(function, args, kwargs) or (kwargs and bound(composed, args, kwargs) is None):
         return NotImplemented
     return composed(*args, **kwargs)
 
