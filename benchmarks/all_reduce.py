@@ -73,7 +73,7 @@ def _backend(way: str, wire_dtype: str | None = None) -> Any:
     """Return a backend among our processes: ``shared``, ``tcp`` or ``mpi``."""
     from ndistribute.collective import bootstrap
     from ndistribute.collective.communicator import CommunicationOptions
-    from ndistribute.collective.control import ControlPlane
+    from ndistribute.collective.control_plane import ControlPlane
     from ndistribute.collective.ring import RingBackend
     from ndistribute.collective.shared_memory import SharedMemoryBackend
 

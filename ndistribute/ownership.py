@@ -49,5 +49,5 @@ def _unshared_count() -> int | None:
 
 
 _UNSHARED = _unshared_count()
-COUNTS_TELL = _UNSHARED is not None
+COUNTS_INCLUDE_VIEWS = _UNSHARED is not None
 """Whether this interpreter's reference counts include views; if not, all arrays are shared."""

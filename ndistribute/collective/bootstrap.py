@@ -121,9 +121,9 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     credentials, _ = credentials_of(addresses), silence_seconds()
     listener = _listener_at(addresses[rank])
     # The host that the others know, and the real port, because the given one may be 0.
-    own = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
+    address = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
     size, first = len(addresses), addresses[0]
-    return ProcessInfo(rank, size, first, own, listener, credentials, addresses=addresses)
+    return ProcessInfo(rank, size, first, address, listener, credentials, addresses=addresses)
 
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
@@ -132,13 +132,13 @@ def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) 
     # MPICH's launcher tells a process the name by which it reaches this host.
     name = os.environ.get("PMI_HOSTNAME") or socket.gethostname()
     place = host_identity(), _identity_of("net"), name
-    told = [tuple(json.loads(one)) for one in exchange(json.dumps(place).encode())]
-    listener = listen(address_of(address_among(told, rank), 0))
-    own = address_of(*listener.getsockname()[:2])
+    places = [tuple(json.loads(blob)) for blob in exchange(json.dumps(place).encode())]
+    listener = listen(address_of(address_among(places, rank), 0))
+    address = address_of(*listener.getsockname()[:2])
     # The launcher's channel is trusted: all processes on it may know the secret.
-    first, secret = json.loads(exchange(json.dumps([own, secrets.token_hex(32)]).encode())[0])
+    first, secret = json.loads(exchange(json.dumps([address, secrets.token_hex(32)]).encode())[0])
     credentials = Credentials(secret.encode(), "started by MPI", tls)
-    return ProcessInfo(rank, len(told), first, own, listener, credentials)
+    return ProcessInfo(rank, len(places), first, address, listener, credentials)
 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
@@ -153,8 +153,8 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
             host = host if here == there or is_loopback(here) else here
         listener = listen(address_of(host, 0))
         on_error.pop_all()
-    own = address_of(host, listener.getsockname()[1])
-    return ProcessInfo(rank, size, first, own, listener, credentials, entrance)
+    address = address_of(host, listener.getsockname()[1])
+    return ProcessInfo(rank, size, first, address, listener, credentials, entrance)
 
 
 def _listener_at(address: str) -> socket.socket:
@@ -167,30 +167,30 @@ def _listener_at(address: str) -> socket.socket:
     return listen(address, os.environ)
 
 
-def address_among(told: Sequence[tuple[str, ...]], rank: int) -> str:
+def address_among(places: Sequence[tuple[str, ...]], rank: int) -> str:
     """Return the address of a process for the others, given each one's host, network and name."""
-    own = told[rank]
-    if all(one[:2] == own[:2] for one in told):
+    here = places[rank]
+    if all(place[:2] == here[:2] for place in places):
         return "127.0.0.1"
     try:
-        return outward_address([one[2] for one in told if one[:2] != own[:2]])
+        return outward_address([place[2] for place in places if place[:2] != here[:2]])
     except OSError:
-        if any(one[1] != own[1] for one in told):
+        if any(place[1] != here[1] for place in places):
             raise
         return "127.0.0.1"  # Only NDISTRIBUTE_HOST_ID tells these hosts apart.
 
 
 def outward_address(names: Sequence[str]) -> str:
     """Return the address of this host for other hosts of these names."""
-    own = socket.gethostname()
+    host = socket.gethostname()
     # The own name may mean loopback, as on Debian, or a network inside of this host.
-    for name in [*list(dict.fromkeys(names))[:_MOST_LOOKED_UP], own, _SOMEWHERE]:
+    for name in [*list(dict.fromkeys(names))[:_MOST_LOOKED_UP], host, _SOMEWHERE]:
         with contextlib.suppress(OSError):
-            found, _ = _route_to(address_of(name, 9))
-            if not is_loopback(found):
-                return found
+            address, _ = _route_to(address_of(name, 9))
+            if not is_loopback(address):
+                return address
     raise OSError(
-        f"this host's name {own!r} has no address that other hosts can reach: add it to "
+        f"this host's name {host!r} has no address that other hosts can reach: add it to "
         "/etc/hosts, or start the job with TF_CONFIG, which names the addresses."
     )
 
@@ -198,9 +198,9 @@ def outward_address(names: Sequence[str]) -> str:
 def _route_to(address: str) -> tuple[str, str]:
     """Return the IP address of this host on its route to an address, and that of the other end."""
     try:
-        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
-        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # Sends nothing; only looks up the route.
+        places = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
+        with socket.socket(places[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(places[0][4])  # Sends nothing; only looks up the route.
             return probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
         why = why_unreached(address, error)
@@ -232,9 +232,9 @@ class DataConnections:
     def open(self, addresses: Sequence[str], started: str) -> None:
         """Start to accept connections; `started` is the id of this start of the whole group."""
         self._addresses, self._started = addresses, started
-        info, own = self.info, Hello(name=f"worker {self.info.rank}")
+        info, hello = self.info, Hello(name=f"worker {self.info.rank}")
         self._listener = Listener(
-            [info.listener], info.credentials, own, self._admit, check=self._refusal_of
+            [info.listener], info.credentials, hello, self._admit, check=self._refusal_of
         )
 
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:

@@ -27,13 +27,13 @@ from ndistribute.collective.backend import (
     T,
     Update,
 )
-from ndistribute.collective.progress import StepTracker
 from ndistribute.collective.reduce_op import ReduceOp, reduce_rows, result_dtype
+from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import IndexedSlices
-from ndistribute.transport.shared_memory import ReusedMemory
+from ndistribute.transport.buffers import ReusedMemory
 
 GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
 

@@ -79,17 +79,17 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
         return
     *_, step, sequence, number, _, words = _HEADER.unpack(mine)
     *_, their_step, their_sequence, their_number, _, their_words = _HEADER.unpack(theirs)
-    own, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
-    call = Call(sequence, own.partition("(")[0])
+    shown, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
+    call = Call(sequence, shown.partition("(")[0])
     if theirs[:4] != mine[:4]:  # Other data, or the message of a failed call.
         text = (
             f"worker {their_rank} sent no collective's header to worker {my_rank}, which called "
-            f"{own}. Do both run the same version of ndistribute?"
+            f"{shown}. Do both run the same version of ndistribute?"
         )
         raise call.error(CollectiveMismatchError, text, their_rank)
     in_place = (step, sequence, number) == (their_step, their_sequence, their_number)
     difference = ""
-    if in_place and own == other:
+    if in_place and shown == other:
         difference = " with other shapes, or for something else"
     elif step != their_step:
         difference = f" in its step {(their_step + 1) // 2}, expected step {(step + 1) // 2}"
@@ -97,9 +97,9 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
         difference = (
             f" as its call {their_sequence} ({their_number} since the start, expected {number})"
         )
-    what = f"worker {their_rank} called {other}{difference}, worker {my_rank} called {own}."
+    what = f"worker {their_rank} called {other}{difference}, worker {my_rank} called {shown}."
     # The part before the first comma is kind and op.
-    alike = in_place and own.partition(",")[0] == other.partition(",")[0]
+    alike = in_place and shown.partition(",")[0] == other.partition(",")[0]
     raise _mismatch(call, their_rank, what, alike=alike)
 
 

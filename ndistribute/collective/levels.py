@@ -102,10 +102,10 @@ class _TwoLevelBackend(Backend):
 
     def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Broadcast as a sum of the root's bytes and zeros, in which all members take part."""
-        own = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
-        for flat in own if self.rank != root else ():
+        flats = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
+        for flat in flats if self.rank != root else ():
             flat[...] = 0
-        totals, _ = self._reduce(call, own, ReduceOp.SUM, lambda: None, timeout)
+        totals, _ = self._reduce(call, flats, ReduceOp.SUM, lambda: None, timeout)
         for buffer, total in zip(buffers, totals, strict=True):
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.tcp import Handle, Transport
 from ndistribute.devices import Array
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, MissingDependencyError
@@ -58,21 +58,21 @@ class MpiTransport(Transport):
         self._comm, self._tag = here.comm, here.tag_of(peers)
         self._byte = _mpi().BYTE
         self._error = _mpi().Exception
-        self._pending: list[_Transfer] = []
+        self._pending: list[_MpiTransfer] = []
 
     # A transfer is recorded before MPI gets its memory: an interrupt then loses only a request.
 
     def isend(self, peer: int, *arrays: Array) -> Handle:
         for array in arrays:
             data = array.view(np.uint8)
-            transfer = _Transfer(peer, data)
+            transfer = _MpiTransfer(peer, data)
             self._pending.append(transfer)
             transfer.request = self._comm.Isend([data, self._byte], peer, self._tag)
         return transfer
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
         data = array.view(np.uint8)
-        transfer = _Transfer(peer, data, True, then)
+        transfer = _MpiTransfer(peer, data, True, then)
         self._pending.append(transfer)
         transfer.request = self._comm.Irecv([data, self._byte], peer, self._tag)
         return transfer
@@ -86,7 +86,7 @@ class MpiTransport(Transport):
         orphans[:] = [transfer for transfer in orphans if not transfer.is_given_up()]
         self._pending = []
 
-    def _waiting(self) -> list[_Transfer]:
+    def _waiting(self) -> list[_MpiTransfer]:
         return self._pending
 
     def _advance(self) -> bool:
@@ -110,7 +110,7 @@ class MpiTransport(Transport):
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
+class _MpiTransfer:
     """A pending message, and the memory that MPI uses until it is done."""
 
     peer: int
@@ -147,8 +147,8 @@ def exchange_over_mpi(blob: bytes) -> list[bytes]:
     lengths = np.empty(here.size, np.int64)
     _finish(here.comm.Iallgather(np.array([len(blob)], np.int64), lengths))
     blobs = np.empty((here.size, lengths.max()), np.uint8)
-    own = np.frombuffer(blob.ljust(lengths.max()), np.uint8)
-    _finish(here.comm.Iallgather(own, blobs))
+    padded = np.frombuffer(blob.ljust(lengths.max()), np.uint8)
+    _finish(here.comm.Iallgather(padded, blobs))
     return [row[:length].tobytes() for row, length in zip(blobs, lengths, strict=True)]
 
 
@@ -161,7 +161,7 @@ class _World:
         self.comm.Set_errhandler(_mpi().ERRORS_RETURN)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.exchanges = 0
-        self.orphans: list[_Transfer] = []  # MPI may still use their memory.
+        self.orphans: list[_MpiTransfer] = []  # MPI may still use their memory.
         # The number of a group: how many exchanges there were before it.
         self.groups: weakref.WeakKeyDictionary[ControlPlane, int] = weakref.WeakKeyDictionary()
 

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, T, Update
-from ndistribute.collective.control import ControlPlane
-from ndistribute.collective.progress import BEFORE_ALL
+from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
+from ndistribute.collective.step_tracker import BEFORE_ALL
 from ndistribute.collective.threads import Rendezvous
 from ndistribute.collective.workers import Workers
 from ndistribute.devices import Array, array_namespace, nccl_module
@@ -302,16 +302,16 @@ class _Group:
         joined: list[list[Array]] = [[] for _ in everyone]
         launches: list[list[Launch]] = [[] for _ in everyone]
         with self._guarded():
-            counts = np.array([[len(rows) for rows in own] for own in everyone], np.int64)
+            counts = np.array([[len(rows) for rows in matrix] for matrix in everyone], np.int64)
             if self._host is not None:  # This also compares the calls.
                 (counts,) = self._host.all_gather(call, [counts], _left(deadline))
             for index, matrices in enumerate(everyone):
-                for own, rows in zip(matrices, counts.T.tolist(), strict=True):
+                for matrix, rows in zip(matrices, counts.T.tolist(), strict=True):
                     with self.streams[index].use():
-                        shape = sum(rows), own.shape[1]
-                        whole = array_namespace(own).empty(shape, own.dtype)
-                    sizes = [count * own.shape[1] * own.dtype.itemsize for count in rows]
-                    part = sizes, self.first + index, _address(own), _address(whole)
+                        shape = sum(rows), matrix.shape[1]
+                        whole = array_namespace(matrix).empty(shape, matrix.dtype)
+                    sizes = [count * matrix.shape[1] * matrix.dtype.itemsize for count in rows]
+                    part = sizes, self.first + index, _address(matrix), _address(whole)
                     launches[index] += gather_launches(*part)
                     joined[index].append(whole)
             self.launch(call, launches, _left(deadline), compared=True)
@@ -444,8 +444,8 @@ class _Communicators(threading.Thread):
             try:
                 for comm, stream, launches in zip(self.open, self._group[1], everyone, strict=True):
                     for method, *args in launches:
-                        given = [getattr(library, a) if isinstance(a, str) else a for a in args]
-                        getattr(comm, method)(*given, stream.pointer)
+                        values = [getattr(library, a) if isinstance(a, str) else a for a in args]
+                        getattr(comm, method)(*values, stream.pointer)
             finally:
                 library.groupEnd()
 

@@ -75,8 +75,8 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
         told = pack(value)
     except Exception as error:  # Any error, because the others wait.
         told = encode(failure_of(error, _ERRORS))[0]
-    own = np.frombuffer(told, np.uint8)
-    sizes, joined = group.all_gather((np.array([own.size]), own), axis=0)
+    data = np.frombuffer(told, np.uint8)
+    sizes, joined = group.all_gather((np.array([data.size]), data), axis=0)
     blobs = np.split(joined, np.cumsum(sizes)[:-1])
     return [unpack(blob.tobytes(), f"worker {rank}: ") for rank, blob in enumerate(blobs)]
 
@@ -136,8 +136,8 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
         )
     data = b"" if array.dtype.hasobject else array.tobytes()
     # Dtypes of other packages, such as bfloat16, are known by name only.
-    own = array.dtype.isbuiltin == 2
-    dtype = array.dtype.name if own else np.lib.format.dtype_to_descr(array.dtype)
+    is_foreign = array.dtype.isbuiltin == 2
+    dtype = array.dtype.name if is_foreign else np.lib.format.dtype_to_descr(array.dtype)
     return ArraySpec(json.dumps(dtype), array.shape, data)
 
 
@@ -159,10 +159,10 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     named: dict[Any, Any] = dict(zip(spec.keys, items, strict=True))
     if spec.kind == "dict":
         return named
-    found = _class_named(spec.kind, spec.keys)
-    if found is None:
+    kind = _class_named(spec.kind, spec.keys)
+    if kind is None:
         raise ValueError(f"{spec.kind!r} with the fields {spec.keys} is no class of this process.")
-    return found(**named)
+    return kind(**named)
 
 
 def _descr(told: Any) -> Any:
@@ -180,11 +180,11 @@ def _descr(told: Any) -> Any:
 def _class_named(name: str, fields: tuple[Any, ...]) -> Any:
     """Return this process's named tuple or dataclass with these fields, or None."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # Runs no code of the module.
-    known = isinstance(found, type) and fields and _fields_of(found) == fields
-    return found if known else None
+        value = getattr(value, "__dict__", {}).get(part)  # Runs no code of the module.
+    known = isinstance(value, type) and fields and _fields_of(value) == fields
+    return value if known else None
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, LeafKey, T, Update
 from ndistribute.collective.communicator import CommunicationOptions
-from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.cuts import update_in_blocks
 from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish

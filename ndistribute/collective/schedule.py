@@ -31,7 +31,7 @@ import numpy as np
 from ndistribute.collective.backend import LeafKey
 from ndistribute.collective.cuts import blocks
 from ndistribute.devices import Array
-from ndistribute.transport.shared_memory import ALIGNMENT
+from ndistribute.transport.buffers import ALIGNMENT
 
 
 class Action(enum.Enum):
@@ -54,7 +54,7 @@ class Message(NamedTuple):
         return buffer[self.start : self.stop]
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """A send and a receive at the same time; the next step starts when both are done.
 
     The two ranges are disjoint, or equal and then reduced, so no receive overwrites data that is
@@ -162,13 +162,13 @@ def plan_gather(
     return _moves(programs)
 
 
-def segmented(steps: Sequence[Step], block: int) -> list[Step]:
+def segmented(steps: Sequence[ScheduleStep], block: int) -> list[ScheduleStep]:
     """Split all messages of a schedule into blocks, with bit-identical results.
 
     Then received data is combined while it is in the cache, and the runner needs scratch memory for
     a block instead of a chunk. `block` is in elements, and must be the same on all ranks.
 
-    >>> [step.send for step in segmented([Step(send=Message(1, 0, 5))], block=3)]
+    >>> [step.send for step in segmented([ScheduleStep(send=Message(1, 0, 5))], block=3)]
     [Message(peer=1, start=0, stop=3), Message(peer=1, start=3, stop=5)]
     """
 
@@ -177,13 +177,13 @@ def segmented(steps: Sequence[Step], block: int) -> list[Step]:
         return [Message(peer, *part) for part in blocks(start, stop, block)]
 
     return [
-        Step(send, receive, action if receive else Action.COPY)
+        ScheduleStep(send, receive, action if receive else Action.COPY)
         for whole_send, whole_receive, action in steps
         for send, receive in itertools.zip_longest(split(whole_send), split(whole_receive))
     ]
 
 
-def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
+def ring_all_reduce(size: int, rank: int, length: int) -> list[ScheduleStep]:
     """Return the all-reduce that sends the fewest bytes: a reduce-scatter, then an all-gather.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -198,7 +198,7 @@ def ring_all_reduce(size: int, rank: int, length: int) -> list[Step]:
     return _ring(rank, cuts, rank - 1, Action.REDUCE_LEFT) + ring_all_gather(rank, cuts)
 
 
-def ring_all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
+def ring_all_gather(rank: int, cuts: Sequence[int]) -> list[ScheduleStep]:
     """Return the all-gather in which rank r contributes chunk r, in its place in the buffer.
 
     `cuts` are the starts of the chunks, which may have different lengths, and the end of the last.
@@ -206,7 +206,7 @@ def ring_all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
     return _ring(rank, cuts, rank, Action.COPY)
 
 
-def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Step]:
+def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[ScheduleStep]:
     """Return the all-reduce with the fewest steps, for small buffers, where latency dominates.
 
     Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
@@ -225,15 +225,15 @@ def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Ste
     paired = rank < 2 * pairs
     partner = Message(rank ^ 1, 0, length)
     if paired and rank % 2 == 0:
-        return [Step(send=partner), Step(receive=partner)]
-    steps = [Step(receive=partner, action=Action.REDUCE_LEFT)] if paired else []
+        return [ScheduleStep(send=partner), ScheduleStep(receive=partner)]
+    steps = [ScheduleStep(receive=partner, action=Action.REDUCE_LEFT)] if paired else []
     place = rank // 2 if paired else rank - pairs
     for bit in range(levels):
         other = place ^ (1 << bit)
         whole = Message(2 * other + 1 if other < pairs else other + pairs, 0, length)
         side = Action.REDUCE_LEFT if whole.peer < rank else Action.REDUCE_RIGHT
-        steps.append(Step(whole, whole, side))
-    return [*steps, Step(send=partner)] if paired else steps
+        steps.append(ScheduleStep(whole, whole, side))
+    return [*steps, ScheduleStep(send=partner)] if paired else steps
 
 
 def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
     return tuple(each * index + min(index, more) for index in range(chunks + 1))
 
 
-def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[Step]:
+def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[ScheduleStep]:
     """Send chunk `first` to the next rank, and then in each step the chunk that was received."""
     size = len(cuts) - 1
     steps = []
@@ -258,11 +258,11 @@ def _ring(rank: int, cuts: Sequence[int], first: int, action: Action) -> list[St
         if cuts[into] < cuts[into + 1]:
             receive = Message((rank - 1) % size, cuts[into], cuts[into + 1])
         if send or receive:
-            steps.append(Step(send, receive, action if receive else Action.COPY))
+            steps.append(ScheduleStep(send, receive, action if receive else Action.COPY))
     return steps
 
 
-def _moves(programs: Iterable[Sequence[Step]]) -> list[Move]:
+def _moves(programs: Iterable[Sequence[ScheduleStep]]) -> list[Move]:
     """Return the steps of all buffers as one sequence of moves with dependencies."""
     moves: list[Move] = []
     for bucket, steps in enumerate(programs):

@@ -29,13 +29,13 @@ from ndistribute.collective.futex import Futex
 from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.devices import Array
 from ndistribute.errors import DistributeError
-from ndistribute.ownership import COUNTS_TELL, ArrayOwner
+from ndistribute.ownership import COUNTS_INCLUDE_VIEWS, ArrayOwner
 from ndistribute.timeline import span
+from ndistribute.transport.buffers import ALIGNMENT, make_file, padded
 from ndistribute.transport.failure_detector import not_for_forks
-from ndistribute.transport.shared_memory import ALIGNMENT, make_file, padded
 
 if TYPE_CHECKING:
-    from ndistribute.collective.control import ControlPlane
+    from ndistribute.collective.control_plane import ControlPlane
 
 
 # The page of each process: its counter, and the headers of its last two calls. In the first page
@@ -147,7 +147,7 @@ class Segment:
         while not self._is_complete():
             count = self._futex.count
             now = time.monotonic()
-            if now - checked >= _CHECK_SECONDS or self._peers.is_alarmed:
+            if now - checked >= _CHECK_SECONDS or self._peers.has_failure:
                 checked = now
                 patience.check(missing)
             if self._looks and now - start < _YIELD_SECONDS:
@@ -188,7 +188,7 @@ class Segment:
         slot = next((slot for slot in slots if not slot.is_shared()), None)
         if slot is None:
             start = self._free - nbytes
-            if start < self._head or not COUNTS_TELL or not self._populate(start):
+            if start < self._head or not COUNTS_INCLUDE_VIEWS or not self._populate(start):
                 return None
             # A view of memory, not of an array, because views of views refer to the first array.
             memory = self._buckets[self.rank, start : self._free].data

@@ -20,7 +20,7 @@ from ndistribute.collective.communicator import (
     CommunicationOptions,
     Communicator,
 )
-from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.levels import (
     HostLevelBackend,
     ReplicaLevelBackend,
@@ -174,14 +174,14 @@ def join_workers(
 def _check_alike(peers: ControlPlane, options: CommunicationOptions) -> None:
     """Raise ValueError on all processes if their options differ."""
     implementation = CommunicationImplementation(options.implementation).value
-    own = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
-    own += f", bytes_per_pack={options.bytes_per_pack}"
-    told = [text.decode() for text in peers.exchange("options", own.encode(), options.timeout)]
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    shown = f"{implementation!r}, wire_dtype={options.wire_dtype!r}"
+    shown += f", bytes_per_pack={options.bytes_per_pack}"
+    texts = [text.decode() for text in peers.exchange("options", shown.encode(), options.timeout)]
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
             raise ValueError(
                 f"worker {rank} has CommunicationOptions(implementation={theirs}), worker 0 has "
-                f"(implementation={told[0]}): pass the same options on all workers."
+                f"(implementation={texts[0]}): pass the same options on all workers."
             )
 
 
@@ -202,8 +202,8 @@ def _process_backend(peers: ControlPlane, options: CommunicationOptions, over_mp
     if len(groups) == 1:
         return SharedMemoryBackend(peers)
     leaders = [group[0] for group in groups]
-    own = next(group for group in groups if peers.rank in group)
-    inside = SharedMemoryBackend(peers, ranks=own)
+    here = next(group for group in groups if peers.rank in group)
+    inside = SharedMemoryBackend(peers, ranks=here)
     between = ring(leaders) if peers.rank in leaders else None
     return HostLevelBackend(inside, between, groups, peers.rank)
 

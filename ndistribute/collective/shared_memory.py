@@ -22,10 +22,10 @@ from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
 from ndistribute.devices import Array, Device
 from ndistribute.timeline import span
-from ndistribute.transport.shared_memory import padded
+from ndistribute.transport.buffers import padded
 
 if TYPE_CHECKING:
-    from ndistribute.collective.control import ControlPlane
+    from ndistribute.collective.control_plane import ControlPlane
 
 
 # Other arrays of the caller are streamed through two alternating windows of the bucket, which fit
@@ -103,8 +103,8 @@ class SharedMemoryBackend(Backend):
                             continue
                         terms = everyone
                         if self.size == 2:  # Not from shared memory: half the time for 1 MiB.
-                            own = inputs[leaf][part]
-                            terms = [own, everyone[1]] if self.rank == 0 else [everyone[0], own]
+                            mine = inputs[leaf][part]
+                            terms = [mine, everyone[1]] if self.rank == 0 else [everyone[0], mine]
                         reduce_arrays(op, terms, out=outputs[leaf][part])
         except BaseException as error:
             self.abort(error)
@@ -156,7 +156,7 @@ class SharedMemoryBackend(Backend):
         try:
             self._segment.begin(call)
             lengths_of_all = self._exchange(call, [len(rows) for rows in inputs], timeout)
-            own = [_bytes_of(rows) for rows in inputs]
+            flats = [_bytes_of(rows) for rows in inputs]
             joined, places, longest = [], [], []
             for rows, *lengths in zip(inputs, *lengths_of_all, strict=True):
                 width = math.prod(rows.shape[1:]) * rows.itemsize
@@ -167,11 +167,11 @@ class SharedMemoryBackend(Backend):
                 longest.append((flat.dtype, width * max(lengths)))
             whole = sum([padded(nbytes) for _, nbytes in longest]) <= WHOLE_BYTES
             for chunk in self._chunks(tuple(longest), self._window, whole):
-                self._show(call, call.title, chunk, own, timeout)
+                self._show(call, call.title, chunk, flats, timeout)
                 with span("reduce", call.title):
                     for leaf, part, everyone in chunk:
                         shown = list(everyone)
-                        shown[self.rank] = own[leaf][part]  # Faster than shared memory.
+                        shown[self.rank] = flats[leaf][part]  # Faster than shared memory.
                         for place, theirs in zip(places[leaf], shown, strict=True):
                             target = place[part]
                             target[...] = theirs[: target.size]
@@ -245,8 +245,8 @@ class SharedMemoryBackend(Backend):
         with span("pack", title):
             if leaves:
                 for leaf, part, everyone in chunk:
-                    own = leaves[leaf][part]
-                    everyone[self.rank][: own.size] = own
+                    data = leaves[leaf][part]
+                    everyone[self.rank][: data.size] = data
             self._segment.arrive()
         self._segment.wait(call, timeout)
 
@@ -262,23 +262,23 @@ class SharedMemoryBackend(Backend):
         segment, free, end = self._segment, _WHOLE, _WHOLE + WHOLE_BYTES
         segment.wait(call, timeout)  # Until nobody reads the earlier data.
         segment.begin(call)
-        own = []
+        offsets = []
         with span("pack", call.title):
             for array in arrays:
                 place = segment.place_of(array)
                 if place is None and copy and free + array.nbytes <= end:
                     place, free = free, free + padded(array.nbytes)
                     segment.view(self.rank, place, array.dtype, array.size)[...] = array
-                own.append(-1 if place is None else place)
+                offsets.append(-1 if place is None else place)
         everyone: list[list[Array]] = []
-        for array, *places in zip(arrays, *self._exchange(call, own, timeout), strict=True):
+        for array, *places in zip(arrays, *self._exchange(call, offsets, timeout), strict=True):
             shown = []
             if min(places) >= 0:
                 key = array.dtype, array.size
                 shown = [segment.view(rank, place, *key) for rank, place in enumerate(places)]
                 shown[self.rank] = array  # Not from shared memory: half the time for 1 MiB.
             everyone.append(shown)
-        return everyone, max(own, default=0) >= end
+        return everyone, max(offsets, default=0) >= end
 
     def _sum(self, call: Call, inputs: Arrays, op: ReduceOp, timeout: float) -> list[Array]:
         """Return the reduced inputs, in arrays that the next call overwrites."""
@@ -288,14 +288,14 @@ class SharedMemoryBackend(Backend):
 
     def _exchange(self, call: Call, numbers: Sequence[int], timeout: float) -> list[list[int]]:
         """Return the numbers of each process."""
-        own = np.array(numbers, np.int64)
-        told: list[list[int]] = [[] for _ in range(self.size)]
-        for chunk in self._chunks((_key(own),), self._window):
-            self._show(call, call.title, chunk, [own], timeout)
+        sent = np.array(numbers, np.int64)
+        received: list[list[int]] = [[] for _ in range(self.size)]
+        for chunk in self._chunks((_key(sent),), self._window):
+            self._show(call, call.title, chunk, [sent], timeout)
             for _, _, everyone in chunk:
-                for numbers_of_one, theirs in zip(told, everyone, strict=True):
+                for numbers_of_one, theirs in zip(received, everyone, strict=True):
                     numbers_of_one.extend(theirs.tolist())
-        return told
+        return received
 
     def _add_slices(
         self, call: Call, everyone: Sequence[Sequence[Array]], op: ReduceOp, timeout: float

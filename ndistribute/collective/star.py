@@ -40,7 +40,7 @@ _KINDS = {"": errors.WorkerLostError, **{kind.__name__: kind for kind in OF_SEVE
 _log = logging.getLogger("ndistribute")
 
 
-class Failed(Record, frozen=True):
+class StepFailure(Record, frozen=True):
     """The sender's user code raised in a step, after the call at `place`."""
 
     generation: int
@@ -49,10 +49,10 @@ class Failed(Record, frozen=True):
     error: Failure
 
 
-class Abort(Record, frozen=True):
+class GroupFailure(Record, frozen=True):
     """The group is broken from the call after the place of a failure on."""
 
-    failed: Failed
+    failed: StepFailure
 
 
 class Exchange(Record, frozen=True):
@@ -89,7 +89,7 @@ class Obstacle(Record, frozen=True):
     why: str
 
 
-Message = Abort | Failed | Exchange | GoodBye | Lost | Obstacle
+Message = GroupFailure | StepFailure | Exchange | GoodBye | Lost | Obstacle
 _messages: Decoder[Message] = Decoder(Message)
 
 
@@ -132,22 +132,22 @@ class Hub:
         key = message.kind, message.generation, message.place
         passed = self._passed.setdefault(key, {})
         is_new = sender not in passed
-        passed[sender] = own = message.passed[sender]
+        passed[sender] = value = message.passed[sender]
         if len(self._passed) > _KEYS:
             del self._passed[next(iter(self._passed))]
-        told, missing = [sender], [rank for rank in self._ranks if rank not in passed]
+        receivers, missing = [sender], [rank for rank in self._ranks if rank not in passed]
         if is_new and not missing:
-            told, self.joined = list(self._ranks), True
+            receivers, self.joined = list(self._ranks), True
         elif message.kind == CALL:
-            if own == SKIPPED:
-                told = list(passed)  # They wait in that call.
+            if value == SKIPPED:
+                receivers = list(passed)  # They wait in that call.
             now = time.monotonic()
             if now - self._polled.get(key, 0.0) >= _POLL_SECONDS:
                 self._polled = {k: at for k, at in self._polled.items() if now - at < _POLL_SECONDS}
                 self._polled[key] = now
-                told += missing
+                receivers += missing
         answer = Exchange(*key, dict(passed))
-        for rank in told:
+        for rank in receivers:
             self._deliver(rank, 0, answer)
 
 
@@ -196,14 +196,14 @@ class Star:
     @property
     def obstacles(self) -> str:
         """Sentences, each after a space, about the connections that could not be made."""
-        found = [why.rstrip(".") for why in list(self._obstacles.values()) if why]
-        return "".join(f" {why[0].upper()}{why[1:]}." for why in found)
+        reasons = [why.rstrip(".") for why in list(self._obstacles.values()) if why]
+        return "".join(f" {why[0].upper()}{why[1:]}." for why in reasons)
 
     def report(self, rank: int, why: str) -> None:
         """Tell all processes why this one cannot reach another, or, if empty, that it did."""
-        own = self._info.rank
-        if self._obstacles.get((own, rank), "") != why:
-            self._obstacles[own, rank] = why
+        me = self._info.rank
+        if self._obstacles.get((me, rank), "") != why:
+            self._obstacles[me, rank] = why
             self.post(Obstacle(rank, sendable(why)))
 
     def stop_accepting(self) -> None:
@@ -245,11 +245,11 @@ class Star:
     def _open(self, entrance: socket.socket) -> None:
         """Accept the other processes, at rank 0."""
         info, sockets = self._info, [*listen_unix(self._info.first), entrance]
-        own = Hello(name="worker 0")
+        hello = Hello(name="worker 0")
         self._entrance = Listener(
             sockets,
             info.credentials,
-            own,
+            hello,
             self._admit,
             check=self._refusal_of,
             on_refusal=lambda reason: self.report(0, f"worker 0 refused a process: {reason}"),

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ndistribute.collective.control import ControlPlane, WaitMonitor
+from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
 from ndistribute.devices import Array
 from ndistribute.errors import WorkerLostError
 from ndistribute.transport.failure_detector import silence_seconds
@@ -110,7 +110,7 @@ class Transport(abc.ABC):
         while not is_over():
             moved = self._advance()
             now = time.monotonic()
-            if now >= check_at or self._peers.is_alarmed:
+            if now >= check_at or self._peers.has_failure:
                 check_at = now + _CHECK_SECONDS
                 self._check()
             if moved:
@@ -126,8 +126,8 @@ class Transport(abc.ABC):
     def _missing(self) -> list[int]:
         """Return the ranks from which messages are missing, or else those that do not receive."""
         waiting = self._waiting()
-        owing = {one.peer for one in waiting if one.receives}
-        return sorted(owing or {one.peer for one in waiting})
+        owing = {pending.peer for pending in waiting if pending.receives}
+        return sorted(owing or {pending.peer for pending in waiting})
 
     def _lost(
         self, reason: str, rank: int | None = None, look: Callable[[], None] = lambda: None
@@ -157,13 +157,13 @@ class TcpTransport(Transport):
     def isend(self, peer: int, *arrays: Array) -> Handle:
         direction = self._direction(peer, receives=False)
         for array in arrays:
-            transfer = _Transfer(memoryview(array.view(np.uint8)))
+            transfer = _TcpTransfer(memoryview(array.view(np.uint8)))
             direction.queue.append(transfer)
         self._move(direction)
         return transfer
 
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
-        transfer = _Transfer(memoryview(array.view(np.uint8)), then)
+        transfer = _TcpTransfer(memoryview(array.view(np.uint8)), then)
         self._direction(peer, receives=True).queue.append(transfer)
         return transfer
 
@@ -201,7 +201,7 @@ class TcpTransport(Transport):
             ) from error
 
     def _spins(self) -> bool:
-        return all(one.left <= _SPIN_BYTES for one in self._waiting())
+        return all(direction.left <= _SPIN_BYTES for direction in self._waiting())
 
     def _sleep(self, idle: float) -> None:
         events: dict[int, int] = defaultdict(int)
@@ -217,7 +217,7 @@ class TcpTransport(Transport):
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
+class _TcpTransfer:
     """A pending message: the part that has not moved yet."""
 
     rest: memoryview
@@ -233,7 +233,7 @@ class _Direction:
         self.sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
         self._least = 1  # The system's default.
         self.peer, self.receives = peer, receives
-        self.queue: deque[_Transfer] = deque()
+        self.queue: deque[_TcpTransfer] = deque()
 
     @property
     def left(self) -> int:

@@ -188,9 +188,9 @@ class Rendezvous:
 def _for_waiter(error: BaseException) -> BaseException:
     """Return a waiter's own exception, because an exception has the traceback of one thread."""
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
-        own = copy.copy(error)
-        own.__notes__ = []  # A shallow copy shares the list, and each replica adds its own note.
-        return own
+        copied = copy.copy(error)
+        copied.__notes__ = []  # A shallow copy shares the list, and each replica adds its own note.
+        return copied
     lost = WorkerLostError(
         f"another replica failed with {type(error).__name__}: {error}. This replica was waiting "
         "for it in a collective."
@@ -258,17 +258,17 @@ class ThreadBackend(Backend):
 
         `everyone` has the inputs and outputs of each replica; replicas may share outputs.
         """
-        arrays, own = everyone[self.rank]
+        arrays, targets = everyone[self.rank]
         leaves = enumerate([slice(None)] * len(arrays))
         for leaf, part in leaves if whole else owned_blocks(arrays, self.size, self.rank):
             terms, others = [], []
             for inputs, outputs in everyone:
                 terms.append(inputs[leaf][part])
-                if outputs[leaf] is not own[leaf]:
+                if outputs[leaf] is not targets[leaf]:
                     others.append(outputs[leaf][part])
             if self._gpus:
-                terms = [copy_to(term, device_of(own[leaf])) for term in terms]
-            total = reduce_arrays(op, terms, out=own[leaf][part])
+                terms = [copy_to(term, device_of(targets[leaf])) for term in terms]
+            total = reduce_arrays(op, terms, out=targets[leaf][part])
             for target in others:
                 if self._gpus:
                     write_to(target, total)
@@ -300,8 +300,8 @@ class ThreadBackend(Backend):
         """Concatenate the rows of all replicas; each replica makes its own copy."""
         everyone = self.merge(call, inputs, list, timeout)
         joined = [
-            array_namespace(own).concatenate([self._here(arrays[leaf]) for arrays in everyone])
-            for leaf, own in enumerate(inputs)
+            array_namespace(rows).concatenate([self._here(arrays[leaf]) for arrays in everyone])
+            for leaf, rows in enumerate(inputs)
         ]
         self._meet_again(call, timeout)
         return joined
@@ -310,8 +310,8 @@ class ThreadBackend(Backend):
         """Copy from the root's buffers."""
         everyone = self.merge(call, buffers, list, timeout)
         if self.rank != root:
-            for own, theirs in zip(buffers, everyone[root], strict=True):
-                own[...] = self._here(theirs)
+            for buffer, theirs in zip(buffers, everyone[root], strict=True):
+                buffer[...] = self._here(theirs)
         self._meet_again(call, timeout)
 
     def abort(self, cause: BaseException) -> None:

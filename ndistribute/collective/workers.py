@@ -17,7 +17,7 @@ from ndistribute import timeline
 from ndistribute.blas import core_numbers, cores_of_one, cpu_quota, limited_blas, set_by_user
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import CommunicationOptions, Communicator
-from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.threads import Rendezvous
 from ndistribute.devices import Array, Device, device_identity
@@ -94,12 +94,12 @@ class Workers:
         self.communicator = Communicator(backend, options, where=peers.where)
         self.options = options
         identities = [device_identity(device) for device in devices]
-        own = json.dumps([identities, core_numbers()]).encode()
-        told = [json.loads(text) for text in peers.exchange("devices", own, options.timeout)]
-        self.identities: list[list[str]] = [devices for devices, _ in told]
+        member = json.dumps([identities, core_numbers()]).encode()
+        members = [json.loads(text) for text in peers.exchange("devices", member, options.timeout)]
+        self.identities: list[list[str]] = [devices for devices, _ in members]
         here = [
             numbers
-            for host, (_, numbers) in zip(peers.hosts, told, strict=True)
+            for host, (_, numbers) in zip(peers.hosts, members, strict=True)
             if host == peers.hosts[self.rank]
         ]
         self.cores = cores_of_one(core_numbers(), here, cpu_quota())
@@ -157,8 +157,8 @@ class Workers:
     def agree(self, value: Array, what: str) -> Any:
         """Return the array of process 0; raise if descriptions, shapes or dtypes differ."""
         with self.meeting("the creation of a variable") as communicator:
-            own = f"{what} of shape {value.shape} and dtype {value.dtype}"
-            first, *others = all_gather_object(communicator, own)
+            description = f"{what} of shape {value.shape} and dtype {value.dtype}"
+            first, *others = all_gather_object(communicator, description)
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise CollectiveMismatchError(

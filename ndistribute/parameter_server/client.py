@@ -26,9 +26,9 @@ from msgspec.structs import replace
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.parameter_server import messages as m
 from ndistribute.timeline import enabled, recorded
+from ndistribute.transport.buffers import ReusedMemory
 from ndistribute.transport.codec import Array, Record
 from ndistribute.transport.failures import error_of
-from ndistribute.transport.shared_memory import ReusedMemory
 
 Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
 Outcomes = Mapping[int, tuple[m.Outcome, ...]]

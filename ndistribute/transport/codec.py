@@ -103,10 +103,10 @@ def _write_other(value: Any) -> Any:
 
 
 def _read_array(kind: Any, node: Any) -> Any:
-    found = msgspec.convert(node, _Described)
-    if found.number >= len(_buffers.now):
-        raise MalformedError(f"buffer {found.number} of {len(_buffers.now)} is missing.")
-    data, dtype, shape = _buffers.now[found.number], _dtype_of(found.dtype), found.shape
+    described = msgspec.convert(node, _Described)
+    if described.number >= len(_buffers.now):
+        raise MalformedError(f"buffer {described.number} of {len(_buffers.now)} is missing.")
+    data, dtype, shape = _buffers.now[described.number], _dtype_of(described.dtype), described.shape
     # NumPy multiplies the dimensions, also of an array without elements.
     spanned = math.prod(n for n in shape if n) * dtype.itemsize
     if spanned >= 1 << 62 or (0 if 0 in shape else spanned) != len(data):

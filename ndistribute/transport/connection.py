@@ -32,12 +32,12 @@ import numpy as np
 
 from ndistribute.errors import AuthenticationError, DistributeError
 from ndistribute.transport.address import is_of_this_user, unix_name
+from ndistribute.transport.buffers import ALIGNMENT, ReusedMemory, Ring, make_file, padded
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 from ndistribute.transport.failure_detector import FORKED, detector, not_for_forks, silence_seconds
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.reach import is_out_of_reach, tcp_socket, why_unreached
 from ndistribute.transport.secret import Credentials, NonBlockingTls
-from ndistribute.transport.shared_memory import ALIGNMENT, ReusedMemory, Ring, make_file, padded
 
 HANDSHAKE_SECONDS = 10.0
 BODY_LIMIT_BYTES = 16 << 30
@@ -236,13 +236,13 @@ class Connection:
                 try:
                     self._read_header(min(until, deadline))
                     begun = True
-                    found = self._read_frame(deadline)
+                    message = self._read_frame(deadline)
                 except BaseException as error:
                     if isinstance(error, TimeoutError) and not begun and not error.errno:
                         raise
                     self._raise_broken(error, deadline)  # A part of the frame may have been read.
-                if found is not None:
-                    return found
+                if message is not None:
+                    return message
                 self._give_back(self._last_input)
 
     def abort(self, reason: str, *, clean: bool = False, wait: float = 0.0) -> None:
@@ -514,8 +514,8 @@ class Connection:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the other end did not answer in time")
-        found = self._poll(event, min(left, _LONGEST_WAIT_SECONDS) if event else 0)
-        if found & select.POLLHUP and not event:
+        events = self._poll(event, min(left, _LONGEST_WAIT_SECONDS) if event else 0)
+        if events & select.POLLHUP and not event:
             raise ConnectionLostError(_CLOSED)
         if self._lost is not None:
             raise ConnectionLostError(*self._lost)
@@ -524,8 +524,8 @@ class Connection:
         """Return the socket's events after at most this many seconds; 0 if there are none."""
         poll = select.poll()
         poll.register(self._sock.fileno(), event)
-        found = poll.poll(seconds * 1000)
-        return found[0][1] if found else 0
+        events = poll.poll(seconds * 1000)
+        return events[0][1] if events else 0
 
     def _take_file(self, file: int) -> None:
         file, self._file = self._file, file

@@ -44,8 +44,8 @@ class Watched(Protocol):
 
 def silence_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """Return the heartbeat timeout: seconds of silence after which a process counts as lost."""
-    given = seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
-    return min(given, _LONGEST_SECONDS)
+    seconds = seconds_of(environ, "NDISTRIBUTE_HEARTBEAT_SECONDS", SILENCE_SECONDS)
+    return min(seconds, _LONGEST_SECONDS)
 
 
 def probe_when_idle(sock: socket.socket, silence: float) -> None:
@@ -143,8 +143,8 @@ not_for_forks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _start_over() -> None:
-    for one in list(not_for_forks):
-        one.let_go()
+    for owner in list(not_for_forks):
+        owner.let_go()
     not_for_forks.clear()
     detector.__init__()  # type: ignore[misc]
 

@@ -82,7 +82,7 @@ Check = Callable[[Hello], str]
 _hello = Decoder[Hello](Hello)
 
 
-class Exchange:
+class Handshake:
     """Run one side of a handshake on a non-blocking socket."""
 
     def __init__(self, steps: Steps) -> None:
@@ -131,10 +131,10 @@ def authenticate(
     """
     peer = name_of_peer(sock)
     try:
-        sock, exchange = _begin(sock, credentials, hello, peer)
+        sock, handshake = _begin(sock, credentials, hello, peer)
         while True:
             try:
-                accepted = exchange.advance(sock)
+                accepted = handshake.advance(sock)
                 sock.setblocking(True)
                 return sock, accepted
             except WOULD_BLOCK as error:
@@ -145,7 +145,7 @@ def authenticate(
             better = None if instead is None else instead()
             if better is not None:
                 sock.close()
-                sock, exchange = _begin(better, credentials, hello, peer)
+                sock, handshake = _begin(better, credentials, hello, peer)
             instead = None
     except BaseException as error:
         sock.close()
@@ -156,12 +156,12 @@ def authenticate(
 
 def _begin(
     sock: socket.socket, credentials: Credentials, hello: Hello, peer: str
-) -> tuple[socket.socket, Exchange]:
+) -> tuple[socket.socket, Handshake]:
     sock.setblocking(False)
     if credentials.tls is not None and sock.family != socket.AF_UNIX:
         context = tls_context(credentials.tls, server=False)
         sock = context.wrap_socket(sock, do_handshake_on_connect=False)
-    return sock, Exchange(join(credentials.secret, signed(hello, credentials.job), peer))
+    return sock, Handshake(join(credentials.secret, signed(hello, credentials.job), peer))
 
 
 def _explained(error: OSError, peer: str) -> Exception:
@@ -218,19 +218,19 @@ def _exchange_greetings(
     secret: bytes, role: bytes, peer: str
 ) -> Generator[bytes | int, bytes, _Transcript]:
     """Exchange greetings; the client sends first."""
-    own = _GREETING.pack(_MAGIC, _PROTOCOL, role, secrets.token_bytes(32))
+    greeting = _GREETING.pack(_MAGIC, _PROTOCOL, role, secrets.token_bytes(32))
     if role == _CLIENT:
-        yield own
+        yield greeting
     magic = yield len(_MAGIC)
     if magic != _MAGIC:
         hint = f"it began with {magic!r}. Check the addresses: another program may have the port"
         if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
-            yield own  # This makes the peer's TLS fail, so the peer learns of it.
+            yield greeting  # This makes the peer's TLS fail, so the peer learns of it.
             hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
         raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
     other = magic + (yield _GREETING.size - len(magic))
     if role == _SERVER:
-        yield own  # Also to a peer of another version, which then learns ours.
+        yield greeting  # Also to a peer of another version, which then learns ours.
     _, protocol, other_role, _ = _GREETING.unpack(other)
     if protocol != _PROTOCOL:
         raise AuthenticationError(
@@ -242,7 +242,7 @@ def _exchange_greetings(
             f"The peer {peer} sent back the greeting of this process's own side, "
             "so it is no process of this job, or this process connected to itself."
         )
-    return _Transcript(secret, own + other if role == _CLIENT else other + own, peer)
+    return _Transcript(secret, greeting + other if role == _CLIENT else other + greeting, peer)
 
 
 class _Transcript:

@@ -64,10 +64,10 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
     if number := (environ or {}).get(LISTEN_FD, ""):
         return _inherited(number, address, port)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         if not is_name(host):
-            return socket.create_server(found[0][4], family=found[0][0], backlog=_BACKLOG)
-        _check_own(found)
+            return socket.create_server(places[0][4], family=places[0][0], backlog=_BACKLOG)
+        _check_own(places)
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         place = "", port
@@ -79,9 +79,9 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
         ) from error
 
 
-def _check_own(found: Sequence[Any]) -> None:
+def _check_own(places: Sequence[Any]) -> None:
     """Raise OSError if this host has none of the addresses that were found for a name."""
-    for family, *_, place in found:
+    for family, *_, place in places:
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((place[0], 0, *place[2:]))
             return
@@ -129,7 +129,7 @@ class _Pending:
 
     sock: socket.socket
     peer: str
-    exchange: handshake.Exchange
+    exchange: handshake.Handshake
     deadline: float
     refusal: object = None  # Why it was refused, until the peer has had time to read it.
 
@@ -162,8 +162,8 @@ class Listener:
         with contextlib.ExitStack() as on_error:
             for sock in sockets:
                 on_error.enter_context(sock)
-            own = handshake.signed(hello, credentials.job)
-            self._steps = functools.partial(handshake.accept, credentials.secret, own, check)
+            signed = handshake.signed(hello, credentials.job)
+            self._steps = functools.partial(handshake.accept, credentials.secret, signed, check)
             self._tls = tls_context(credentials.tls, server=True) if credentials.tls else None
             self._selector = on_error.enter_context(selectors.DefaultSelector())
             self._waker, woken = map(on_error.enter_context, socket.socketpair())
@@ -235,7 +235,7 @@ class Listener:
             elif self._tls is not None:
                 # The first use of the socket runs the TLS handshake.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            exchange = handshake.Exchange(self._steps(peer))
+            exchange = handshake.Handshake(self._steps(peer))
             pending = _Pending(sock, peer, exchange, time.monotonic() + HANDSHAKE_SECONDS)
             advance = functools.partial(self._advance, pending)
             self._selector.register(sock, selectors.EVENT_READ, advance)

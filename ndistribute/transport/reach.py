@@ -28,12 +28,12 @@ _TCP_INFO = struct.Struct("=BxBBB47xII")
 def tcp_socket(address: str, deadline: float) -> socket.socket:
     """Return a connected socket; also a name server has to answer by the deadline."""
     failure: OSError = socket.gaierror(socket.EAI_AGAIN, "the name server does not answer")
-    found = _looked_up(address, deadline)
-    for number, (family, kind, protocol, _, place) in enumerate(found):
+    places = _looked_up(address, deadline)
+    for number, (family, kind, protocol, _, place) in enumerate(places):
         sock = socket.socket(family, kind, protocol)
         try:
             # An address that does not answer leaves time for the next ones.
-            sock.settimeout(max(0.001, (deadline - time.monotonic()) / (len(found) - number)))
+            sock.settimeout(max(0.001, (deadline - time.monotonic()) / (len(places) - number)))
             sock.connect(place)
             return sock
         except BaseException as error:
@@ -49,18 +49,18 @@ def _looked_up(address: str, deadline: float) -> list[Any]:
     place = split_address(address)
     if is_loopback(place[0]):
         return socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-    found: Future[list[Any]] = Future()
+    places: Future[list[Any]] = Future()
 
     def look() -> None:
         try:
-            found.set_result(socket.getaddrinfo(*place, type=socket.SOCK_STREAM))
+            places.set_result(socket.getaddrinfo(*place, type=socket.SOCK_STREAM))
         except Exception as error:
-            found.set_exception(error)
+            places.set_exception(error)
 
     # `getaddrinfo` has no timeout of its own, and cannot be interrupted.
     threading.Thread(target=look, name="ndistribute look", daemon=True).start()
     try:
-        return found.result(max(0.0, deadline - time.monotonic()))
+        return places.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         return []
 
@@ -72,12 +72,12 @@ def why_unreached(address: str, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"the host name {split_address(address)[0]!r} was not found: {error.strerror}"
     host, ip = split_address(address)[0], error.filename
-    found = f" ({host} is {ip} here)" if ip not in (None, host) else ""
+    resolved = f" ({host} is {ip} here)" if ip not in (None, host) else ""
     if isinstance(error, ConnectionRefusedError):
-        return f"nothing listens there: {error.strerror}{found}"
+        return f"nothing listens there: {error.strerror}{resolved}"
     if isinstance(error, TimeoutError):
-        return f"that host does not answer: check the address and firewalls{found}"
-    return f"{error.strerror or error}".rstrip(".") + found
+        return f"that host does not answer: check the address and firewalls{resolved}"
+    return f"{error.strerror or error}".rstrip(".") + resolved
 
 
 def look_for(address: str) -> str:

@@ -325,8 +325,8 @@ class RpcServer:
         self._silence = silence_seconds(environ)
         sock = listen(address, environ)
         self.port: int = sock.getsockname()[1]
-        own = f"{address.rpartition(':')[0]}:{self.port}"
-        sockets = [*listen_unix(own, environ), sock]
+        place = f"{address.rpartition(':')[0]}:{self.port}"
+        sockets = [*listen_unix(place, environ), sock]
         hello = Hello(name=name, instance=self.instance)
         self._listener = Listener(sockets, credentials, hello, self._on_peer, check=self._refusal)
 

@@ -17,7 +17,7 @@ from ndistribute.cluster import MPIClusterResolver
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
 from ndistribute.collective.communicator import CommunicationOptions
-from ndistribute.collective.control import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.ring import RingBackend

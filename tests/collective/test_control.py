@@ -28,7 +28,6 @@ from ndistribute.collective.bootstrap import (
     outward_address,
 )
 from ndistribute.collective.communicator import CommunicationOptions
-from ndistribute.collective.progress import BEFORE_ALL, END, StepTracker
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.star import (
     CALL,
@@ -42,6 +41,7 @@ from ndistribute.collective.star import (
     describe_error,
     restore_error,
 )
+from ndistribute.collective.step_tracker import BEFORE_ALL, END, StepTracker
 from ndistribute.collective.workers import Workers
 from ndistribute.devices import Device
 from ndistribute.errors import (

@@ -22,7 +22,7 @@ from ndistribute.collective.ring import compress, compressed_dtype, decompress
 from ndistribute.collective.schedule import (
     Action,
     Message,
-    Step,
+    ScheduleStep,
     chunk_cuts,
     pack,
     plan_gather,
@@ -96,7 +96,7 @@ class Player:
         self.begin()
 
     def begin(self):
-        self.sending, self.receiving, _ = self.steps[0] if self.steps else Step()
+        self.sending, self.receiving, _ = self.steps[0] if self.steps else ScheduleStep()
 
     def finish_step(self):
         if not self.steps or self.sending or self.receiving:
@@ -152,7 +152,10 @@ def volume(steps):
 
 
 def test_the_machine_sees_a_deadlock():
-    plans = [[Step(send=Message(1 - r, 0, 1)), Step(receive=Message(1 - r, 0, 1))] for r in (0, 1)]
+    plans = [
+        [ScheduleStep(send=Message(1 - r, 0, 1)), ScheduleStep(receive=Message(1 - r, 0, 1))]
+        for r in (0, 1)
+    ]
     with pytest.raises(AssertionError, match="deadlock"):
         play(plans, letters(2, 1))
 

@@ -86,7 +86,7 @@ def _wait_for(condition):
 
 def broken():
     """Wait until this process knows that another one failed."""
-    _wait_for(lambda: peers().is_alarmed)
+    _wait_for(lambda: peers().has_failure)
 
 
 def in_collective():

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ndistribute.transport import buffers
 from ndistribute.transport import connection as module
-from ndistribute.transport import shared_memory
+from ndistribute.transport.buffers import Ring, make_file
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.secret import TlsFiles
-from ndistribute.transport.shared_memory import Ring, make_file
 from tests.transport.ends import (
     Note,
     at_once,
@@ -240,10 +240,10 @@ def test_memory_is_refused_that_is_missing_or_of_another_size_or_may_be_made_sho
     frame += struct.pack("<Q", MEGABYTES) + control
     with tempfile.TemporaryFile() as plain, socket.socket() as unrelated:
         shrinking = os.memfd_create("shrinking", os.MFD_ALLOW_SEALING)
-        os.ftruncate(shrinking, shared_memory._SIZE)
-        plain.truncate(shared_memory._SIZE)
+        os.ftruncate(shrinking, buffers._SIZE)
+        plain.truncate(buffers._SIZE)
         longer = make_file()
-        os.ftruncate(longer, 2 * shared_memory._SIZE)
+        os.ftruncate(longer, 2 * buffers._SIZE)
         before = len(open_files())
         for sent in (
             [shrinking],
@@ -410,7 +410,7 @@ def test_memory_of_long_messages_is_given_back_when_it_lies_idle(monkeypatch):
 
 
 def test_memory_of_messages_is_reused_and_not_used_up_by_lengths_that_never_come_again():
-    memory, views = shared_memory.ReusedMemory(4 * MEGABYTES), []
+    memory, views = buffers.ReusedMemory(4 * MEGABYTES), []
     tracemalloc.start()
     try:
         for number in range(40):

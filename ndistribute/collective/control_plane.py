@@ -23,7 +23,7 @@ from ndistribute import errors
 from ndistribute.collective import star
 from ndistribute.collective.backend import Call
 from ndistribute.collective.bootstrap import DataConnections, ProcessInfo
-from ndistribute.collective.progress import BEFORE_ALL, END, Place, StepTracker
+from ndistribute.collective.step_tracker import BEFORE_ALL, END, Place, StepTracker
 from ndistribute.transport.failures import sendable
 from ndistribute.transport.reach import why_absent
 from ndistribute.transport.waiting import SHOWN, WaitReport, shortened
@@ -81,7 +81,7 @@ class ControlPlane:
     """The control plane of one process; all processes must start within `timeout` seconds."""
 
     generation: int  # The number of recoveries.
-    cause: star.Failed | None  # The failure that broke the current generation.
+    cause: star.StepFailure | None  # The failure that broke the current generation.
     raised: bool  # Whether the user's code in this process has raised since `enter`.
     _origin: BaseException | None  # The exception, if the cause is in this process.
     _failed_at: Place  # The last call before the user's code raised.
@@ -93,8 +93,8 @@ class ControlPlane:
         self.cut_off_at = float("inf")  # When rank 0 left and control messages ended.
         self.wake: Callable[[], None] | None = None  # Ends the sleep of a call in shared memory.
         self._info = info
-        self._broken: dict[int, star.Failed] = {}  # By generation; others may be ahead.
-        self._failures: dict[int, star.Failed] = {}  # By rank, in steps not over here.
+        self._broken: dict[int, star.StepFailure] = {}  # By generation; others may be ahead.
+        self._failures: dict[int, star.StepFailure] = {}  # By rank, in steps not over here.
         self._lost: set[int] = set()
         self._closed = False
         self._process = os.getpid()
@@ -124,7 +124,7 @@ class ControlPlane:
         return self.cause is not None and self.cause.place[0] <= max(0, self.where.last[0])
 
     @property
-    def is_alarmed(self) -> bool:
+    def has_failure(self) -> bool:
         """Whether `check` may raise."""
         return self.cause is not None or bool(self._failures)
 
@@ -241,8 +241,8 @@ class ControlPlane:
         call any more, and before any process makes the next one.
         """
         # Its key is the generation, not a count: after a timeout, a process can try again.
-        own = str(self.where.total).encode()
-        totals = self._meet("recover", own, timeout, while_broken=True)
+        total = str(self.where.total).encode()
+        totals = self._meet("recover", total, timeout, while_broken=True)
         with self._changed:
             self._begin(self.generation + 1)
         try:
@@ -279,7 +279,7 @@ class ControlPlane:
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
         self._origin = None
-        self._told: star.Failed | None = None  # The cause that this process has raised.
+        self._told: star.StepFailure | None = None  # The cause that this process has raised.
         self.raised = False
         self._failed_at = BEFORE_ALL
         self._asked: set[Place] = set()  # Calls that others ask about.
@@ -311,13 +311,13 @@ class ControlPlane:
     def _join(self, left: float, timeout: float) -> None:
         """Exchange the names and addresses of all processes."""
         info = self._info
-        own = json.dumps(info.details(started=secrets.token_hex(8))).encode()
+        details = json.dumps(info.details(started=secrets.token_hex(8))).encode()
         deadline, report = time.monotonic() + left, WaitReport(f"worker {self.rank}")
-        told: list[bytes] = []
-        while not told:
+        members: list[bytes] = []
+        while not members:
             try:
                 until = min(deadline, report.due)
-                told = self._meet(star.JOIN, own, until - time.monotonic())
+                members = self._meet(star.JOIN, details, until - time.monotonic())
             except errors.CollectiveTimeoutError as error:
                 if self.cause is not None:
                     raise  # Another process has given up.
@@ -334,13 +334,13 @@ class ControlPlane:
                     rank=error.rank,
                     op="start",
                 ) from error
-        self._members = [json.loads(text) for text in told]
+        self._members = [json.loads(text) for text in members]
         self._star.stop_accepting()
         addresses = [member["address"] for member in self._members]
         self._data.open(addresses, self._members[0]["started"])  # Rank 0 chose this id.
 
     def _described(self, late: Sequence[int]) -> str:
-        """Return the names of missing processes, and what was found at their addresses."""
+        """Return the names of missing processes, and what is at their addresses."""
         names, known = [f"worker {rank}" for rank in late], self._info.addresses
         if not known:  # As under MPI and torchrun.
             return f"{shortened(names)} to join at {self._info.first}"
@@ -406,7 +406,7 @@ class ControlPlane:
     def _refuse_closed(self) -> NoReturn:
         raise errors.WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
 
-    def _raise(self, cause: star.Failed) -> NoReturn:
+    def _raise(self, cause: star.StepFailure) -> NoReturn:
         self._told = cause
         raise star.restore_error(cause.error) from self._origin
 
@@ -420,13 +420,13 @@ class ControlPlane:
                     self._take_leave(rank, message)
                 case star.Lost():
                     self._lose(rank, message.why.rstrip("."))
-                case star.Abort():
+                case star.GroupFailure():
                     self._break(message.failed)
-                case star.Failed():
+                case star.StepFailure():
                     self._failures[rank] = message
                     self._catch_up()
             self._changed.notify_all()
-        if (self.is_alarmed or self.where.anyone_gone) and (wake := self.wake):
+        if (self.has_failure or self.where.anyone_gone) and (wake := self.wake):
             wake()
 
     def _learn(self, told: star.Exchange) -> None:
@@ -495,13 +495,13 @@ class ControlPlane:
 
     def _failure(
         self, cause: BaseException, place: Place, generation: int | None = None
-    ) -> star.Failed:
+    ) -> star.StepFailure:
         error = star.describe_error(cause, self.rank)
         generation = self.generation if generation is None else generation
-        return star.Failed(generation, place, self.where.before, error)
+        return star.StepFailure(generation, place, self.where.before, error)
 
     def _break(
-        self, failed: star.Failed, *, tell: bool = False, origin: BaseException | None = None
+        self, failed: star.StepFailure, *, tell: bool = False, origin: BaseException | None = None
     ) -> None:
         """Break a generation, unless it is broken from the same or an earlier call on."""
         with self._changed:
@@ -509,7 +509,7 @@ class ControlPlane:
             if failed.generation < self.generation or (known and failed.place >= known.place):
                 return
             if tell:
-                self._star.post(star.Abort(failed))
+                self._star.post(star.GroupFailure(failed))
             if failed.generation == self.generation:
                 self._origin = origin
                 self._told = self._told if origin is None else failed
@@ -518,7 +518,7 @@ class ControlPlane:
             self._changed.notify_all()
 
 
-def _is_finished_by_all(cause: star.Failed, here: Place) -> bool:
+def _is_finished_by_all(cause: star.StepFailure, here: Place) -> bool:
     """Return True if the process that broke the group had completed the call `here`."""
     position, finished = cause.place
     if here[0] == position:
