@@ -74,7 +74,7 @@ class WaitMonitor:
             raise self._call.error(errors.CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
-            plane.tell(self._place, made=True)
+            plane.announce(self._place, made=True)
 
 
 class ControlPlane:
@@ -139,7 +139,7 @@ class ControlPlane:
         for failed in list(self._failures.values()):
             # A process that raised in this step makes no more calls in it.
             if failed.generation == self.generation and (here[0], 0) <= failed.place < here:
-                self._break(failed, tell=True)
+                self._break(failed, notify=True)
         cause = self.cause
         if cause is not None and not _is_finished_by_all(cause, here):
             self._raise(cause)
@@ -171,7 +171,7 @@ class ControlPlane:
             self._refuse_closed()
         if self._failed_at != BEFORE_ALL and not self.is_broken_here:
             self._settle(timeout)
-        knows = self.raised or self._told is self.cause
+        knows = self.raised or self._raised_cause is self.cause
         if self.cause is not None and self.is_broken_here and knows:
             self.recover(reset, timeout)
         self.raised = False
@@ -206,9 +206,9 @@ class ControlPlane:
         fewer calls.
         """
         place = self.where.last if after is None else after
-        self._break(self._failure(cause, place), tell=True, origin=cause)
+        self._break(self._failure(cause, place), notify=True, origin=cause)
 
-    def tell(self, place: Place, *, made: bool) -> None:
+    def announce(self, place: Place, *, made: bool) -> None:
         """Report whether this process made or skipped a call; ask the processes that have not."""
         blob = star.MADE if made else star.SKIPPED
         self._star.post(star.Exchange(star.CALL, self.generation, place, {self.rank: blob}))
@@ -279,7 +279,9 @@ class ControlPlane:
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
         self._origin = None
-        self._told: star.StepFailure | None = None  # The cause that this process has raised.
+        self._raised_cause: star.StepFailure | None = (
+            None  # What this process has raised.
+        )
         self.raised = False
         self._failed_at = BEFORE_ALL
         self._asked: set[Place] = set()  # Calls that others ask about.
@@ -305,7 +307,7 @@ class ControlPlane:
                     self.abort(error, after=BEFORE_ALL)
                     raise error
                 if not self._changed.wait(timeout=min(left, _REPEAT_SECONDS[1])):
-                    self.tell(end, made=False)
+                    self.announce(end, made=False)
         self._failed_at = BEFORE_ALL
 
     def _join(self, left: float, timeout: float) -> None:
@@ -407,7 +409,7 @@ class ControlPlane:
         raise errors.WorkerLostError(f"worker {self.rank} has left its group.", rank=self.rank)
 
     def _raise(self, cause: star.StepFailure) -> NoReturn:
-        self._told = cause
+        self._raised_cause = cause
         raise star.restore_error(cause.error) from self._origin
 
     def _on_message(self, rank: int, message: star.Message) -> None:
@@ -429,19 +431,19 @@ class ControlPlane:
         if (self.has_failure or self.where.anyone_gone) and (wake := self.wake):
             wake()
 
-    def _learn(self, told: star.Exchange) -> None:
+    def _learn(self, message: star.Exchange) -> None:
         """Record what others passed in an exchange; answer if they wait for this process."""
-        key = told.kind, told.generation, told.place
-        if told.kind != star.CALL:
+        key = message.kind, message.generation, message.place
+        if message.kind != star.CALL:
             if key in self._passed:
-                self._passed[key] = told.passed
-        elif told.generation == self.generation:
-            if self.rank not in told.passed:
-                self._asked.add(told.place)
+                self._passed[key] = message.passed
+        elif message.generation == self.generation:
+            if self.rank not in message.passed:
+                self._asked.add(message.place)
                 self._catch_up()
                 return
-            for rank, blob in told.passed.items():
-                self.where.note(rank, told.place, made=blob == star.MADE)
+            for rank, blob in message.passed.items():
+                self.where.note(rank, message.place, made=blob == star.MADE)
 
     def _catch_up(self) -> None:
         """Answer questions about calls, and drop failures, of steps that this process has left.
@@ -453,7 +455,7 @@ class ControlPlane:
                 made = self.where.has_made(place)
                 if made is not None:
                     self._asked.remove(place)
-                    self.tell(place, made=made)
+                    self.announce(place, made=made)
             here = self.generation, self.where.position
             self._failures = {
                 rank: failed
@@ -491,7 +493,7 @@ class ControlPlane:
             text = f"{self.name_of(self.rank)} cannot reach {self.name_of(rank)}: {why}"
             # Data of a completed call may be lost in the kernel, so no call counts.
             lost = errors.WorkerLostError(text, rank=rank)
-            self._break(self._failure(lost, BEFORE_ALL, generation), tell=True)
+            self._break(self._failure(lost, BEFORE_ALL, generation), notify=True)
 
     def _failure(
         self, cause: BaseException, place: Place, generation: int | None = None
@@ -501,18 +503,18 @@ class ControlPlane:
         return star.StepFailure(generation, place, self.where.before, error)
 
     def _break(
-        self, failed: star.StepFailure, *, tell: bool = False, origin: BaseException | None = None
+        self, failed: star.StepFailure, *, notify: bool = False, origin: BaseException | None = None
     ) -> None:
         """Break a generation, unless it is broken from the same or an earlier call on."""
         with self._changed:
             known = self._broken.get(failed.generation)
             if failed.generation < self.generation or (known and failed.place >= known.place):
                 return
-            if tell:
+            if notify:
                 self._star.post(star.GroupFailure(failed))
             if failed.generation == self.generation:
                 self._origin = origin
-                self._told = self._told if origin is None else failed
+                self._raised_cause = self._raised_cause if origin is None else failed
                 self.cause = failed  # Last, because it is read without the lock.
             self._broken[failed.generation] = failed  # Last: after an interrupt, this runs again.
             self._changed.notify_all()

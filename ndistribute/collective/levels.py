@@ -185,7 +185,7 @@ class HostLevelBackend(_TwoLevelBackend):
     ) -> None:
         super().__init__(inside, outside, groups, rank)
         self._order = [member for group in groups for member in group]
-        self._sums = reused_sums()
+        self._sums = reused_sums(self.allocate)
 
     def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Gather the rows of each host, then those of all hosts by one process of each."""
@@ -225,7 +225,7 @@ class HostLevelBackend(_TwoLevelBackend):
         return sums, begin()  # Last, so that an earlier failure changes nothing.
 
 
-def reused_sums(allocate: Callable[..., Array | None] = lambda *_: None) -> Any:
+def reused_sums(allocate: Callable[..., Array | None]) -> Any:
     """Return a function that returns arrays for sums; large ones by `allocate` if it has room."""
 
     @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step.

@@ -72,10 +72,10 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
     try:
         if isinstance(value, Exception):
             raise value
-        told = pack(value)
+        encoded = pack(value)
     except Exception as error:  # Any error, because the others wait.
-        told = encode(failure_of(error, _ERRORS))[0]
-    data = np.frombuffer(told, np.uint8)
+        encoded = encode(failure_of(error, _ERRORS))[0]
+    data = np.frombuffer(encoded, np.uint8)
     sizes, joined = group.all_gather((np.array([data.size]), data), axis=0)
     blobs = np.split(joined, np.cumsum(sizes)[:-1])
     return [unpack(blob.tobytes(), f"worker {rank}: ") for rank, blob in enumerate(blobs)]
@@ -102,7 +102,7 @@ def unpack(data: bytes, teller: str = "") -> Any:
         if not isinstance(spec, Failure):
             return _value_of(spec)
     except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise MalformedError(f"{teller}what it told is not understood: {error}") from error
+        raise MalformedError(f"{teller}its value cannot be decoded: {error}") from error
     raise error_of(spec, _ERRORS, teller)
 
 
@@ -165,16 +165,16 @@ def _value_of(spec: PlainSpec | ArraySpec | NestSpec) -> Any:
     return kind(**named)
 
 
-def _descr(told: Any) -> Any:
+def _descr(node: Any) -> Any:
     """Return the description of a dtype, whose tuples JSON has turned into lists.
 
     `ast.literal_eval` would keep them, but it fails at random on several threads in Python 3.11.
     """
-    if not isinstance(told, list):
-        return told
-    if all(isinstance(field, list) for field in told):
-        return [tuple(map(_descr, field)) for field in told]
-    return tuple(told)
+    if not isinstance(node, list):
+        return node
+    if all(isinstance(field, list) for field in node):
+        return [tuple(map(_descr, field)) for field in node]
+    return tuple(node)
 
 
 def _class_named(name: str, fields: tuple[Any, ...]) -> Any:

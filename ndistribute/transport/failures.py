@@ -44,8 +44,8 @@ def failure_of(error: BaseException, kinds: Kinds) -> Failure:
     if not known:
         return Failure("", sendable(f"{type(error).__name__}: {text}"))
     values = {name: getattr(error, name, None) for name in _ATTRIBUTES}
-    told = {name: _ATTRIBUTES[name](v) for name, v in values.items() if v is not None}
-    return Failure(known, sendable(text), **told)
+    attributes = {name: _ATTRIBUTES[name](v) for name, v in values.items() if v is not None}
+    return Failure(known, sendable(text), **attributes)
 
 
 def error_of(failure: Failure, kinds: Kinds, prefix: str = "") -> Exception:
