@@ -1,4 +1,7 @@
-"""Sharded variables behave like the array they hold, on any number of servers."""
+"""Sharded variables: what is read and sent, on any number of servers.
+
+The contract tests of this folder have a row for them, so that they behave like the array they hold.
+"""
 
 from __future__ import annotations
 
@@ -83,18 +86,6 @@ def test_what_can_not_be_cut_is_left_whole(strategy):
         assert np.array_equal(v.numpy(), initial)
 
 
-def test_the_whole_is_used_like_an_array_and_a_read_is_a_snapshot(strategy):
-    v = make(strategy)
-    assert np.array_equal(v @ np.ones(10), TABLE.sum(1))
-    assert v.read_value().flags.writeable is False
-    assert strategy.local_results(v)[0].shape == (700, 10)
-    whole, rows = v.value, v[[1, 2]]
-    assert v.assign(1 - TABLE).assign_add(TABLE).assign_sub(TABLE) is v
-    assert np.array_equal(whole, TABLE)
-    assert np.array_equal(rows, TABLE[[1, 2]])
-    assert np.array_equal(v.numpy(), 1 - TABLE)
-
-
 def test_parts_are_read_as_of_an_array(strategy):
     v = make(strategy)
     for index in (
@@ -143,23 +134,6 @@ def test_only_what_is_asked_for_is_read_in_one_message_to_each_server(shards):
             len(make(strategy, 1.0))
 
 
-@pytest.mark.parametrize("how", ["scatter_update", "scatter_add", "scatter_sub"])
-def test_rows_are_written_also_repeated_ones(strategy, how):
-    v = make(strategy)
-    rows = [699, 0, 350, 0, 699, 699]
-    values = np.arange(60.0).reshape(6, 10)
-    expected = TABLE.copy()
-    if how == "scatter_update":
-        for row, value in zip(rows, values, strict=True):
-            expected[row] = value
-    else:
-        (np.add if how == "scatter_add" else np.subtract).at(expected, rows, values)
-    getattr(v, how)(rows, values)
-    assert np.array_equal(v, expected)
-    getattr(v, how)([], np.zeros((0, 10)))
-    assert np.array_equal(v, expected)
-
-
 def test_what_a_write_changes_on_one_server_changes_together_and_others_are_not_asked():
     with served(3, 4) as (strategy, clients):
         v = make(strategy)
@@ -168,23 +142,6 @@ def test_what_a_write_changes_on_one_server_changes_together_and_others_are_not_
         assert [len(asked_for([client], Transaction)) for client in clients] == [2] * 3
         v.scatter_add([300, 301], np.ones((2, 10)))
         assert [len(asked_for([client], Transaction)) for client in clients] == [2, 3, 2]
-
-
-def test_writes_of_replicas_are_aggregated():
-    with served(2, 3, replicas=2) as (strategy, _):
-        v = make(strategy, aggregation="mean")
-
-        def step():
-            number = nd.get_replica_context().replica_id_in_sync_group + 1
-            v.assign_add(np.full((700, 10), float(number)))
-            v.scatter_add([699, 0], np.full((2, 10), float(number)))
-            return v[[0, 1, 699]]
-
-        rows = strategy.run(step)
-        expected = TABLE + 1.5
-        expected[[0, 699]] += 1.5
-        assert np.array_equal(v, expected)
-        assert all(np.array_equal(part, expected[[0, 1, 699]]) for part in rows.values)
 
 
 def test_a_variable_that_was_sent_reads_and_changes_the_same_rows():
