@@ -168,18 +168,6 @@ def test_auto_does_not_deal_files_where_that_would_change_the_elements(change, r
     all_raise(refused, ValueError, rf"AutoShardPolicy\.FILE .*{reason}.*DATA")
 
 
-@pytest.mark.parametrize("policy", ["data", "file"])
-def test_workers_shuffle_alike_without_a_seed(policy):
-    """Workers that are processes draw different entropies; here each builds its own shuffle."""
-
-    def build():
-        return number_files([4] * 6).shuffle(30).batch(6)
-
-    first, again = (rows_of(shares_of(build, (1, 2), policy)) for _ in range(2))
-    assert sorted(first) == sorted(again) == list(range(24))
-    assert first != again
-
-
 @pytest.mark.parametrize("policy", ["file", "off"])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_steps_that_are_made_ahead_end_together_too(policy, prefetch):
