@@ -113,18 +113,26 @@ def test_results_are_arguments_wherever_they_stand(coordinator):
 
 
 def test_arrays_travel_and_can_be_written_to(coordinator):
-    def increment(array: np.ndarray) -> np.ndarray:
-        array += 1
-        return array
+    def increment(values: dict[str, Any]) -> dict[str, Any]:
+        for name in ("large", "small", "rows", "cut", "none"):
+            values[name] += 1
+        return values
 
-    start = np.arange(400_000.0)
-    small = coordinator.schedule(increment, (np.zeros((2, 3), np.float32),)).fetch()
+    start = {
+        "large": np.arange(400_000.0),
+        "small": np.zeros((2, 3), np.float32),
+        "rows": np.arange(40_000.0).reshape(200, 200).T,
+        "cut": np.arange(100_000)[::3],
+        "none": np.zeros((0, 3)),
+        "text": np.array(["a", None], dtype=object),
+        "path": Path("x"),
+    }
     value = coordinator.schedule(increment, (start,))
-    result = coordinator.schedule(increment, (value,)).fetch()
-    result[:] += 1
-    assert small.tolist() == [[1, 1, 1], [1, 1, 1]]
-    np.testing.assert_array_equal(result, np.arange(400_000.0) + 3)
-    np.testing.assert_array_equal(start, np.arange(400_000.0))
+    result = increment(coordinator.schedule(increment, (value,)).fetch())
+    for name, array in start.items():
+        more = 0 if name in ("text", "path") else 3
+        np.testing.assert_array_equal(result[name], array + more if more else array)
+    assert start["large"][0] == start["rows"][0, 0] == 0
     assert value.fetch() is value.fetch()
 
 
@@ -617,19 +625,3 @@ def test_functions_that_differ_in_a_large_array_alone_are_two(coordinator):
 
     results = [coordinator.schedule(sums(fill)) for fill in (1.0, 2.0)]
     assert coordinator.fetch(results) == [100_000.0, 200_000.0]
-
-
-def test_small_and_large_and_odd_arrays_survive():
-    values = {
-        "rows": np.arange(40_000.0).reshape(200, 200).T,
-        "cut": np.arange(100_000)[::3],
-        "few": np.float32([1, 2]),
-        "text": np.array(["a", None], dtype=object),
-        "none": np.zeros((0, 3)),
-        "path": Path("x"),
-    }
-    copies = load(dump(values))
-    for name, expected in values.items():
-        np.testing.assert_array_equal(copies[name], expected)
-    copies["rows"][0, 0] = 7
-    assert values["rows"][0, 0] == 0
