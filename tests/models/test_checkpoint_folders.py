@@ -21,55 +21,52 @@ from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable
 from tests.processes import Ranks
 
-Save = Callable[[float, int], Any]
+
+@contextlib.contextmanager
+def graph_saver(value: float, **options: Any) -> Iterator[Callable[..., str]]:
+    """Give the method `save` of a saver of one variable, without its first argument."""
+    with Graph().as_default(), Session() as session:
+        Variable(np.full(3, value), name="v").load(np.full(3, value), session)
+        yield functools.partial(Saver(**options).save, session)
 
 
-def savers(directory: str) -> Iterator[tuple[str, Save]]:
-    """Yield each way to save a value in a step, which returns what its path then has."""
+def savers(directory: str) -> tuple[Callable[[float], None], dict[str, Callable[..., Path]]]:
+    """Return what sets a value, and each way to save it in a step, which returns its folder."""
     variables = [nd.Variable(np.zeros(500)) for _ in range(4)]
     checkpoint = nd.Checkpoint(v=variables)
+    manager = nd.CheckpointManager(checkpoint, directory, max_to_keep=100)
     model = nd.Sequential([nd.layers.Dense(9, input_shape=(50,))])
 
-    def with_variables(save: Callable[[int], Any]) -> Save:
-        def run(value: float, step: int) -> Any:
-            for variable in variables:
-                variable.assign(np.full(500, value))
-            return tensor_files.read(save(step)).tensors.values()
-
-        return run
-
-    def with_model(value: float, save: Callable[[], Any]) -> Any:
+    def fill(value: float) -> None:
+        for variable in variables:
+            variable.assign(np.full(500, value))
         model.set_weights([np.full(w.shape, value, np.float32) for w in model.get_weights()])
-        return tensor_files.read(save()).tensors.values()
 
-    manager = nd.CheckpointManager(checkpoint, directory, max_to_keep=100)
-    yield "manager", with_variables(manager.save)
-    yield "checkpoint", with_variables(lambda _: checkpoint.save(f"{directory}/run"))
-    path = f"{directory}/weights"
-    yield "save_weights", lambda value, _: with_model(value, lambda: model.save_weights(path))
-    path = f"{directory}/model"
-    yield "export", lambda value, _: with_model(value, lambda: model.export(path))
-    with Graph().as_default(), Session() as session:
-        held = [Variable(np.zeros(500), name=f"v{k}") for k in range(4)]
-        saver = Saver(max_to_keep=100)
-
-        def save_graph(value: float, step: int) -> Any:
-            for variable in held:
-                variable.load(np.full(500, value), session)
+    def by_graph(step: int, value: float) -> Path:
+        with graph_saver(value, max_to_keep=100) as save:
             # Two savers that write the same step replace each other's files.
-            saved = Path(saver.save(session, f"{directory}/graph", int(value)))
-            return tensor_files.newest(saved.parent, saved.name).tensors.values()
+            saved = Path(save(f"{directory}/graph", int(value)))
+        return tensor_files.newest(saved.parent, saved.name).path
 
-        yield "graph", save_graph
+    return fill, {
+        "manager": lambda step, value: manager.save(step),
+        "checkpoint": lambda step, value: checkpoint.save(f"{directory}/run"),
+        "save_weights": lambda step, value: model.save_weights(f"{directory}/weights"),
+        "export": lambda step, value: model.export(f"{directory}/model"),
+        "graph": by_graph,
+    }
 
 
 def save_again_and_again(rank: int, size: int, directory: str, count: int) -> list[str]:
     """Save values of this process in each way, and return what a returned path did not have."""
     wrong = []
-    for name, save in savers(directory):
+    fill, ways = savers(directory)
+    for name, save in ways.items():
         for step in range(count):
             value = 1000.0 * rank + step
-            if not all((tensor == value).all() for tensor in save(value, step)):
+            fill(value)
+            tensors = tensor_files.read(save(step, value)).tensors.values()
+            if not all((tensor == value).all() for tensor in tensors):
                 wrong.append(f"{name}, step {step}")
     return wrong
 
@@ -81,14 +78,6 @@ def test_each_path_has_what_was_saved_while_other_processes_save_there_too(tmp_p
     names = [path.name for path in tmp_path.iterdir()]
     assert all(name.rpartition(".")[2].isdigit() for name in names), names  # Nothing is left.
     assert len([name for name in names if name.startswith("checkpoint.")]) == min(3 * count, 100)
-
-
-@contextlib.contextmanager
-def graph_saver(value: float, **options: Any) -> Iterator[Callable[..., str]]:
-    """Give the method `save` of a saver of one variable, without its first argument."""
-    with Graph().as_default(), Session() as session:
-        Variable(np.full(3, value), name="v").load(np.full(3, value), session)
-        yield functools.partial(Saver(**options).save, session)
 
 
 def by_kinds(path: Path) -> dict[str, Callable[[], Any]]:
