@@ -1,4 +1,4 @@
-"""The leak check that guards every other test: it finds what is left, and waits for the tidy."""
+"""The check for leaks that guards every other test, and the processes that tests start."""
 
 import os
 import socket
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import Snapshot, leaks_since
+from tests.processes import Ranks
 
 _HOLD_SEGMENT = """
 import mmap, os, sys
@@ -116,3 +117,14 @@ class _Holder:
 
     def __del__(self):
         os.close(self.fd)
+
+
+def test_a_stranger_with_the_number_of_a_process_that_has_ended_lives_on() -> None:
+    """Numbers come back within a run of all tests, and processes were killed by theirs."""
+    command = [sys.executable, "-c", "input()"]
+    with Ranks(1) as ranks, subprocess.Popen(command, stdin=subprocess.PIPE) as stranger:
+        ranks.kill()
+        ranks.pids[0] = stranger.pid
+        ranks.kill()
+        stranger.communicate(b"\n", timeout=30)
+    assert stranger.returncode == 0

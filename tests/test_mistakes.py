@@ -119,12 +119,6 @@ nd.Variable([1.0, 2.0], name="weights").assign(np.ones(3))
 -> ValueError: (3,) | 'weights' | (2,) | Nothing has changed
 nd.Variable(1, name="steps").assign(1.5)
 -> ValueError: 'steps' | float64 | int64 | astype | Nothing has changed
-weights = nd.Variable([1.0, 2.0])
-weights[0] = 3.0
--> TypeError: assign_add
-weights = nd.Variable([1.0, 2.0])
-weights += 1.0
--> TypeError: assign_add
 with strategy.scope():
     loss = nd.Variable(0.0, name="loss", synchronization="on_read")
 float(loss)
@@ -179,8 +173,6 @@ with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
     other.run(lambda: optimizer.apply_gradients([(np.ones(2), weights)]))
 -> ValueError: optimizer 'adam | 'weights' | make an optimizer for each strategy
 # Input.
-strategy.distribute_dataset(nd.Dataset.range(4))
--> ValueError: unbatched | dataset.batch(global_batch_size)
 nd.Dataset.from_tensor_slices((np.ones(3), np.ones(4)))
 -> ValueError: float64[3], float64[4] | the same leading length
 strategy.distribute_dataset(iter([np.ones(2)]))
@@ -189,11 +181,6 @@ batches = strategy.distribute_dataset(nd.Dataset.range(4).batch(2))
 strategy.run(lambda: next(iter(batches)))
 -> RuntimeError: inside a replica | strategy.run(step, args=(batch,)) | of 2 (cpu:
 # Gradients.
-weights = nd.Variable([1.0, 2.0])
-with nd.GradientTape() as tape:
-    loss = np.sum(np.i0(weights))
-tape.gradient(loss, weights)
--> TypeError: np.i0 | nd.custom_gradient
 weights = nd.Variable([1.0, 2.0])
 with nd.GradientTape() as tape:
     loss = np.sum(weights * weights)

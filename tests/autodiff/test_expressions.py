@@ -392,6 +392,7 @@ np.sign | np.sign(x + 1j * y)
 np.apply_along_axis | np.apply_along_axis(np.sort, 0, x)
 np.add.reduceat | np.add.reduceat(x, [0, 2])
 np.frexp | np.frexp(x)[0]
+np.i0 | np.i0(x)
 np.polyval | np.polyval(v, 2.0)
 np.polyfit | np.polyfit([0.0, 1.0, 2.0, 3.0], v, 1)
 np.insert | np.insert(x, 1, 0.0, axis=0)
