@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -51,22 +52,14 @@ def fit(folder: Path, *more: callbacks.Callback, model: Any = None, **changed: A
         )
         model = Sequential([hidden, layers.Dense(1, dtype=given["dtype"])])
         model.compile(given["optimizer"], given["loss"], metrics=[note])
-    options = {name: changed[name] for name in ("class_weight", "shuffle") if name in changed}
+    names = ("class_weight", "shuffle", "epochs", "batch_size")
+    options = {name: given[name] for name in names if name in given}
     data = given["x"] if isinstance(given["x"], tuple) else (given["x"], Y)
     if "data" in changed:
-        data, given["batch_size"] = (changed["data"],), None
+        data, options["batch_size"] = (changed["data"],), None
     backup = callbacks.BackupAndRestore(folder, save_freq=1)
-    try:
-        model.fit(
-            *data,
-            batch_size=given["batch_size"],
-            epochs=given["epochs"],
-            verbose=0,
-            callbacks=[backup, *more],
-            **options,
-        )
-    except KeyboardInterrupt:
-        return seen
+    with contextlib.suppress(KeyboardInterrupt):
+        model.fit(*data, verbose=0, callbacks=[backup, *more], **options)
     return seen
 
 

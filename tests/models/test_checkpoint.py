@@ -22,7 +22,7 @@ from ndistribute import tensor_files
 from ndistribute.models import Sequential, layers, losses, metrics
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from tests.contract_rows import central, mirrored, served
-from tests.digits_training import serve
+from tests.digits_training import serve, step_of
 from tests.kinds import DEADLINE, closing, context
 from tests.processes import HANG_SECONDS, Ranks
 from tests.strategies.on_servers import holders, worker_of
@@ -310,18 +310,14 @@ class Training:
         return nd.Checkpoint(model=self.model, batches=self.batches, seen=self.seen)
 
     def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.strategy.run(self._step, args=(next(self.batches),))
+        step = step_of(self.model)
 
-    def _step(self, batch: Any) -> None:
-        x, y = batch
-        with nd.GradientTape() as tape:
-            predicted = self.model(x, training=True)
-            loss = self.model.loss(y, predicted)
-        trained = self.model.trainable_variables
-        gradients = tape.gradient(loss, trained)
-        self.model.optimizer.apply_gradients(zip(gradients, trained, strict=True))
-        self.seen.update_state(self.model.loss.call(y, predicted))
+        def step_and_score(batch: Any) -> None:
+            step(batch)
+            self.seen.update_state(self.model.loss.call(batch[1], self.model(batch[0])))
+
+        for _ in range(steps):
+            self.strategy.run(step_and_score, args=(next(self.batches),))
 
     def draws(self) -> list[float]:
         """Return the next random number of each replica."""
