@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ndistribute.data import AutoShardPolicy, Dataset, InputContext, InputOptions
-from tests.data.test_files import Frame
+from tests.data.test_dataset import Frame
 from tests.data.workers import cpus, distribute, distribute_from_function
 
 
