@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ def here(nest: Any) -> Any:
 
 def meet() -> float:
     """Make the simplest collective call."""
-    return float(context().all_reduce("sum", 1.0))
+    return float(context().all_reduce("sum", here(1.0)))
 
 
 def replica_ids(strategy: nd.Strategy) -> list[int]:
@@ -249,6 +250,31 @@ def in_thread(fn: Callable[[], Any]) -> Iterator[Future[Any]]:
     """Run a function on another thread beside a ``with`` block; it ends with the block."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(fn)
+
+
+@contextmanager
+def struck_inside(
+    action: Callable[[], Any], is_there: Callable[[CodeType], bool]
+) -> Iterator[None]:
+    """Do something as soon as the main thread is inside of such code."""
+    over, main = threading.Event(), threading.main_thread().ident or 0
+
+    def look() -> None:
+        while not over.wait(0.0002):
+            frame = sys._current_frames().get(main)
+            while frame is not None:
+                if is_there(frame.f_code):
+                    action()
+                    return
+                frame = frame.f_back
+
+    thread = threading.Thread(target=look, name="striking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(DEADLINE)
 
 
 def wait_until_in(function: str, idents: Iterable[int | None]) -> None:

@@ -8,7 +8,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -54,17 +53,11 @@ from ndistribute.transport.address import address_of
 from ndistribute.transport.codec import Decoder, encode
 from ndistribute.transport.secret import Credentials
 from tests.collective.backend_calls import joined_peers
-from tests.processes import Ranks
+from tests.kinds import struck_inside
+from tests.processes import Ranks, wait_until
 
 FINISHED = GoodBye("has finished", False, (9, 1))
 DEADLINE = 50.0
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + DEADLINE
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_host_is_reached_at_its_address_towards_the_others(monkeypatch):
@@ -351,27 +344,15 @@ def joined(start):
 @contextlib.contextmanager
 def interrupted_in(function):
     """Interrupt the main thread as soon as it waits in a function of the star."""
-    over = threading.Event()
 
-    def look():
-        deadline = time.monotonic() + DEADLINE
-        while not over.wait(0.001) and time.monotonic() < deadline:
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            while frame is not None:
-                code = frame.f_code
-                if code.co_filename.endswith("star.py") and code.co_name == function:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-                frame = frame.f_back
+    def is_there(code):
+        return code.co_filename.endswith("star.py") and code.co_name == function
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread = threading.Thread(target=look, name="interrupting")
-    thread.start()
     try:
-        yield
+        with struck_inside(lambda: os.kill(os.getpid(), signal.SIGINT), is_there):
+            yield
     finally:
-        over.set()
-        thread.join(DEADLINE)
         signal.signal(signal.SIGINT, before)
 
 

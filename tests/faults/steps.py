@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.collective.communicator import Communicator
 from ndistribute.strategies import replicas
-from tests.kinds import context
+from tests.kinds import context, struck_inside
 
 DEADLINE = 40.0
 SMALL, LARGE = 100, 300_000
@@ -89,34 +88,8 @@ def broken():
     _wait_for(lambda: peers().has_failure)
 
 
-def in_collective():
-    """Say whether the main thread is inside a collective."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_COLLECTIVE_FILES):
-            return True
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def struck_inside(action):
-    """Do something as soon as the main thread is in a collective."""
-    over = threading.Event()
-
-    def look():
-        while not over.wait(0.0002):
-            if in_collective():
-                action()
-                return
-
-    thread = threading.Thread(target=look, name="striking", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(DEADLINE)
+def in_collective(code):
+    return code.co_filename.endswith(_COLLECTIVE_FILES)
 
 
 def strike(number, note):
@@ -135,7 +108,7 @@ def struck(rank, size, who, moment, number, note):
     if rank == who and moment == "outside":
         strike(number, note)
     elif rank == who:
-        with struck_inside(lambda: strike(number, note)):
+        with struck_inside(lambda: strike(number, note), in_collective):
             if moment == "inside":
                 strategy().run(total, args=(1, LARGE))
             until_told(rank, size, LARGE)
@@ -192,7 +165,7 @@ def disturbed(rank, size, who, fault, after, length, inside):
     if rank != who:
         until_told(rank, size, length, timeout=0.5 if fault == "late" else DEADLINE)
     elif fault in _STRIKES and inside:
-        with struck_inside(_STRIKES[fault]):
+        with struck_inside(_STRIKES[fault], in_collective):
             until_told(rank, size, length)
     elif fault in _STRIKES:
         _STRIKES[fault]()
@@ -249,7 +222,7 @@ def closed_by_another_thread(rank, size):
     strategy().run(total)
     if rank == 0:
         try:
-            with struck_inside(strategy()._workers.peers.close):
+            with struck_inside(strategy()._workers.peers.close, in_collective):
                 strategy().run(total)
         except nd.WorkerLostError as error:
             return str(error)

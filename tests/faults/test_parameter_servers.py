@@ -158,15 +158,6 @@ def test_two_jobs_on_one_host_have_nothing_to_do_with_each_other():
         assert [int(np.sum(marks)) for marks in counted] == [30, 50]
 
 
-@pytest.mark.parametrize("secret", ["f" * 32, ""])
-def test_who_does_not_know_the_secret_is_told_so_at_once(secret):
-    with Tasks(workers=1) as tasks:
-        tasks.start_all()
-        tasks.environ["NDISTRIBUTE_SECRET"] = secret
-        with pytest.raises(nd.AuthenticationError), taking_part(tasks, "chief"):
-            pass
-
-
 def test_a_server_that_was_stopped_while_nobody_asks_it_goes_on():
     """It took an idle chief for dead, whose connection had been cut, and ended."""
     settings = {"TASK_CUT_SECONDS": "1", **IMPATIENT}

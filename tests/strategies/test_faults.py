@@ -17,6 +17,7 @@ from tests.kinds import (
     context,
     cpus,
     each,
+    here,
     host_memory,
     meet,
     mirrored,
@@ -49,7 +50,7 @@ def test_each_replica_in_turn_before_between_and_after_collectives(several, call
                 if rank() == who and call == calls:
                     raise error
                 if call < 2:
-                    context().all_reduce("sum", np.ones(size))
+                    context().all_reduce("sum", here(np.ones(size)))
             meet()
 
         with raised_in(several, who, MineError) as caught:

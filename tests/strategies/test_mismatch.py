@@ -15,6 +15,7 @@ import ndistribute as nd
 from tests.kinds import (
     LARGE,
     context,
+    here,
     inside_worker,
     meet,
     mirrored,
@@ -55,7 +56,7 @@ def told(strategy, call, *, before=0):
 
 
 def all_reduce(value, op="sum"):
-    return context().all_reduce(op, value)
+    return context().all_reduce(op, here(value))
 
 
 DISAGREEMENTS = {

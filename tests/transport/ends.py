@@ -50,13 +50,6 @@ def soon(seconds: float = SECONDS) -> float:
     return time.monotonic() + seconds
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
-    deadline = soon(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
-        select.select([], [], [], 0.005)
-
-
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """Return what calls return, or raise, that run at the same time on a thread each."""
     with ThreadPoolExecutor(len(calls)) as pool:

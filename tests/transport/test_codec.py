@@ -121,25 +121,6 @@ def test_buffers_that_do_not_fit_are_malformed(record, data):
     assert decoded(control, spoilt) is None or not buffers[which]
 
 
-anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.binary(max_size=3)
-    | st.sampled_from(["float32", "int8", "object", "bfloat16"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=300)
-@given(anything, anything, anything)
-def test_an_array_described_by_anything_is_malformed_and_nothing_else(number, name, shape):
-    for node in ([number, name, shape], [0, "float32", shape], [number, "int8", [4]], number):
-        decoded(msgspec.msgpack.encode(["Leaf", "x", node]), [b"1234"])
-
-
 @pytest.mark.parametrize(
     "node",
     [

@@ -23,6 +23,7 @@ from ndistribute.transport.buffers import Ring, make_file
 from ndistribute.transport.codec import MalformedError, encode
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.secret import TlsFiles
+from tests.processes import wait_until
 from tests.transport.ends import (
     Note,
     at_once,
@@ -34,7 +35,6 @@ from tests.transport.ends import (
     pair,
     sockets,
     soon,
-    wait_until,
 )
 
 KINDS = ["tcp", "tls", "unix"]

@@ -19,7 +19,8 @@ from ndistribute.transport.failure_detector import (
     probe_when_idle,
     silence_seconds,
 )
-from tests.transport.ends import SECONDS, Child, Echo, one_end, pair, serving, sockets, wait_until
+from tests.processes import wait_until
+from tests.transport.ends import SECONDS, Child, Echo, one_end, pair, serving, sockets
 
 SILENCE = 1.6
 ENVIRON = {"NDISTRIBUTE_HEARTBEAT_SECONDS": str(SILENCE)}

@@ -20,6 +20,7 @@ from ndistribute.errors import (
 )
 from ndistribute.transport.address import unix_name
 from ndistribute.transport.rpc import RpcServer
+from tests.processes import wait_until
 from tests.transport.ends import (
     CREDENTIALS,
     SECONDS,
@@ -31,7 +32,6 @@ from tests.transport.ends import (
     client_of,
     knock,
     serving,
-    wait_until,
 )
 
 SERVE = "(server := RpcServer('127.0.0.1:{}', CREDENTIALS, 'ps:0', {{'echo': Echo()}})).port"
