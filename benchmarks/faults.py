@@ -31,9 +31,9 @@ import ndistribute as nd
 from benchmarks.harness import add_options, options_of
 from benchmarks.machine import machine
 from benchmarks.report import markdown, shown, write_json
-from tests.faults import steps
-from tests.faults.jobs import commanded, taking_part
-from tests.faults.loops import Shared
+from tests.jobs import steps
+from tests.jobs.clusters import commanded, taking_part
+from tests.jobs.loops import Shared
 from tests.processes import Ranks, Tasks, wait_until
 
 Row = dict[str, Any]

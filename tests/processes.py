@@ -557,7 +557,7 @@ def run_task() -> None:
     """Be a task, as the environment says.
 
     TASK_SCRIPT is a script to run, with TASK_ARGUMENTS, or TASK_RUNS a function of
-    `tests/faults/loops.py`; other tasks serve, and end after TASK_CUT_SECONDS without their chief.
+    `tests/jobs/loops.py`; other tasks serve, and end after TASK_CUT_SECONDS without their chief.
     TASK_LIMITS are set before, and TASK_USER is whose process it becomes.
     """
     for name, value in json.loads(os.environ.get("TASK_LIMITS", "{}")).items():
@@ -572,7 +572,7 @@ def run_task() -> None:
         sys.path.insert(0, str(Path(path).parent))
         exec(compile(Path(path).read_text(), path, "exec"), main)
     elif "TASK_RUNS" in os.environ:
-        getattr(importlib.import_module("tests.faults.loops"), os.environ["TASK_RUNS"])()
+        getattr(importlib.import_module("tests.jobs.loops"), os.environ["TASK_RUNS"])()
     else:
         server = importlib.import_module("ndistribute.task.server")
         server.CUT_SECONDS = float(os.environ.get("TASK_CUT_SECONDS", server.CUT_SECONDS))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launcher.jobs import environment
+from tests.jobs.launched import environment
 
 SCRIPT = """
 import ndistribute as nd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.collective import backend_calls
+from tests.jobs import backend_calls
 from tests.processes import Ranks, find_mpiexec
 
 # One dtype that is added in a wider one, one that is not, and one whose sum is a maximum.

@@ -52,7 +52,7 @@ from ndistribute.errors import (
 from ndistribute.transport.address import address_of
 from ndistribute.transport.codec import Decoder, encode
 from ndistribute.transport.secret import Credentials
-from tests.collective.backend_calls import joined_peers
+from tests.jobs.backend_calls import joined_peers
 from tests.kinds import struck_inside
 from tests.processes import Ranks, wait_until
 

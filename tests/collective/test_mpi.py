@@ -21,8 +21,8 @@ from ndistribute.collective.mpi import exchange_over_mpi
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.errors import CollectiveTimeoutError, DistributeError
 from ndistribute.transport import waiting
-from tests.collective import backend_calls
-from tests.collective.backend_calls import joined_peers
+from tests.jobs import backend_calls
+from tests.jobs.backend_calls import joined_peers
 from tests.processes import ROOT, Ranks, find_mpiexec
 
 pytest.importorskip("mpi4py")
@@ -133,7 +133,7 @@ def run_script(tmp_path, body, size=2):
 START = """
     import itertools, os, signal, sys, time
     import numpy as np
-    from tests.collective import backend_calls
+    from tests.jobs import backend_calls
     from ndistribute.collective import mpi
     from ndistribute.collective.reduce_op import ReduceOp
 

@@ -22,7 +22,7 @@ from ndistribute.collective.shared_memory import (
     SharedMemoryBackend,
 )
 from ndistribute.errors import CollectiveTimeoutError, DistributeError
-from tests.collective.backend_calls import (
+from tests.jobs.backend_calls import (
     TIMEOUT,
     all_gathered,
     all_reduced,

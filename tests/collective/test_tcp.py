@@ -12,8 +12,8 @@ import pytest
 from ndistribute.collective.headers import encode_header
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.tcp import TcpTransport
-from tests.collective import backend_calls
-from tests.collective.backend_calls import joined_peers
+from tests.jobs import backend_calls
+from tests.jobs.backend_calls import joined_peers
 from tests.processes import Ranks
 from tests.transport.ends import authority, tls_environ
 

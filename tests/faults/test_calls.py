@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.faults import steps
-from tests.faults.jobs import WIRES
+from tests.jobs import steps
+from tests.jobs.clusters import WIRES
 from tests.processes import Ranks
 
 

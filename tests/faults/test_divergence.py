@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults import steps
+from tests.jobs import steps
 from tests.processes import Ranks
 
 STEPS = 60

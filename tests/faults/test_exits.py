@@ -5,13 +5,13 @@ import signal
 
 import pytest
 
-from tests.faults.jobs import Scripts
+from tests.jobs.clusters import Scripts
 
 # Worker 1 ends; the other one runs until it is told.
 BODY = """
     import os, sys
     import ndistribute as nd
-    from tests.faults import steps
+    from tests.jobs import steps
 
     rank = steps.strategy().cluster_resolver.task_id
     steps.worked(rank, 2, 1)
@@ -30,7 +30,7 @@ ENDINGS = {
 }
 FORKS = """
     import os, signal, sys, warnings
-    from tests.faults import steps
+    from tests.jobs import steps
 
     # Python 3.12 and later print one where a process with threads forks.
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -15,8 +15,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.coordinator import closures
-from tests.faults.jobs import DEADLINE, taking_part, training
-from tests.faults.loops import counted
+from tests.jobs.clusters import DEADLINE, taking_part, training
+from tests.jobs.loops import counted
 from tests.processes import Tasks, wait_until
 
 KILLS = int(os.environ.get("FAULTS_KILLS", "10"))

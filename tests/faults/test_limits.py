@@ -16,7 +16,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import tensor_files
 from ndistribute.transport.address import split_address, unix_name
-from tests.faults.jobs import DEADLINE, commanded, meet_workers, training
+from tests.jobs.clusters import DEADLINE, commanded, meet_workers, training
 from tests.processes import Tasks
 
 STRANGERS = 1200

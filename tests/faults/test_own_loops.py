@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
-from tests.faults.jobs import taking_part
-from tests.faults.loops import Shared
+from tests.jobs.clusters import taking_part
+from tests.jobs.loops import Shared
 from tests.processes import Tasks, wait_until
 
 

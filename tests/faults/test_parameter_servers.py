@@ -11,7 +11,7 @@ import pytest
 
 import ndistribute as nd
 from tests.coordinator import errands
-from tests.faults.jobs import (
+from tests.jobs.clusters import (
     DEADLINE,
     commanded,
     marked,
@@ -20,7 +20,7 @@ from tests.faults.jobs import (
     taking_part,
     training,
 )
-from tests.faults.loops import Shared
+from tests.jobs.loops import Shared
 from tests.processes import Tasks, wait_until
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))

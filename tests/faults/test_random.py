@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tests.faults import steps
-from tests.faults.jobs import WIRES
+from tests.jobs import steps
+from tests.jobs.clusters import WIRES
 
 # More of them where the environment says so, as before a release.
 RUNS = int(os.environ.get("FAULTS_RUNS", "20"))

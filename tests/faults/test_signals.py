@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults import steps
-from tests.faults.jobs import HEARTBEAT, WIRES
+from tests.jobs import steps
+from tests.jobs.clusters import HEARTBEAT, WIRES
 
 SILENT = "nothing was heard of it"
 

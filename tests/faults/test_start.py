@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.jobs import Scripts
+from tests.jobs.clusters import Scripts
 from tests.processes import free_addresses, tf_config
 from tests.transport.ends import authority, tls_environ
 

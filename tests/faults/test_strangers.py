@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faults import steps
-from tests.faults.jobs import DEADLINE, WIRES, marked, schedule_all, training
+from tests.jobs import steps
+from tests.jobs.clusters import DEADLINE, WIRES, marked, schedule_all, training
 from tests.transport.ends import malformed
 
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))

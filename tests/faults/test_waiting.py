@@ -10,7 +10,7 @@ import ndistribute as nd
 from ndistribute.transport import reach
 from ndistribute.transport.connection import ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
-from tests.faults.jobs import Scripts
+from tests.jobs.clusters import Scripts
 from tests.processes import tf_config
 from tests.transport.ends import CREDENTIALS, NOTES
 

@@ -12,8 +12,8 @@ import pytest
 
 from ndistribute.collective.select import nccl_obstacle
 from ndistribute.devices import list_devices
-from tests.gpu import nccl_job
 from tests.gpu.placing import REAL
+from tests.jobs import nccl as nccl_job
 from tests.processes import Ranks
 
 

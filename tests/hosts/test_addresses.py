@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts import jobs
 from tests.hosts.rig import Rig, skip_reason
+from tests.jobs import on_hosts as jobs
 from tests.processes import HANG_SECONDS, find_mpiexec, tf_config
 
 pytestmark = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts import jobs
-from tests.hosts.program import MARKER
 from tests.hosts.rig import Rig, skip_reason
+from tests.jobs import on_hosts as jobs
+from tests.jobs.on_hosts_program import MARKER
 
 pytestmark = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
 

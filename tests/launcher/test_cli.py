@@ -13,7 +13,7 @@ from ndistribute.blas import LAUNCHER_VARIABLES, THREAD_VARIABLES
 from ndistribute.launcher import doctor
 from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions
-from tests.launcher.jobs import ROOT
+from tests.jobs.launched import ROOT
 
 HERE = Host("localhost", 2)
 

@@ -19,7 +19,7 @@ import pytest
 
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import dask, ray
-from tests.launcher.jobs import environment, lasting
+from tests.jobs.launched import environment, lasting
 
 pytestmark = pytest.mark.timeout(240)
 MODULES = {"ray": "ray", "dask": "distributed"}
@@ -31,7 +31,7 @@ class Driver:
 
     def __init__(self, engine: str, directory: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launcher.engine_program", engine, directory],
+            [sys.executable, "-m", "tests.jobs.engine_program", engine, directory],
             env=environment({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

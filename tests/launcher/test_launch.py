@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launcher.jobs import lasting, read_pids, run, started
+from tests.jobs.launched import lasting, read_pids, run, started
 
 SHOW_SECRET = "print(os.environ.get('NDISTRIBUTE_SECRET'))"
 PRINT_FOREVER = """

@@ -11,7 +11,7 @@ import pytest
 from ndistribute.launcher import supervisor
 from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions, launch
-from tests.launcher.jobs import lasting, read_pids, run, started
+from tests.jobs.launched import lasting, read_pids, run, started
 
 # How often the task was started, and words for servers, which end by one or by SIGKILL.
 PREAMBLE = """

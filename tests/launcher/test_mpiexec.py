@@ -17,7 +17,7 @@ from ndistribute.launcher.commands import (
     mpiexec_command,
     parse_tagged,
 )
-from tests.launcher.jobs import lasting, read_pids, run, started
+from tests.jobs.launched import lasting, read_pids, run, started
 
 FLAGS = "--allow-run-as-root " * (os.geteuid() == 0)
 

@@ -21,7 +21,7 @@ from ndistribute.launcher.commands import (
     remote_script,
     ssh_command,
 )
-from tests.launcher.jobs import lasting, read_pids, run, started
+from tests.jobs.launched import lasting, read_pids, run, started
 from tests.processes import HANG_SECONDS
 
 NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)

@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from tests.launcher.jobs import SECONDS, command, environment, lasting, read_pids, run, started
+from tests.jobs.launched import SECONDS, command, environment, lasting, read_pids, run, started
 
 PREAMBLE = """
 folder = os.path.dirname(os.path.abspath(__file__))

@@ -16,7 +16,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import Sequential, activations, callbacks, layers
 from ndistribute.optimizers import GradientAccumulation
-from tests.launcher.jobs import ROOT, environment, run
+from tests.jobs.launched import ROOT, environment, run
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(300, 3)), np.arange(300.0)[:, None]

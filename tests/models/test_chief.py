@@ -14,7 +14,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import PreemptionCheckpointHandler, Sequential, callbacks, layers
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_newest
-from tests.digits_training import BATCH, digits, network, train_by_schedule
+from tests.jobs.digits import BATCH, digits, network, train_by_schedule
 from tests.kinds import DEADLINE
 from tests.models.test_progress import Terminal
 from tests.models.test_resumption import Interrupt

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.digits_training import WAYS, network, on_own_loop, on_worker, serve, weights
+from tests.jobs.digits import WAYS, network, on_own_loop, on_worker, serve, weights
 from tests.kinds import ALL, fixture_over, inside_worker
 from tests.processes import Ranks
 

@@ -20,7 +20,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.transport.codec import encode
 from ndistribute.transport.connection import Connection
-from tests.faults.loops import Shared
+from tests.jobs.loops import Shared
 from tests.kinds import DEADLINE, closing, in_thread, wait_until_in
 from tests.processes import ROOT, Tasks, wait_until
 
@@ -156,7 +156,7 @@ def forking(tasks: Tasks, *arguments: str) -> Iterator[Any]:
     """Run the worker of a cluster that forks; see `forks.py`."""
     config = {"cluster": tasks.cluster, "task": {"type": "worker", "index": 0}}
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.strategies.forks", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "tests.jobs.forks", *arguments],
         cwd=ROOT,
         env={**os.environ, **tasks.environ, "TF_CONFIG": json.dumps(config)},
         stdout=subprocess.PIPE,

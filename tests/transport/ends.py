@@ -27,13 +27,13 @@ from ndistribute.transport.connection import Connection
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.rpc import Client, RpcServer
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_context
+from tests.processes import ROOT
 
 SECONDS = 40.0
 CREDENTIALS = Credentials(b"a secret of the job", "a job")
 STRANGER = Credentials(b"a secret of another", "a job")
 # What a client sends first, without the random bytes that it should hold.
 GREETING = b"NDST" + struct.pack("!Hc32s", 2, b"C", bytes(32))
-ROOT = Path(__file__).parents[2]
 
 
 class Note(Record):

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
+
 SECONDS = 60
 # What a job sets itself must not come from whoever runs the tests.
 UNSET = (

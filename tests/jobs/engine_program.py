@@ -113,7 +113,7 @@ def cluster(engine: str, directory: str) -> Iterator[None]:
 def carry_out(engine: str, job: dict[str, Any]) -> dict[str, Any]:
     run = importlib.import_module(f"ndistribute.launcher.{engine}").run
     # The tasks import the functions from this module, which is not their main one.
-    work = getattr(importlib.import_module("tests.launcher.engine_program"), job["work"])
+    work = getattr(importlib.import_module("tests.jobs.engine_program"), job["work"])
     answer: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as output:
         try:

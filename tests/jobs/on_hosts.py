@@ -1,6 +1,6 @@
 """Starts the same job on imitated hosts in each of the ways that users have, and reads its results.
 
-`python -m tests.hosts.jobs` prints the table of all of them as Markdown.
+`python -m tests.jobs.on_hosts` prints the table of all of them as Markdown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.hosts import program
 from tests.hosts.rig import Host, Rig, skip_reason
+from tests.jobs import on_hosts_program as program
 from tests.processes import find_mpiexec, tf_config
 from tests.transport.ends import authority, tls_environ
 
