@@ -74,11 +74,15 @@ $(VENV)/cupy/%/ready: | $(VENV)/ready-test
 	$(PIP) --no-deps --target $(@D) $(CUPY_$*)
 	@touch $@
 
+# The contract tests, of which the rows with GPUs run there.
+ON_GPUS := tests/strategies tests/variables tests/optimizers tests/test_equivalence.py
+
 cupy-check: cupy
 	for version in 13 14; do \
 	  export PYTHONPATH=$(VENV)/cupy/$$version:$(VENV)/cupy/nccl && \
 	  $(PY) -W error -c 'import cupy.cuda.nccl as nccl; nccl.get_version()' && \
-	  $(PY) -m pytest -m 'not gpu' --ignore tests/gpu/test_nccl_workers.py $(ARGS) tests/gpu \
+	  $(PY) -m pytest -m 'not gpu' --ignore tests/gpu/test_nccl_workers.py $(ARGS) tests/gpu && \
+	  $(PY) -m pytest -m 'not gpu' -k gpu $(ARGS) $(ON_GPUS) \
 	    || exit 1; \
 	done
 
