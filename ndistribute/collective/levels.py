@@ -96,8 +96,8 @@ class _TwoLevelBackend(Backend):
             self._inside.merge(call, None, lambda _: None, timeout)
             return prepared
         except BaseException as error:
-            if self._outside is not None:  # The other processes may already update.
-                self._outside.abort(error)
+            # The other processes may already update.
+            (self._inside if self._outside is None else self._outside).abort(error)
             raise
 
     def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
