@@ -90,7 +90,8 @@ def _greet(server: Server, addresses: Sequence[str]) -> None:
     for address in addresses:
         with contextlib.suppress(UnavailableError):
             left = until - time.monotonic()
-            retried(functools.partial(service.lanes.tell, address, until=until), left)
+            greet = service.pool.client(address).send_one_way
+            retried(functools.partial(greet, until=until), left)
 
 
 def _await_workers(addresses: Sequence[str]) -> None:

@@ -12,24 +12,24 @@ import itertools
 import logging
 import math
 import os
-import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from ndistribute import errors
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.lanes import Lanes, Pending
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
+from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
 from ndistribute.task.server import ServedTask, TaskService
+from ndistribute.transport.rpc import Call, Peer
 from ndistribute.transport.secret import Credentials
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
@@ -47,24 +47,17 @@ def service_at(address: str) -> GraphService | None:
     return _here.get(address)
 
 
-class Client(Protocol):
-    """The one that sends requests."""
-
-    name: str
-
-    @property
-    def is_open(self) -> bool:
-        """Return True until it is known to have ended."""
-
-
 @dataclass(eq=False)
-class LocalClient:
+class SessionClient:
     """The client of a session in the same process, which cannot be lost."""
 
     name: str
     functions: Mapping[str, Callable[..., Any]]
     """The Python functions of its graph, by operation."""
     is_open = True
+
+
+Requester = Peer | SessionClient
 
 
 class GraphService(TaskService):
@@ -84,14 +77,14 @@ class GraphService(TaskService):
         self.task, self.tasks = task, dict(tasks)
         job, index = task.removeprefix("/job:").split("/task:")
         names = {address: name for name, address in self.tasks.items()}
-        self.lanes = Lanes(credentials, f"{job}:{index}#{secrets.token_hex(6)}", names)
+        self.pool = ClientPool(credentials, f"{job}:{index}", names)
         self.resources = Resources()
         self.rendezvous = _Rendezvous()
         self._lock = threading.Lock()
         self._connections: dict[str, int] = {}  # The number of a client's connections.
-        self._near: WeakValueDictionary[str, Client] = WeakValueDictionary()
+        self._near: WeakValueDictionary[str, Requester] = WeakValueDictionary()
         """The clients in this process, which may end without closing their sessions."""
-        self._callers: WeakSet[Client] = WeakSet()
+        self._callers: WeakSet[Requester] = WeakSet()
         """Connections with replies; on the others come the values of other tasks."""
         self._sessions: dict[str, _Session] = {}
         self._parts: dict[str, dict[str, Plan]] = {}  # By session.
@@ -103,12 +96,16 @@ class GraphService(TaskService):
         """Let the sessions of this process call this service, whose server listens there."""
         _here[address] = self
 
-    def connected(self, peer: Client) -> None:
+    def client(self, task: str) -> TaskClient:
+        """Return the client of another task."""
+        return self.pool.client(self.tasks[task])
+
+    def connected(self, peer: Requester) -> None:
         """Count a connection of a client."""
         with self._lock:
             self._connections[peer.name] = self._connections.get(peer.name, 0) + 1
 
-    def disconnected(self, peer: Client, died: bool) -> None:
+    def disconnected(self, peer: Requester, died: bool) -> None:
         """Drop the sessions of a client, or their parts of a master, that has ended."""
         if died and peer not in self._callers:
             self._lose(peer.name)
@@ -124,7 +121,7 @@ class GraphService(TaskService):
         for name in orphaned:
             self._forget(name)
 
-    def handle(self, peer: Client, call: int, request: m.Request) -> m.Reply | None:
+    def handle(self, peer: Requester, call: int, request: m.Request) -> m.Reply | None:
         """Carry out a request; return the reply, or None if it has none."""
         try:
             if isinstance(request, m.Deliver):
@@ -201,13 +198,13 @@ class GraphService(TaskService):
             steps = list(self._steps.values())
         for step in steps:
             step.abort(self._stopped())
-        self.lanes.close()
+        self.pool.close()
         self.resources.clear()
 
     def _stopped(self) -> errors.UnavailableError:
         return errors.UnavailableError(f"{self.task} was stopped.", task=self.task)
 
-    def _session(self, peer: Client, name: str) -> _Session:
+    def _session(self, peer: Requester, name: str) -> _Session:
         left: list[str] = []
         with self._lock:
             found = self._sessions.get(name)
@@ -221,7 +218,7 @@ class GraphService(TaskService):
             self._close(one)
         return found
 
-    def _run_part(self, peer: Client, request: m.RunPart) -> m.Reply:
+    def _run_part(self, peer: Requester, request: m.RunPart) -> m.Reply:
         session = request.part.partition("/")[0]
         plan = self._parts.get(session, {}).get(request.part)
         if plan is None:
@@ -259,7 +256,7 @@ class GraphService(TaskService):
             until = time.monotonic() + _GIVE_UP_SECONDS
             for task in session.end():
                 with contextlib.suppress(errors.OperationError):
-                    self.lanes.tell(self.tasks[task], m.Forget(name), until=until)
+                    self.client(task).send_one_way(m.Forget(name), until=until)
             self._forget(name)
 
     def _forget(self, session: str) -> None:
@@ -271,10 +268,10 @@ class GraphService(TaskService):
 
     def _reset(self, everywhere: bool) -> None:
         self.resources.clear()
-        for task, address in self.tasks.items() if everywhere else ():
+        for task in self.tasks if everywhere else ():
             if task != self.task:
                 reset = m.Reset(everywhere=False)
-                m.values_of(self.lanes.call(address, reset, _REGISTER_SECONDS))
+                m.values_of(self.client(task).call(reset, _REGISTER_SECONDS))
 
 
 def serve(task: ServedTask) -> GraphService:
@@ -322,7 +319,7 @@ class _Session:
             self.has_ended = True
             return list(self.others)
 
-    def run(self, peer: Client, request: m.Run) -> m.Reply:
+    def run(self, peer: Requester, request: m.Run) -> m.Reply:
         if len(request.values) != len(request.feeds):
             raise errors.InvalidArgumentError(
                 f"{len(request.feeds)} feeds have {len(request.values)} values."
@@ -380,21 +377,22 @@ class _Session:
 
     def _register(self, requests: dict[str, m.Register], timeout: float | None) -> None:
         """Give tasks their parts; those that are stopped are not waited for as long as others."""
-        lanes, tasks = self.service.lanes, self.service.tasks
         seconds = _REGISTER_SECONDS if timeout is None else timeout + _GIVE_UP_SECONDS
         until = time.monotonic() + min(_REGISTER_SECONDS, seconds)
-        pending: dict[str, Pending] = {}
+        pending: dict[str, Call] = {}
         try:
             for task, request in requests.items():
                 # Aborts take this connection, which also keeps the task from forgetting its parts.
-                lanes.tell(tasks[task], until=until)
-                pending[task] = lanes.start(tasks[task], request, until)
+                client = self.service.client(task)
+                client.send_one_way(until=until)
+                pending[task] = client.start(request, until - time.monotonic())
                 if self.others.setdefault(task, pending[task].instance) != pending[task].instance:
                     raise restarted(task)
             for task, call in pending.items():
                 reply = call.result(until)
                 if reply is None:
-                    raise lanes.unavailable(tasks[task], "it did not take its part of the graph")
+                    why = "it did not take its part of the graph"
+                    raise self.service.client(task).lost(why)
                 m.values_of(reply)
         finally:
             for call in pending.values():
@@ -405,12 +403,12 @@ class _Running:
     """One step of a session: the calls to the other tasks, and the first failure."""
 
     def __init__(
-        self, session: _Session, cut_: _Cut, number: str, peer: Client, ends: float
+        self, session: _Session, cut_: _Cut, number: str, peer: Requester, ends: float
     ) -> None:
         self._session, self._service = session, session.service
         self._cut, self._number = cut_, number
         self._peer, self._ends = peer, ends
-        self._pending: dict[str, Pending] = {}
+        self._pending: dict[str, Call] = {}
         self._replies: dict[str, m.Values] = {}
         self._failure: m.Failure | None = None
         self._looking = threading.Lock()
@@ -436,10 +434,11 @@ class _Running:
         try:
             for task, part, feeds, _ in made.others:
                 request = m.RunPart(part, self._number, tuple(values[k] for k in feeds))
-                self._pending[task] = service.lanes.start(service.tasks[task], request, self._ends)
+                seconds = self._ends - time.monotonic()
+                self._pending[task] = service.client(task).start(request, seconds)
             if made.own is not None:
                 given = [unpack(values[k]) for k in made.own_feeds]
-                functions = self._peer.functions if isinstance(self._peer, LocalClient) else None
+                functions = self._peer.functions if isinstance(self._peer, SessionClient) else None
                 found = service.run_plan(
                     made.own, self._number, given, self._check, self._ends, functions
                 )
@@ -520,7 +519,7 @@ class _Running:
         for task, *_ in self._cut.others:  # Also those that have not begun, but may get values.
             with contextlib.suppress(errors.OperationError):
                 abort = m.Abort(self._number, failure)
-                service.lanes.tell(service.tasks[task], abort, until=until)
+                service.client(task).send_one_way(abort, until=until)
 
 
 @dataclass(eq=False)
@@ -536,7 +535,7 @@ class _Outside:
     def send(self, task: str, values: Mapping[str, Any]) -> None:
         packed = {key: sendable(key, value) for key, value in values.items()}
         delivery = m.Deliver(self.number, packed)
-        self.service.lanes.tell(self.service.tasks[task], delivery, until=self.ends)
+        self.service.client(task).send_one_way(delivery, until=self.ends)
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
         self.service.rendezvous.receive(self.number, key, then)

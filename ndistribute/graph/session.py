@@ -20,10 +20,10 @@ from ndistribute.graph import messages as m
 from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_default_session, get_default_graph
-from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.placement import CPU, moved, task_of
-from ndistribute.graph.service import LocalClient, service_at
+from ndistribute.graph.pool import ClientPool
+from ndistribute.graph.service import SessionClient, service_at
 from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.indexed_slices import IndexedSlices
@@ -128,16 +128,13 @@ class Session:
     @property
     def job(self) -> str:
         """The identity of the job whose servers it uses; empty while that is open."""
-        return self._runner.lanes.credentials.job if isinstance(self._runner, _Remote) else ""
+        return self._runner.pool.credentials.job if isinstance(self._runner, _Remote) else ""
 
     @staticmethod
     def reset(target: str) -> None:
         """Drop all variables of the server of a target and of the other tasks of its cluster."""
-        lanes = _lanes_to(target)
-        try:
-            m.values_of(lanes.call(address_of(target), m.Reset()))
-        finally:
-            lanes.close()
+        with contextlib.closing(_pool_to(target)) as pool:
+            m.values_of(pool.client(address_of(target)).call(m.Reset()))
 
     def close(self) -> None:
         """End the session; a second call does nothing."""
@@ -202,8 +199,8 @@ class _Remote:
     """
 
     def __init__(self, target: str, config: Any, graph: Graph, job: str) -> None:
-        self._address, self.lanes = address_of(target), _lanes_to(target, job)
-        self._client = LocalClient(f"client#{secrets.token_hex(6)}", graph.functions)
+        self._address, self.pool = address_of(target), _pool_to(target, job)
+        self._client = SessionClient(f"client#{secrets.token_hex(6)}", graph.functions)
         self._session = secrets.token_hex(8)
         self._known = 0  # The number of operations that the master has.
         self._soft, self._log, self._timeout = _options(config)
@@ -237,13 +234,13 @@ class _Remote:
     def close(self) -> None:
         with contextlib.suppress(OperationError):
             self._call(m.Close(self._session), _CLOSE_SECONDS)
-        self.lanes.close()
+        self.pool.close()
 
     def _call(self, request: m.Request, timeout: float = math.inf) -> Any:
         service = service_at(self._address)
         if service is not None:
             return service.handle(self._client, 0, request)
-        return self.lanes.call(self._address, request, timeout)
+        return self.pool.client(self._address).call(request, timeout)
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
@@ -280,11 +277,11 @@ def address_of(target: str) -> str:
     return target.removeprefix("grpc://")
 
 
-def _lanes_to(target: str, job: str = "") -> Lanes:
+def _pool_to(target: str, job: str = "") -> ClientPool:
     address = address_of(target)
     job = job or os.environ.get("NDISTRIBUTE_JOB_ID", "")
     credentials = Credentials(find_secret([address], os.environ), job, tls_files(os.environ))
-    return Lanes(credentials, f"client#{secrets.token_hex(6)}")
+    return ClientPool(credentials, "client")
 
 
 def _fed(tensor: Any, value: Any) -> Any:

@@ -13,13 +13,14 @@ import threading
 import time
 from typing import Any, Literal
 
-from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
+from ndistribute.errors import DistributeError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
 from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.timeline import recorded
 from ndistribute.transport.failure_detector import silence_seconds
+from ndistribute.transport.rpc import ClientCount, LocalClient
 
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
@@ -54,7 +55,7 @@ class StoreService(TaskService):
         self._task, self._directory, self._seconds = task, directory, seconds
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._peers: dict[str, object] = {}
+        self._clients = ClientCount()
         self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
         self._failed_last_snapshot = False
@@ -73,7 +74,7 @@ class StoreService(TaskService):
 
     def connected(self, peer: Any) -> None:
         with self._lock:
-            self._peers[peer.name] = peer
+            self._clients.add(peer)
 
     @recorded(lambda reply, self, peer, *_: ("serve", peer.name))
     def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
@@ -113,12 +114,10 @@ class StoreService(TaskService):
     def disconnected(self, peer: Any, died: bool) -> None:
         """Remove a client that others may wait for, unless it has already come back."""
         with self._lock:
-            name = peer.name
-            if self._peers.get(name) is not peer:
+            if not self._clients.remove(peer, died):
                 return
-            del self._peers[name]
-            self._changed = self._changed or name in self.store.clients
-            answers = self.store.left(name)
+            self._changed = self._changed or peer.name in self.store.clients
+            answers = self.store.left(peer.name)
         _send(answers)
 
     def close(self) -> None:
@@ -199,7 +198,7 @@ class StoreService(TaskService):
     def _expire_clients(self) -> None:
         """Remove clients that died while this server was down, since others may wait for them."""
         with self._lock:
-            gone = self.store.clients - self._peers.keys()
+            gone = self.store.clients - {*self._clients}
             answers = [answer for client in gone for answer in self.store.left(client)]
         what = "%s counts as dead: %s was restarted, and it did not return"
         for client in sorted(gone):
@@ -229,60 +228,8 @@ class LocalServer(StoreService):
         super().__init__(None, "the server in this process")
         self.store.variables.adopts = False
 
-    def connect(self, name: str, timeout: float) -> _Client:
-        return _Client(self, name, timeout)
-
-
-class _Client:
-    """The interface of a connection, for a server in the same process."""
-
-    instance = "the only one"
-
-    def __init__(self, server: LocalServer, name: str, timeout: float) -> None:
-        self.name, self._timeout = name, timeout
-        self._server = server
-        self._closed = False
-        server.connected(self)
-
-    def start(self, request: Any) -> _Call:
-        if self._closed:
-            raise WorkerLostError(f"{self.name} was closed.")
-        call = _Call(self.name, self._timeout)
-        reply = self._server.handle(self, call, request)
-        if reply is not None:
-            self.send(reply, call)
-        return call
-
-    def send(self, record: Any, call: Any) -> None:
-        call.reply = record
-        call.arrived.set()
-
-    def close(self) -> None:
-        if not self._closed:  # A finalizer may call this again, even under the server's lock.
-            self._closed = True
-            self._server.disconnected(self, died=False)
-
-
-class _Call:
-    """A pending request that other threads may have to complete."""
-
-    instance = _Client.instance
-
-    def __init__(self, name: str, timeout: float) -> None:
-        self.arrived = threading.Event()
-        self.reply: Any = None
-        self._name, self._timeout = name, timeout
-        self._deadline = time.monotonic() + timeout
-
-    def result(self, until: float = math.inf) -> Any:
-        left = min(until, self._deadline) - time.monotonic()
-        if not self.arrived.wait(timeout=max(0.0, left)) and time.monotonic() > self._deadline:
-            within = f"within {self._timeout:g} s"
-            raise CollectiveTimeoutError(f"{self._name}: no answer in this process {within}.")
-        return self.reply
-
-    def cancel(self) -> None:
-        """Give up the call."""
+    def connect(self, name: str, timeout: float) -> LocalClient:
+        return LocalClient(self, name, timeout)
 
 
 def _send(answers: Answers) -> None:

@@ -23,7 +23,7 @@ from ndistribute.cluster.spec import ClusterSpec, num_sharing_host, only_task, t
 from ndistribute.errors import WorkerLostError
 from ndistribute.timeline import identify
 from ndistribute.transport.address import split_address
-from ndistribute.transport.rpc import Peer, RpcServer, Service
+from ndistribute.transport.rpc import ClientCount, Peer, RpcServer, Service
 from ndistribute.transport.secret import Credentials, credentials_of
 from ndistribute.transport.waiting import WaitReport, shortened
 
@@ -174,18 +174,17 @@ class _Membership:
         self._report = WaitReport(name)
         self.released = False
         self._changed = threading.Condition()
-        self._peers: dict[str, Peer] = {}
+        self._clients = ClientCount()
 
     def connected(self, peer: Peer, may_restart: bool = False) -> None:
         with self._changed:
-            self._peers[peer.name] = peer
+            self._clients.add(peer)
             self.policy.came(peer.name, may_restart, time.monotonic())
             self._changed.notify_all()
 
     def disconnected(self, peer: Peer, died: bool) -> None:
         with self._changed:
-            if self._peers.get(peer.name) is peer:  # Otherwise the client has a newer connection.
-                del self._peers[peer.name]
+            if self._clients.remove(peer, died):
                 self.policy.left(peer.name, died, time.monotonic(), peer.patience)
                 self._changed.notify_all()
 

@@ -1,13 +1,14 @@
 """Requests and replies over connections: a client that survives server restarts, and a server.
 
-Calls are numbered, so the threads of a client share a connection, and replies may arrive in any
-order. The first thread that waits for a reply reads from the connection, for the other threads too,
-so a call on an idle connection needs no thread switch. The server has one thread per connection,
-which reads a request, calls the service, and sends the reply.
+A call has a connection for itself, an idle or a new one, and its thread reads the reply, so it
+needs no thread switch in the client. Calls are numbered, so a late reply to a call that was given
+up is not taken for that of another. The server has one thread per connection, which reads a
+request, calls the service, and sends the reply.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -16,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ndistribute import errors
@@ -33,82 +34,145 @@ _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds between attempts to connect; the la
 _RESTORE_SECONDS = 5.0
 _LEAST_SECONDS = 1.0  # For an attempt to connect.
 _MOST_CONNECTIONS = 4096
-_UNEXPECTED = {"": errors.DistributeError}
 _log = logging.getLogger("ndistribute")
 
 
 class Call:
-    """A pending call, as `Client.start` returns it."""
+    """A request that was sent once; it has a connection for itself until its reply."""
 
-    def __init__(self, client: Client, request: Record, deadline: float) -> None:
-        self._client, self._request = client, request
-        self._begun, self.deadline = time.monotonic(), deadline
-        self._connect_until = min(deadline, self._begun + FIRST_SECONDS)  # Until a report is due.
+    connection: Connection
+
+    def __init__(self, client: Client, request: Record, until: float) -> None:
+        self._client, self._request, self._number = client, request, 0
         self.reply: Any = None
-        self.connection: Connection
-        self._number = 0
-        self._problem: Exception | None = None  # The reason to send the request again.
-        self._report: WaitReport | None = None  # Set once the request must be sent again.
-        self._try(self._send)
+        try:
+            self._send(until, until)
+        except (ConnectionLostError, TimeoutError) as error:
+            raise client.lost(error) from error
+
+    @property
+    def instance(self) -> str:
+        """Return which start of the server got the request."""
+        return self.connection.peer.instance
 
     def result(self, until: float = float("inf")) -> Any:
-        """Return the reply, as `Client.call` does, or None if it has not arrived by `until`."""
+        """Return the reply, or None if it has not arrived by `until`."""
+        try:
+            if self.reply is None:
+                self._receive(float("inf"), until)
+            return self._checked_reply()
+        except TimeoutError:
+            return None
+        except BaseException as error:
+            self.cancel()
+            if isinstance(error, ConnectionLostError):
+                raise self._client.lost(error) from error
+            if isinstance(error, MalformedError):
+                why = f"the reply of {self._client.address}: {error}"
+                raise self._client.failed(why) from error
+            raise
+
+    def _checked_reply(self) -> Any:
+        if isinstance(self.reply, Failure) and not self.reply.kind:  # An unexpected exception.
+            unexpected = {"": self._client.failed}
+            raise error_of(self.reply, unexpected, f"{self._client.title} failed: ")
+        return self.reply
+
+    def cancel(self) -> None:
+        """Give up the call and its connection, so that the server knows."""
+        if self.reply is None:
+            self.connection.abort("the call was given up.")
+            self.connection.close()
+
+    def _send(self, connect_until: float, deadline: float) -> None:
+        is_new = False
+        while not is_new:
+            self.connection, is_new = self._client.take(connect_until)
+            self._number = next(self._client.numbers)
+            try:
+                self.connection.send(self._request, self._number, deadline)
+                return
+            except BaseException as error:
+                self._client.give_back(self.connection)
+                # An idle connection that broke meanwhile has not delivered the request.
+                if is_new or not isinstance(error, ConnectionLostError):
+                    raise
+
+    def _receive(self, deadline: float, until: float) -> None:
+        number = None
+        while number != self._number:  # The replies to calls that were given up come before.
+            number, reply = self.connection.receive(deadline, until)
+        self.reply = reply
+        self._client.give_back(self.connection)
+
+
+class RepeatedCall(Call):
+    """A request that is sent again after each loss of the connection, until a deadline."""
+
+    def __init__(self, client: Client, request: Record, deadline: float) -> None:
+        self._client, self._request, self._number = client, request, 0
+        self._begun, self._deadline = time.monotonic(), deadline
+        self._connect_until = min(deadline, self._begun + FIRST_SECONDS)  # Until a report is due.
+        self.reply = None
+        self._is_pending = False  # Whether it has a connection.
+        self._problem: Exception | None = None  # The reason to send the request again.
+        self._report: WaitReport | None = None  # Set once the request must be sent again.
+        self._try(self._send_once)
+
+    def result(self, until: float = float("inf")) -> Any:
         pauses = iter(_PAUSES)
         while self.reply is None:
             if time.monotonic() > until:
                 return None
-            if self._problem is None:
-                self._try(functools.partial(self._client._receive, self, until))
-            else:
+            if self._problem is not None:
                 self._again(next(pauses, _PAUSES[-1]))
-        if isinstance(self.reply, Failure) and not self.reply.kind:  # An unexpected exception.
-            raise error_of(self.reply, _UNEXPECTED, f"{self._client.title} failed: ")
-        return self.reply
+            elif not self._try(functools.partial(self._receive, self._deadline, until), until):
+                return None
+        return self._checked_reply()
 
     def cancel(self) -> None:
         """Give up the call; its reply is dropped."""
-        self._client._pending.pop(self._number, None)
+        if self._is_pending and self.reply is None:
+            self._is_pending = False
+            self._client.give_back(self.connection)
 
-    @property
-    def instance(self) -> str:
-        return self.connection.peer.instance
-
-    def _try(self, step: Callable[[], None]) -> None:
+    def _try(self, step: Callable[[], None], until: float = float("inf")) -> bool:
+        """Take a step; return False if it was not finished by `until`."""
         try:
             step()
         except ConnectionLostError as error:
             self._problem = error
-            self._client._why = str(error)
         except BaseException as error:
+            is_late = isinstance(error, TimeoutError)
+            if is_late and until <= time.monotonic() < self._deadline:
+                return False
             self.cancel()
-            if not isinstance(error, TimeoutError):
+            if not is_late:
                 raise
             client, waited = self._client, time.monotonic() - self._begun
             raise errors.CollectiveTimeoutError(
                 f"{client.name}: {client.title} did not answer within {waited:.1f} s. It may be "
                 "stopped or busy; raise timeout_seconds if it needs longer."
             ) from error
+        return True
 
-    def _send(self) -> None:
+    def _send_once(self) -> None:
         self.cancel()
-        self._number = next(self._client._numbers)
-        self.connection = self._client._connected(self._connect_until)
-        self._problem = None
-        self._client._pending[self._number] = self
-        self.connection.send(self._request, self._number, self.deadline)
+        self._send(self._connect_until, self._deadline)
+        self._problem, self._is_pending = None, True
 
     def _again(self, pause: float) -> None:
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
-        waited, left = now - self._begun, self.deadline - now
+        waited, left = now - self._begun, self._deadline - now
         self._report = self._report or WaitReport(client.name.partition("#")[0], self._begun)
         if self._report.tell(f"{client.title} ({why})"):
             client.waits(f"{client.title} ({why})")
-        self._connect_until = min(self.deadline, max(self._report.due, now + _LEAST_SECONDS))
-        if left > 0 and not client._closing.wait(timeout=min(pause, left)):
-            self._try(self._send)
+        self._connect_until = min(self._deadline, max(self._report.due, now + _LEAST_SECONDS))
+        if left > 0 and not client.closing.wait(timeout=min(pause, left)):
+            self._try(self._send_once)
             return
         self.cancel()
-        if client._closing.is_set():
+        if client.closing.is_set():
             message = f"{client.name} was closed while it asked {client.title}: {why}."
         else:
             message = (
@@ -119,13 +183,16 @@ class Call:
 
 
 class Client:
-    """Send requests to one server, from any number of threads.
+    """Send requests to one server, from any number of threads; calls at once use a connection each.
 
     After a lost connection the client sends a pending request again, so requests must be safe to
-    repeat. A server that restarts at its address before the deadline of a call only delays the
-    call. The client appends a random suffix to its name, because a restarted process is another
-    client. `replies` is the union of the reply classes.
+    repeat, or `repeats` is False. A server that restarts at its address before the deadline of a
+    call only delays the call. The client appends a random suffix to its name, because a restarted
+    process is another client. `replies` is the union of the reply classes.
     """
+
+    failed: type[Exception] = errors.DistributeError
+    """The error for a service that raised, or a reply that is malformed."""
 
     def __init__(
         self,
@@ -137,24 +204,25 @@ class Client:
         replies: Any,
         audience: str = "",
         timeout: float = 60.0,
+        repeats: bool = True,
     ) -> None:
         self.name = f"{name}#{secrets.token_hex(6)}"
         self.instance = ""
         """The last known instance of the server; empty before the first call."""
-        self._address, self._credentials = address, credentials
-        self._hello = Hello(name=self.name, purpose=purpose, audience=audience, patience=timeout)
+        self.address, self.credentials = address, credentials
+        patience = timeout if repeats else 0.0
+        self._hello = Hello(name=self.name, purpose=purpose, audience=audience, patience=patience)
         self.title = f"{audience or 'the server'} at {address}"
         self._kinds: Decoder[Any] = Decoder(replies | Failure)
-        self._timeout = timeout
-        self._numbers = itertools.count(1)
-        self._connecting = threading.Lock()
-        self._changed = threading.Condition()
-        self._receiving: dict[Connection, int] = {}  # The thread that receives.
-        self._pending: dict[int, Call] = {}
-        self._connection: Connection | None = None
-        self._why = "another thread connects to it."  # Or why the last attempt failed.
+        self._timeout, self._repeats = timeout, repeats
+        self.numbers = itertools.count(1)
+        # Threads use these without a lock, which a finalizer that closes the client might need.
+        self._idle: list[Connection] = []
+        self._in_use: set[Connection] = set()
+        self._one_way: Connection | None = None
+        self._connecting = threading.Lock()  # Held while the one for `send_one_way` is replaced.
         self._restoring = False
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._process = os.getpid()
         self.beat_within = silence_seconds()
         self.waits: Callable[[str], None] = lambda why: None
@@ -162,96 +230,201 @@ class Client:
 
     def call(self, request: Record, timeout: float | None = None) -> Any:
         """Return the reply of the server; the caller owns its arrays."""
-        return self.start(request, timeout).result()
+        seconds = self._timeout if timeout is None else timeout
+        call = self.start(request, seconds)
+        if self._repeats:
+            return call.result()
+        reply = call.result(time.monotonic() + seconds)
+        if reply is None:
+            call.cancel()
+            raise self.lost(f"it did not answer within {seconds:g} s")
+        return reply
 
     def start(self, request: Record, timeout: float | None = None) -> Call:
+        """Send a request, whose reply the caller will wait for."""
         seconds = self._timeout if timeout is None else timeout
-        return Call(self, request, time.monotonic() + seconds)
+        kind = RepeatedCall if self._repeats else Call
+        return kind(self, request, time.monotonic() + seconds)
+
+    def send_one_way(self, *requests: Record, until: float = float("inf")) -> None:
+        """Send requests that have no reply, in order, on a connection of their own; or connect."""
+        try:
+            connection = self._one_way
+            if connection is None or not self._is_usable(connection):
+                with self._connecting:
+                    connection = lost = self._one_way
+                    if connection is None or not connection.is_open:
+                        connection = self._one_way = self._connect(until)
+                        if lost is not None:
+                            lost.close()
+            for request in requests:
+                connection.send(request, deadline=until)
+        except (ConnectionLostError, TimeoutError) as error:
+            raise self.lost(error) from error
+
+    def lost(self, why: object) -> Exception:
+        """Return the error for a request that is not repeated, and was not answered."""
+        return errors.WorkerLostError(f"{self.title} cannot be reached: {str(why).rstrip('.')}.")
+
+    def take(self, until: float) -> tuple[Connection, bool]:
+        """Return a connection for one call, and whether it is new."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # Another thread took the last one.
+                break
+            self._in_use.add(connection)
+            if self._is_usable(connection) and not self.closing.is_set():
+                return connection, False
+            self.give_back(connection)
+        connection = self._connect(until)
+        self._in_use.add(connection)
+        if self.closing.is_set() and self._repeats:
+            detector.forget(self)
+            connection.close()
+        return connection, True
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection for the next call, if it is open."""
+        self._in_use.discard(connection)
+        if connection.is_open:
+            self._idle.append(connection)
+            if not self.closing.is_set():
+                return
+        connection.close()
 
     def tick(self, now: float, excused: bool) -> None:
-        """Reconnect if the connection broke while idle, or the server counts the client as dead."""
-        connection = self._connection
-        if connection is not None and connection.is_broken and not self._restoring:
+        """Reconnect if all connections are lost, or the server would count the client as dead."""
+        connections = [*self._idle, *tuple(self._in_use)]
+        is_broken = any(connection.is_broken for connection in connections)
+        if is_broken and not (self._restoring or any(each.is_open for each in connections)):
             self._restoring = True
             name = f"{self.name} connects again"
             threading.Thread(target=self._restore, name=name, daemon=True).start()
 
+    def close(self) -> None:
+        """Say good-bye to the server; a second call does nothing.
+
+        It also ends the calls of other threads, except those that are not repeated.
+        """
+        self.closing.set()
+        if os.getpid() != self._process:
+            return  # The parent owns the connections.
+        detector.forget(self)
+        connections = [*self._idle, *(tuple(self._in_use) if self._repeats else ())]
+        if self._one_way is not None:
+            connections.append(self._one_way)
+        for connection in connections:
+            with contextlib.suppress(OSError, errors.DistributeError):
+                connection.close()
+
+    def _is_usable(self, connection: Connection) -> bool:
+        if not self._repeats:  # Over TCP, a first message to a server that has ended is lost.
+            try:
+                connection.receive(until=0.0)
+            except (TimeoutError, ConnectionLostError):
+                return connection.is_open
+        return connection.is_open
+
+    def _connect(self, deadline: float) -> Connection:
+        if self._repeats and os.getpid() != self._process:
+            raise RuntimeError(FORKED)
+        if self.closing.is_set():
+            raise ConnectionLostError("this process has ended its connections.")
+        who = self.address, self.credentials, self._hello, self._kinds
+        connection = connect(*who, deadline=deadline)
+        self.instance = connection.peer.instance
+        if self._repeats:
+            detector.watch(self)
+        return connection
+
     def _restore(self) -> None:
         try:
-            self._connected(time.monotonic() + _RESTORE_SECONDS)
+            self.give_back(self.take(time.monotonic() + _RESTORE_SECONDS)[0])
         except errors.AuthenticationError as error:  # Another attempt would fail as well.
             _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
-            self._why = str(error)
             _log.info("%s has not reached %s again: %s", self.name, self.title, str(error))
         self._restoring = False
 
+
+class LocalClient:
+    """A client of a service in the same process, and its peer there; requests keep their arrays."""
+
+    instance = "the only one"
+
+    def __init__(self, service: Any, name: str, timeout: float) -> None:
+        self.name, self._service, self._timeout = name, service, timeout
+        self._closed = False
+        service.connected(self)
+
+    def start(self, request: Any) -> LocalCall:
+        if self._closed:
+            raise errors.WorkerLostError(f"{self.name} was closed.")
+        call = LocalCall(self.name, self._timeout)
+        reply = self._service.handle(self, call, request)
+        if reply is not None:
+            self.send(reply, call)
+        return call
+
+    def send(self, record: Any, call: Any) -> None:
+        call.reply = record
+        call.arrived.set()
+
     def close(self) -> None:
-        """Say good-bye to the server; a second call does nothing."""
-        self._closing.set()
-        if os.getpid() != self._process:
-            return  # The parent owns the connection.
-        detector.forget(self)
-        connection = self._connection  # A thread that is connecting now closes its own connection.
-        if connection is not None:
-            connection.close()
+        if not self._closed:  # A finalizer may call this again, even under the service's lock.
+            self._closed = True
+            self._service.disconnected(self, died=False)
 
-    def _receive(self, call: Call, until: float) -> None:
-        """Wait for a reply: receive it, or wait for the thread that receives."""
-        connection, me = call.connection, threading.get_ident()
-        try:
-            with self._changed:
-                while connection in self._receiving and call.reply is None:
-                    left = min(call.deadline, until) - time.monotonic()
-                    if left <= 0:
-                        raise TimeoutError
-                    self._changed.wait(timeout=left)
-                if call.reply is not None:
-                    return
-                self._receiving[connection] = me
-            number, reply = connection.receive(call.deadline, until)
-            asked = self._pending.pop(number, None)
-            if asked is not None:  # Otherwise the call was cancelled.
-                asked.reply = reply
-        except BaseException as error:
-            # A reply for another thread may be lost.
-            if self._receiving.get(connection) == me and not isinstance(error, TimeoutError):
-                connection.abort("the thread that received was interrupted.")
-            if not (isinstance(error, TimeoutError) and until <= time.monotonic() < call.deadline):
-                raise
-        finally:
-            with self._changed:  # An interrupt may come at any point, and other threads wait.
-                if self._receiving.get(connection) == me:
-                    del self._receiving[connection]
-                    self._changed.notify_all()
 
-    def _connected(self, deadline: float) -> Connection:
-        connection = self._connection
-        if connection is not None and connection.is_open:
-            return connection
-        if os.getpid() != self._process:
-            raise RuntimeError(FORKED)
-        if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise ConnectionLostError(self._why)
-        try:
-            connection = self._connection
-            if self._closing.is_set():
-                raise ConnectionLostError("the client was closed.")
-            if connection is not None:
-                if connection.is_open:
-                    return connection
-                connection.close()
-            who = self._address, self._credentials, self._hello, self._kinds
-            self._connection = connection = connect(*who, deadline=deadline)
-            self.instance = connection.peer.instance
-            detector.watch(self)
-            if self._closing.is_set():
-                detector.forget(self)
-                connection.close()
-            return connection
-        finally:
-            self._connecting.release()
+class LocalCall:
+    """A pending request that other threads may have to complete."""
+
+    instance = LocalClient.instance
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self.arrived = threading.Event()
+        self.reply: Any = None
+        self._name, self._timeout = name, timeout
+        self._deadline = time.monotonic() + timeout
+
+    def result(self, until: float = float("inf")) -> Any:
+        """Return the reply, or None if it has not arrived by `until`."""
+        left = min(until, self._deadline) - time.monotonic()
+        if not self.arrived.wait(timeout=max(0.0, left)) and time.monotonic() > self._deadline:
+            why = f"{self._name}: no answer in this process within {self._timeout:g} s."
+            raise errors.CollectiveTimeoutError(why)
+        return self.reply
+
+    def cancel(self) -> None:
+        """Give up the call."""
+
+
+class ClientCount:
+    """The connected clients of a service, each of which may have several connections."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, set[Any]] = {}
+
+    def add(self, peer: Any) -> None:
+        """Count a connection of a client."""
+        self._peers.setdefault(peer.name, set()).add(peer)
+
+    def remove(self, peer: Any, died: bool) -> bool:
+        """Return True if a client has left: it said good-bye, or its last connection has ended."""
+        peers = self._peers.get(peer.name, set())
+        has_left = peer in peers and (not died or len(peers) == 1)
+        peers.discard(peer)
+        if has_left:
+            del self._peers[peer.name]
+        return has_left
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._peers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._peers)
 
 
 class Peer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import itertools
 import os
@@ -23,10 +24,10 @@ from ndistribute.graph import messages as m
 from ndistribute.graph.definition import BodyDef, OperationDef, pack
 from ndistribute.graph.gradients import gradients
 from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.lanes import Lanes
 from ndistribute.graph.operations import cond, constant, placeholder, random_normal, while_loop
 from ndistribute.graph.ops import KERNELS
-from ndistribute.graph.session import Session, _lanes_to
+from ndistribute.graph.pool import TaskClient
+from ndistribute.graph.session import Session, _pool_to
 from ndistribute.graph.variables import Variable
 from ndistribute.numpy_functions import MOST_ELEMENTS, _functions, _registered, check_call
 from ndistribute.transport.codec import encode
@@ -45,10 +46,9 @@ def server() -> Iterator[nd.Server]:
 
 
 @pytest.fixture
-def lanes(server: nd.Server) -> Iterator[Lanes]:
-    lanes = _lanes_to(server.target)
-    yield lanes
-    lanes.close()
+def client(server: nd.Server) -> Iterator[TaskClient]:
+    with contextlib.closing(_pool_to(server.target)) as pool:
+        yield pool.client(server.target)
 
 
 def run_of(*operations: OperationDef, fetch: str = "a:0", **options: Any) -> m.Run:
@@ -211,10 +211,10 @@ MISTAKES |= {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_graph_that_cannot_run_is_an_error_that_says_why(
-    server: nd.Server, lanes: Lanes, mistake: str
+    server: nd.Server, client: TaskClient, mistake: str
 ) -> None:
     make, message = MISTAKES[mistake]
-    reply = lanes.call(server.target, make(), HANG_SECONDS)
+    reply = client.call(make(), HANG_SECONDS)
     assert isinstance(reply, m.Failure)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         raise m.error_of(reply)
@@ -241,7 +241,7 @@ def test_calls_that_end_are_not_refused(call: Any, args: tuple[Any, ...]) -> Non
 
 @pytest.mark.parametrize("how", ["deadline", "closed"])
 def test_a_step_ends_although_a_long_call_goes_on(
-    server: nd.Server, lanes: Lanes, monkeypatch: pytest.MonkeyPatch, how: str
+    server: nd.Server, client: TaskClient, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     begun, end = threading.Event(), threading.Event()
 
@@ -253,11 +253,11 @@ def test_a_step_ends_although_a_long_call_goes_on(
     monkeypatch.setitem(_registered, "tests.wait", wait)
     step = run_of(ONE, LINE, op("a", "tests.wait", "line:0"))
     timeout = 0.2 if how == "deadline" else None
-    pending = lanes.start(server.target, msgspec.structs.replace(step, timeout=timeout))
+    pending = client.start(msgspec.structs.replace(step, timeout=timeout))
     try:
         assert begun.wait(HANG_SECONDS)
         if how == "closed":
-            lanes.call(server.target, m.Close("s"), HANG_SECONDS)
+            client.call(m.Close("s"), HANG_SECONDS)
         reply = pending.result(time.monotonic() + HANG_SECONDS / 2)
         assert reply.kind == ("CancelledError" if how == "closed" else "DeadlineExceededError")
     finally:
@@ -384,12 +384,12 @@ def ran() -> Iterator[list[str]]:
 
 
 def test_mutated_messages_run_nothing_and_the_servers_go_on(
-    server: nd.Server, lanes: Lanes, ran: list[str]
+    server: nd.Server, client: TaskClient, ran: list[str]
 ) -> None:
     draw = random.Random(os.environ.get("FAULTS_SEED", "7"))
     outcomes: collections.Counter[str] = collections.Counter()
     for mutant in itertools.islice(mutants(draw), MUTATIONS):
-        pending = lanes.start(server.target, mutant)
+        pending = client.start(mutant)
         try:
             reply = pending.result(time.monotonic() + 0.1)
         except errors.UnavailableError:  # It was no message at all.
@@ -402,7 +402,7 @@ def test_mutated_messages_run_nothing_and_the_servers_go_on(
     assert outcomes["InvalidArgumentError"]
     assert not outcomes["Failed"], outcomes
     assert not ran
-    lanes.close()
+    client.close()
     graphs = server._services["graph"]
     assert graphs is not None
     wait_until(lambda: not (graphs._sessions or graphs._steps or graphs._parts))

@@ -241,11 +241,10 @@ def test_a_step_ends_when_the_connection_breaks_on_which_it_gets_values(
         waits = endless + 1.0
     sender, receiver = cluster["ps"]._services["graph"], cluster["worker"]._services["graph"]
     with Session(cluster[master].target) as session, ThreadPoolExecutor(1) as threads:
-        address = sender.tasks[WORKER]
-        sender.lanes.tell(address)  # Connects, if nobody has.
+        sender.client(WORKER).send_one_way()  # Connects, if nobody has.
         run = threads.submit(session.run, waits)
         wait_until(lambda: sender._steps and receiver._steps)
-        sender.lanes._one_way[address].abort("cut")
+        sender.client(WORKER)._one_way.abort("cut")
         with pytest.raises(errors.UnavailableError, match="connection from /job:ps/task:0 broke"):
             run.result(HANG_SECONDS)
 
@@ -273,11 +272,12 @@ def test_a_step_does_not_wait_long_for_a_stopped_task(silent: str, monkeypatch: 
 
 
 def test_a_stopped_server_connects_to_nobody(silent: str) -> None:
-    lanes = session_module._lanes_to(silent)
-    lanes.close()
-    for send in (lanes.tell, lanes.start):
+    pool = session_module._pool_to(silent)
+    pool.close()
+    client = pool.client(silent)
+    for send in (client.send_one_way, client.start):
         with pytest.raises(errors.UnavailableError, match="has ended its connections"):
-            send(silent, m.Forget("s"))
+            send(m.Forget("s"))
 
 
 def test_a_step_does_not_wait_long_for_a_stopped_master(silent: str, monkeypatch: Any) -> None:
@@ -299,13 +299,13 @@ def begun(cluster: Any, session: Session) -> service._Session:
 def test_a_step_that_cannot_begin_leaves_no_values(cluster: Any, monkeypatch: Any) -> None:
     graphs = cluster["worker"]._services["graph"]
 
-    def start(address: str, request: Any, *until: float) -> Any:
+    def start(request: Any, *seconds: float) -> Any:
         graphs.rendezvous.deliver(request.step, {"x:0": np.ones(1)})  # By another task.
         raise errors.UnavailableError("gone", task=PS)
 
     with Session(cluster["worker"].target) as session:
         begun(cluster, session)
-        monkeypatch.setattr(graphs.lanes, "start", start)
+        monkeypatch.setattr(graphs.client(PS), "start", start)
         with pytest.raises(errors.UnavailableError, match="gone"):
             session.run("add:0")
         graphs.handle(None, 0, m.Deliver("nobody/1", {"x:0": pack(np.ones(1))}))

@@ -8,8 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -139,7 +139,9 @@ def test_when_the_chief_leaves_its_servers_end_well(monkeypatch):
 def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_later():
     """A server that had been stopped saw both at once, and took the chief for dead."""
     with serving({**ONE_WORKER, "chief": ["127.0.0.1:2"]}) as server:
-        old, new = (SimpleNamespace(purpose="ps", name="chief:0#a", patience=0.0) for _ in range(2))
+        old, new = Mock(), Mock()
+        old.name = new.name = "chief:0#a"
+        old.patience = new.patience = 0.0
         members = server._membership
         members.connected(old)
         members.connected(new)
@@ -152,8 +154,8 @@ def test_a_chief_that_connected_again_is_here_although_its_old_connection_ends_l
 def test_a_worker_that_dies_is_waited_for_no_longer_than_said():
     server = serving(ONE_WORKER, NDISTRIBUTE_RETURN_SECONDS="0.2")
     with joined(server) as outcome, reach(server, "worker:0") as client:
-        client._closing.set()  # It does not connect again.
-        client._connection.abort("it is killed")
+        client.closing.set()  # It does not connect again.
+        client._idle[0].abort("it is killed")
         with pytest.raises(WorkerLostError, match="worker:0 died and did not come back"):
             outcome.result(timeout=50)
 

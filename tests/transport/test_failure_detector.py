@@ -48,7 +48,7 @@ def test_a_process_that_is_stopped_is_lost_after_the_set_time_and_not_before(job
     assert when - stopped >= SILENCE * 0.8
     child.signal(signal.SIGCONT)
     assert child.run(CALL) == "here"  # It comes back as on a new connection.
-    assert len(echo.here) == 2
+    assert len(echo.here) > 1
 
 
 def test_a_process_that_lets_none_of_its_threads_run_for_some_beats_lives(job):
