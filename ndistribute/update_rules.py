@@ -134,12 +134,19 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     kind: Any = _rules.get(name)
     if kind is None:
         raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
+    return _rule_of(kind, tuple(hyperparameters.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _rule_of(kind: Any, hyperparameters: tuple[tuple[str, float], ...]) -> Rule:
+    name, values = kind.name, dict[str, Any](hyperparameters)
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
-    unknown = hyperparameters.keys() - defaults.keys()
+    unknown = values.keys() - defaults.keys()
     if unknown:
         raise ValueError(f"rule {name!r} has no {', '.join(sorted(unknown))}.")
-    values: dict[str, Any] = dict(hyperparameters)
-    for key, value in hyperparameters.items():
+    for key, value in hyperparameters:
+        if not isinstance(value, int | float):
+            raise ValueError(f"{key} of rule {name!r} must be a number, got {value!r}.")
         whole = type(defaults[key])
         if issubclass(whole, int) and whole(value) == value:  # A message holds floats only.
             values[key] = whole(value)

@@ -279,9 +279,7 @@ class ControlPlane:
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
         self.cause = self._broken.get(generation)
         self._origin = None
-        self._raised_cause: star.StepFailure | None = (
-            None  # What this process has raised.
-        )
+        self._raised_cause: star.StepFailure | None = None  # What this process has raised.
         self.raised = False
         self._failed_at = BEFORE_ALL
         self._asked: set[Place] = set()  # Calls that others ask about.

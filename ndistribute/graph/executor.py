@@ -20,7 +20,12 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from ndistribute.autodiff.tracked import Tracked, untrack
-from ndistribute.errors import InvalidArgumentError, OperationError
+from ndistribute.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OperationError,
+    UnavailableError,
+)
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
 from ndistribute.graph.kernels import run_recorded
 from ndistribute.graph.ops import Kernel, op_named
@@ -30,9 +35,12 @@ from ndistribute.graph.step import Body, Step
 from ndistribute.indexed_slices import IndexedSlices, dense
 from ndistribute.numpy_functions import check_call
 from ndistribute.ownership import read_only
+from ndistribute.parameter_server.variables import Refused
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
+_REFUSALS = {"unknown": FailedPreconditionError, "full": UnavailableError}
+"""The errors for changes that the variables refuse."""
 _TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
 _APART_WORK = 1 << 32  # Multiplications of a call for whose end a failed step does not wait.
@@ -86,6 +94,9 @@ class Node:
             if error.op is None and self.type != "send":  # Which no program made.
                 error.op = self.name
             raise
+        except Refused as refused:
+            kind = _REFUSALS.get(refused.kind, InvalidArgumentError)
+            raise kind(str(refused), op=self.name) from None
         except Exception as error:
             device, source = self.definition.device, self.definition.source
             where = f" on {device}" if device else ""

@@ -6,27 +6,27 @@ or a list if it has another number of outputs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ndistribute import event_files
 from ndistribute.autodiff.tape import vjp
 from ndistribute.autodiff.tracked import Tracked, stop_gradient, untrack
 from ndistribute.devices import as_array, to_host
-from ndistribute.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
+from ndistribute.errors import AbortedError, InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.shapes import Known, Shape, shared_by
-from ndistribute.graph.step import Node, SharedVariable, Step
+from ndistribute.graph.step import Node, Step
 from ndistribute.indexed_slices import IndexedSlices, dense
 from ndistribute.numpy_functions import check_shape
-from ndistribute.ownership import read_only
-from ndistribute.update_rules import rule_named, update_rows, update_whole
+from ndistribute.parameter_server import messages as m
+from ndistribute.parameter_server.variables import Aggregation
 from ndistribute.variables.policy import map_values
 
 kernel("identity")(lambda step, node, inputs: inputs[0])
@@ -44,29 +44,25 @@ def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     )
 
 
-_CHANGES = {"assign_add": np.add, "assign_sub": np.subtract}
-
-
 @kernel("read", reads=True, pure=False)
 def _read(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return _initialized(step.resources.variable(node.attributes["variable"]), node)
+    return step.resources.variables.value(node.attributes["variable"])
 
 
 @kernel("initialized_value", reads=True, pure=False)
 def _initialized_value(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    value = step.resources.variable(node.attributes["variable"]).read()
+    value = step.resources.variables.get(node.attributes["variable"])
     return inputs[0] if value is None else value
 
 
 @kernel("is_initialized", reads=True, smooth=False, pure=False)
 def _is_initialized(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    return np.bool_(step.resources.variable(node.attributes["variable"]).array is not None)
+    return np.bool_(step.resources.variables.get(node.attributes["variable"]) is not None)
 
 
 @kernel("assign", smooth=False, pure=False)
 def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     name = node.attributes["variable"]
-    variable = step.resources.variable(name)
     dtype, shape = node.attributes.get("dtype"), node.attributes.get("shape")
     value = as_array(inputs[0])
     if dtype is not None and value.dtype.kind not in "USO":
@@ -78,59 +74,16 @@ def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
             f"variable {name!r} has shape {tuple(shape)}, and the value to assign {value.shape}: "
             "they must be the same."
         )
-    with variable.lock:
-        old = variable.array
-        if old is None:
-            variable.keeps_shape = shape is not None
-        elif (variable.keeps_shape and old.shape != value.shape) or not _same_kind(old, value):
-            raise InvalidArgumentError(
-                f"variable {name!r} is {old.dtype} of shape {old.shape}, and the value to assign "
-                f"{value.dtype} of shape {value.shape}: a variable keeps its dtype and shape, and "
-                "all clients share it. Give one of them another name, or first drop the variables "
-                "of the servers by Session.reset(target)."
-            )
-        variable.array = value.copy()  # The program may change what it fed.
+    step.resources.variables.assign(name, value, keeps_shape=shape is not None)
     return value
-
-
-def _same_kind(one: Any, other: Any) -> bool:
-    """Return True if the dtypes are the same, or both are those of text, of any length."""
-    return bool(one.dtype == other.dtype or one.dtype.kind == other.dtype.kind == "U")
 
 
 @kernel("assign_add", "assign_sub", smooth=False, pure=False)
 def _assign_changed(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    variable = step.resources.variable(node.attributes["variable"])
-    change, by = _CHANGES[node.type], inputs[0]
-    with variable.lock:
-        old = _initialized(variable, node)
-        if isinstance(by, IndexedSlices):
-            new = old.copy()
-            change.at(new, by.indices, by.values)
-        else:
-            new = as_array(change(old, by)).astype(old.dtype, copy=False)
-            if new.shape != old.shape:
-                raise InvalidArgumentError(
-                    f"variable {node.attributes['variable']!r} has shape {old.shape}, and the "
-                    f"change {np.shape(by)}: they must be the same."
-                )
-        variable.array = new
-        return read_only(new)
-
-
-def _initialized(variable: SharedVariable, node: Node) -> Any:
-    value = variable.read()
-    if value is None:
-        raise without_value(node.attributes["variable"])
-    return value
-
-
-def without_value(name: str) -> FailedPreconditionError:
-    """Return the error for the use of a variable that has no value."""
-    return FailedPreconditionError(
-        f"variable {name!r} has no value: run global_variables_initializer(), or restore a "
-        "checkpoint, before you use it."
-    )
+    by, update = inputs[0], step.resources.variables.update
+    if isinstance(by, IndexedSlices):
+        return update(node.attributes["variable"], node.type, by.values, by.indices)
+    return update(node.attributes["variable"], node.type, as_array(by))
 
 
 @kernel("send")
@@ -148,51 +101,44 @@ def _recv(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 @kernel("apply_rule", pure=False)
 def _apply_rule(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     """Update a variable and its slots by a gradient and a learning rate."""
-    _update(step, node.attributes, inputs[0], inputs[1])
+    step.resources.variables.apply(_optimizer_step(node.attributes, *inputs))
     return []
 
 
-def _update(step: Step, options: dict[str, Any], gradient: Any, learning_rate: Any) -> None:
-    rule = rule_named(options["rule"], options["hyperparameters"])
-    names = [options["variable"], *options["slots"]]
-    shared = [step.resources.variable(name) for name in names]
-    with contextlib.ExitStack() as locks:
-        # In one order everywhere, so that steps cannot block each other.
-        for name in sorted(names):
-            locks.enter_context(step.resources.variable(name).lock)
-        for variable, name in zip(shared, names, strict=True):
-            if variable.array is None:
-                raise without_value(name)
-        shape = shared[0].array.shape
-        dense_shape = getattr(gradient, "dense_shape", None) or gradient.shape
-        if tuple(dense_shape) != shape:
-            raise InvalidArgumentError(
-                f"the gradient of variable {names[0]!r} has shape {tuple(dense_shape)}, the "
-                f"variable {shape}: they must be the same."
-            )
-        rate = rule.rate(_counted(step, options["count"]), float(learning_rate))
-        arrays = [variable.writable() for variable in shared]
-        if isinstance(gradient, IndexedSlices) and options["rows_alone"]:
-            rows = gradient.summed()
-            update_rows(rule, arrays, rows.values, rows.indices, rate)
-        else:
-            update_whole(rule, arrays, dense(gradient), rate)
+def _optimizer_step(options: dict[str, Any], gradient: Any, learning_rate: Any) -> m.Apply:
+    if isinstance(gradient, IndexedSlices) and options["rows_alone"]:
+        rows = gradient.summed()
+        part = m.Gradient(rows.values, rows.indices)
+    else:
+        part = m.Gradient(as_array(dense(gradient)))
+    return m.Apply(
+        names=(options["variable"],),
+        gradients=(part,),
+        slots=(tuple(options["slots"]),),
+        counter=options["count"],
+        rule=options["rule"],
+        learning_rate=float(learning_rate),
+        hyperparameters=options["hyperparameters"],
+    )
 
 
-class _Aggregate:
+class _Collected(Aggregation):
     """The gradients of one step of a variable that several workers update together."""
 
     def __init__(self) -> None:
+        super().__init__(step=-1)  # Until the first gradient tells for which one to collect.
         self.changed = threading.Condition()
-        self.step: int | None = None  # The step to collect for; None: that of the first gradient.
         self.round = 0  # The number of steps begun, also again.
-        self.gradients: list[Any] = []
 
     def begin(self, step: int) -> None:
         """Drop what was collected, collect for a step, and let those go on who wait."""
-        self.step, self.gradients = step, []
+        super().begin(step)
         self.round += 1
         self.changed.notify_all()
+
+
+def _collected(step: Step, node: Node) -> _Collected:
+    return step.resources.get("aggregate", node.attributes["variable"], _Collected)
 
 
 @kernel("aggregate", pure=False)
@@ -201,33 +147,29 @@ def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
     The result is the round for whose end `await_aggregate` waits, 0 for a gradient that is dropped.
     A worker that is ahead because an earlier step was restored contributes to that step: else it
-    would wait for others in one task, and they for it in another.
+    would wait for others in one task, and they for it in another. It may contribute twice.
     """
     gradient, stamp, learning_rate = inputs
-    options = node.attributes
-    aggregate = step.resources.get("aggregate", options["variable"], _Aggregate)
+    change = _optimizer_step(node.attributes, gradient, learning_rate)
+    aggregate = _collected(step, node)
     with aggregate.changed:
-        if aggregate.step is None:
+        if aggregate.step < 0:
             aggregate.begin(int(stamp))
-        current = aggregate.step or 0
-        if stamp < current:
+        if stamp < aggregate.step:
             return np.int64(0)  # The others have made this step already.
-        contributed = aggregate.round
-        aggregate.gradients.append(gradient)
-        if len(aggregate.gradients) >= options["replicas"]:
-            try:
-                total, count = _total(aggregate.gradients), len(aggregate.gradients)
-                mean = map_values(lambda values: values / count, total)
-                _update(step, options, mean, learning_rate)
-            finally:
-                aggregate.begin(current + 1)
+        contributed, count = aggregate.round, len(aggregate.contributors)
+        aggregate.check(change, aggregate.step)
+        aggregate.add(f"gradient {count}", change, aggregate.step)
+        if count + 1 >= node.attributes["replicas"]:
+            means = tuple(aggregate.finish())
+            step.resources.variables.apply(msgspec.structs.replace(change, gradients=means))
         return np.int64(contributed)
 
 
 @kernel("await_aggregate", waits=True, pure=False)
 def _await_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Wait for the end of the round of a worker's gradient, and return the step of the next."""
-    aggregate = step.resources.get("aggregate", node.attributes["variable"], _Aggregate)
+    aggregate = _collected(step, node)
 
     def wake() -> None:
         with aggregate.changed:
@@ -237,13 +179,13 @@ def _await_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     with aggregate.changed:
         aggregate.changed.wait_for(lambda: aggregate.round != inputs[0] or step.error is not None)
         step.check()
-        return np.int64(aggregate.step or 0)
+        return np.int64(max(0, aggregate.step))
 
 
 @kernel("restart_aggregate", pure=False)
 def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     """Collect anew for a step that was restored."""
-    aggregate = step.resources.get("aggregate", node.attributes["variable"], _Aggregate)
+    aggregate = _collected(step, node)
     with aggregate.changed:
         aggregate.begin(int(inputs[0]))
     return []
@@ -257,17 +199,17 @@ def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     collects for the steps of a training from before the count was set back.
     """
     reached, furthest = inputs
-    count = step.resources.variable(node.attributes["variable"])
-    with count.lock:
-        old = _initialized(count, node)
+    variables, name = step.resources.variables, node.attributes["variable"]
+    with variables.find(name).lock:
+        old = variables.value(name)
         if furthest > old + 1:
             raise AbortedError(
                 f"gradients are collected for step {furthest}, but global_step is {old}: the chief "
                 "must run chief_init_op after it has initialised or restored the variables, as the "
                 "hook of make_session_run_hook() does. A new session can go on then."
             )
-        count.array = np.maximum(old, reached).astype(old.dtype)
-        return read_only(count.array)
+        variables.assign(name, as_array(np.maximum(old, reached).astype(old.dtype)))
+        return variables.value(name)
 
 
 @kernel("local_step", pure=False)
@@ -282,17 +224,6 @@ def _keep_local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     name = f"{step.session}/{node.attributes['of']}"
     step.resources.get("local step", name, lambda: [0])[0] = inputs[0]
     return inputs[0]
-
-
-def _counted(step: Step, name: str | None) -> int:
-    """Return the number of this update, which a variable counts if the rule needs it."""
-    if name is None:
-        return 1
-    count = step.resources.variable(name)
-    if count.array is None:
-        raise without_value(name)
-    count.array = count.array + np.int64(1)
-    return int(count.array)
 
 
 @kernel("cond")

@@ -28,6 +28,7 @@ from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
+from ndistribute.parameter_server.server import StoreService
 from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.rpc import Call, Peer
 from ndistribute.transport.secret import Credentials
@@ -67,18 +68,26 @@ class GraphService(TaskService):
         task: the name of this task, such as ``"/job:ps/task:0"``.
         tasks: the addresses of all tasks, by name.
         credentials: the secret of the job.
+        store: the store of the task, which keeps its variables; None: it has none.
     """
 
     requests = m.Request
     macs = False
     clients_may_restart = True
 
-    def __init__(self, task: str, tasks: Mapping[str, str], credentials: Credentials) -> None:
+    def __init__(
+        self,
+        task: str,
+        tasks: Mapping[str, str],
+        credentials: Credentials,
+        store: StoreService | None = None,
+    ) -> None:
         self.task, self.tasks = task, dict(tasks)
         job, index = task.removeprefix("/job:").split("/task:")
         names = {address: name for name, address in self.tasks.items()}
         self.pool = ClientPool(credentials, f"{job}:{index}", names)
-        self.resources = Resources()
+        self.resources = Resources(None if store is None else store.store.shared)
+        self._store = store
         self.rendezvous = _Rendezvous()
         self._lock = threading.Lock()
         self._connections: dict[str, int] = {}  # The number of a client's connections.
@@ -177,6 +186,8 @@ class GraphService(TaskService):
             if failure is not None:
                 raise m.error_of(failure)
             results = plan.run(step, values)
+            if self._store is not None:
+                self._store.sync()
             return tuple(map(sendable, plan.fetches, results))
         except errors.OperationError as error:
             if self.is_closed:  # Its variables were dropped, and its connections have ended.
@@ -199,7 +210,7 @@ class GraphService(TaskService):
         for step in steps:
             step.abort(self._stopped())
         self.pool.close()
-        self.resources.clear()
+        self.resources = Resources()
 
     def _stopped(self) -> errors.UnavailableError:
         return errors.UnavailableError(f"{self.task} was stopped.", task=self.task)
@@ -268,6 +279,8 @@ class GraphService(TaskService):
 
     def _reset(self, everywhere: bool) -> None:
         self.resources.clear()
+        if self._store is not None:
+            self._store.sync()
         for task in self.tasks if everywhere else ():
             if task != self.task:
                 reset = m.Reset(everywhere=False)
@@ -281,7 +294,9 @@ def serve(task: ServedTask) -> GraphService:
         for job in task.cluster.jobs
         for index in task.cluster.task_indices(job)
     }
-    return GraphService(f"/job:{task.job}/task:{task.index}", addresses, task.credentials)
+    store: Any = task.services.get("ps")
+    name = f"/job:{task.job}/task:{task.index}"
+    return GraphService(name, addresses, task.credentials, store)
 
 
 def restarted(task: str) -> errors.AbortedError:

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from ndistribute.autodiff.tape import Pullback
 from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
-from ndistribute.ownership import ArrayOwner, read_only
+from ndistribute.parameter_server.shared import SharedVariables
 
 T = TypeVar("T")
-_SHARED = frozenset({"variable", "aggregate"})  # What sessions share, by names of clients.
+_SHARED = "aggregate"  # What sessions share beside variables, by names of clients.
 _LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes long.
 
 
@@ -37,42 +37,13 @@ class Node(Protocol):
     compute: Callable[[Step, Any, Sequence[Any]], Any]
 
 
-class SharedVariable(ArrayOwner):
-    """The value of a variable, which all sessions of a task share.
-
-    A value that was read never changes: an update replaces it by a new array, or changes it in
-    place if nobody has it.
-    """
-
-    __slots__ = ("keeps_shape", "lock")
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.lock = threading.RLock()
-        self.keeps_shape = True  # Unless the graph that initialised it did not know the shape.
-
-    def read(self) -> Any:
-        """Return a read-only snapshot of the value, None if there is none yet."""
-        with self.lock:
-            return self.array if self.array is None else read_only(self.array)
-
-    def writable(self) -> Any:
-        """Return an array with the value, to be changed in place; the caller holds the lock."""
-        if self.is_shared() or not getattr(self.array.flags, "writeable", True):  # Not CuPy's.
-            self.array = self.array.copy()
-        return self.array
-
-
 class Resources:
-    """What a task keeps between steps."""
+    """What a task keeps between steps: variables, those of its server's store, and the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: SharedVariables | None = None) -> None:
+        self.variables = SharedVariables() if variables is None else variables
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, str], Any] = {}
-
-    def variable(self, name: str) -> SharedVariable:
-        """Return the variable of a name, without a value if it is new."""
-        return self.get("variable", name, SharedVariable)
 
     def get(self, kind: str, name: str, make: Callable[[], T]) -> T:
         """Return what is kept under a kind and a name, made at the first call."""
@@ -85,7 +56,7 @@ class Resources:
     def forget(self, session: str) -> None:
         """Drop what is kept for a session, under names that begin with its name and ``/``."""
         with self._lock:
-            own = [key for key in self._kept if key[0] not in _SHARED]
+            own = [key for key in self._kept if key[0] != _SHARED]
             for key in own:
                 if key[1].startswith(f"{session}/"):
                     del self._kept[key]
@@ -94,6 +65,7 @@ class Resources:
         """Drop everything."""
         with self._lock:
             self._kept.clear()
+        self.variables.clear()
 
 
 class Outside(Protocol):

@@ -191,7 +191,7 @@ def _written(change: m.Change) -> tuple[str, ...]:
     if isinstance(change, m.Aggregate):
         return _written(change.apply)
     if isinstance(change, m.Apply):
-        return (*change.names, *(name for some in change.slots for name in some), change.counter)
+        return change.written
     return (change.name,)
 
 

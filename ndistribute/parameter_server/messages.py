@@ -6,6 +6,7 @@ idempotent; the changes of a `Transaction` have numbers by which the server reco
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -39,10 +40,16 @@ class Apply(Record, frozen=True):
     names: tuple[str, ...]
     gradients: tuple[Gradient, ...]
     slots: tuple[tuple[str, ...], ...]  # Per variable, in the order of `slot_names`.
-    counter: str  # An int64 variable; each step increments it.
+    counter: str | None  # An int64 variable that each step increments; None: none is needed.
     rule: str  # The `name` of an update rule.
     learning_rate: float
     hyperparameters: dict[str, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of what changes: the variables, their slots and the counter."""
+        counter = () if self.counter is None else (self.counter,)
+        return (*self.names, *itertools.chain(*self.slots), *counter)
 
 
 class Aggregate(Record, frozen=True):
@@ -167,10 +174,22 @@ class Status(Record, frozen=True):
     of: Literal["memory", "snapshot", "log"] = "memory"
 
 
-Logged = Create | Delete | Transaction | Rerun
-"""The requests that change variables; a log of them can be replayed."""
+class Assign(Record, frozen=True):
+    """Give a variable of a graph a value, or take it away."""
+
+    name: str
+    value: Array | None
+    keeps_shape: bool = True  # Unless the graph that initialised it did not know the shape.
+    dtype: str = ""  # Of text, whose bytes are the value.
+
+
+ClientChange = Create | Delete | Transaction | Rerun
+SharedChange = Assign | Update | Apply
+"""The changes of graphs' variables, which no client requests or repeats."""
+Logged = ClientChange | SharedChange
+"""What changes variables; a log of it can be replayed."""
 Wait = AwaitStep | AwaitClock
-Request = Logged | Wait | Read | Status
+Request = ClientChange | Wait | Read | Status
 
 
 Failure = failures.Failure

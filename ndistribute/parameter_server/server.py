@@ -13,8 +13,9 @@ import threading
 import time
 from typing import Any, Literal
 
-from ndistribute.errors import DistributeError
+from ndistribute.errors import DistributeError, UnavailableError
 from ndistribute.parameter_server import messages as m
+from ndistribute.parameter_server.shared import storable
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
 from ndistribute.task.server import SERVICES, ServedTask, TaskService
@@ -53,7 +54,7 @@ class StoreService(TaskService):
                 'snapshot_directory, or use durability="snapshot".'
             )
         self._task, self._directory, self._seconds = task, directory, seconds
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._clients = ClientCount()
         self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
@@ -65,6 +66,7 @@ class StoreService(TaskService):
         self.resumed = self._disk is not None and self._disk.resumed
         if self._disk is None:
             return
+        self.store.shared.keep(self._lock, self._log_shared)
         self._changed = self._disk.replayed
         expires = time.monotonic() + return_seconds if self.store.clients else math.inf
         self._writer = threading.Thread(
@@ -89,20 +91,19 @@ class StoreService(TaskService):
                 self._asked.append((peer, call))
                 self._wake.notify_all()
                 return None
-            if isinstance(request, m.Logged):
-                if self._closing:  # The client asks the restarted server again.
-                    return None
-                for log in logs:
-                    if log.broken:
-                        return self._not_logged(log, log.broken, "nothing was changed")
+            if self._closing and isinstance(request, m.ClientChange):
+                return None  # The client asks the restarted server again.
+            if isinstance(request, m.ClientChange) and (failure := self._broken()) is not None:
+                return failure
             answers = self.store.handle(peer.name, (peer, call), request)
             self._changed = self._changed or not reads
             in_use = logs[-1] if logs and not reads else None
             position = in_use.written if in_use is not None else 0
             if position > _LOG_BYTES:
                 self._write_soon()
-        if in_use is not None:
-            answers = self._synced(in_use, position, answers)
+        failure = None if in_use is None else self._sync(in_use, position)
+        if failure is not None:
+            answers = [(to, failure) for to, _ in answers]
         reply = None
         for (to, number), answer in answers:
             if to is peer and number == call:
@@ -119,6 +120,21 @@ class StoreService(TaskService):
             self._changed = self._changed or peer.name in self.store.clients
             answers = self.store.left(peer.name)
         _send(answers)
+
+    def sync(self) -> None:
+        """Wait until the log on the disk contains all changes of graphs' variables so far.
+
+        Raises:
+            UnavailableError: it cannot be written.
+        """
+        if self._disk is None:
+            return
+        with self._lock:
+            logs = [(log, log.written) for log in self._disk.logs]
+        for log, position in logs:
+            failure = self._sync(log, position)
+            if failure is not None:
+                raise UnavailableError(failure.message)
 
     def close(self) -> None:
         """Save the last changes, and make no more.
@@ -147,16 +163,22 @@ class StoreService(TaskService):
         self._due = True
         self._wake.notify_all()
 
-    def _synced(self, log: UpdateLog, position: int, answers: Answers) -> Answers:
-        """Sync the log, and return the replies, or failures in their place."""
+    def _sync(self, log: UpdateLog, position: int) -> m.Failure | None:
+        """Sync a log; if that fails, return the reply to the changes in it."""
         try:
             log.sync(position)
-            return answers
+            return None
         except OSError as error:
             with self._lock:  # Only a snapshot restores a known state on the disk.
                 self._write_soon()
-            failure = self._not_logged(log, error, "what was changed may be lost")
-            return [(call, failure) for call, _ in answers]
+            return self._not_logged(log, error, "what was changed may be lost")
+
+    def _broken(self) -> m.Failure | None:
+        """Return the reply to changes until a snapshot replaces a log of unknown content."""
+        for log in [] if self._disk is None else self._disk.logs:
+            if log.broken:
+                return self._not_logged(log, log.broken, "nothing was changed")
+        return None
 
     def _not_logged(self, log: UpdateLog, error: OSError, consequence: str) -> m.Failure:
         return m.Failure(
@@ -164,6 +186,17 @@ class StoreService(TaskService):
             f"{self._task} could not bring {log.path} to the disk ({error}): {consequence}. "
             "It takes changes again once it could write a snapshot.",
         )
+
+    def _log_shared(self, change: m.SharedChange) -> None:
+        """Log a change of a graph's variable before it is made; the caller holds the lock."""
+        if self._closing:
+            raise UnavailableError(f"{self._task} was stopped.")
+        if (failure := self._broken()) is not None:
+            raise UnavailableError(failure.message)
+        self.store.log(storable(change))
+        self._changed = True
+        if self._disk is not None and self._disk.logs and self._disk.logs[-1].written > _LOG_BYTES:
+            self._write_soon()
 
     def _live(self, disk: Disk, expires: float) -> None:
         """Write snapshots until the service is closed, and a last one then."""

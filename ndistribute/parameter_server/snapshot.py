@@ -25,6 +25,7 @@ import msgspec
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import Failure, Logged, Totals
+from ndistribute.parameter_server.shared import packed, unpacked
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
 from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
@@ -49,6 +50,8 @@ class _Saved(msgspec.Struct):
     applied: dict[str, Applied]
     aggregates: dict[str, Aggregation]
     clocks: dict[str, ClockGroup]
+    shared: dict[str, tuple[bool, str]] = {}
+    """Whether variables of graphs keep their shapes, and the dtype of one whose bytes are kept."""
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
@@ -59,13 +62,19 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
             held.sums = {}
     tensors = {f"variables/{name}": cell.snapshot() for name, cell in cells.items()}
 
+    shared = {}
+    for name, cell in list(store.shared.cells.items()):
+        if cell.array is not None:
+            tensors[f"shared/{name}"], dtype = packed(name, cell.snapshot())
+            shared[name] = cell.keeps_shape, dtype
+
     def save_array(array: Array) -> str:
         name = f"sums/{len(tensors)}"
         tensors[name] = array.copy()
         return name
 
     versions = {name: cell.version for name, cell in cells.items()}
-    saved = _Saved(store.total, versions, store.applied, store.aggregates, store.clocks)
+    saved = _Saved(store.total, versions, store.applied, store.aggregates, store.clocks, shared)
     return tensors, msgspec.to_builtins(saved, enc_hook=save_array)
 
 
@@ -75,12 +84,21 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
     saved = msgspec.convert(data, _Saved, dec_hook=lambda kind, name: tensors[name], str_keys=True)
     store = Store(floor)
     for name, version in saved.versions.items():
-        array = tensors[f"variables/{name}"]
-        owned = array if array.flags.owndata else array.copy()
+        owned = _owned(tensors[f"variables/{name}"])
         store.variables.cells[name] = Cell(owned, max(version, floor + 1))
+    for name, (keeps_shape, dtype) in saved.shared.items():
+        cell = store.shared.find(name)
+        cell.array, cell.keeps_shape = (
+            _owned(unpacked(tensors[f"shared/{name}"], dtype)),
+            keeps_shape,
+        )
     store.total = store.began = saved.total
     store.applied, store.aggregates, store.clocks = saved.applied, saved.aggregates, saved.clocks
     return store
+
+
+def _owned(array: Array) -> Array:
+    return array if array.flags.owndata else array.copy()
 
 
 class UpdateLog:

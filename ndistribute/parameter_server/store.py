@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.parameter_server import messages as m
+from ndistribute.parameter_server.shared import SharedVariables
 from ndistribute.parameter_server.variables import Aggregation, Refused, Variables, plan
 
 MAX_CLIENTS = 1 << 16
@@ -91,6 +92,7 @@ class Store:
         self.total = self.began = 0  # Transactions of all instances, and of earlier ones.
         self.start = 0  # See `Totals`.
         self.variables = Variables(floor)
+        self.shared = SharedVariables()  # Those of graphs, apart from those of strategies.
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
         self.clocks: dict[str, ClockGroup] = {}
@@ -107,7 +109,7 @@ class Store:
     def totals(self) -> m.Totals:
         return m.Totals(self.total, self.began, self.start)
 
-    def handle(self, client: str, call: Any, request: m.Request) -> Answers:
+    def handle(self, client: str, call: Any, request: m.Request | m.Logged) -> Answers:
         """Return the replies that are ready: to this call, unless it waits, and to other calls."""
         try:
             if isinstance(request, m.Wait):
@@ -133,7 +135,7 @@ class Store:
             group.present.pop(client, None)
         return self._serve()
 
-    def _reply(self, request: m.Request) -> m.Reply:
+    def _reply(self, request: m.Request | m.Logged) -> m.Reply:
         match request:
             case m.Transaction():
                 return self._transact(request)
@@ -156,6 +158,10 @@ class Store:
                     self.log(request)
                 return m.Number(self.variables.delete(names))
             case m.Status("memory"):
+                return self.totals
+            case m.Assign() | m.Update() | m.Apply():
+                with np.errstate(all="ignore"):
+                    self.shared.replay(request)
                 return self.totals
         why = "this server writes nothing to a disk: start it with a snapshot directory."
         raise Refused(why, "unknown")

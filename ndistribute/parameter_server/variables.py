@@ -8,17 +8,16 @@ transaction before it makes the first one.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute.dtypes import PORTABLE, computing_dtype, dtype_named
 from ndistribute.indexed_slices import IndexedSlices, sum_rows
-from ndistribute.ownership import ArrayOwner
+from ndistribute.ownership import ArrayOwner, read_only
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.messages import Apply, Done, Gradient
 from ndistribute.transport.codec import Array
@@ -28,6 +27,7 @@ Planned = Callable[[], m.Outcome]
 
 _MOST_PARTS = 16  # Sparse gradients that are held before repeated rows are added.
 _LAST_STEP = 1 << 62
+_COUNT = np.dtype(np.int64)  # Of the counters of steps.
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
@@ -44,16 +44,17 @@ class Cell(ArrayOwner):
     The array owns its memory, and only the cell refers to it.
     """
 
-    __slots__ = ("version",)
+    __slots__ = ("keeps_shape", "lock", "version")
 
-    def __init__(self, array: Array, version: int) -> None:
+    def __init__(self, array: Any, version: int, lock: Any = None) -> None:
         super().__init__(array)
         self.version = version
+        self.lock = lock  # Of a variable that graphs share.
+        self.keeps_shape = True
 
     def snapshot(self) -> Array:
         """Return a read-only view of the value, which never changes."""
-        view: Array = self.array.view()
-        view.flags.writeable = False
+        view: Array = read_only(self.array)
         return view
 
     def open(self) -> None:
@@ -63,6 +64,8 @@ class Cell(ArrayOwner):
 
 class Variables:
     """Variables by name; new variables get versions above `floor`."""
+
+    casts: ClassVar[bool] = False  # Whether what is added may have another dtype.
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
@@ -162,9 +165,9 @@ def plan(
     """Return a function that makes a client's change, or refuse the change."""
     match change:
         case m.Update():
-            return _plan_update(variables, change)
+            return plan_update(variables, change)
         case Apply():
-            step = _OptimizerStep(variables, change)
+            step = OptimizerStep(variables, change)
             step.open()
             return step.prepare(change.gradients)
         case m.Aggregate():
@@ -172,14 +175,19 @@ def plan(
             return _plan_aggregate(variables, held, client, change)
 
 
-def _plan_update(variables: Variables, change: m.Update) -> Planned:
+def plan_update(variables: Variables, change: m.Update) -> Planned:
+    """Return a function that writes to a variable, or refuse the change."""
     cell, values, indices = variables.cell(change.name), change.values, change.indices
-    check_fits(change.name, cell.array, values.shape, values.dtype, indices)
-    if change.how != "assign" and cell.array.dtype.kind == "b":  # It would fail while it writes.
+    dtype = cell.array.dtype if variables.casts else values.dtype
+    check_fits(change.name, cell.array, values.shape, dtype, indices)
+    if change.how != "assign" and cell.array.dtype.kind in "bUSO":  # It would fail while it writes.
         raise Refused(f"variable {change.name!r} of {cell.array.dtype} cannot {change.how}.")
     fresh: Array | None = None
-    if change.how != "assign" or indices is not None:
+    if indices is not None:
         cell.open()
+        values = values.astype(cell.array.dtype, copy=False)
+    elif change.how != "assign":
+        fresh = np.empty_like(cell.array) if cell.is_shared() else None
     elif variables.adopts and values.flags.writeable:
         fresh = values
     elif cell.is_shared():  # Otherwise write in place, which needs no memory.
@@ -187,14 +195,16 @@ def _plan_update(variables: Variables, change: m.Update) -> Planned:
     combine = np.add if change.how == "assign_add" else np.subtract
 
     def make() -> Done:
-        if fresh is not None:
-            cell.array = fresh
-        elif change.how == "assign":
-            cell.array[... if indices is None else indices] = values
-        elif indices is None:
-            combine(cell.array, values, out=cell.array)
-        else:
+        if change.how != "assign" and indices is not None:
             combine.at(cell.array, indices, values)
+        elif change.how != "assign":
+            total = cell.array if fresh is None else fresh
+            combine(cell.array, values, out=total, casting="unsafe")
+            cell.array = total
+        elif fresh is not None:
+            cell.array = fresh
+        else:
+            cell.array[... if indices is None else indices] = values
         cell.version += 1
         return Done((cell.version,))
 
@@ -207,7 +217,7 @@ def _plan_aggregate(
     if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
         numbers = f"got {change.count} and {change.at_step}"
         raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
-    step = _OptimizerStep(variables, change.apply)
+    step = OptimizerStep(variables, change.apply)
     aggregate.check(change.apply, change.at_step)
     others = len(aggregate.contributors) if change.at_step == aggregate.step else 0
     if others + 1 >= change.count:
@@ -223,7 +233,7 @@ def _plan_aggregate(
     return add
 
 
-class _OptimizerStep:
+class OptimizerStep:
     """One step of an update rule; the constructor refuses what does not fit."""
 
     def __init__(self, variables: Variables, change: Apply) -> None:
@@ -231,21 +241,24 @@ class _OptimizerStep:
             self._rule = rule_named(change.rule, change.hyperparameters)
         except ValueError as error:
             raise Refused(str(error)) from error
-        _check_names(self._rule, change)
-        self._counter = variables.cell(change.counter)
-        check_fits(change.counter, self._counter.array, (), np.dtype(np.int64))
-        self._learning_rate = change.learning_rate
+        needed, count = len(self._rule.slot_names), len(change.gradients)
+        _check_names(change.rule, needed, count, change.names, change.slots, change.written)
+        self._change, self._written = change, []
+        if change.counter is not None:
+            self._written = [variables.cell(change.counter)]
+            check_fits(change.counter, self._written[0].array, (), _COUNT)
         self._targets: list[list[Cell]] = []  # Per variable: itself and its slots.
         for name, gradient, slots in zip(change.names, change.gradients, change.slots, strict=True):
-            array, given = variables.cell(name).array, gradient.values.dtype
-            if not can_train(given, array.dtype):
-                raise Refused(f"a gradient of {given} cannot train {name!r} of {array.dtype}.")
+            cells = [variables.cell(name), *map(variables.cell, slots)]
+            array, dtype = cells[0].array, gradient.values.dtype
+            if not can_train(dtype, array.dtype):
+                raise Refused(f"a gradient of {dtype} cannot train {name!r} of {array.dtype}.")
             check_fits(name, array, gradient.values.shape, array.dtype, gradient.indices)
             dtype = computing_dtype(array.dtype)
-            for slot in slots:
-                check_fits(slot, variables.cell(slot).array, array.shape, dtype)
-            self._targets.append([variables.cell(each) for each in (name, *slots)])
-        self._written = [self._counter, *itertools.chain(*self._targets)]
+            for slot, cell in zip(slots, cells[1:], strict=True):
+                check_fits(slot, cell.array, array.shape, dtype)
+            self._targets.append(cells)
+            self._written += cells
 
     def open(self) -> None:
         for cell in self._written:
@@ -255,12 +268,16 @@ class _OptimizerStep:
         """Return a function that makes the step with gradients of the checked shapes and dtypes."""
         pairs = zip(self._targets, gradients, strict=True)
         fitted = [_fitted(self._rule, target[0].array, gradient) for target, gradient in pairs]
-        return functools.partial(self._make, fitted)
+        return functools.partial(self.make, fitted)
 
-    def _make(self, fitted: Sequence[Gradient]) -> Done:
-        self._counter.array[...] += 1
-        # Any client may have written to the counter.
-        rate = self._rule.rate(max(1, int(self._counter.array)), self._learning_rate)
+    def make(self, fitted: Sequence[Gradient]) -> Done:
+        """Make the step with gradients of which rows are unique, and the only ones to change."""
+        count = 1
+        if self._change.counter is not None:
+            counter = self._written[0].array
+            counter += 1
+            count = max(1, int(counter))  # Any client may have written to it.
+        rate = self._rule.rate(count, self._change.learning_rate)
         try:
             for target, gradient in zip(self._targets, fitted, strict=True):
                 arrays, indices = [cell.array for cell in target], gradient.indices
@@ -287,6 +304,10 @@ class Aggregation:
     peak: int = 0  # The most members at a time since there were none.
     last_to_leave: str = ""
 
+    def begin(self, step: int) -> None:
+        """Collect for a step, and drop what was collected."""
+        self.step, self.contributors = step, set()
+
     def check(self, given: Apply, at_step: int) -> None:
         """Refuse gradients of other shapes or dtypes than the first ones of the step."""
         if at_step != self.step or not self.contributors:
@@ -302,7 +323,7 @@ class Aggregation:
         if at_step < self.step or (at_step == self.step and client in self.contributors):
             return False
         if at_step > self.step:
-            self.step, self.contributors = at_step, set()
+            self.begin(at_step)
         self.sums = {
             name: _added(self.sums.get(name, []), gradient, first=not self.contributors)
             for name, gradient in zip(given.names, given.gradients, strict=True)
@@ -315,7 +336,7 @@ class Aggregation:
         means = [_joined(parts) for parts in self.sums.values()]
         for mean in means if len(self.contributors) > 1 else ():
             np.divide(mean.values, len(self.contributors), out=mean.values)
-        self.step, self.contributors = self.step + 1, set()
+        self.begin(self.step + 1)
         return means
 
     def join(self, client: str) -> None:
@@ -381,15 +402,22 @@ def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
     return Gradient(IndexedSlices(values, gradient.indices, array.shape).to_dense())
 
 
-def _check_names(rule: Rule, change: Apply) -> None:
+@functools.lru_cache(maxsize=1024)  # Since most steps are made again and again.
+def _check_names(
+    rule: str,
+    needed: int,
+    gradients: int,
+    names: tuple[str, ...],
+    slots: tuple[tuple[str, ...], ...],
+    written: tuple[str, ...],
+) -> None:
     """Refuse a step unless each variable occurs once and has a gradient and its slots."""
-    written = [*change.names, *itertools.chain(*change.slots), change.counter]
-    slots, needed = [len(some) for some in change.slots], len(rule.slot_names)
-    complete = len(change.gradients) == len(change.names) == slots.count(needed) == len(slots)
+    counts = [len(some) for some in slots]
+    complete = gradients == len(names) == counts.count(needed) == len(slots)
     if not complete or len(set(written)) != len(written):
         raise Refused(
-            f"a step of {change.rule!r} needs for each variable a gradient and {needed} slot(s), "
-            f"and each name once, got {len(change.gradients)} gradient(s) and {written}."
+            f"a step of {rule!r} needs for each variable a gradient and {needed} slot(s), and "
+            f"each name once, got {gradients} gradient(s) and {[*written]}."
         )
 
 

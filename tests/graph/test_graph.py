@@ -272,12 +272,14 @@ def test_the_result_of_an_update_is_not_the_memory_of_the_variable(session: Sess
 
 def test_a_session_that_ends_leaves_variables_of_whatever_names() -> None:
     resources = Resources()
+    resources.variables.assign("scope/w", np.zeros(1))
     names: list[Any] = ["scope/w", 5]
     for name in names:
-        resources.variable(name)
+        resources.get("aggregate", name, object)
     resources.get("generator", "scope/random", object)
     resources.forget("scope")
     assert [name for _, name in resources._kept] == names
+    assert resources.variables.get("scope/w") is not None
 
 
 def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
@@ -285,7 +287,7 @@ def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
     update = MomentumOptimizer(0.1, 0.9).minimize(np.sum(w * w))
     session.run(global_variables_initializer())
     resources = session._runner._resources  # type: ignore[union-attr]
-    slot = resources.variable("w/Momentum/momentum")
+    slot = resources.variables.find("w/Momentum/momentum")
     done = threading.Thread(target=session.run, args=(update,), daemon=True)
     with slot.lock:
         done.start()

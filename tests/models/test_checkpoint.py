@@ -22,7 +22,7 @@ from ndistribute import tensor_files
 from ndistribute.models import Sequential, layers, losses, metrics
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
 from tests.contract_rows import central, mirrored, served
-from tests.digits_training import serve, step_of
+from tests.jobs.digits import serve, step_of
 from tests.kinds import DEADLINE, closing, context
 from tests.processes import HANG_SECONDS, Ranks
 from tests.strategies.on_servers import holders, worker_of
