@@ -99,7 +99,7 @@ def __getattr__(name: str) -> _Any:
 def _serve_graphs(task: _ServedTask) -> _TaskService:
     """Return the service of graphs, which may call functions of estimators too."""
     _import_module("ndistribute.estimator")
-    service: _TaskService = _import_module("ndistribute.graph.service").serve(task)
+    service: _TaskService = _import_module("ndistribute.graph.service").GraphService(task)
     return service
 
 

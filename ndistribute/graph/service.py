@@ -31,7 +31,6 @@ from ndistribute.graph.step import Resources, Step
 from ndistribute.parameter_server.server import StoreService
 from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.rpc import Call, Peer
-from ndistribute.transport.secret import Credentials
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
@@ -65,29 +64,25 @@ class GraphService(TaskService):
     """Run graphs for clients, and parts of graphs for the masters of other tasks.
 
     Args:
-        task: the name of this task, such as ``"/job:ps/task:0"``.
-        tasks: the addresses of all tasks, by name.
-        credentials: the secret of the job.
-        store: the store of the task, which keeps its variables; None: it has none.
+        served: the task, whose store keeps its variables if it has one.
     """
 
     requests = m.Request
     macs = False
     clients_may_restart = True
 
-    def __init__(
-        self,
-        task: str,
-        tasks: Mapping[str, str],
-        credentials: Credentials,
-        store: StoreService | None = None,
-    ) -> None:
-        self.task, self.tasks = task, dict(tasks)
-        job, index = task.removeprefix("/job:").split("/task:")
+    def __init__(self, served: ServedTask) -> None:
+        self.task = f"/job:{served.job}/task:{served.index}"
+        self.tasks = {
+            f"/job:{job}/task:{index}": served.cluster.task_address(job, index)
+            for job in served.cluster.jobs
+            for index in served.cluster.task_indices(job)
+        }
+        """The addresses of all tasks, by the names of devices."""
         names = {address: name for name, address in self.tasks.items()}
-        self.pool = ClientPool(credentials, f"{job}:{index}", names)
-        self.resources = Resources(None if store is None else store.store.shared)
-        self._store = store
+        self.pool = ClientPool(served.credentials, served.name, names)
+        store = served.services.get("ps")
+        self.resources = Resources(store.store.shared if isinstance(store, StoreService) else None)
         self.rendezvous = _Rendezvous()
         self._lock = threading.Lock()
         self._connections: dict[str, int] = {}  # The number of a client's connections.
@@ -186,8 +181,7 @@ class GraphService(TaskService):
             if failure is not None:
                 raise m.error_of(failure)
             results = plan.run(step, values)
-            if self._store is not None:
-                self._store.sync()
+            step.resources.variables.sync()
             return tuple(map(sendable, plan.fetches, results))
         except errors.OperationError as error:
             if self.is_closed:  # Its variables were dropped, and its connections have ended.
@@ -279,24 +273,11 @@ class GraphService(TaskService):
 
     def _reset(self, everywhere: bool) -> None:
         self.resources.clear()
-        if self._store is not None:
-            self._store.sync()
+        self.resources.variables.sync()
         for task in self.tasks if everywhere else ():
             if task != self.task:
                 reset = m.Reset(everywhere=False)
                 m.values_of(self.client(task).call(reset, _REGISTER_SECONDS))
-
-
-def serve(task: ServedTask) -> GraphService:
-    """Return the service of graphs in a task, which knows the others by the names of devices."""
-    addresses = {
-        f"/job:{job}/task:{index}": task.cluster.task_address(job, index)
-        for job in task.cluster.jobs
-        for index in task.cluster.task_indices(job)
-    }
-    store: Any = task.services.get("ps")
-    name = f"/job:{task.job}/task:{task.index}"
-    return GraphService(name, addresses, task.credentials, store)
 
 
 def restarted(task: str) -> errors.AbortedError:

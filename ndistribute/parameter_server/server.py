@@ -66,7 +66,7 @@ class StoreService(TaskService):
         self.resumed = self._disk is not None and self._disk.resumed
         if self._disk is None:
             return
-        self.store.shared.keep(self._lock, self._log_shared)
+        self.store.shared.keep(self._lock, self._log_shared, self._sync_shared)
         self._changed = self._disk.replayed
         expires = time.monotonic() + return_seconds if self.store.clients else math.inf
         self._writer = threading.Thread(
@@ -120,21 +120,6 @@ class StoreService(TaskService):
             self._changed = self._changed or peer.name in self.store.clients
             answers = self.store.left(peer.name)
         _send(answers)
-
-    def sync(self) -> None:
-        """Wait until the log on the disk contains all changes of graphs' variables so far.
-
-        Raises:
-            UnavailableError: it cannot be written.
-        """
-        if self._disk is None:
-            return
-        with self._lock:
-            logs = [(log, log.written) for log in self._disk.logs]
-        for log, position in logs:
-            failure = self._sync(log, position)
-            if failure is not None:
-                raise UnavailableError(failure.message)
 
     def close(self) -> None:
         """Save the last changes, and make no more.
@@ -197,6 +182,21 @@ class StoreService(TaskService):
         self._changed = True
         if self._disk is not None and self._disk.logs and self._disk.logs[-1].written > _LOG_BYTES:
             self._write_soon()
+
+    def _sync_shared(self) -> None:
+        """Wait until the log on the disk contains all changes of graphs' variables so far.
+
+        Raises:
+            UnavailableError: it cannot be written.
+        """
+        if self._disk is None:
+            return
+        with self._lock:
+            logs = [(log, log.written) for log in self._disk.logs]
+        for log, position in logs:
+            failure = self._sync(log, position)
+            if failure is not None:
+                raise UnavailableError(failure.message)
 
     def _live(self, disk: Disk, expires: float) -> None:
         """Write snapshots until the service is closed, and a last one then."""

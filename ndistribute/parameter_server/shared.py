@@ -37,11 +37,15 @@ class SharedVariables(Variables):
     def __init__(self) -> None:
         super().__init__()
         self.log: Callable[[m.SharedChange], None] = lambda change: None
+        self.sync: Callable[[], None] = lambda: None
+        """Waits until the disk, if there is one, has all changes so far."""
         self._lock: Any = None  # That of all variables; None: each has its own.
 
-    def keep(self, lock: Any, log: Callable[[m.SharedChange], None]) -> None:
-        """Let all changes hold a lock, and pass through a function before they are made."""
-        self._lock, self.log = lock, log
+    def keep(
+        self, lock: Any, log: Callable[[m.SharedChange], None], sync: Callable[[], None]
+    ) -> None:
+        """Let all changes hold a lock, and be logged before they are made."""
+        self._lock, self.log, self.sync = lock, log, sync
         for cell in self.cells.values():
             cell.lock = lock
 
