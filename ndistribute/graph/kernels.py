@@ -136,50 +136,41 @@ class _Collected(Aggregation):
         self.round += 1
         self.changed.notify_all()
 
+    def wake(self) -> None:
+        """Let those look who wait, one of whose steps has failed."""
+        with self.changed:
+            self.changed.notify_all()
+
 
 def _collected(step: Step, node: Node) -> _Collected:
     return step.resources.get("aggregate", node.attributes["variable"], _Collected)
 
 
-@kernel("aggregate", pure=False)
+@kernel("aggregate", waits=True, pure=False)
 def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Add a worker's gradient to those of its step; the last one that is needed updates.
+    """Add a worker's gradient to those of its step, wait for their update, return the next step.
 
-    The result is the round for whose end `await_aggregate` waits, 0 for a gradient that is dropped.
-    A worker that is ahead because an earlier step was restored contributes to that step: else it
-    would wait for others in one task, and they for it in another. It may contribute twice.
+    The last one that is needed updates, and one that comes later is dropped. A worker that is ahead
+    because an earlier step was restored contributes to that step, maybe for the second time: else
+    it would wait for others in one task, and they for it in another.
     """
     gradient, stamp, learning_rate = inputs
     change = _optimizer_step(node.attributes, gradient, learning_rate)
     aggregate = _collected(step, node)
+    step.on_abort.append(aggregate.wake)
     with aggregate.changed:
         if aggregate.step < 0:
             aggregate.begin(int(stamp))
-        if stamp < aggregate.step:
-            return np.int64(0)  # The others have made this step already.
-        contributed, count = aggregate.round, len(aggregate.contributors)
-        aggregate.check(change, aggregate.step)
-        aggregate.add(f"gradient {count}", change, aggregate.step)
-        if count + 1 >= node.attributes["replicas"]:
-            means = tuple(aggregate.finish())
-            step.resources.variables.apply(msgspec.structs.replace(change, gradients=means))
-        return np.int64(contributed)
-
-
-@kernel("await_aggregate", waits=True, pure=False)
-def _await_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Wait for the end of the round of a worker's gradient, and return the step of the next."""
-    aggregate = _collected(step, node)
-
-    def wake() -> None:
-        with aggregate.changed:
-            aggregate.changed.notify_all()
-
-    step.on_abort.append(wake)
-    with aggregate.changed:
-        aggregate.changed.wait_for(lambda: aggregate.round != inputs[0] or step.error is not None)
-        step.check()
-        return np.int64(max(0, aggregate.step))
+        if stamp >= aggregate.step:
+            current, count = aggregate.round, len(aggregate.contributors)
+            aggregate.check(change, aggregate.step)
+            aggregate.add(f"gradient {count}", change, aggregate.step)
+            if count + 1 >= node.attributes["replicas"]:
+                means = tuple(aggregate.finish())
+                step.resources.variables.apply(msgspec.structs.replace(change, gradients=means))
+            aggregate.changed.wait_for(lambda: aggregate.round != current or step.error is not None)
+            step.check()
+        return np.int64(aggregate.step)
 
 
 @kernel("restart_aggregate", pure=False)

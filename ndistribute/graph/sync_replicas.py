@@ -78,10 +78,9 @@ class SyncReplicasOptimizer(GraphOptimizer):
         step = local.outputs[0]
         rate, made, restarted = self.rate_at(global_step), [], []
         for gradient, variable in pairs:
-            contribution = self.add_update(
+            made += self.add_update(
                 "aggregate", [gradient, step], rate, variable, outputs=1, replicas=self._replicas
-            )
-            made += at(variable, "await_aggregate", contribution.outputs).outputs
+            ).outputs
             restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
         self.chief_init_op = group(*restarted, name="chief_init")
         # The last of the variables tells the step; those of a late worker may be further.

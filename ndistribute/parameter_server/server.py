@@ -18,6 +18,7 @@ from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.shared import storable
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
+from ndistribute.parameter_server.variables import Refused
 from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.timeline import recorded
 from ndistribute.transport.failure_detector import silence_seconds
@@ -83,26 +84,22 @@ class StoreService(TaskService):
         """Execute a request; return the reply, or None if it is sent later."""
         reads = isinstance(request, m.Read | m.Status)
         with self._lock:
-            logs = [] if self._disk is None else self._disk.logs
             if isinstance(request, m.Status) and self._disk is not None and request.of != "memory":
                 # The state before the log begins must be on the disk as well.
-                if request.of == "log" and not logs:
+                if request.of == "log" and not self._disk.logs:
                     self._disk.begin_log()
                 self._asked.append((peer, call))
                 self._wake.notify_all()
                 return None
-            if self._closing and isinstance(request, m.ClientChange):
-                return None  # The client asks the restarted server again.
-            if isinstance(request, m.ClientChange) and (failure := self._broken()) is not None:
-                return failure
+            if isinstance(request, m.ClientChange):
+                if self._closing:  # The client asks the restarted server again.
+                    return None
+                if (failure := self._broken()) is not None:
+                    return failure
             answers = self.store.handle(peer.name, (peer, call), request)
             self._changed = self._changed or not reads
-            in_use = logs[-1] if logs and not reads else None
-            position = in_use.written if in_use is not None else 0
-            if position > _LOG_BYTES:
-                self._write_soon()
-        failure = None if in_use is None else self._sync(in_use, position)
-        if failure is not None:
+            logs = [] if reads else self._logs()
+        if (failure := self._sync(logs)) is not None:
             answers = [(to, failure) for to, _ in answers]
         reply = None
         for (to, number), answer in answers:
@@ -148,15 +145,23 @@ class StoreService(TaskService):
         self._due = True
         self._wake.notify_all()
 
-    def _sync(self, log: UpdateLog, position: int) -> m.Failure | None:
-        """Sync a log; if that fails, return the reply to the changes in it."""
-        try:
-            log.sync(position)
-            return None
-        except OSError as error:
-            with self._lock:  # Only a snapshot restores a known state on the disk.
-                self._write_soon()
-            return self._not_logged(log, error, "what was changed may be lost")
+    def _logs(self) -> list[tuple[UpdateLog, int]]:
+        """Return the logs and how long they are; the caller holds the lock."""
+        logs = [] if self._disk is None else [(log, log.written) for log in self._disk.logs]
+        if logs and logs[-1][1] > _LOG_BYTES:
+            self._write_soon()
+        return logs
+
+    def _sync(self, logs: list[tuple[UpdateLog, int]]) -> m.Failure | None:
+        """Sync logs; if that fails, return the reply to the changes in them."""
+        for log, position in logs:
+            try:
+                log.sync(position)
+            except OSError as error:
+                with self._lock:  # Only a snapshot restores a known state on the disk.
+                    self._write_soon()
+                return self._not_logged(log, error, "what was changed may be lost")
+        return None
 
     def _broken(self) -> m.Failure | None:
         """Return the reply to changes until a snapshot replaces a log of unknown content."""
@@ -175,28 +180,22 @@ class StoreService(TaskService):
     def _log_shared(self, change: m.SharedChange) -> None:
         """Log a change of a graph's variable before it is made; the caller holds the lock."""
         if self._closing:
-            raise UnavailableError(f"{self._task} was stopped.")
+            raise Refused(f"{self._task} was stopped.", "full")
         if (failure := self._broken()) is not None:
-            raise UnavailableError(failure.message)
+            raise Refused(failure.message, "full")
         self.store.log(storable(change))
         self._changed = True
-        if self._disk is not None and self._disk.logs and self._disk.logs[-1].written > _LOG_BYTES:
-            self._write_soon()
 
     def _sync_shared(self) -> None:
-        """Wait until the log on the disk contains all changes of graphs' variables so far.
+        """Wait until the disk has all changes of graphs' variables so far.
 
         Raises:
-            UnavailableError: it cannot be written.
+            UnavailableError: the log cannot be written.
         """
-        if self._disk is None:
-            return
         with self._lock:
-            logs = [(log, log.written) for log in self._disk.logs]
-        for log, position in logs:
-            failure = self._sync(log, position)
-            if failure is not None:
-                raise UnavailableError(failure.message)
+            logs = self._logs()
+        if (failure := self._sync(logs)) is not None:
+            raise UnavailableError(failure.message)
 
     def _live(self, disk: Disk, expires: float) -> None:
         """Write snapshots until the service is closed, and a last one then."""

@@ -62,11 +62,7 @@ class SharedVariables(Variables):
         """Return a variable, or refuse one without a value."""
         cell = self.cells.get(name)
         if cell is None or cell.array is None:
-            raise Refused(
-                f"variable {name!r} has no value: run global_variables_initializer(), or restore a "
-                "checkpoint, before you use it.",
-                "unknown",
-            )
+            raise _without_value(name)
         return cell
 
     def get(self, name: str) -> Any:
@@ -77,9 +73,10 @@ class SharedVariables(Variables):
 
     def value(self, name: str) -> Any:
         """Return a snapshot of a value, or refuse a variable without one."""
-        cell = self.cell(name)
-        with cell.lock:
-            return self.cell(name).snapshot()
+        value = self.get(name)
+        if value is None:
+            raise _without_value(name)
+        return value
 
     def assign(self, name: str, value: Any, keeps_shape: bool = True) -> None:
         """Give a variable a copy of a value of its dtype and, if it keeps that, its shape."""
@@ -172,6 +169,14 @@ def packed(name: str, value: Any) -> tuple[Array, str]:
 def unpacked(array: Any, dtype: str) -> Any:
     """Return what `packed` got."""
     return array.view(dtype)[..., 0] if dtype else array
+
+
+def _without_value(name: str) -> Refused:
+    return Refused(
+        f"variable {name!r} has no value: run global_variables_initializer(), or restore a "
+        "checkpoint, before you use it.",
+        "unknown",
+    )
 
 
 def _check_same(name: str, old: Any, value: Any, keeps_shape: bool) -> None:
