@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
+import ndistribute as nd
 from ndistribute import errors, graph
 from ndistribute.numpy_functions import register
 from tests.gpu.placing import need, place_of
+from tests.processes import free_addresses
 
-PLACES = []
+PLACES, SPEC = [], free_addresses({"ps": 1})
 
 
 def noted(array):
@@ -67,6 +71,32 @@ def test_training_on_a_gpu_computes_what_the_cpu_computes(session, where):
 
     expected = program("/cpu:0", "/cpu:0")
     np.testing.assert_allclose(program(where, "/gpu:1"), expected, rtol=1e-12)
+
+
+def test_a_variable_on_a_gpu_is_there_after_a_restart_of_its_server(tmp_path):
+    with graph.device("/gpu:1"):
+        w = graph.Variable(np.full(3, 0.5))
+        step = graph.MomentumOptimizer(0.1, 0.9).minimize(np.sum(w * w))
+        change, noted_w = w.assign_add([1.0, 2.0, 3.0]), noted_tensor(w)
+    initialize = graph.global_variables_initializer()
+
+    def run(folder, steps, first=None):
+        with (
+            nd.Server(SPEC, "ps", 0, snapshot_directory=folder, durability="log") as server,
+            graph.Session(server.target) as session,
+        ):
+            if first is not None:
+                session.run(first)
+            for _ in range(steps):
+                session.run(step)
+                session.run([change.op, noted_w])
+            shutil.copytree(folder, f"{folder}-killed")
+            return session.run(w)
+
+    expected = run(tmp_path / "whole", 4, initialize)
+    run(tmp_path / "part", 2, initialize)
+    np.testing.assert_array_equal(run(tmp_path / "part-killed", 2), expected)
+    assert set(PLACES) == {"gpu:1"}
 
 
 def test_a_gpu_that_does_not_exist_is_an_error_that_lists_those_there_are(session):
