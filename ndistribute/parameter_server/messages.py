@@ -6,6 +6,7 @@ idempotent; the changes of a `Transaction` have numbers by which the server reco
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Literal, NamedTuple
 
@@ -48,8 +49,14 @@ class Apply(Record, frozen=True):
     @property
     def written(self) -> tuple[str, ...]:
         """The names of what changes: the variables, their slots and the counter."""
-        counter = () if self.counter is None else (self.counter,)
-        return (*self.names, *itertools.chain(*self.slots), *counter)
+        return _written(self.names, self.slots, self.counter)
+
+
+@functools.lru_cache(maxsize=1024)  # Since most steps are made again and again.
+def _written(
+    names: tuple[str, ...], slots: tuple[tuple[str, ...], ...], counter: str | None
+) -> tuple[str, ...]:
+    return (*names, *itertools.chain(*slots), *(() if counter is None else (counter,)))
 
 
 class Aggregate(Record, frozen=True):
