@@ -321,6 +321,9 @@ def written_to(
     ([], [('out=', 'b')])
     """
     written: list[tuple[str, Any]] = []
+    is_common = len(args) < 2 or type(function) is np.ufunc
+    if is_common and WRITING_OPTIONS.isdisjoint(kwargs) and function not in _IN_PLACE:
+        return written
     if function in _IN_PLACE or getattr(function, "__name__", "") == "at":
         written.append(("its first argument", [*args, *kwargs.values()][0]))
     for position, option in _writing_options(function):

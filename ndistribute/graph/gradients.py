@@ -6,7 +6,7 @@ the record back. So the rules are those of `ndistribute.autodiff`, and shapes ma
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
     sources = _listed(xs)
     graph = targets[0].graph if targets else get_default_graph()
     with graph.as_default(), graph.control_dependencies(None), graph.name_scope(name):
-        ends = [_ends(source, graph, targets) for source in sources]
+        reads = _reads(graph)
+        ends = [_ends(source, graph, reads, targets) for source in sources]
         reached = {tensor for tensors in ends for tensor in tensors}
         between = _between(graph, targets, reached)
         upstream: dict[Tensor, list[Tensor]] = {}
@@ -100,19 +101,29 @@ def _listed(values: Any) -> list[Any]:
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
-def _ends(source: Any, graph: Graph, targets: Sequence[Tensor]) -> list[Tensor]:
+def _reads(graph: Graph) -> dict[str, list[Tensor]]:
+    """Return the values of variables in a graph and those around it, by the variables' names."""
+    reads: dict[str, list[Tensor]] = {}
+    level: Graph | None = graph
+    while level is not None:
+        for op in level.get_operations():
+            name = op.definition.attributes.get("variable")
+            if name is not None and op_named(op.type).reads and op_named(op.type).smooth:
+                reads.setdefault(name, []).extend(op.outputs)
+        level = level.outer
+    return reads
+
+
+def _ends(
+    source: Any, graph: Graph, reads: Mapping[str, list[Tensor]], targets: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the tensors of a graph that stand for a source: all reads of a variable.
 
     Raises:
         ValueError: a target depends on the source by other tensors of a graph around this one.
     """
-    ends = [] if isinstance(source, Variable) else [as_tensor(source)]
-    level: Graph | None = graph
-    while level is not None and isinstance(source, Variable):
-        for op in level.get_operations():
-            if op.definition.attributes.get("variable") == source.op.name:
-                ends += op.outputs if op_named(op.type).reads and op_named(op.type).smooth else ()
-        level = level.outer
+    is_variable = isinstance(source, Variable)
+    ends = reads.get(source.op.name, []) if is_variable else [as_tensor(source)]
     around = [tensor for tensor in ends if tensor.graph is not graph]
     here = [tensor for tensor in ends if tensor.graph is graph]
     here += [graph.captured[tensor] for tensor in around if tensor in graph.captured]

@@ -67,6 +67,7 @@ def kernel(*types: str, **facts: Any) -> Callable[[Kernel], Kernel]:
     return add
 
 
+@functools.cache
 def op_named(kind: str) -> Op:
     """Return the facts of an operation type.
 
@@ -76,12 +77,9 @@ def op_named(kind: str) -> Op:
     >>> op_named("numpy.argmax").smooth
     False
     """
-    op = KERNELS.get(kind)
-    return _op_of(function_named(kind)) if op is None else op
-
-
-@functools.cache
-def _op_of(function: Function) -> Op:
+    if kind in KERNELS:
+        return KERNELS[kind]
+    function = function_named(kind)
     results = results_of(function)
     constant = results is Results.OF_SHAPES or (function in CONSTANT and function not in COMPOSED)
     return Op(function=function, smooth=not constant, results=results)

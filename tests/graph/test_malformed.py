@@ -250,8 +250,8 @@ def test_a_step_ends_although_a_long_call_goes_on(
         end.wait(HANG_SECONDS)
         return x
 
-    monkeypatch.setitem(_registered, "tests.wait", wait)
-    step = run_of(ONE, LINE, op("a", "tests.wait", "line:0"))
+    monkeypatch.setitem(_registered, f"tests.wait until {how}", wait)
+    step = run_of(ONE, LINE, op("a", f"tests.wait until {how}", "line:0"))
     timeout = 0.2 if how == "deadline" else None
     pending = client.start(msgspec.structs.replace(step, timeout=timeout))
     try:
