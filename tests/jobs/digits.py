@@ -8,11 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 import ndistribute as nd
 from ndistribute.models import Sequential, layers, losses
-from tests.kinds import DEADLINE, join
+from tests.kinds import join
 
 BATCH, EPOCHS = 64, 2
 
@@ -71,25 +69,6 @@ def train_by_loop(strategy: nd.Strategy, model: Sequential, count: int, epochs: 
             strategy.run(step, args=(batch,))
 
 
-def train_by_schedule(strategy: nd.Strategy, model: Sequential, count: int, epochs: int) -> None:
-    """Train as the loop of a chief does."""
-    step = step_of(model)
-    model.optimizer.build(model.trainable_variables)
-    dataset = nd.Dataset.from_tensor_slices(digits(count)).batch(BATCH).repeat()
-    with nd.ClusterCoordinator(strategy) as coordinator:
-        batches = coordinator.create_per_worker_dataset(
-            lambda: strategy.distribute_dataset(dataset)
-        )
-
-        def scheduled(iterator: Any) -> None:
-            strategy.run(step, args=(next(iterator),))
-
-        iterator = iter(batches)
-        for _ in range(epochs * -(-count // BATCH)):
-            coordinator.schedule(scheduled, args=(iterator,))
-        coordinator.join()
-
-
 WAYS = {"fit": train_by_fit, "loop": train_by_loop}
 
 
@@ -112,11 +91,3 @@ SERVERS: list[nd.Server] = []  # Of this process, until it ends.
 def serve(rank: int, size: int) -> None:
     config = json.loads(os.environ["TF_CONFIG"])
     SERVERS.append(nd.Server(config["cluster"], "ps", config["task"]["index"]))
-
-
-def on_own_loop(rank: int, size: int, way: str) -> float:
-    with nd.ParameterServerStrategy(devices=["cpu:0"], timeout_seconds=DEADLINE) as strategy:
-        model = network()
-        WAYS[way](strategy, model, 500, 8)
-        images, labels = digits(500)  # All of them; `predict` would take this worker's share.
-        return float(np.mean(model(images).argmax(axis=-1) == labels))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import Sequential, activations, callbacks, layers
 from ndistribute.optimizers import GradientAccumulation
-from tests.jobs.launched import ROOT, environment, run
+from tests.jobs.launched import run
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(300, 3)), np.arange(300.0)[:, None]
@@ -192,20 +190,3 @@ def test_processes_of_a_job_that_train_apart_are_warned_and_refused_one_folder(t
     assert job.stdout.count("refused Another process still used the files of 'backup") == 1
     assert job.stdout.count("training 5") == 1
     assert not list(folder.iterdir())
-
-
-def test_a_training_that_was_killed_is_taken_over_at_once(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    folder, released = tmp_path / "backup", tmp_path / "released"
-    command = [sys.executable, str(program), str(folder), str(released)]
-    env = environment({"PYTHONPATH": str(ROOT)})
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
-        try:
-            while first.stdout.readline() != "training 2\n":
-                assert first.poll() is None
-        finally:
-            first.kill()
-    released.touch()
-    then = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert then.stdout.splitlines() == ["training 3", "training 4", "training 5"]
