@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,8 @@ import ndistribute as nd
 from ndistribute.errors import DistributeError
 from ndistribute.parameter_server.client import Closure, closure
 from ndistribute.parameter_server.server import LocalServer
-from tests.processes import Tasks
 from tests.strategies.on_servers import served
 
-SECONDS = 50.0
 OTHER_UPDATES = "function 7 runs again, and its updates are not of the same variables in the same"
 
 
@@ -117,41 +113,3 @@ def test_a_first_attempt_asks_the_servers_nothing_more(monkeypatch):
         assert asked == ["Transaction", "Transaction", "Read", "Transaction"]
         run(strategy, 2, [A, B, B], names)
         assert asked[4:] == ["Rerun", "Rerun", "Transaction", "Transaction"]
-
-
-@pytest.mark.parametrize("restarts", [False, True], ids=["servers stay", "servers restart"])
-@pytest.mark.parametrize("same", [True, False], ids=["same updates", "other order"])
-def test_a_function_runs_again_after_its_worker_was_killed(tmp_path, monkeypatch, same, restarts):
-    """A function that then made its updates in another order doubled one of them."""
-    pytest.importorskip("cloudpickle")
-    log = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path / "kept"), "NDISTRIBUTE_DURABILITY": "log"}
-    with Tasks(workers=1, servers=2, **log) as tasks:
-        monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
-        tasks.start_all()
-        with (
-            nd.ParameterServerStrategy(tasks.resolver(), durability="log") as strategy,
-            nd.ClusterCoordinator(strategy) as coordinator,
-        ):
-            with strategy.scope():
-                a, b = nd.Variable(0.0), nd.Variable(0.0)
-
-            def function(begun: str) -> None:
-                first = not os.path.exists(begun)
-                for variable in (a, b) if first or same else (b, a):
-                    variable.assign_add(1.0)
-                    if first:
-                        variable.numpy()
-                if first:
-                    open(begun, "w").close()
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            coordinator.schedule(function, (str(tmp_path / "begun"),))
-            assert tasks.code("worker", 0) == -signal.SIGKILL
-            for index in range(2) if restarts else ():
-                tasks.kill("ps", index)
-                tasks.start("ps", index)
-            tasks.start("worker", 0)
-            told = contextlib.nullcontext() if same else pytest.raises(ValueError, match="again")
-            with told:
-                coordinator.join(timeout=SECONDS)
-            assert (float(a), float(b)) == (1.0, 1.0)
