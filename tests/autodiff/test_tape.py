@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -264,26 +263,6 @@ def test_only_what_leads_to_a_source_is_computed():
         loud(z, "after")
     tape.gradient(z, y)
     assert calls == ["y"]
-
-
-def test_threads_record_for_themselves():
-    w = StandInVariable(np.ones((3, 2)))
-    barrier = threading.Barrier(4)
-
-    def step(k, meet):
-        x = np.full((5, 3), k + 1.0)
-        meet()
-        with GradientTape() as tape:
-            h = np.tanh(x @ w) * np.float64(k)
-            meet()
-            loss = np.sum(h * h)
-        return tape.gradient(loss, w)
-
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(20):
-            together = pool.map(lambda k: step(k, lambda: barrier.wait(timeout=50)), range(4))
-            for k, gradient in enumerate(together):
-                np.testing.assert_array_equal(gradient, step(k, int))
 
 
 def test_a_tracked_array_is_refused_in_another_thread():

@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 
-import ndistribute as nd
 from ndistribute.data import Dataset, InputOptions, as_dataset, elements
 from tests.data.workers import (
     DEADLINE_SECONDS,
@@ -21,7 +20,6 @@ from tests.data.workers import (
     raised,
     shared,
 )
-from tests.processes import Ranks
 
 
 class Loader:
@@ -243,24 +241,6 @@ def values_alone(rank):
 )
 def test_loaders_of_one_order_may_differ_in_what_does_not_tell_the_order(build):
     assert [len(steps) for steps in shared(2, build)] == [3, 3]
-
-
-def shared_by_processes(rank, size):
-    """Go through loaders of one order, and then through those of another order each."""
-    with nd.MultiWorkerMirroredStrategy() as strategy:
-        alike = len(list(strategy.distribute_dataset(Loader())))
-        try:
-            list(strategy.distribute_dataset(Loader(seed=rank)))
-        except ValueError as error:
-            return alike, str(error)
-
-
-def test_processes_refuse_loaders_whose_order_differs():
-    with Ranks(2) as ranks:
-        for outcome in ranks.run(shared_by_processes):
-            steps, refusal = outcome.result()
-            assert steps == 6
-            assert "digest of the first batch" in refusal
 
 
 def test_loaders_of_one_order_are_shared():

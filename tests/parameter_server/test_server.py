@@ -23,7 +23,7 @@ import pytest
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.client import ServerClient, Servers, closure
+from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.server import LocalServer, StoreService
 from ndistribute.parameter_server.snapshot import Disk
 from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
@@ -526,35 +526,6 @@ def test_threads_that_change_at_once_lose_nothing_of_each_other():
     for reply in servers.ask({i: read("v") for i in range(2)}).values():
         assert reply.arrays[0] == THREADS * ROUNDS
     servers.close()
-
-
-@contextlib.contextmanager
-def one_server():
-    caller = LocalServer().connect("worker:0#a", 20.0)
-    with contextlib.closing(Servers([ServerClient(caller, "ps:0")])) as servers:
-        servers.create({0: [("v", np.zeros(2)), ("w", np.zeros(2))]})
-
-        def change(name, value, replica=0):
-            change = add(name, np.asarray(value, float))
-            servers.change({0: [change]}, f"add {name}", replica=replica)
-
-        def read(name):
-            return servers.read({0: [m.Item(name)]})[0].arrays[0].tolist()
-
-        yield servers, change, read
-
-
-def test_what_replicas_of_a_function_change_at_once_counts_in_any_order():
-    """Each has its own order; which one comes first differs from one attempt to the next."""
-    with one_server() as (servers, change, read):
-        for attempt, order in enumerate([(2,), (1, 2), (2, 1)], 1):
-            with closure("chief", 1) as running:
-                if attempt > 1:
-                    running.begin_again(attempt, SimpleNamespace(servers=servers))
-                for replica in order:
-                    change("v", np.arange(1, 3) == replica, replica=replica)
-                read("v")
-        assert read("v") == [1, 1]
 
 
 def test_a_client_may_be_closed_again_in_the_middle_of_a_request():
