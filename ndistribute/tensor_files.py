@@ -140,10 +140,10 @@ def clear(directory: Path, pattern: str, claimed: str = "") -> None:
     """
     left = re.compile(rf"({pattern})(\.[0-9]{{6,}}(\.[0-9]+-[0-9a-f]+)?\.writing|\.writing\.lock)")
     for path in directory.glob("*.writing*"):
-        if found := left.fullmatch(path.name):
-            own = found[1] == claimed
-            lock = contextlib.nullcontext() if own else exclusive(directory, found[1], seconds=0)
-            with contextlib.suppress(OSError, CheckpointCorruptError), lock:
+        if match := left.fullmatch(path.name):
+            is_claimed = match[1] == claimed
+            other = contextlib.nullcontext() if is_claimed else exclusive(directory, match[1], 0)
+            with contextlib.suppress(OSError, CheckpointCorruptError), other:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -278,11 +278,11 @@ def open_regular(path: Path, limit: int = sys.maxsize, flags: int = os.O_RDONLY)
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
             raise
     else:
-        found = os.fstat(number)
-        if stat.S_ISREG(found.st_mode):
-            if found.st_size <= limit:
+        status = os.fstat(number)
+        if stat.S_ISREG(status.st_mode):
+            if status.st_size <= limit:
                 return open(number, "rb")
-            why = f"it has {found.st_size} bytes, more than {limit}"
+            why = f"it has {status.st_size} bytes, more than {limit}"
         os.close(number)
     raise CheckpointCorruptError(f"{path} is no file that ndistribute wrote: {why}")
 
@@ -372,7 +372,7 @@ def _check(folder: Path, tensors: BufferedReader, data: bytes) -> None:
 def _checksums(tensors: BufferedReader, data: bytes) -> dict[str, bytes]:
     """Return a line for each file."""
     sums = {_TENSORS: hashlib.file_digest(tensors, "sha256"), _DATA: hashlib.sha256(data)}
-    return {name: f"{one.hexdigest()}  {name}\n".encode() for name, one in sums.items()}
+    return {name: f"{digest.hexdigest()}  {name}\n".encode() for name, digest in sums.items()}
 
 
 def _read(path: Path, limit: int, count: int = -1) -> bytes:
@@ -406,13 +406,13 @@ def written_by(kind: str, directory: Path, name: str) -> list[Path]:
 
 def _times(directory: Path) -> list[tuple[float, Path]]:
     """Return when each generation was written, and its folder."""
-    folders, found = _matching(directory, _GENERATION), []
+    folders, times = _matching(directory, _GENERATION), []
     for file in filter(os.path.lexists, (folder / _DATA for folder in folders)):
         with contextlib.suppress(FileNotFoundError):
             told = _head(file)
-            found.append((float(told[1]) if told else file.lstat().st_mtime, file.parent))
+            times.append((float(told[1]) if told else file.lstat().st_mtime, file.parent))
     # If one was deleted meanwhile, the one that replaced it may not be among them.
-    return found if all(map(os.path.lexists, folders)) else _times(directory)
+    return times if all(map(os.path.lexists, folders)) else _times(directory)
 
 
 def _head(file: Path) -> re.Match[bytes] | None:

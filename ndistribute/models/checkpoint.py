@@ -552,14 +552,14 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
     group = strategy.input_topology.workers
     if group is None:
         return act()
-    told = _told(group, lambda: (act(),) if strategy.is_chief else ())
-    return next(results for results in told if results)[0]
+    outcomes = _from_each_worker(group, lambda: (act(),) if strategy.is_chief else ())
+    return next(results for results in outcomes if results)[0]
 
 
 def by_all(strategy: Any, act: Callable[[], Any]) -> list[Any]:
     """Return a function's result on every worker; its error on one of them is raised by all."""
     group = strategy.input_topology.workers
-    return [act()] if group is None else _told(group, act)
+    return [act()] if group is None else _from_each_worker(group, act)
 
 
 def on_any_worker(strategy: Any, flag: bool) -> bool:
@@ -568,19 +568,19 @@ def on_any_worker(strategy: Any, flag: bool) -> bool:
     return flag if group is None else any(all_gather_object(group, bool(flag)))
 
 
-def _told(group: Any, act: Callable[[], Any]) -> list[Any]:
+def _from_each_worker(group: Any, act: Callable[[], Any]) -> list[Any]:
     """Return what a function returned on each worker, or raise the error of this or the first."""
-    found, failure, told = None, None, None
+    result, failure, description = None, None, None
     try:
-        found = act()
+        result = act()
     except Exception as error:
         failure = error
-        told = failure_of(error, _ERRORS)
-    outcomes = all_gather_object(group, (found, told))
+        description = failure_of(error, _ERRORS)
+    outcomes = all_gather_object(group, (result, description))
     if failure is not None:
         raise failure
     for rank, (_, other) in enumerate(outcomes):
         if other is not None:
             who = f"worker {rank}" if rank else "the chief"
             raise error_of(other, _ERRORS, f"on {who}: ")
-    return [one for one, _ in outcomes]
+    return [result for result, _ in outcomes]

@@ -163,9 +163,9 @@ def generators_of(strategy: Any) -> list[str]:
         generator = _generator()
         return "" if generator is None else json.dumps(generator.bit_generator.state)
 
-    own = list(strategy.local_results(strategy.run(state)))
+    states = list(strategy.local_results(strategy.run(state)))
     group = strategy.input_topology.workers
-    return own if group is None else list(itertools.chain(*all_gather_object(group, own)))
+    return states if group is None else list(itertools.chain(*all_gather_object(group, states)))
 
 
 def set_generators(strategy: Any, states: Sequence[str]) -> None:

@@ -169,12 +169,12 @@ class Trainer(Layer):
         """
         if isinstance(loss, list | tuple | Mapping):
             raise ValueError(_ONE_OUTPUT.format(f"compile: loss is a {type(loss).__name__}"))
-        for given in (metrics, weighted_metrics):
-            if given is not None and not isinstance(given, list | tuple):
-                raise TypeError(f"compile: metrics must be a list, got {given!r}.")
-        for one in (optimizer, loss, *(metrics or ()), *(weighted_metrics or ())):
-            if isinstance(one, type):
-                name = one.__name__
+        for listed in (metrics, weighted_metrics):
+            if listed is not None and not isinstance(listed, list | tuple):
+                raise TypeError(f"compile: metrics must be a list, got {listed!r}.")
+        for part in (optimizer, loss, *(metrics or ()), *(weighted_metrics or ())):
+            if isinstance(part, type):
+                name = part.__name__
                 raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
         with self.strategy.scope():
             self.optimizer = _optimizers.get(optimizer)
@@ -189,9 +189,9 @@ class Trainer(Layer):
                 )
             self._loss_mean = _metrics.Mean("loss")
             self._metrics = [
-                (_metrics.get(one, self.loss), weighted)
+                (_metrics.get(metric, self.loss), weighted)
                 for weighted, some in ((False, metrics), (True, weighted_metrics))
-                for one in some or ()
+                for metric in some or ()
             ]
 
     @property
@@ -271,10 +271,10 @@ class Trainer(Layer):
             def validate(epoch: int) -> dict[str, float]:
                 if validation is None or (epoch + 1) % validation_freq:
                     return {}
-                own = None if validation[1] is None else batch_size  # A dataset has its batches.
-                size = validation_batch_size or own
-                found = self._validate(validation, size, validation_steps, called)
-                return {f"val_{name}": value for name, value in found.items()}
+                usual = None if validation[1] is None else batch_size  # A dataset has its batches.
+                size = validation_batch_size or usual
+                logs = self._validate(validation, size, validation_steps, called)
+                return {f"val_{name}": value for name, value in logs.items()}
 
             with contextlib.ExitStack() as on_exit:
                 run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
@@ -318,11 +318,11 @@ class Trainer(Layer):
         self._check_compiled("evaluate")
         with self.strategy.scope():
             called = self._callbacks(callbacks, 1, steps, verbose)
-            found = self._validate((x, y, sample_weight), batch_size, steps, called)
-        Progress(verbose if self.strategy.is_chief else 0).show_line(found)
+            logs = self._validate((x, y, sample_weight), batch_size, steps, called)
+        Progress(verbose if self.strategy.is_chief else 0).show_line(logs)
         if return_dict:
-            return found
-        values = list(found.values())
+            return logs
+        values = list(logs.values())
         return values if len(values) > 1 else values[0]
 
     def predict(
@@ -353,8 +353,8 @@ class Trainer(Layer):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
                 inputs, _, _ = unpacked(batch)
-                found = strategy.run(self._predict_step, args=(inputs,))
-                parts.append(tree.map_leaves(to_host, strategy.gather(found, axis=0)))
+                outputs = strategy.run(self._predict_step, args=(inputs,))
+                parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
             called.call("on_predict_end", {})
         if not parts:
@@ -427,7 +427,7 @@ class Trainer(Layer):
                 "layer.trainable = True."
             )
         penalized = [layer for layer in self.walk() if layer.penalties()]
-        found = fingerprint(self, data._node, more) if any(c.restores for c in callbacks) else {}
+        parts = fingerprint(self, data._node, more) if any(c.restores for c in callbacks) else {}
         workers = self.strategy.input_topology.workers
         if workers is not None:
             rate = self.optimizer.learning_rate
@@ -435,7 +435,7 @@ class Trainer(Layer):
             remedy = "Make the same model and pass the same arguments on all workers."
             check_alike(workers, "fit", without_data(self, options), remedy)
         return Position(
-            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=found
+            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=parts
         )
 
     def _fit_and_validate(
@@ -496,19 +496,19 @@ class Trainer(Layer):
 
     def _callbacks(
         self,
-        given: Any,
+        callbacks: Any,
         epochs: int,
         steps: int | None,
         verbose: Any,
         before: Sequence[Callback] = (),
         after: Sequence[Callback] = (),
     ) -> Callbacks:
-        if isinstance(given, Callbacks):
-            return given
-        given = [given] if isinstance(given, Callback) else given or ()
+        if isinstance(callbacks, Callbacks):
+            return callbacks
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
         known = steps if steps is not None and steps >= 0 else None
         params = {"epochs": epochs, "steps": known, "verbose": verbose}
-        return Callbacks([*before, *given, *after], self, params)
+        return Callbacks([*before, *callbacks, *after], self, params)
 
     def _validate(
         self,
@@ -532,9 +532,9 @@ class Trainer(Layer):
             made += 1
         if not made:
             raise ValueError(_NO_BATCHES.format("evaluate"))
-        found = self._results()
-        called.call("on_test_end", found)
-        return found
+        logs = self._results()
+        called.call("on_test_end", logs)
+        return logs
 
     def _results(self) -> dict[str, float]:
         return {metric.name: metric.result() for metric in self.metrics}
