@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.transport.address import unix_name
-from ndistribute.transport.rpc import RpcServer
+from ndistribute.transport.rpc import ClientCount, RpcServer
 from tests.processes import wait_until
 from tests.transport.ends import (
     CREDENTIALS,
@@ -201,6 +202,25 @@ def test_an_interrupt_ends_the_call_of_its_own_thread_alone(job):
         assert other.result(SECONDS) == "of the other thread"
     assert client.call(Note("next")).text == "next"
     assert not client._in_use
+
+
+@pytest.mark.parametrize(
+    ("ends", "left"),
+    [
+        ("died died", [False, True]),  # The other one may still be in use.
+        ("good-bye good-bye", [True, False]),
+        ("good-bye died", [True, False]),
+        ("died good-bye", [False, True]),
+    ],
+)
+def test_a_client_has_left_at_its_good_bye_or_with_its_last_connection(ends, left):
+    clients, peers = ClientCount(), [Mock(), Mock()]
+    for peer in peers:
+        peer.name = "worker:0#a"
+        clients.add(peer)
+    died = [end == "died" for end in ends.split()]
+    assert [clients.remove(*each) for each in zip(peers, died, strict=True)] == left
+    assert "worker:0#a" not in clients
 
 
 def check_admission(address: str) -> None:
