@@ -30,7 +30,7 @@ from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
 from ndistribute.parameter_server.server import StoreService
 from ndistribute.task.server import ServedTask, TaskService
-from ndistribute.transport.rpc import Call, Peer
+from ndistribute.transport.rpc import Call, ClientCount, Peer
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
@@ -85,7 +85,7 @@ class GraphService(TaskService):
         self.resources = Resources(store.store.shared if isinstance(store, StoreService) else None)
         self.rendezvous = _Rendezvous()
         self._lock = threading.Lock()
-        self._connections: dict[str, int] = {}  # The number of a client's connections.
+        self._clients = ClientCount()
         self._near: WeakValueDictionary[str, Requester] = WeakValueDictionary()
         """The clients in this process, which may end without closing their sessions."""
         self._callers: WeakSet[Requester] = WeakSet()
@@ -107,17 +107,15 @@ class GraphService(TaskService):
     def connected(self, peer: Requester) -> None:
         """Count a connection of a client."""
         with self._lock:
-            self._connections[peer.name] = self._connections.get(peer.name, 0) + 1
+            self._clients.add(peer)
 
     def disconnected(self, peer: Requester, died: bool) -> None:
         """Drop the sessions of a client, or their parts of a master, that has ended."""
         if died and peer not in self._callers:
             self._lose(peer.name)
         with self._lock:
-            self._connections[peer.name] -= 1
-            if self._connections[peer.name]:
+            if not self._clients.remove(peer, died):
                 return
-            del self._connections[peer.name]
             ended = [one.name for one in self._sessions.values() if one.client == peer.name]
             orphaned = [name for name, master in self._masters.items() if master == peer.name]
         for name in ended:
@@ -214,9 +212,9 @@ class GraphService(TaskService):
         with self._lock:
             found = self._sessions.get(name)
             if found is None:
-                if peer.name not in self._connections:
+                if peer.name not in self._clients:
                     self._near[peer.name] = peer
-                clients = {*self._connections, *self._near}
+                clients = {*self._clients, *self._near}
                 left = [one.name for one in self._sessions.values() if one.client not in clients]
                 found = self._sessions[name] = _Session(self, name, peer.name)
         for one in left:
