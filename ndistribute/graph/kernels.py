@@ -33,7 +33,7 @@ kernel("identity")(lambda step, node, inputs: inputs[0])
 kernel("constant")(lambda step, node, inputs: node.constant)
 kernel("group")(lambda step, node, inputs: [])
 kernel("stop_gradient", smooth=False)(lambda step, node, inputs: stop_gradient(inputs[0]))
-kernel("add_gradients")(lambda step, node, inputs: _total(inputs))
+kernel("add_gradients", keeps_rows=True)(lambda step, node, inputs: _total(inputs))
 kernel("variable", reads=True, smooth=False, pure=False)(lambda step, node, inputs: [])
 
 
@@ -205,15 +205,14 @@ def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 @kernel("local_step", pure=False)
 def _local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Return the step that a session has reached, which its variables have reached at least."""
-    kept = step.resources.get("local step", f"{step.session}/{node.name}", lambda: [inputs[0]])
+    """Return the number of the session's last step, which all its variables have made."""
+    kept = step.kept("local step", node.name, lambda: [inputs[0]])
     return min(kept[0], inputs[0])  # A restored step is the lower one.
 
 
 @kernel("keep_local_step", pure=False)
 def _keep_local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    name = f"{step.session}/{node.attributes['of']}"
-    step.resources.get("local step", name, lambda: [0])[0] = inputs[0]
+    step.kept("local step", node.attributes["of"], lambda: [0])[0] = inputs[0]
     return inputs[0]
 
 
@@ -281,14 +280,15 @@ def _drawn(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
 @kernel("random", smooth=False, pure=False, shape=_drawn)
 def _random(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     options = node.attributes
-    where = f"{step.session}/{node.name}"
-    generator = step.resources.get(
-        "generator", where, lambda: np.random.Generator(np.random.PCG64(options["seed"]))
+    generator, lock = step.kept(
+        "generator",
+        node.name,
+        lambda: (np.random.Generator(np.random.PCG64(options["seed"])), threading.Lock()),
     )
     shape = tuple(int(n) for n in to_host(inputs[0]).reshape(-1))
     check_shape(shape)
     low, high, dtype = options["low"], options["high"], np.dtype(options["dtype"])
-    with step.resources.get("generator lock", where, threading.Lock):
+    with lock:
         if options["distribution"] == "normal":
             return (low + high * generator.standard_normal(shape)).astype(dtype)
         if options["distribution"] == "truncated_normal":
@@ -320,7 +320,7 @@ def run_recorded(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         arguments = list(map(dense, inputs))
     result, pullback = vjp(function, arguments, node.is_nested)
     step.pullbacks[node.name] = inputs, pullback, node.gradients > 1
-    is_of_rows = arguments is not inputs and node.type in ("add_gradients", "scaled")
+    is_of_rows = arguments is not inputs and node.op.keeps_rows
     return function(inputs) if is_of_rows and not isinstance(result, Tracked) else result
 
 
@@ -362,7 +362,7 @@ def _sum_of_squares(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     return np.sum(np.square(getattr(inputs[0], "values", inputs[0])))
 
 
-@kernel("scaled")
+@kernel("scaled", keeps_rows=True)
 def _scaled(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Return an array or rows times a number."""
     return map_values(lambda values: values * inputs[1], inputs[0])

@@ -37,6 +37,8 @@ class Op:
     """Whether the results depend on the inputs alone, and are the same in each step."""
     reads: bool = False
     """Whether it leaves the variable that its attributes name as it is."""
+    keeps_rows: bool = False
+    """Whether it gives rows of an array for rows, and not a whole array."""
     waits: bool = False
     """Whether it may wait for others, so that it runs on a thread of its own."""
     bound: bool = False

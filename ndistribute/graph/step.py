@@ -12,7 +12,6 @@ from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
 from ndistribute.parameter_server.shared import SharedVariables
 
 T = TypeVar("T")
-_SHARED = "aggregate"  # What sessions share beside variables, by names of clients.
 _LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes long.
 
 
@@ -32,6 +31,7 @@ class Node(Protocol):
     outputs: int
     constant: Any
     bodies: Sequence[Body]
+    op: Any  # The facts of its type: an `Op`.
     gradients: int  # The number of operations that compute its gradients.
     is_nested: bool  # Whether gradients of its gradients are computed.
     compute: Callable[[Step, Any, Sequence[Any]], Any]
@@ -43,23 +43,21 @@ class Resources:
     def __init__(self, variables: SharedVariables | None = None) -> None:
         self.variables = SharedVariables() if variables is None else variables
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, str], Any] = {}
+        self._kept: dict[tuple[str, str, str], Any] = {}
 
-    def get(self, kind: str, name: str, make: Callable[[], T]) -> T:
-        """Return what is kept under a kind and a name, made at the first call."""
-        found = self._kept.get((kind, name))
-        if found is None:
+    def get(self, kind: str, name: str, make: Callable[[], T], session: str = "") -> T:
+        """Return what is kept under a kind and a name, for a session or all, made if it is new."""
+        key = (session, kind, name)
+        value = self._kept.get(key)
+        if value is None:
             with self._lock:
-                found = self._kept.setdefault((kind, name), make())
-        return found  # type: ignore[no-any-return]
+                value = self._kept.setdefault(key, make())
+        return value  # type: ignore[no-any-return]
 
     def forget(self, session: str) -> None:
-        """Drop what is kept for a session, under names that begin with its name and ``/``."""
+        """Drop what is kept for a session."""
         with self._lock:
-            own = [key for key in self._kept if key[0] != _SHARED]
-            for key in own:
-                if key[1].startswith(f"{session}/"):
-                    del self._kept[key]
+            self._kept = {key: value for key, value in self._kept.items() if key[0] != session}
 
     def clear(self) -> None:
         """Drop everything."""
@@ -107,6 +105,10 @@ class Step:
         self._lock = threading.Lock()
         self._looks = time.monotonic() + _LOOK_SECONDS
         self._ends = None if timeout is None else time.monotonic() + timeout
+
+    def kept(self, kind: str, name: str, make: Callable[[], T]) -> T:
+        """Return what the task keeps for this step's session, see `Resources.get`."""
+        return self.resources.get(kind, name, make, self.session)
 
     def abort(self, error: BaseException) -> None:
         """Make the step fail; the first error counts."""

@@ -276,9 +276,9 @@ def test_a_session_that_ends_leaves_variables_of_whatever_names() -> None:
     names: list[Any] = ["scope/w", 5]
     for name in names:
         resources.get("aggregate", name, object)
-    resources.get("generator", "scope/random", object)
+    resources.get("generator", "random", object, session="scope")
     resources.forget("scope")
-    assert [name for _, name in resources._kept] == names
+    assert [name for _, _, name in resources._kept] == names
     assert resources.variables.get("scope/w") is not None
 
 
