@@ -286,7 +286,12 @@ class Model(models.Model):
             super().compile(get_optimizer(optimizer), *args, **kwargs)
 
     compile = adapted(_compile, "run_eagerly", "steps_per_execution", "jit_compile")
-    save = adapted(models.Model.export, "overwrite", "save_format", filepath="path")
+
+    def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
+        if (overwrite, save_format) != (True, "tf"):
+            raise ValueError("save: a model replaces the one there, in one format: give no other.")
+        self.export(filepath)
+
     weights = property(lambda self: self.variables)
     trainable_weights = property(lambda self: self.trainable_variables)
 

@@ -396,6 +396,7 @@ WITHOUT_EFFECT = {
     "norm": lambda w: tf.nn.embedding_lookup(np.eye(2), [1], max_norm=0.5),
     "tables": lambda w: tf.nn.embedding_lookup([np.eye(2), np.eye(2)], [1]),
     "bounds": lambda w: tf.flags.DEFINE_integer("bounded", 1, "", lower_bound=0),
+    "format": lambda w: tf.keras.Sequential().save("path", save_format="h5"),
     "seed": lambda w: tf.estimator.inputs.numpy_input_fn(np.eye(2), shuffle=True, seed=1),
 }
 
