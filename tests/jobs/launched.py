@@ -10,6 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
+from ndistribute.errors import MissingDependencyError
+from ndistribute.launcher.commands import find_mpiexec
 from tests.processes import ROOT
 
 SECONDS = 60
@@ -92,3 +96,13 @@ def _ends(pid: int, seconds: float) -> bool:
     ended = bool(poll.poll(seconds * 1000))
     os.close(fd)
     return ended
+
+
+def _has_mpi() -> bool:
+    try:
+        return bool(find_mpiexec())
+    except MissingDependencyError:
+        return False
+
+
+real_mpi = pytest.mark.skipif(not _has_mpi(), reason="mpi4py and mpiexec are not installed")

@@ -14,6 +14,8 @@ import json, os, select, signal, socket, subprocess, sys, time
 config = json.loads(os.environ.get("TF_CONFIG") or "{}")
 cluster, task = config.get("cluster"), config.get("task", {})
 job, rank = task.get("type"), task.get("index")
+if rank is None:
+    rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 
 class WorkerLostError(Exception):
     pass

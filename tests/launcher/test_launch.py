@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.jobs.launched import lasting, read_pids, run, started
+from tests.jobs.launched import lasting, read_pids, real_mpi, run, started
 
 SHOW_SECRET = "print(os.environ.get('NDISTRIBUTE_SECRET'))"
 PRINT_FOREVER = """
@@ -29,13 +29,6 @@ while True:
             7,
             "",
             "rank 0 failed first (exit code 7)",
-        ),
-        (
-            "-n 2",
-            "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSEGV)\nwait()",
-            139,
-            "",
-            "rank 0 failed first (signal 11)",
         ),
         # All ranks lost each other.
         (
@@ -187,6 +180,52 @@ wait()
         assert job.wait(50) == stopped.wait(50) == 128 + signal.SIGTERM
         assert lasting([*pids, *asleep], 0) == []
         assert lasting(orphans) == []
+
+
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+WAYS = [
+    pytest.param("-n 2", id="here"),
+    pytest.param("--hosts far:1,farther:1", id="other hosts"),
+    pytest.param("--mpi -n 2", id="mpi", marks=real_mpi),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_rank_outlives_the_launcher(script, fake_ssh, way):
+    path = script("print('pid', os.getpid())\nsignal.pause()")
+    with started("run", *way.split(), path, env=fake_ssh) as job:
+        pids = read_pids(job, 2)
+        job.kill()
+        job.wait(50)
+        assert lasting(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("way", "failing", "code", "said"),
+    [
+        ("-n 2", "os.kill(os.getpid(), signal.SIGSEGV)", 139, ["(signal 11)"]),
+        pytest.param(
+            "--mpi -n 2",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            ["(signal 9)"],
+            marks=real_mpi,
+        ),
+        (
+            "--hosts far:1,farther:1",
+            "raise ValueError('boo')",
+            1,
+            ["rank 1 failed first (exit code 1)", "[1] ValueError: boo\n"],
+        ),
+    ],
+)
+def test_a_rank_that_fails_is_reported_and_ends_the_others(
+    script, fake_ssh, way, failing, code, said
+):
+    path = script(f"if rank == 1:\n    {failing}\nsignal.pause()")
+    done = run("run", *way.split(), path, env=fake_ssh)
+    assert done.returncode == code, done.stderr
+    assert all(text in done.stderr for text in ["failed first", *said])
 
 
 def test_what_a_rank_leaves_behind_ends_with_the_job(script):

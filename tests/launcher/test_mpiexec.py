@@ -17,7 +17,8 @@ from ndistribute.launcher.commands import (
     mpiexec_command,
     parse_tagged,
 )
-from tests.jobs.launched import lasting, read_pids, run, started
+from tests.jobs.launched import real_mpi as real
+from tests.jobs.launched import run
 
 FLAGS = "--allow-run-as-root " * (os.geteuid() == 0)
 
@@ -85,20 +86,6 @@ def test_an_unknown_one_or_none_is_an_error_that_says_how_to_get_one(tmp_path, m
         find_mpiexec()
 
 
-def has_mpi() -> bool:
-    try:
-        return bool(find_mpiexec())
-    except MissingDependencyError:
-        return False
-
-
-real = pytest.mark.skipif(not has_mpi(), reason="mpi4py and mpiexec are not installed")
-
-PREAMBLE = """
-rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
-"""
-
-
 @pytest.mark.parametrize("way", [[], pytest.param(["--mpi"], marks=real)], ids=["tcp", "mpi"])
 def test_the_rank_that_raised_shows_its_lines_and_those_that_lost_it_one_line_each(script, way):
     path = script("""
@@ -145,25 +132,6 @@ print("error", file=sys.stderr)
         mine = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")]
         assert mine == [f"[{rank}] in pieces 2 32", f"[{rank}] None {threads} a b"]
     assert sorted(done.stderr.splitlines()) == ["[0] error", "[1] error"]
-
-
-@real
-def test_a_rank_that_is_killed_ends_the_job(script):
-    path = script("if rank:\n    os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()")
-    done = run("run", "--mpi", "-n", "2", path)
-    assert done.returncode == 137
-    assert "failed first (signal 9)" in done.stderr
-
-
-@real
-def test_no_rank_outlives_the_launcher(script):
-    with started(
-        "run", "--mpi", "-n", "2", script("print('pid', os.getpid())\nsignal.pause()")
-    ) as job:
-        pids = read_pids(job, 2)
-        job.kill()
-        job.wait(50)
-        assert lasting(pids) == []
 
 
 @real

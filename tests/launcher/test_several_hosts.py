@@ -21,7 +21,7 @@ from ndistribute.launcher.commands import (
     remote_script,
     ssh_command,
 )
-from tests.jobs.launched import lasting, read_pids, run, started
+from tests.jobs.launched import lasting, run, started
 from tests.processes import HANG_SECONDS
 
 NAMES = st.text("ab1.-", min_size=1, max_size=9).map("h".__add__)
@@ -129,14 +129,6 @@ def test_a_port_that_is_taken_is_named_before_anything_is_started(tmp_path, fake
     assert not (tmp_path / "asked").exists()
 
 
-def test_a_failure_on_another_host_is_reported_and_ends_the_rest(script, fake_ssh):
-    path = script("if rank == 1:\n    raise ValueError('boo')\nsignal.pause()")
-    done = run("run", "--hosts", "far:1,farther:1", path, env=fake_ssh)
-    assert done.returncode == 1
-    assert "rank 1 failed first (exit code 1)" in done.stderr
-    assert "[1] ValueError: boo\n" in done.stderr
-
-
 def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
     ssh = tmp_path / "bin" / "ssh"
     ssh.write_text("#!/bin/sh\necho 'ssh: connect to host far: No route to host' >&2\nexit 255\n")
@@ -148,15 +140,6 @@ def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
     )
     assert f"rank 0 failed first ({what}); all were stopped." in done.stderr
     assert "No route to host" in done.stderr
-
-
-def test_no_process_outlives_the_launcher_on_another_host(script, fake_ssh):
-    path = script("print('pid', os.getpid())\nsignal.pause()")
-    with started("run", "--hosts", "far:1,farther:1", path, env=fake_ssh) as job:
-        pids = read_pids(job, 2)
-        job.kill()
-        job.wait(50)
-        assert lasting(pids) == []
 
 
 def test_a_launcher_that_stands_still_loses_the_tasks_on_other_hosts(script, fake_ssh):
