@@ -47,10 +47,10 @@ MEETINGS = {
 if len(list_devices("gpu")) > 1:
     MEETINGS["nccl between real GPUs"] = Meeting("nccl 1,1", "aa", gpus="real")
 
-# All of it over shared memory; over the others what moves data in each way there is, and failures
-# where there are three levels: tests/faults has them over each way. The arithmetic is compared for
-# every layout, the rest for the one that has all levels; over the others with the optimizers that
-# ask for different calls. Before a release, CONTRACT_LAYOUTS=all takes all.
+# All of it over shared memory; over the others what moves data in each way there is, and failures.
+# The arithmetic is compared, and replicas diverge, for every layout, the rest is for the one that
+# has all levels; over the others with the optimizers that ask for different calls. Before a
+# release, CONTRACT_LAYOUTS=all takes all.
 ALL_LAYOUTS = os.environ.get("CONTRACT_LAYOUTS") == "all"
 FAILING = [f"{STRATEGIES}/test_{name}.py" for name in ("faults", "mismatch", "divergence")]
 COLLECTIVES = f"{STRATEGIES}/test_collectives.py"
@@ -63,7 +63,7 @@ OPTIMIZERS_OF_OTHERS = "sgd or adam or accumulation or global_clipnorm"
 
 
 def only(layout, optimizers="equivalence"):
-    chosen = f"{layout} and not test_equivalence or test_equivalence and "
+    chosen = f"({layout} or test_divergence) and not test_equivalence or test_equivalence and "
     chosen += f"(not test_steps or {optimizers})"
     return [EQUIVALENCE, *([] if ALL_LAYOUTS else ["-k", chosen])]
 

@@ -28,7 +28,6 @@ UFUNCS = {
 }
 DTYPES = "bool uint8 int64 float16 float32 float64 complex64".split()
 LARGE = SMALL_OUTPUT // 8
-SIZES = [3, SMALL_BYTES // 8 + 1]  # Reduced by the last to arrive, and by slice owners.
 
 ops = st.sampled_from(sorted(UFUNCS))
 dtypes = st.sampled_from(DTYPES)
@@ -183,40 +182,6 @@ def test_the_layout_of_an_array_does_not_matter(strategy, layout):
         assert np.array_equal(result, reference("SUM", list(given.values)))
         gathered = run_twice(strategy, lambda x: context().all_gather(x, axis=1), given)
         assert np.array_equal(gathered, np.concatenate(given.values, axis=1))
-
-
-COLLECTIVES = {
-    "all_reduce": lambda x: context().all_reduce("sum", x),
-    "all_reduce of a mean": lambda x: context().all_reduce("mean", x),
-    "all_reduce in a nest": lambda x: context().all_reduce("max", {"x": [x, 1.0]})["x"][0],
-    "all_gather": lambda x: context().all_gather(x, axis=0),
-    "broadcast": lambda x: context().communicator.broadcast(x, root=0),
-    "rows": lambda x: (
-        context().all_reduce("sum", nd.IndexedSlices(x, np.arange(len(x)), x.shape)).values
-    ),
-}
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_result_is_the_replicas_own_and_an_input_may_be_overwritten_at_once(strategy, collective):
-    summed = collective in ("all_reduce", "rows")
-    scale = strategy.num_replicas_in_sync if summed else 1
-
-    def step(size):
-        x = np.empty(size)
-        for turn in range(1, 5):
-            x[:] = turn
-            result = COLLECTIVES[collective](x)
-            x[:] = np.nan
-            assert not np.shares_memory(result, x)
-            assert (result == turn * scale).all()
-            context().merge_call(lambda _: None)
-            result[:] = -1 - rank()
-            context().merge_call(lambda _: None)
-            assert (result == -1 - rank()).all()
-
-    for size in SIZES:
-        strategy.run(step, (size,))
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 0, 17), (SMALL_BYTES // 8, 3, SMALL_BYTES // 4)])

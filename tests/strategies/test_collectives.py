@@ -37,7 +37,7 @@ def test_a_nest_of_all_dtypes_and_shapes_is_reduced(strategy, op):
 
 def test_ragged_rows_are_gathered_along_any_axis(strategy):
     def rows(i):
-        return np.arange(6.0 * i).reshape(-1, 2, 3)
+        return i + np.arange(6.0 * ((i + 1) % 3)).reshape(-1, 2, 3)  # The third has none.
 
     def step():
         own = here(rows(rank()))
@@ -124,3 +124,37 @@ def test_replicas_may_pass_one_dtype_in_different_byte_orders(strategy):
         assert result["fields"].tolist() == [(1, 2.5)] * 2 * size
         assert result["copied"].tolist() == table[-1].tolist()
     assert v.numpy().tolist() == table.sum(0).tolist()
+
+
+COLLECTIVES = {
+    "all_reduce": lambda x: context().all_reduce("sum", x),
+    "all_reduce of a mean": lambda x: context().all_reduce("mean", x),
+    "all_reduce in a nest": lambda x: context().all_reduce("max", {"x": [x, 1.0]})["x"][0],
+    "all_gather": lambda x: context().all_gather(x, axis=0),
+    "broadcast": lambda x: context().communicator.broadcast(x, root=0),
+    "rows": lambda x: (
+        context().all_reduce("sum", nd.IndexedSlices(x, np.arange(len(x)), x.shape)).values
+    ),
+}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_result_is_the_replicas_own_and_an_input_may_be_overwritten_at_once(strategy, collective):
+    summed = collective in ("all_reduce", "rows")
+    scale = strategy.num_replicas_in_sync if summed else 1
+
+    def step(size):
+        x = np.empty(size)
+        for turn in range(1, 5):
+            x[:] = turn
+            result = COLLECTIVES[collective](x)
+            x[:] = np.nan
+            assert not np.shares_memory(result, x)
+            assert (result == turn * scale).all()
+            context().merge_call(lambda _: None)
+            result[:] = -1 - rank()
+            context().merge_call(lambda _: None)
+            assert (result == -1 - rank()).all()
+
+    for size in (3, LARGE):  # Reduced by the last to arrive, and by slice owners.
+        strategy.run(step, (size,))

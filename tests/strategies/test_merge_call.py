@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, context, each, mine, parts, raised_in, rank, works
+from tests.kinds import DEADLINE, context, each, mine, raised_in, rank, works
 
 
 def test_a_merge_call_runs_once_and_a_per_replica_that_it_returns_comes_apart(strategy):
@@ -96,20 +96,3 @@ def test_the_default_context_works_outside_any_scope():
     assert own.all_reduce("sum", 2.0) == 2
     assert own.all_gather(np.array([1, 2]), axis=0).tolist() == [1, 2]
     assert own.merge_call(lambda s, x: s.reduce("sum", x), args=(3,)) == 3
-
-
-def test_arrays_that_come_back_are_the_replicas_own(strategy):
-    def step(x):
-        result = context().all_reduce("sum", x)
-        gathered = context().all_gather(x, axis=0)
-        result += 100 * rank()
-        gathered += 100 * rank()
-        context().merge_call(lambda _: None)
-        return result[0], gathered[0], x[0]
-
-    size = strategy.num_replicas_in_sync
-    given = parts(strategy, lambda _: np.ones(3))
-    reduced, gathered, own = strategy.run(step, args=(given,))
-    assert reduced.values == mine(strategy, lambda i: size + 100 * i)
-    assert gathered.values == mine(strategy, lambda i: 1 + 100 * i)
-    assert own.values == each(strategy, 1)
