@@ -92,6 +92,8 @@ DIFFERENTIATED = [
         for mask in (None, MASK)
         for is_causal in (False, True)
     ),
+    (lambda *arrays: operations.batch_normalization(*arrays, epsilon=1e-3)[0], NORMALIZED),
+    (lambda x: operations.batch_normalization(x, None, None, epsilon=1e-3)[0], NORMALIZED[:1]),
     (partial(operations.layer_normalization, epsilon=1e-3), NORMALIZED),
     (lambda x: operations.layer_normalization(x, None, None, epsilon=1e-3), NORMALIZED[:1]),
     (partial(operations.normalized_by, **STATISTICS, epsilon=1e-3), NORMALIZED),
@@ -164,16 +166,8 @@ def test_integers_are_pooled():
 
 
 @pytest.mark.parametrize("width", [3, 600])
-def test_the_gradients_of_batch_normalization(width):
+def test_batch_normalization_is_its_definition(width):
     arrays = normal(4, 2, width), normal(width) + 2, normal(width)
-    if width < 10:
-        check_gradients(
-            lambda x, gamma, beta: operations.batch_normalization(x, gamma, beta, epsilon=1e-3)[0],
-            *arrays,
-        )
-        check_gradients(
-            lambda x: operations.batch_normalization(x, None, None, epsilon=1e-3)[0], arrays[0]
-        )
     y, mean, variance = operations.batch_normalization(*arrays, epsilon=1e-3)
     rows = arrays[0].reshape(-1, width)
     np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-14)
