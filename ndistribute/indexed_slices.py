@@ -5,11 +5,13 @@ It has only the rows that a step used, so its size depends on the batch and not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.stream import working_on
 
 
 class IndexedSlices:
@@ -86,6 +88,14 @@ class IndexedSlices:
 def dense(gradient: Any) -> Any:
     """Return the gradient of a whole array, if it is given for rows or elements."""
     return gradient.to_dense() if hasattr(gradient, "to_dense") else gradient
+
+
+def map_values(function: Callable[[Array], Array], value: Any) -> Any:
+    """Return a function's result for an array, or for the rows of `IndexedSlices`."""
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(map_values(function, value.values), value.indices, value.dense_shape)
+    with working_on(device_of(value)):
+        return function(value)
 
 
 def sum_rows(values: Array, indices: Array) -> tuple[Array, Array]:

@@ -23,11 +23,10 @@ from ndistribute.graph.definition import OperationDef
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.shapes import Known, Shape, shared_by
 from ndistribute.graph.step import Node, Step
-from ndistribute.indexed_slices import IndexedSlices, dense
+from ndistribute.indexed_slices import IndexedSlices, dense, map_values
 from ndistribute.numpy_functions import check_shape
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.variables import Aggregation
-from ndistribute.variables.policy import map_values
 
 kernel("identity")(lambda step, node, inputs: inputs[0])
 kernel("constant")(lambda step, node, inputs: node.constant)

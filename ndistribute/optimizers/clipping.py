@@ -17,9 +17,8 @@ import numpy as np
 from ndistribute.context import get_replica_context
 from ndistribute.devices import Array, array_namespace, device_of
 from ndistribute.dtypes import computing_dtype
-from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.stream import working_on
-from ndistribute.variables.policy import map_values
 from ndistribute.variables.sharded import divided
 
 

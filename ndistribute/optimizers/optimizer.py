@@ -21,7 +21,7 @@ import numpy as np
 from ndistribute.context import current_frame, told_apart
 from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
-from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.mistakes import Explaining
 from ndistribute.optimizers.clipping import clipped, one_bound, widened
 from ndistribute.parameter_server.messages import Apply, Gradient
@@ -37,7 +37,7 @@ from ndistribute.update_rules import (
 )
 from ndistribute.values import Shown
 from ndistribute.variables.mirrored import MirroredVariable
-from ndistribute.variables.policy import VariablePolicy, map_values
+from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
 from ndistribute.variables.sharded import divided
 from ndistribute.variables.variable import Variable

@@ -13,10 +13,9 @@ import numpy as np
 
 from ndistribute.context import get_replica_context
 from ndistribute.devices import array_namespace, as_array
-from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.optimizers.clipping import widened
 from ndistribute.optimizers.optimizer import Optimizer, check_whole, sum_over
-from ndistribute.variables.policy import map_values
 from ndistribute.variables.sharded import divided
 from ndistribute.variables.variable import Variable
 

@@ -14,10 +14,11 @@ import numpy as np
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.devices import Array, Device, copy_to, is_gpu_array
 from ndistribute.dtypes import kind_of
+from ndistribute.indexed_slices import map_values
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on
 from ndistribute.values import PerReplica
-from ndistribute.variables.policy import VariableAggregation, VariablePolicy, Write, map_values
+from ndistribute.variables.policy import VariableAggregation, VariablePolicy, Write
 from ndistribute.variables.variable import Variable, detached
 
 

@@ -7,7 +7,6 @@ fraction, an imaginary part or the high digits of an integer raises an error.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -136,14 +135,6 @@ class Write:
         own = (rows.indices[first], rows.values[first])
         indices, values = communicator.all_gather(own, axis=0)
         return Write(self.how, IndexedSlices(values, indices, rows.dense_shape))
-
-
-def map_values(function: Callable[[Array], Array], value: Any) -> Any:
-    """Return a function's result for an array, or for the rows of `IndexedSlices`."""
-    if isinstance(value, IndexedSlices):
-        return IndexedSlices(map_values(function, value.values), value.indices, value.dense_shape)
-    with working_on(device_of(value)):
-        return function(value)
 
 
 def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
