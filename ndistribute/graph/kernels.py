@@ -109,7 +109,8 @@ def _optimizer_step(options: dict[str, Any], gradient: Any, learning_rate: Any) 
         rows = gradient.summed()
         part = m.Gradient(rows.values, rows.indices)
     else:
-        part = m.Gradient(as_array(dense(gradient)))
+        array = as_array(dense(gradient))
+        part = m.Gradient(array.astype(np.float64) if array.dtype.kind in "biu" else array)
     return m.Apply(
         names=(options["variable"],),
         gradients=(part,),

@@ -155,6 +155,9 @@ def storable(change: m.SharedChange) -> m.SharedChange:
     if isinstance(change, m.Assign) and change.value is not None:
         value, dtype = packed(change.name, change.value)
         return msgspec.structs.replace(change, value=value, dtype=dtype)
+    if isinstance(change, m.Apply):
+        numbers = {name: float(value) for name, value in change.hyperparameters.items()}
+        return msgspec.structs.replace(change, hyperparameters=numbers)
     return change
 
 

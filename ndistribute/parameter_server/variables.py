@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.dtypes import PORTABLE, computing_dtype, dtype_named
+from ndistribute.dtypes import PORTABLE, computing_dtype, dtype_named, kind_of
 from ndistribute.indexed_slices import IndexedSlices, sum_rows
 from ndistribute.ownership import ArrayOwner, read_only
 from ndistribute.parameter_server import messages as m
@@ -180,8 +180,9 @@ def plan_update(variables: Variables, change: m.Update) -> Planned:
     cell, values, indices = variables.cell(change.name), change.values, change.indices
     dtype = cell.array.dtype if variables.casts else values.dtype
     check_fits(change.name, cell.array, values.shape, dtype, indices)
-    if change.how != "assign" and cell.array.dtype.kind in "bUSO":  # It would fail while it writes.
-        raise Refused(f"variable {change.name!r} of {cell.array.dtype} cannot {change.how}.")
+    if change.how != "assign" and not _can_add(values.dtype, cell.array.dtype):
+        what = f"variable {change.name!r} of {cell.array.dtype}"
+        raise Refused(f"{what} cannot {change.how} {values.dtype}.")
     fresh: Array | None = None
     if indices is not None:
         cell.open()
@@ -209,6 +210,16 @@ def plan_update(variables: Variables, change: m.Update) -> Planned:
         return Done((cell.version,))
 
     return make
+
+
+@functools.lru_cache(maxsize=64)
+def _can_add(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return False if an addition would fail while it writes, when it is in the log already."""
+    try:
+        np.result_type(given, dtype)
+    except TypeError:
+        return False
+    return kind_of(given) in "biufc" and kind_of(dtype) in "iufc"
 
 
 def _plan_aggregate(

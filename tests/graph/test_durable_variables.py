@@ -225,3 +225,25 @@ def test_a_reset_takes_the_variables_from_the_disk_too(
         server = start(tmp_path)
         with g.Session(server.target) as session:
             assert not session.run(v.is_initialized())
+
+
+def test_a_change_that_fails_leaves_a_log_that_can_be_read(
+    start: Callable[..., nd.Server], tmp_path: Path
+) -> None:
+    server = start(tmp_path / "kept")
+    with g.Graph().as_default():
+        v, w = g.Variable(1.0, name="v"), g.Variable([1.0, 2.0], name="w")
+        failing = [
+            v.assign_add(g.constant("text")),
+            g.AdamOptimizer(0.1).apply_gradients([(g.constant([1.0]), w)]),
+        ]
+        whole = g.GradientDescentOptimizer(1.0).apply_gradients([(g.constant([1, 0]), w)])
+        with g.Session(server.target) as session:
+            session.run(g.global_variables_initializer())
+            for operation in failing:
+                with pytest.raises(errors.InvalidArgumentError):
+                    session.run(operation)
+            session.run(whole)
+            shutil.copytree(tmp_path / "kept", tmp_path / "copied")
+        with g.Session(start(tmp_path / "copied").target) as session:
+            assert [float(session.run(v)), *session.run(w)] == [1.0, 0.0, 2.0]
