@@ -89,6 +89,20 @@ def test_a_server_goes_on_where_it_ended(tmp_path, durability):
         assert client.change(add("w", ONES), sequence=2).repeated
 
 
+@pytest.mark.parametrize("durability", ["snapshot", "log"])
+def test_variables_of_graphs_and_of_strategies_are_apart_whatever_their_names(tmp_path, durability):
+    with serving(tmp_path / "kept", durability) as (service, client):
+        client.ask(m.Create((new("w", ONES),)))
+        service.store.shared.assign("w", np.float64(5.0))
+        client.change(add("w", ONES))
+        if durability == "log":
+            shutil.copytree(tmp_path / "kept", tmp_path / "log")
+    left = tmp_path / ("kept" if durability == "snapshot" else "log")
+    with serving(left, durability) as (service, client):
+        assert client.value("w").tolist() == [2, 2, 2]
+        assert service.store.shared.value("w") == 5.0
+
+
 def test_a_server_answers_while_it_writes_what_was_before(tmp_path, monkeypatch):
     began, go_on, write = threading.Event(), threading.Event(), tensor_files.write
 
