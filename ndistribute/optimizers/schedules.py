@@ -135,8 +135,10 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             raise ValueError(f"PiecewiseConstantDecay: {self.boundaries} must rise.")
 
     def __call__(self, step: Any) -> Any:
-        passed = np.sum(np.greater(np.expand_dims(step, -1), np.array(self.boundaries)), axis=-1)
-        return _plain(np.take(np.array(self.values), passed))
+        rate: Any = self.values[0]
+        for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
+            rate = np.where(np.greater(step, boundary), value, rate)
+        return _plain(rate)
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class WarmUp(LearningRateSchedule):
 
 def _plain(rate: Any) -> Any:
     """Return a number of Python for one of NumPy; arrays and tensors are returned unchanged."""
-    return rate.item() if isinstance(rate, np.generic) else rate
+    is_number = isinstance(rate, np.generic | np.ndarray) and rate.ndim == 0
+    return rate.item() if is_number else rate
 
 
 _export(vars())

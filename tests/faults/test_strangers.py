@@ -12,6 +12,7 @@ import pytest
 
 from tests.jobs import steps
 from tests.jobs.clusters import DEADLINE, WIRES, marked, schedule_all, training
+from tests.processes import wait_until
 from tests.transport.ends import malformed
 
 FRAMES = int(os.environ.get("FAULTS_FRAMES", "1000"))
@@ -21,8 +22,16 @@ def port_of(rank, size):
     return int(steps.peers()._info.listener.getsockname()[1])
 
 
+def listens(port):
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=30.0).close()
+        return True
+    return False
+
+
 def bother(port):
     """Send malformed frames, each on a connection of its own; many stay open for a while."""
+    wait_until(lambda: listens(port))
     with contextlib.ExitStack() as held:
         for number, frame in zip(range(FRAMES), malformed(random.Random(port)), strict=False):
             sock = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30.0))

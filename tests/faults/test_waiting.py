@@ -148,4 +148,5 @@ def test_a_worker_that_a_coordinator_misses_is_named(tmp_path, free):
 def test_who_serves_a_chief_that_does_not_come_says_so(tmp_path, who):
     cluster = {"chief": ["127.0.0.1:0"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]}
     output = task_said(tmp_path, cluster, who)
-    assert f"{who}:0 at {cluster[who][0]} has waited 0 s for a connection from chief:0." in output
+    assert f"{who}:0 at {cluster[who][0]} has waited " in output
+    assert " s for a connection from chief:0." in output
