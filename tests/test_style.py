@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1080,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33350
+TESTS_BUDGET = 33400
 
 
 def long_file(source: str) -> Iterator[str]:
