@@ -106,34 +106,24 @@ def test_an_update_that_can_not_start_is_an_error_everywhere(pair):
 
 
 @pytest.mark.parametrize(
-    ("failure", "error", "text"),
+    ("failure", "connected", "error", "text"),
     [
-        (nccl_job.stuck_gpu, "CollectiveTimeoutError", "all_reduce #"),
-        (nccl_job.broken_link, "WorkerLostError", "remote access"),
-        (nccl_job.refused_connection, "WorkerLostError", "no route to the others"),
+        (nccl_job.stuck_gpu, True, "CollectiveTimeoutError", "all_reduce #"),
+        (nccl_job.late, True, "CollectiveTimeoutError", ""),
+        (nccl_job.broken_link, True, "WorkerLostError", "remote access"),
+        (nccl_job.refused_connection, False, "WorkerLostError", "no route to the others"),
+        (nccl_job.no_unique_id, False, "WorkerLostError", "no interface"),
     ],
 )
-def test_what_nccl_or_a_gpu_fails_to_do_is_an_error_everywhere(fresh, failure, error, text):
-    if failure is not nccl_job.refused_connection:
+def test_what_a_worker_nccl_or_a_gpu_fails_to_do_is_an_error_everywhere(
+    fresh, failure, connected, error, text
+):
+    if connected:
         fresh.results(nccl_job.plain_sum)
     outcomes = fresh.run(failure, 1)
     assert {outcome.error for outcome in outcomes} == {error}
     assert all(text in outcome.text for outcome in outcomes)
     check_recovery(fresh)
-
-
-def test_a_unique_id_that_can_not_be_made_is_an_error_everywhere(fresh):
-    outcomes = fresh.run(nccl_job.no_unique_id)
-    assert {outcome.error for outcome in outcomes} == {"WorkerLostError"}
-    assert "no interface" in outcomes[1].text
-    check_recovery(fresh)
-
-
-def test_a_late_worker_is_a_timeout_everywhere(pair):
-    pair.results(nccl_job.recovered)
-    outcomes = pair.run(nccl_job.late, 1)
-    assert {outcome.error for outcome in outcomes} == {"CollectiveTimeoutError"}
-    check_recovery(pair)
 
 
 @pytest.mark.parametrize("moment", [nccl_job.killed, nccl_job.killed_after_launch])

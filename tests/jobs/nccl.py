@@ -238,7 +238,7 @@ def refused_connection(rank, size, victim):
         library().fail_connecting = ""
 
 
-def no_unique_id(rank, size):
+def no_unique_id(rank, size, victim):
     def refuse():
         raise FakeError("no interface")
 

@@ -18,9 +18,8 @@ def test_variables_start_from_the_chiefs_value(strategy):
         array = nd.Variable(np.full((2, 3), odd + 1.0))
         drawn = nd.Variable(lambda: np.random.default_rng(odd).normal(size=5))
         on_read = nd.Variable(odd + 1, synchronization="on_read", aggregation="sum")
-        numbers = np.array([odd + 1, odd])
         dtypes = ("bool", "uint8", "float16", "complex64")
-        small = [nd.Variable(numbers.astype(dtype)) for dtype in dtypes]
+        small = [nd.Variable(np.array([odd + 1, odd]).astype(dtype)) for dtype in dtypes]
         assert nd.Variable(np.zeros((0, 2))).shape == (0, 2)
     in_run = strategy.run(lambda: nd.Variable(lambda: rank() + context().rng.random()))
     assert array.numpy().tolist() == [[1.0] * 3] * 2
