@@ -67,17 +67,19 @@ class Backend(Protocol):
     """The collectives of one replica over flat buffers.
 
     The replica computes on `device`. It has index `owner` among the `owners` replicas that update
-    the same memory. A class that derives from this one must define the first six methods.
+    the same memory. A class that derives from this one must define the methods up to `abort`, and
+    `merge` if a process has several replicas.
     """
 
     rank: int
     size: int
-    device: Device
-    owner: int
-    owners: int
+    device: Device = Device("cpu:0")
+    owner: int = 0
+    owners: int = 1
 
     def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
         """Run `combine` once on the values of this process's replicas, in replica order."""
+        return combine([value])
 
     def all_reduce(
         self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float

@@ -12,21 +12,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.collective.backend import (
-    Arrays,
-    Backend,
-    Begin,
-    Call,
-    Combine,
-    Signature,
-    T,
-    Update,
-)
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, Signature, Update
 from ndistribute.collective.reduce_op import ReduceOp, reduce_rows, result_dtype
 from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
@@ -35,6 +26,7 @@ from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.transport.buffers import ReusedMemory
 
+T = TypeVar("T")
 GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
 
 # The allocator reuses the memory of smaller results.

@@ -12,16 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.backend import (
-    Arrays,
-    Backend,
-    Begin,
-    Call,
-    Combine,
-    LeafKey,
-    T,
-    Update,
-)
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, LeafKey, T, Update
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, result_dtype
 from ndistribute.collective.threads import ThreadBackend, owned_blocks
 from ndistribute.devices import Array, copy_to, to_host
@@ -185,6 +176,7 @@ class HostLevelBackend(_TwoLevelBackend):
     ) -> None:
         super().__init__(inside, outside, groups, rank)
         self._order = [member for group in groups for member in group]
+        self._levels = [inside] if outside is None else [inside, outside]
         self._sums = reused_sums(self.allocate)
 
     def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
@@ -205,14 +197,12 @@ class HostLevelBackend(_TwoLevelBackend):
         return results
 
     def reset(self) -> None:
-        self._inside.reset()
-        if self._outside is not None:
-            self._outside.reset()
+        for level in self._levels:
+            level.reset()
 
     def close(self) -> None:
-        self._inside.close()
-        if self._outside is not None:
-            self._outside.close()
+        for level in self._levels:
+            level.close()
 
     def _reduce(
         self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float

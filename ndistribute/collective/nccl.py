@@ -163,7 +163,6 @@ class NcclBackend(Backend):
     def __init__(self, group: _Group, index: int) -> None:
         self.rank = group.first + index
         self.size = group.size
-        self.owner, self.owners = 0, 1  # Each GPU has its own memory.
         self._group, self._index = group, index
         self._stream = group.streams[index]
         self.device = self._stream.device

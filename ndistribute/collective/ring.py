@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, LeafKey, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.cuts import update_in_blocks
@@ -22,7 +22,7 @@ from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
 from ndistribute.collective.schedule import Action, Message, Move, pack, plan_gather, plan_reduce
 from ndistribute.collective.tcp import Handle, Transport
-from ndistribute.devices import Array, Device
+from ndistribute.devices import Array
 from ndistribute.timeline import span
 
 # The most unfinished messages in each direction: one that is combined, one that arrives, and two
@@ -59,24 +59,19 @@ class RingBackend(Backend):
         options: CommunicationOptions | None = None,
     ) -> None:
         most = 0 if options is None else options.bytes_per_pack
-        self._ranks = tuple(range(peers.size) if ranks is None else ranks)
-        self.rank = self._ranks.index(peers.rank)
-        self.size = len(self._ranks)
-        self.device = Device("cpu:0")
-        self.owner, self.owners = 0, 1
-        self._peers = peers
+        self.ranks = tuple(range(peers.size) if ranks is None else ranks)
+        self.rank = self.ranks.index(peers.rank)
+        self.size = len(self.ranks)
+        self.peers = peers
         self._connect = connect
         self._bucket_bytes = most or BUCKET_BYTES
         self._wire_dtype = None if options is None else options.wire_dtype
         self._start()
-        self._block_bytes = self._transport.block_bytes
+        self._block_bytes = self.transport.block_bytes
         if most:
             self._block_bytes = min(self._block_bytes, max(most, LEAST_BYTES))
         small = SMALL_BYTES_OF_TWO if self.size == 2 else SMALL_BYTES
         self._small_bytes = min(small, self._block_bytes)
-
-    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
-        return combine([value])
 
     def all_reduce(
         self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
@@ -128,30 +123,30 @@ class RingBackend(Backend):
                 self._gather(runner, large, [[flat.size * n for n in of_root] for flat in large])
 
     def abort(self, cause: BaseException) -> None:
-        self._peers.abort(cause)
+        self.peers.abort(cause)
 
     def reset(self) -> None:
         """Start anew after a failure; all processes call this before the next call."""
-        self._transport.close()
+        self.transport.close()
         self._start()
 
     def close(self) -> None:
         self._packing.cache_clear()
-        self._transport.close()
+        self.transport.close()
 
     def _start(self) -> None:
         self.count = 0
-        self._transport = self._connect()
-        self._space: _Space = {}
+        self.transport = self._connect()
+        self.space: _Space = {}
         self._packing = functools.lru_cache(_PACKINGS)(self._make_packing)
 
     def _begin(self, call: Call, timeout: float) -> Runner:
-        peers = self._peers
+        peers = self.peers
         peers.check()
         self.count += 1
-        self._transport.begin(peers.patience(call, timeout))
+        self.transport.begin(peers.patience(call, timeout))
         header = encode_header(call, self.count, peers.where.position, peers.generation)
-        return Runner(peers, self._transport, self._space, self._ranks, header, call.title)
+        return Runner(self, header, call.title)
 
     def _reduce(
         self, runner: Runner, inputs: Arrays, outputs: Sequence[Array | None], op: ReduceOp
@@ -230,17 +225,9 @@ class Runner:
     into a buffer or out of one. An exception in the ``with`` block aborts the call on all ranks.
     """
 
-    def __init__(
-        self,
-        peers: ControlPlane,
-        transport: Transport,
-        space: _Space,
-        ranks: Sequence[int],
-        header: bytes,
-        title: str,
-    ) -> None:
-        self._peers, self._transport, self._space = peers, transport, space
-        self._ranks, self._rank = ranks, ranks.index(peers.rank)
+    def __init__(self, ring: RingBackend, header: bytes, title: str) -> None:
+        self._peers, self._transport, self._space = ring.peers, ring.transport, ring.space
+        self._ranks, self._rank = ring.ranks, ring.rank
         self._header, self._title = header, title
         self._greeted: set[int] = set()
         self._expected: dict[int, Handle] = {}

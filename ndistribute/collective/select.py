@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ndistribute.collective import bootstrap
+from ndistribute.collective import bootstrap, levels
 from ndistribute.collective.backend import Backend
 from ndistribute.collective.communicator import (
     CommunicationImplementation,
@@ -21,12 +21,6 @@ from ndistribute.collective.communicator import (
     Communicator,
 )
 from ndistribute.collective.control_plane import ControlPlane
-from ndistribute.collective.levels import (
-    HostLevelBackend,
-    ReplicaLevelBackend,
-    SingleReplicaBackend,
-    reused_sums,
-)
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
 from ndistribute.collective.ring import RingBackend
@@ -130,17 +124,16 @@ def make_group(
 def _join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
     """Return the backends of this process's replicas in the group of all processes' replicas."""
     if workers.single_cpus:  # The same in all processes, because they must make the same calls.
-        return [SingleReplicaBackend(local[0], workers.backend)]
+        return [levels.SingleReplicaBackend(local[0], workers.backend)]
     ends = np.cumsum(workers.replica_counts).tolist()
     groups = [
         range(end - count, end) for count, end in zip(workers.replica_counts, ends, strict=True)
     ]
-    sums = reused_sums(workers.backend.allocate)
+    sums = levels.reused_sums(workers.backend.allocate)
     workers.at_close(sums.cache_clear)
-    return [
-        ReplicaLevelBackend(threads, workers.backend, groups, groups[workers.rank][place], sums)
-        for place, threads in enumerate(local)
-    ]
+    ranked = zip(local, groups[workers.rank], strict=True)
+    join = functools.partial(levels.ReplicaLevelBackend, sums=sums)
+    return [join(threads, workers.backend, groups, rank) for threads, rank in ranked]
 
 
 def join_workers(
@@ -205,7 +198,7 @@ def _process_backend(peers: ControlPlane, options: CommunicationOptions, over_mp
     here = next(group for group in groups if peers.rank in group)
     inside = SharedMemoryBackend(peers, ranks=here)
     between = ring(leaders) if peers.rank in leaders else None
-    return HostLevelBackend(inside, between, groups, peers.rank)
+    return levels.HostLevelBackend(inside, between, groups, peers.rank)
 
 
 def host_groups(hosts: Sequence[str]) -> list[list[int]]:

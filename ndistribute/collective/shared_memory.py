@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, LeafKey, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
 from ndistribute.collective.cuts import blocks, owned_ranges, update_in_blocks
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.segment import Segment
-from ndistribute.devices import Array, Device
+from ndistribute.devices import Array
 from ndistribute.timeline import span
 from ndistribute.transport.buffers import padded
 
@@ -64,8 +64,6 @@ class SharedMemoryBackend(Backend):
         self._segment = Segment(peers, here, _WHOLE + WHOLE_BYTES)
         self.rank = self._segment.rank
         self.size = len(here)
-        self.device = Device("cpu:0")
-        self.owner, self.owners = 0, 1  # A process owns all of its variables.
         self._peers = peers
         self._chunks = functools.lru_cache(maxsize=128)(self._cut)
         # New memory costs a page fault per 4 KiB.
@@ -73,14 +71,18 @@ class SharedMemoryBackend(Backend):
         self._window = 0
         self._failed = False  # The others may still read arrays of `allocate`.
 
-    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
-        return combine([value])
+    def __enter__(self) -> None:
+        """Begin a block whose exception breaks the group."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.abort(error)
 
     def all_reduce(
         self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
     ) -> None:
         """Reduce chunk by chunk; reduce arrays of `allocate` in place."""
-        try:
+        with self:
             if all(map(operator.is_, inputs, outputs)) and _nbytes(inputs) > SMALL_BYTES:
                 everyone, _ = self._show_whole(call, inputs, timeout, copy=False)
                 if any(everyone):
@@ -106,9 +108,6 @@ class SharedMemoryBackend(Backend):
                             mine = inputs[leaf][part]
                             terms = [mine, everyone[1]] if self.rank == 0 else [everyone[0], mine]
                         reduce_arrays(op, terms, out=outputs[leaf][part])
-        except BaseException as error:
-            self.abort(error)
-            raise
 
     def reduce_update(
         self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
@@ -118,7 +117,7 @@ class SharedMemoryBackend(Backend):
         All data of the others is there before the first update, so a failure of another process
         changes everything or nothing.
         """
-        try:
+        with self:
             if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
                 totals = self._sum(call, inputs, op, timeout)
                 return update_in_blocks(call, inputs, totals, begin, update)
@@ -147,13 +146,10 @@ class SharedMemoryBackend(Backend):
                 if lends:  # The caller may write to its arrays at once.
                     self._segment.wait(call, timeout)
             return prepared
-        except BaseException as error:
-            self.abort(error)
-            raise
 
     def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
         """Exchange the numbers of rows, then concatenate the rows of all processes."""
-        try:
+        with self:
             self._segment.begin(call)
             lengths_of_all = self._exchange(call, [len(rows) for rows in inputs], timeout)
             flats = [_bytes_of(rows) for rows in inputs]
@@ -178,13 +174,10 @@ class SharedMemoryBackend(Backend):
             if whole:  # The next update may write there.
                 self._segment.arrive()
             return joined
-        except BaseException as error:
-            self.abort(error)
-            raise
 
     def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Copy from the root's bucket."""
-        try:
+        with self:
             self._segment.begin(call)
             buffers = list(map(_bytes_of, buffers))
             for chunk in self._chunks(tuple(map(_key, buffers)), self._window):
@@ -193,9 +186,6 @@ class SharedMemoryBackend(Backend):
                     with span("reduce", call.title):
                         for leaf, part, everyone in chunk:
                             buffers[leaf][part] = everyone[root]
-        except BaseException as error:
-            self.abort(error)
-            raise
 
     def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Return an array in shared memory; `reduce_update` reads it without a copy."""

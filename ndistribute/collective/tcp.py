@@ -7,7 +7,6 @@ processes. Each pair of processes has one socket. Arrays are sent and received w
 
 from __future__ import annotations
 
-import abc
 import itertools
 import os
 import select
@@ -44,7 +43,7 @@ class Handle(Protocol):
     done: bool
 
 
-class Transport(abc.ABC):
+class Transport(Protocol):
     """Moves flat arrays between processes; messages between two processes stay in order.
 
     Sleeping in the kernel and waking up costs about 30 us on each side, so a rank that waits first
@@ -56,6 +55,7 @@ class Transport(abc.ABC):
     spin_seconds: float
     """How long a rank spins before it sleeps."""
 
+    _peers: ControlPlane
     _patience: WaitMonitor
 
     def __init__(self, peers: ControlPlane) -> None:
@@ -73,26 +73,21 @@ class Transport(abc.ABC):
         """Wait until all messages of the call are done."""
         self._wait(lambda: not self._waiting())
 
-    @abc.abstractmethod
     def isend(self, peer: int, *arrays: Array) -> Handle:
         """Start to send each array as a message; return the handle of the last one.
 
         The arrays must not change until the handle is done.
         """
 
-    @abc.abstractmethod
     def irecv(self, peer: int, array: Array, then: Callable[[], None] | None = None) -> Handle:
         """Start to receive into an array; call `then` when the message has arrived."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Drop all messages, and free the transport's resources."""
 
-    @abc.abstractmethod
     def _advance(self) -> bool:
         """Move all messages as far as possible; return True if any moved."""
 
-    @abc.abstractmethod
     def _sleep(self, idle: float) -> None:
         """Sleep briefly; nothing has moved for `idle` seconds."""
 
@@ -100,7 +95,6 @@ class Transport(abc.ABC):
         """Return True if spinning may be shorter than sleeping."""
         return True
 
-    @abc.abstractmethod
     def _waiting(self) -> Sequence[Any]:
         """Return pending messages, each with its `peer` and whether it `receives`."""
 

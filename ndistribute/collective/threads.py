@@ -35,33 +35,19 @@ BLOCK_BYTES = 512 * 1024
 
 
 class Meeting:
-    """One rendezvous: a context that the last replica to arrive enters while the others wait."""
+    """One rendezvous: the last replica to arrive combines the values while the others wait."""
 
-    __slots__ = ("_rendezvous", "arrived", "calls", "done", "error", "last", "result", "values")
+    __slots__ = ("arrived", "calls", "done", "error", "last", "result", "values")
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-        self.calls: list[Any] = [None] * rendezvous.size
-        self.values: list[Any] = [None] * rendezvous.size  # In replica order.
+    def __init__(self, size: int) -> None:
+        self.calls: list[Any] = [None] * size
+        self.values: list[Any] = [None] * size  # In replica order.
         self.arrived = 0
-        self.last: int | None = None  # The replica that enters the context.
-        self.result: Any = None  # Set in the context.
+        self.last: int | None = None  # The replica that combines the values.
+        self.result: Any = None
         self.error: BaseException | None = None
         self.done = threading.Lock()  # Free at the end; each waiter releases it again.
         self.done.acquire()
-
-    def __enter__(self) -> None:
-        try:
-            if self.calls.count(self.calls[0]) < len(self.calls):
-                check_calls(self.calls)
-        except BaseException as error:
-            self._rendezvous.end(self, error)
-            raise
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._rendezvous.end(self, error)
-        if error is None and self.error is not None:  # A waiter gave up during the context.
-            raise _for_waiter(self.error)
 
 
 class Rendezvous:
@@ -101,22 +87,30 @@ class Rendezvous:
             CollectiveTimeoutError: not all replicas arrived in time.
             WorkerLostError: another replica failed; its exception is the ``__cause__``.
         """
-        meeting = self.join(rank, call, value, timeout)
+        meeting = self._join(rank, call, value, timeout)
         if meeting.last == rank:
-            with meeting:
+            try:
+                if meeting.calls.count(call) < self.size:
+                    check_calls(meeting.calls)
                 meeting.result = combine(meeting.values)
+                self._end(meeting, None)
+            except BaseException as error:
+                self._end(meeting, error)
+                raise
+        if meeting.error is not None:  # For the last to arrive: a waiter gave up meanwhile.
+            raise _for_waiter(meeting.error)
         return meeting.result  # type: ignore[no-any-return]
 
     @recorded(lambda meeting, self, rank, call, *_: ("wait", call.title))
-    def join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
-        """Return the meeting at its end, but at once to the last to arrive, which must enter it."""
+    def _join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
+        """Return the meeting at its end, but at once to the last to arrive, which must end it."""
         with self._mutex:
             if self._cause is not None:
                 raise _for_waiter(self._cause)
             if self._returned is not None:
                 raise self._skipped(call, rank)
             if self._meeting is None:
-                self._meeting = Meeting(self)
+                self._meeting = Meeting(self.size)
             meeting = self._meeting
             meeting.calls[rank] = call
             meeting.values[rank] = value
@@ -125,8 +119,6 @@ class Rendezvous:
                 meeting.last = rank
                 return meeting
         self._wait(meeting, rank, call, timeout)
-        if meeting.error is not None:
-            raise _for_waiter(meeting.error)
         return meeting
 
     def leave(self, rank: int, calls_made: int) -> None:
@@ -136,7 +128,7 @@ class Rendezvous:
             meeting = self._meeting
             calls = [] if meeting is None else list(filter(None, meeting.calls))
         if meeting is not None and calls:
-            self.end(meeting, self._skipped(calls[0], meeting.calls.index(calls[0])))
+            self._end(meeting, self._skipped(calls[0], meeting.calls.index(calls[0])))
 
     def abort(self, cause: BaseException) -> None:
         """Make all waits raise because of the first `cause` passed, now and later."""
@@ -144,9 +136,9 @@ class Rendezvous:
             if self._cause is None:
                 self._cause = cause
             meeting = self._meeting
-        self.end(meeting, self._cause)
+        self._end(meeting, self._cause)
 
-    def end(self, meeting: Meeting | None, error: BaseException | None) -> None:
+    def _end(self, meeting: Meeting | None, error: BaseException | None) -> None:
         """End a meeting, unless it has ended."""
         with self._mutex:
             if meeting is not None and meeting is self._meeting:
@@ -174,7 +166,7 @@ class Rendezvous:
         with self._mutex:
             if meeting is self._meeting:
                 self._cause = self._cause or error
-        self.end(meeting, error)
+        self._end(meeting, error)
 
     def _skipped(self, call: Call, waiting: int) -> CollectiveMismatchError:
         rank, made = self._returned or (0, 0)
@@ -224,32 +216,29 @@ class ThreadBackend(Backend):
 
     def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
         """Run `combine` once, on the thread of the last replica to arrive."""
-        if self._gpus:  # Other streams read what this one has computed.
-            self._stream.synchronize()
-        meeting = self._rendezvous.join(self.rank, call, value, timeout)
-        if meeting.last == self.rank:
-            with meeting:
-                meeting.result = combine(meeting.values)
-                if self._gpus:
-                    settle(self._gpus)
-        return meeting.result  # type: ignore[no-any-return]
+
+        def settled(values: Sequence[Any]) -> T:
+            combined = combine(values)
+            settle(self._gpus)
+            return combined
+
+        self._stream.synchronize()  # Other streams read what this one has computed.
+        return self._rendezvous.exchange(self.rank, call, value, settled, timeout)
 
     def all_reduce(
         self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
     ) -> None:
         """Reduce by slice owners, or by the last replica to arrive if that is faster."""
-        if self._gpus:
-            self._stream.synchronize()
-        meeting = self._rendezvous.join(self.rank, call, (inputs, outputs), timeout)
         alone = self._one_device or sum([array.nbytes for array in inputs]) <= SMALL_BYTES
-        if meeting.last == self.rank:
-            with meeting:
-                if alone:
-                    self.reduce_parts(op, meeting.values, whole=True)
-                if self._gpus:
-                    settle(self._gpus)
+
+        def combine(everyone: Sequence[Any]) -> Sequence[Any]:
+            if alone:
+                self.reduce_parts(op, everyone, whole=True)
+            return everyone
+
+        everyone = self.merge(call, (inputs, outputs), combine, timeout)
         if not alone:
-            self.reduce_parts(op, meeting.values)
+            self.reduce_parts(op, everyone)
             self._meet_again(call, timeout)
 
     @recorded(lambda *_, **__: ("reduce", ""))

@@ -288,10 +288,10 @@ def test_an_abort_releases_who_is_just_about_to_wait(monkeypatch):
     place = Rendezvous(2)
     aborting = threading.Thread(target=place.abort, args=(ValueError("elsewhere"),))
 
-    def begun_while_another_aborts(owner):
+    def begun_while_another_aborts(size):
         aborting.start()
         aborting.join(0.2)  # It may wait for what this thread holds, or be over.
-        return Meeting(owner)
+        return Meeting(size)
 
     monkeypatch.setattr(threads, "Meeting", begun_while_another_aborts)
     with pytest.raises(nd.WorkerLostError, match="elsewhere"):
