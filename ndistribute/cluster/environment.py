@@ -242,8 +242,7 @@ def _mpi_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int] | None:
 def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = number_in(environ, rank_name), number_in(environ, size_name)
     if rank >= size:
-        raise ValueError(
-            f"{rank_name}={rank} is not below {size_name}={size}: different launchers set these "
-            "variables. Start the job from a clean environment."
-        )
+        what = f"{rank_name}={rank} is not below {size_name}={size}:"
+        how = "different launchers set these variables. Start the job from a clean environment."
+        raise ValueError(f"{what} {how}")
     return rank, size

@@ -229,20 +229,14 @@ def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> 
     if not cluster or (task_type == "evaluator" and not is_listed and task_id is not None):
         return
     if task_type is None or task_id is None:
-        raise ValueError(
-            f"The cluster has the jobs {jobs}, but the task of this process is unknown: pass its "
-            "task_type and task_id."
-        )
+        what = f"The cluster has the jobs {jobs}, but the task of this process is unknown:"
+        raise ValueError(f"{what} pass its task_type and task_id.")
     if not is_listed:
-        raise ValueError(
-            f"The task type {task_type!r} is none of {jobs}: the cluster must list the address of "
-            "every task, a chief's too."
-        )
+        what = f"The task type {task_type!r} is none of {jobs}:"
+        raise ValueError(f"{what} the cluster must list the address of every task, a chief's too.")
     if task_id not in cluster.task_indices(task_type):
-        raise ValueError(
-            f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks, numbered from 0, "
-            f"but this process has the index {task_id}."
-        )
+        what = f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks,"
+        raise ValueError(f"{what} numbered from 0, but this process has the index {task_id}.")
 
 
 def _listed(names: Sequence[str]) -> str:

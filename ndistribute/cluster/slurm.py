@@ -72,10 +72,8 @@ class SlurmClusterResolver(ClusterResolver):
         _check_node([node for node, _ in places], rank, environ)
         jobs = {"worker": len(places)} if jobs is None else jobs
         if sum(jobs.values()) != len(places):
-            raise ValueError(
-                f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks, but Slurm started "
-                f"{len(places)}."
-            )
+            what = f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks,"
+            raise ValueError(f"{what} but Slurm started {len(places)}.")
         base = _port_base(environ) if port_base is None else port_base
         for port in (base, base + max(tasks_per_node) - 1):
             if not 0 < port < 1 << 16:
@@ -155,10 +153,8 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
     for name in names:
         if environ.get(name):
             return environ[name]
-    raise ValueError(
-        f"Slurm did not start this process: {' and '.join(names)} are not set. Start it with "
-        "`srun --ntasks=4 python script.py`."
-    )
+    what = f"Slurm did not start this process: {' and '.join(names)} are not set."
+    raise ValueError(f"{what} Start it with `srun --ntasks=4 python script.py`.")
 
 
 def _numbers(inside: str, text: str) -> list[str]:

@@ -135,10 +135,8 @@ def _tasks(job: Any, tasks: Any) -> dict[int, str]:
     elif isinstance(tasks, list | tuple):
         pairs = dict(enumerate(tasks))
     else:
-        raise TypeError(
-            f"The tasks for job {job!r} must be a list or a dictionary from integers to strings; "
-            f"got {tasks!r}."
-        )
+        what = f"The tasks for job {job!r} must be a list or a dictionary from integers to strings;"
+        raise TypeError(f"{what} got {tasks!r}.")
     for index in pairs:
         if not isinstance(index, int) or isinstance(index, bool):
             raise TypeError(f"All task keys must be integers; job {job!r} has {index!r}.")

@@ -189,10 +189,9 @@ def outward_address(names: Sequence[str]) -> str:
             address, _ = _route_to(address_of(name, 9))
             if not is_loopback(address):
                 return address
-    raise OSError(
-        f"this host's name {host!r} has no address that other hosts can reach: add it to "
-        "/etc/hosts, or start the job with TF_CONFIG, which names the addresses."
-    )
+    what = f"this host's name {host!r} has no address that other hosts can reach:"
+    how = "add it to /etc/hosts, or start the job with TF_CONFIG, which names the addresses."
+    raise OSError(f"{what} {how}")
 
 
 def _route_to(address: str) -> tuple[str, str]:

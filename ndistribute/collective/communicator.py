@@ -273,10 +273,8 @@ class Communicator:
         for leaf in leaves:
             array = leaf if type(leaf) is np.ndarray else as_array(leaf)
             if op is not None and array.dtype.kind in "OSUMm":
-                raise TypeError(
-                    f"{op.name} of {type(leaf).__name__} is not defined: pass numbers, arrays of "
-                    "numbers, or a nest of them."
-                )
+                what = f"{op.name} of {type(leaf).__name__} is not defined:"
+                raise TypeError(f"{what} pass numbers, arrays of numbers, or a nest of them.")
             if op is ReduceOp.MEAN:
                 array = array.astype(result_dtype(op, array.dtype), copy=False)
             if not array.dtype.isnative:

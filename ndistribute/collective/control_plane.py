@@ -40,7 +40,11 @@ _Key = tuple[str, int, Place]  # An exchange: its kind, the generation, and its 
 
 
 class WaitMonitor:
-    """The monitor of one wait in a collective, whose `check` the waiting code calls regularly."""
+    """The monitor of one wait in a collective, whose `check` the waiting code calls regularly.
+
+    A backend whose data may arrive after its sender has left the step must create a monitor in
+    every call, which records on the sender that it has made the call.
+    """
 
     def __init__(self, plane: ControlPlane, call: Call, timeout: float) -> None:
         self._plane, self._call, self._timeout = plane, call, timeout
@@ -67,10 +71,8 @@ class WaitMonitor:
                 raise error
         if now >= self._deadline:
             late = plane.where.late(self._place, absent, sorted(plane.others))
-            text = (
-                f"worker {plane.rank} waited {self._timeout:g} s for worker(s) "
-                f"{', '.join(map(str, late))}.{plane.obstacles or _LATE}"
-            )
+            what = f"worker {plane.rank} waited {self._timeout:g} s for worker(s)"
+            text = f"{what} {', '.join(map(str, late))}.{plane.obstacles or _LATE}"
             raise self._call.error(errors.CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
@@ -146,14 +148,6 @@ class ControlPlane:
         if self._closed:
             self._refuse_closed()
 
-    def patience(self, call: Call, timeout: float) -> WaitMonitor:
-        """Return the monitor of a call.
-
-        A backend whose data may arrive after its sender has left the step must request a monitor in
-        every call, which records on the sender that it has made the call.
-        """
-        return WaitMonitor(self, call, timeout)
-
     def name_of(self, rank: int) -> str:
         """Return the name of a process in messages."""
         if not self._members:
@@ -163,10 +157,9 @@ class ControlPlane:
     def enter(self, reset: Callable[[], None], timeout: float) -> None:
         """Start a step, in which this process may call collectives; after a failure, `recover`."""
         if os.getpid() != self._process:
-            raise RuntimeError(
-                f"this process was forked from worker {self.rank} and is not a worker itself: run "
-                "steps in the worker, or start processes with the 'spawn' method."
-            )
+            what = f"this process was forked from worker {self.rank} and is not a worker itself:"
+            how = "run steps in the worker, or start processes with the 'spawn' method."
+            raise RuntimeError(f"{what} {how}")
         if self._closed:
             self._refuse_closed()
         if self._failed_at != BEFORE_ALL and not self.is_broken_here:
@@ -219,15 +212,13 @@ class ControlPlane:
             about = f"{call.kind}: {self.name_of(rank)} was lost. Start the job again."
             return errors.WorkerLostError(about, rank=rank)
         departed = self.where.departed.get(rank)
-        reason = (
-            f"has left the step in which worker {self.rank} made this call. Every replica must "
-            "make the same calls in the same order."
-            if departed is None
-            else f"{departed}, and worker {self.rank} waits for it. Every worker must run the same "
-            "number of steps."
-        )
-        kind = errors.CollectiveMismatchError if departed is None else errors.WorkerLostError
-        return call.error(kind, f"{self.name_of(rank)} {reason}", rank)
+        if departed is None:
+            what = f"{self.name_of(rank)} has left the step in which worker {self.rank} made this"
+            text = f"{what} call. Every replica must make the same calls in the same order."
+            return call.error(errors.CollectiveMismatchError, text, rank)
+        what = f"{self.name_of(rank)} {departed}, and worker {self.rank} waits for it."
+        text = f"{what} Every worker must run the same number of steps."
+        return call.error(errors.WorkerLostError, text, rank)
 
     def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
         """Return what each process passed, in rank order; exchanges of one kind match in order."""
@@ -296,12 +287,9 @@ class ControlPlane:
                 if not (late := self.others - self.where.gone(end)):
                     break
                 if (left := deadline - time.monotonic()) <= 0:
-                    error = errors.CollectiveTimeoutError(
-                        f"worker {self.rank} raised in a step, and waited {timeout:g} s for "
-                        f"worker(s) {sorted(late)} to leave it. If they need more "
-                        "time, raise CommunicationOptions(timeout_seconds=...).",
-                        op="step",
-                    )
+                    what = f"worker {self.rank} raised in a step, and waited {timeout:g} s for"
+                    text = f"{what} worker(s) {sorted(late)} to leave it.{_LATE}"
+                    error = errors.CollectiveTimeoutError(text, op="step")
                     self.abort(error, after=BEFORE_ALL)
                     raise error
                 if not self._changed.wait(timeout=min(left, _REPEAT_SECONDS[1])):
@@ -327,13 +315,11 @@ class ControlPlane:
                     # Rank 0 tells for all who have reached it.
                     report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
-                raise errors.CollectiveTimeoutError(
-                    f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
-                    f"{self.obstacles} Check that all {self.size} processes were started with "
-                    f"the same secret, and that they can reach worker 0 at {info.first}.",
-                    rank=error.rank,
-                    op="start",
-                ) from error
+                what = f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
+                check = f"Check that all {self.size} processes were started with the same secret,"
+                text = f"{what}{self.obstacles} {check} and that they can reach worker 0 at"
+                text = f"{text} {info.first}."
+                raise errors.CollectiveTimeoutError(text, rank=error.rank, op="start") from error
         self._members = [json.loads(text) for text in members]
         self._star.stop_accepting()
         addresses = [member["address"] for member in self._members]
@@ -379,12 +365,9 @@ class ControlPlane:
                 now = time.monotonic()
                 if now >= deadline + (0.0 if missing else _GRACE_SECONDS):
                     missing = missing or [0]  # It has not answered.
-                    raise errors.CollectiveTimeoutError(
-                        f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) "
-                        f"{', '.join(map(str, missing))}.",
-                        rank=missing[0],
-                        op=kind,
-                    )
+                    late = ", ".join(map(str, missing))
+                    text = f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) {late}."
+                    raise errors.CollectiveTimeoutError(text, rank=missing[0], op=kind)
                 if now >= ask_at or not missing:
                     self._star.post(star.Exchange(*key, {self.rank: blob}))
                     ask_at = now + pause

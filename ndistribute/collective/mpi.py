@@ -50,11 +50,9 @@ class MpiTransport(Transport):
         super().__init__(peers)
         here = _world()
         if (peers.rank, peers.size) != (here.rank, here.size):
-            raise DistributeError(
-                f"worker {peers.rank} of {peers.size} is rank {here.rank} of {here.size} in MPI: "
-                "start as many processes with mpiexec as the cluster has workers, in that order.",
-                rank=peers.rank,
-            )
+            what = f"worker {peers.rank} of {peers.size} is rank {here.rank} of {here.size} in MPI:"
+            how = "start as many processes with mpiexec as the cluster has workers, in that order."
+            raise DistributeError(f"{what} {how}", rank=peers.rank)
         self._comm, self._tag = here.comm, here.tag_of(peers)
         self._byte = _mpi().BYTE
         self._error = _mpi().Exception
@@ -208,11 +206,8 @@ def _finish(request: Any, seconds: float = _START_SECONDS, absent: str = _ABSENT
     pause = _SHORTEST_SLEEP
     while not request.Test():
         if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(
-                f"MPI: not all processes came within {seconds:g} s. Do all of them run the same "
-                "script?",
-                op="start",
-            )
+            what = f"MPI: not all processes came within {seconds:g} s."
+            raise CollectiveTimeoutError(f"{what} Do all of them run the same script?", op="start")
         report.tell(absent)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SLEEP)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, T, Update
-from ndistribute.collective.control_plane import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish, reduce_arrays
 from ndistribute.collective.step_tracker import BEFORE_ALL
 from ndistribute.collective.threads import Rendezvous
@@ -367,16 +367,14 @@ class _Group:
         """Return a function that raises if a process failed or the deadline has passed."""
         left = _left(deadline)
         if self._peers is not None:
-            patience = self._peers.patience(call, left)
+            patience = WaitMonitor(self._peers, call, left)
             return lambda: patience.check(tuple)  # No rank is missing: all have launched.
 
         def check() -> None:
             if time.monotonic() > deadline:
-                raise call.error(
-                    CollectiveTimeoutError,
-                    f"the GPUs were not done within {left:g} s. Work that takes longer needs "
-                    "CommunicationOptions(timeout_seconds=...).",
-                )
+                what = f"the GPUs were not done within {left:g} s. Work that takes longer needs"
+                text = f"{what} CommunicationOptions(timeout_seconds=...)."
+                raise call.error(CollectiveTimeoutError, text)
 
         return check
 

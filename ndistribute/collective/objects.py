@@ -113,27 +113,21 @@ def _spec_of(value: Any) -> PlainSpec | ArraySpec | NestSpec:
     if kind is dict:
         keys = tuple(value)
         if not all(isinstance(key, _PLAIN) for key in keys):
-            raise ValueError(
-                f"the keys of a dict are {keys!r}: where workers tell each other of it, they must "
-                "be strings or numbers."
-            )
+            what = f"the keys of a dict are {keys!r}: where workers tell each other of it,"
+            raise ValueError(f"{what} they must be strings or numbers.")
         return NestSpec("dict", keys, tuple(map(_spec_of, value.values())))
     if kind in (tuple, list):
         return NestSpec(kind.__name__, (), tuple(map(_spec_of, value)))
     if fields := _fields_of(kind):
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _class_named(name, fields) is not kind:
-            raise ValueError(
-                f"other workers cannot find {kind!r}: define it at the top of a module, as a "
-                "named tuple or a dataclass."
-            )
+            what = f"other workers cannot find {kind!r}: define it at the top of a module,"
+            raise ValueError(f"{what} as a named tuple or a dataclass.")
         return NestSpec(name, fields, tuple(_spec_of(getattr(value, field)) for field in fields))
     array = to_host(as_array(value))
     if array.dtype.hasobject and array.size:
-        raise TypeError(
-            f"a {kind.__name__} of dtype {array.dtype} cannot travel between processes: pass "
-            "numbers or arrays of numbers."
-        )
+        what = f"a {kind.__name__} of dtype {array.dtype} cannot travel between processes:"
+        raise TypeError(f"{what} pass numbers or arrays of numbers.")
     data = b"" if array.dtype.hasobject else array.tobytes()
     # Dtypes of other packages, such as bfloat16, are known by name only.
     is_foreign = array.dtype.isbuiltin == 2

@@ -148,10 +148,8 @@ def reduce_rows(
     array([[2.]])
     """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise ValueError(
-            f"{op.name} of IndexedSlices is not supported, only SUM and MEAN: rows that were "
-            "not passed count as zeros. Call to_dense() first."
-        )
+        what = f"{op.name} of IndexedSlices is not supported, only SUM and MEAN:"
+        raise ValueError(f"{what} rows that were not passed count as zeros. Call to_dense() first.")
     values = native(rows.values)
     wide = values.astype(accumulation_dtype(op, rows.dtype), copy=False)
     summed = IndexedSlices(wide, rows.indices, rows.dense_shape).summed()

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
 from ndistribute.collective.communicator import CommunicationOptions
-from ndistribute.collective.control_plane import ControlPlane
+from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
 from ndistribute.collective.cuts import update_in_blocks
 from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.collective.reduce_op import ReduceOp, accumulation_dtype, finish
@@ -144,7 +144,7 @@ class RingBackend(Backend):
         peers = self.peers
         peers.check()
         self.count += 1
-        self.transport.begin(peers.patience(call, timeout))
+        self.transport.begin(WaitMonitor(peers, call, timeout))
         header = encode_header(call, self.count, peers.where.position, peers.generation)
         return Runner(self, header, call.title)
 

@@ -19,12 +19,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ndistribute.blas import cores
 from ndistribute.collective.backend import Call
+from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
 from ndistribute.collective.futex import Futex
 from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.devices import Array
@@ -33,10 +34,6 @@ from ndistribute.ownership import COUNTS_INCLUDE_VIEWS, ArrayOwner
 from ndistribute.timeline import span
 from ndistribute.transport.buffers import ALIGNMENT, make_file, padded
 from ndistribute.transport.failure_detector import not_for_forks
-
-if TYPE_CHECKING:
-    from ndistribute.collective.control_plane import ControlPlane
-
 
 # The page of each process: its counter, and the headers of its last two calls. In the first page
 # are a futex, and what the counters have to reach before whoever sleeps there is woken.
@@ -142,7 +139,7 @@ class Segment:
             pairs = zip(self._ranks, self._counters, strict=True)
             return [rank for rank, counter in pairs if counter[0] < self._arrived]
 
-        patience = self._peers.patience(call, timeout)
+        patience = WaitMonitor(self._peers, call, timeout)
         start = checked = time.monotonic()
         while not self._is_complete():
             count = self._futex.count
@@ -247,11 +244,9 @@ def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap
         cards = [json.loads(blobs[rank]) for rank in ranks]
         bucket = min(card["room"] for card in cards) // len(ranks) // _PAGE * _PAGE
         if bucket < head:
-            raise DistributeError(
-                f"worker {peers.rank} needs {head} bytes of shared memory, and has {bucket}: the "
-                f"{len(ranks)} workers of a host share its memory, or half of what `ulimit -v` "
-                "and `ulimit -f` allow."
-            )
+            what = f"worker {peers.rank} needs {head} bytes of shared memory, and has {bucket}:"
+            share = f"the {len(ranks)} workers of a host share its memory, or half of what"
+            raise DistributeError(f"{what} {share} `ulimit -v` and `ulimit -f` allow.")
         memory = _map(cards[0], len(ranks) * (_PAGE + bucket), ranks[0], peers.rank)
         peers.exchange("mapped", b"", _START_SECONDS)  # The descriptor must stay open until here.
         return memory
@@ -267,10 +262,9 @@ def _make(nbytes: int) -> int:
     try:
         return make_file(nbytes, take=False)
     except OSError as error:
-        raise DistributeError(
-            f"the memory that the workers of this host share cannot be made: {error}. "
-            "CommunicationOptions(implementation='ring') needs none."
-        ) from error
+        what = f"the memory that the workers of this host share cannot be made: {error}."
+        how = "CommunicationOptions(implementation='ring') needs none."
+        raise DistributeError(f"{what} {how}") from error
 
 
 def _room() -> int:

@@ -185,10 +185,9 @@ def _process_backend(peers: ControlPlane, options: CommunicationOptions, over_mp
 
     wish = options.implementation
     if wish is CommunicationImplementation.MPI and not over_mpi:
-        raise ValueError(
-            "implementation='mpi' needs processes that MPI started: use `ndistribute run --mpi` or "
-            "mpiexec, or implementation='auto'."
-        )
+        what = "implementation='mpi' needs processes that MPI started:"
+        how = "use `ndistribute run --mpi` or mpiexec, or implementation='auto'."
+        raise ValueError(f"{what} {how}")
     if wish in (CommunicationImplementation.RING, CommunicationImplementation.MPI):
         return ring(range(peers.size))
     groups = host_groups(peers.hosts)

@@ -65,10 +65,9 @@ def run(
             distributed.wait(futures, placement_timeout)
             yield dask.gather(futures)
         except distributed.TimeoutError as error:
-            raise TimeoutError(
-                f"Dask did not place {len(needs)} tasks within {placement_timeout:g} s. Has it "
-                f"workers that were started with the resources {dict(resources or {})}?"
-            ) from error
+            what = f"Dask did not place {len(needs)} tasks within {placement_timeout:g} s."
+            how = f"Has it workers that were started with the resources {dict(resources or {})}?"
+            raise TimeoutError(f"{what} {how}") from error
         finally:
             dask.cancel(futures)
 

@@ -22,16 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ndistribute.blas import (
-    LAUNCHER_VARIABLES,
-    THREAD_VARIABLES,
-    StepThreads,
-    core_numbers,
-    cores,
-    cpu_quota,
-    limited_blas,
-    set_by_user,
-)
+from ndistribute import blas
 from ndistribute.devices import list_devices
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.commands import find_mpiexec
@@ -88,8 +79,8 @@ def better_kernel(flags: Collection[str], architecture: str | None) -> str | Non
 def blas_settings(environ: Mapping[str, str], parts: int) -> dict[str, str]:
     """Return environment variables for one of `parts` processes; the user's settings stay."""
     settings = {}
-    if not any(environ.get(name) for name in THREAD_VARIABLES):
-        settings = dict.fromkeys(LAUNCHER_VARIABLES, str(max(1, cores() // parts)))
+    if not any(environ.get(name) for name in blas.THREAD_VARIABLES):
+        settings = dict.fromkeys(blas.LAUNCHER_VARIABLES, str(max(1, blas.cores() // parts)))
     kernel = better_kernel(_cpu_flags(), _architecture())
     if kernel is not None and not environ.get(_KERNEL_VARIABLE):
         settings[_KERNEL_VARIABLE] = kernel
@@ -100,10 +91,10 @@ def _processor() -> Iterator[Finding]:
     python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
     yield Finding("Python", "ok", python)
     widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
-    yield Finding("processor", "ok", f"{cores()} cores, {[*widest, 'no AVX'][0]}")
-    blas = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
+    yield Finding("processor", "ok", f"{blas.cores()} cores, {[*widest, 'no AVX'][0]}")
+    pools = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
     remedy = "pip install --force-reinstall numpy"
-    yield _either("BLAS", "".join(blas[:1]), "slow", "none known", remedy)
+    yield _either("BLAS", "".join(pools[:1]), "slow", "none known", remedy)
     yield _threads()
     chosen = _architecture()
     better = better_kernel(_cpu_flags(), chosen)
@@ -117,26 +108,26 @@ def _processor() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     """Say how many BLAS threads the steps of one replica use here, and why."""
-    if set_by_user():
-        named = (name for name in (*THREAD_VARIABLES, "MKL_NUM_THREADS") if os.environ.get(name))
-        return Finding("BLAS threads", "ok", ", ".join(f"{one}={os.environ[one]}" for one in named))
-    bound = f"{len(core_numbers())} cores"
-    if cpu_quota() < len(core_numbers()):
-        bound += f", of which the control group grants {cpu_quota():g}"
-    chosen = StepThreads(cores())
+    if blas.set_by_user():
+        names = filter(os.environ.get, (*blas.THREAD_VARIABLES, "MKL_NUM_THREADS"))
+        text = ", ".join(f"{name}={os.environ[name]}" for name in names)
+        return Finding("BLAS threads", "ok", text)
+    bound = f"{len(blas.core_numbers())} cores"
+    if blas.cpu_quota() < len(blas.core_numbers()):
+        bound += f", of which the control group grants {blas.cpu_quota():g}"
+    chosen = blas.StepThreads(blas.cores())
     factor = np.ones((512, 512), np.float32)
     end = time.perf_counter() + _TRY_SECONDS
-    while (begun := time.perf_counter()) < end and cores() > 1:
-        with limited_blas(chosen.threads):
+    while (begun := time.perf_counter()) < end and blas.cores() > 1:
+        with blas.limited_blas(chosen.threads):
             factor @ factor
         now = time.perf_counter()
         chosen.record(now - begun, now)
-    if chosen.threads == cores():
-        return Finding("BLAS threads", "ok", f"{cores()}: {bound}")
+    if chosen.threads == blas.cores():
+        return Finding("BLAS threads", "ok", f"{blas.cores()}: {bound}")
     text = f"{chosen.threads}: {bound}, but other programs use them: products are faster so"
-    return Finding(
-        "BLAS threads", "slow", text, "end them; until then, steps do the same by trying"
-    )
+    remedy = "end them; until then, steps do the same by trying"
+    return Finding("BLAS threads", "slow", text, remedy)
 
 
 def _packages() -> Iterator[Finding]:

@@ -24,18 +24,11 @@ from pathlib import Path
 from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
-from ndistribute.launcher import commands
+from ndistribute.launcher import commands, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
-from ndistribute.launcher.supervisor import (
-    Outcome,
-    Process,
-    Start,
-    Supervisor,
-    restart_delay,
-    signals_as_bytes,
-)
+from ndistribute.launcher.supervisor import Outcome, Process, Start, Supervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
 # Below the ports of outgoing connections on Linux; used only if there are several hosts.
@@ -141,14 +134,9 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         pipes = commands.rank_pipes(ranks, opened) if ranks else ([], "")
         silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
         probes = [] if mpi else _probes(options, silence)
-        supervise = partial(
-            Supervisor,
-            partial(Process, environ),
-            console,
-            deadline,
-            signals=opened.enter_context(signals_as_bytes()),
-            silence=silence,
-        )
+        signals = opened.enter_context(supervisor.signals_as_bytes())
+        begin = partial(Process, environ)
+        supervise = partial(Supervisor, begin, console, deadline, signals=signals, silence=silence)
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)

@@ -7,7 +7,6 @@ for each policy.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -86,8 +85,10 @@ class Strategy:
         cluster_resolver: ClusterResolver | None = None,
         workers: Workers | None = None,
     ) -> None:
-        self._devices = tuple(devices)
-        self._resolver = cluster_resolver
+        self.devices = tuple(devices)
+        """The device of each replica of this process."""
+        self.cluster_resolver = cluster_resolver
+        """The resolver that describes the job; None for kinds of strategies with one process."""
         self._workers = workers
         self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()
@@ -107,7 +108,7 @@ class Strategy:
 
     def make_group(self) -> ReplicaGroup:
         """Return new communicators and streams for the replicas."""
-        return make_group(self._devices, workers=self._workers)
+        return make_group(self.devices, workers=self._workers)
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Return a new variable of the kind that a policy asks for, with an initial value."""
@@ -137,15 +138,10 @@ class Strategy:
         """The replicas of this process and of all processes, for input pipelines."""
         workers = self._workers
         if workers is None:
-            return Topology(self._devices, (len(self._devices),))
-        return Topology(self._devices, workers.replica_counts, workers.rank, workers)
+            return Topology(self.devices, (len(self.devices),))
+        return Topology(self.devices, workers.replica_counts, workers.rank, workers)
 
     # Methods that users call.
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device of each replica of this process."""
-        return self._devices
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -153,17 +149,12 @@ class Strategy:
         return self.replica_contexts[0].num_replicas_in_sync
 
     @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver that describes the job; None for kinds of strategies with one process."""
-        return self._resolver
-
-    @property
     def is_chief(self) -> bool:
         """True in the one process of a job that should print or write files, such as checkpoints.
 
         This is the chief, or worker 0 of a job without one, or a process alone, as an evaluator is.
         """
-        me = self._resolver
+        me = self.cluster_resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
 
     @contextlib.contextmanager
@@ -210,18 +201,14 @@ class Strategy:
         if not callable(fn):
             raise TypeError(f"fn must be a function, got {fn!r}: write run(step, args=(x,)).")
         if not isinstance(args, list | tuple):
-            raise ValueError(
-                f"args must be a list or tuple, got {type(args).__name__}: write "
-                "strategy.run(step, args=(x,))."
-            )
+            what = f"args must be a list or tuple, got {type(args).__name__}:"
+            raise ValueError(f"{what} write strategy.run(step, args=(x,)).")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict, got {kwargs!r}: write args=(x, y).")
         if self._cross_replica_frame("run").merging:
-            raise RuntimeError(
-                "run was called inside merge_call, while the replicas wait for it. Return the "
-                "value and call run outside."
-            )
-        size = len(self._devices)
+            what = "run was called inside merge_call, while the replicas wait for it."
+            raise RuntimeError(f"{what} Return the value and call run outside.")
+        size = len(self.devices)
         named = dict(kwargs or {})
         calls = [
             (args and tree.select(args, rank, size), named and tree.select(named, rank, size))
@@ -232,8 +219,7 @@ class Strategy:
             own_args, own_named = calls[rank]
             return untrack(fn(*own_args, **own_named))
 
-        results = self._exclusively(functools.partial(self._run_on_all, step))
-        return tree.regroup(results, context.join_leaf)
+        return tree.regroup(self._exclusively(lambda: self._run_on_all(step)), context.join_leaf)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Return a value reduced over all replicas.
@@ -255,7 +241,7 @@ class Strategy:
         self._cross_replica_frame("reduce", "merge_call or all_reduce")
         op = ReduceOp.parse(reduce_op)
         value = self.across_workers(value)
-        return reductions.reduce_value(op, value, axis, self._devices[0], self.num_replicas_in_sync)
+        return reductions.reduce_value(op, value, axis, self.devices[0], self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the components of all replicas, concatenated in replica order.
@@ -270,7 +256,7 @@ class Strategy:
         """
         self._cross_replica_frame("gather", "all_gather")
         value = self.across_workers(value)
-        return reductions.gather_value(value, axis, self._devices[0], self.num_replicas_in_sync)
+        return reductions.gather_value(value, axis, self.devices[0], self.num_replicas_in_sync)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Return a dataset that splits each global batch into one part per replica.
@@ -377,21 +363,19 @@ class Strategy:
         return [name for name in super().__dir__() if name not in self._internal]
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{self!r} cannot be copied or pickled: its replicas are threads of this process. "
-            "Create a strategy in each process."
-        )
+        what = f"{self!r} cannot be copied or pickled: its replicas are threads of this process."
+        raise TypeError(f"{what} Create a strategy in each process.")
 
     def __repr__(self) -> str:
         closed = "closed " if self._refusal == _CLOSED else ""
-        return f"{closed}{type(self).__name__}({', '.join(map(repr, map(str, self._devices)))})"
+        return f"{closed}{type(self).__name__}({', '.join(map(repr, map(str, self.devices)))})"
 
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and thread pool."""
         group = self.make_group()
         self.replica_contexts = tuple(
             ReplicaContext(self, communicator, device, self._generators)
-            for communicator, device in zip(group.communicators, self._devices, strict=True)
+            for communicator, device in zip(group.communicators, self.devices, strict=True)
         )
         self._pool: ReplicaPool = ReplicaPool(group, self.replica_contexts, repr(self))
 
@@ -452,10 +436,9 @@ class Strategy:
         self._refuse_if_closed()
         frame = current_frame()
         if frame.replica is not None:
-            raise RuntimeError(
-                f"{method} was called inside a replica, which acts for itself alone. Call it "
-                f"outside run, or use get_replica_context().{instead} instead."
-            )
+            what = f"{method} was called inside a replica, which acts for itself alone."
+            how = f"Call it outside run, or use get_replica_context().{instead} instead."
+            raise RuntimeError(f"{what} {how}")
         if frame.strategy is not None and frame.strategy is not self:
             raise RuntimeError(
                 f"Mixing different strategies: {method} of "

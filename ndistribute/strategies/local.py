@@ -89,7 +89,7 @@ class MirroredStrategy(Strategy):
 
     def make_group(self) -> ReplicaGroup:
         """Return communicators that use shared memory, or NCCL on distinct GPUs."""
-        return make_group(self._devices, self._cross_device_ops)
+        return make_group(self.devices, self._cross_device_ops)
 
 
 class CentralStorageStrategy(Strategy):
@@ -128,7 +128,7 @@ class CentralStorageStrategy(Strategy):
 
     def make_group(self) -> ReplicaGroup:
         """Return communicators for replicas that update one copy of each variable."""
-        return make_group(self._devices, central=True)
+        return make_group(self.devices, central=True)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -162,10 +162,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         resolver = resolver_of_job(cluster_resolver)
         if not isinstance(communication_options, CommunicationOptions | None):
-            raise TypeError(
-                "communication_options must be nd.CommunicationOptions(...), got "
-                f"{communication_options!r}."
-            )
+            what = "communication_options must be nd.CommunicationOptions(...),"
+            raise TypeError(f"{what} got {communication_options!r}.")
         own = resolve_devices(devices)
         workers = _join(resolver, own, communication_options or CommunicationOptions())
         if workers is not None:
@@ -191,10 +189,8 @@ def _join(
         return None
     rank = resolver.worker_index
     if rank is None:
-        raise ValueError(
-            f"a task of job {resolver.task_type!r} cannot use MultiWorkerMirroredStrategy: only "
-            "the cluster's chief and workers can."
-        )
+        what = f"a task of job {resolver.task_type!r} cannot use MultiWorkerMirroredStrategy:"
+        raise ValueError(f"{what} only the cluster's chief and workers can.")
     try:
         return join_workers(resolver.worker_addresses, rank, devices, options)
     except OSError as error:

@@ -65,15 +65,12 @@ class _Role:
             return cls()
         cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
         if job == "ps":
-            raise ValueError(
-                "this process is a parameter server, which has no strategy: call "
-                "nd.Server(cluster, 'ps', index).join() instead."
-            )
+            what = "this process is a parameter server, which has no strategy:"
+            raise ValueError(f"{what} call nd.Server(cluster, 'ps', index).join() instead.")
         if "ps" not in cluster.jobs:
-            raise ValueError(
-                f"the cluster has {', '.join(cluster.jobs)} and no parameter server: give it tasks "
-                "of the job 'ps', or use MultiWorkerMirroredStrategy."
-            )
+            problem = f"the cluster has {', '.join(cluster.jobs)} and no parameter server:"
+            how = "give it tasks of the job 'ps', or use MultiWorkerMirroredStrategy."
+            raise ValueError(f"{problem} {how}")
         workers = list(cluster.task_indices("worker")) if "worker" in cluster.jobs else []
         count = max(1, len(workers))
         share = (count, workers.index(index)) if job == "worker" else (1, 0)

@@ -147,10 +147,8 @@ def _numbers(op: ReduceOp, parts: Sequence[Any], device: Device) -> list[Array]:
     arrays = [copy_to(as_array(part), device) for part in parts]
     for array, part in zip(arrays, parts, strict=True):
         if array.dtype.kind in "OSUTMm":
-            raise TypeError(
-                f"{op.name} of {type(part).__name__} is undefined: pass numbers, arrays of "
-                "numbers, or a nest of them."
-            )
+            what = f"{op.name} of {type(part).__name__} is undefined:"
+            raise TypeError(f"{what} pass numbers, arrays of numbers, or a nest of them.")
     dtypes = {array.dtype for array in arrays}
     if len(dtypes) > 1:
         # Replicas may return 0 and 0.5; in the dtype of the first, the half would be lost.
@@ -188,19 +186,16 @@ def _reduce_rows(
 ) -> IndexedSlices:
     """Return the sum or mean of sparse rows over replicas: each row once, in rising order."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) or axis is not None:
-        raise ValueError(
-            f"IndexedSlices can be reduced by SUM or MEAN, without an axis; got {op.name} and axis "
-            f"{axis}: call to_dense() first."
-        )
+        what = "IndexedSlices can be reduced by SUM or MEAN, without an axis;"
+        raise ValueError(f"{what} got {op.name} and axis {axis}: call to_dense() first.")
     _check_equal(op, [getattr(part, "dense_shape", ()) for part in parts], "rows of shape")
     values, indices = (
         _joined([as_array(getattr(part, name)) for part in parts], 0, device)
         for name in ("values", "indices")
     )
     joined = IndexedSlices(values, indices, parts[0].dense_shape)
-    return reduce_rows(
-        joined, op, len(parts), lambda nest: nest
-    )  # This has the rows of all replicas.
+    # These are the rows of all replicas already.
+    return reduce_rows(joined, op, len(parts), lambda nest: nest)
 
 
 def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:

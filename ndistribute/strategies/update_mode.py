@@ -113,9 +113,8 @@ class _Synchronous(UpdateMode):
         lacking: Iterable[int] = waiting  # Servers without this worker's gradients.
         while waiting:
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"the step of {name!r} was not complete after {self._timeout:g} s."
-                )
+                text = f"the step of {name!r} was not complete after {self._timeout:g} s."
+                raise CollectiveTimeoutError(text)
             given = {i: [Aggregate(aggregate, waiting[i], needed, applies[i])] for i in lacking}
             servers.change(given, name, outcomes.update)
             lacking = ()

@@ -27,10 +27,8 @@ def split_address(address: str) -> tuple[str, int]:
         host = host[1:-1]
     well_formed = getattr(_ip(host), "version", 0) == 6 if bracketed else _NAME.fullmatch(host)
     if not (colon and well_formed and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536):
-        raise ValueError(
-            f"{address!r} is not an address: write host:port, for example 'localhost:12345', "
-            "or '[::1]:12345' for IPv6, with a port from 0 to 65535."
-        )
+        what = f"{address!r} is not an address: write host:port, for example 'localhost:12345',"
+        raise ValueError(f"{what} or '[::1]:12345' for IPv6, with a port from 0 to 65535.")
     return host, int(port)
 
 

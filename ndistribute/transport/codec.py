@@ -121,10 +121,8 @@ def _read_array(kind: Any, node: Any) -> Any:
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype in messages; a ValueError says which ones can be sent."""
     if dtype.name not in PORTABLE:
-        raise ValueError(
-            f"an array of dtype {dtype} cannot be sent. Convert it to one of "
-            f"{', '.join(sorted(PORTABLE))}."
-        )
+        what = f"an array of dtype {dtype} cannot be sent."
+        raise ValueError(f"{what} Convert it to one of {', '.join(sorted(PORTABLE))}.")
     return dtype.name
 
 

@@ -190,10 +190,8 @@ class Connection:
         lengths = list(map(len, buffers))
         body = sum(map(padded, lengths))
         if body > BODY_LIMIT_BYTES or len(control) > CONTROL_LIMIT_BYTES:
-            raise ValueError(
-                f"a message of {len(control)} + {body} bytes: the limits are "
-                f"{CONTROL_LIMIT_BYTES} and {BODY_LIMIT_BYTES}."
-            )
+            what = f"a message of {len(control)} + {body} bytes:"
+            raise ValueError(f"{what} the limits are {CONTROL_LIMIT_BYTES} and {BODY_LIMIT_BYTES}.")
         ring, file = None, -1
         with self._writing:
             if self._lost is not None:
@@ -454,10 +452,9 @@ class Connection:
         received = memoryview(bytearray(len(expected)))
         self._read_whole(received, deadline)
         if not hmac.compare_digest(expected, received):
-            raise MalformedError(
-                "a frame was changed on its way, or is not the other end's. Set "
-                "NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
-            )
+            what = "a frame was changed on its way, or is not the other end's."
+            how = "Set NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
+            raise MalformedError(f"{what} {how}")
 
     def _ring(self) -> Ring:
         """Return the incoming ring, made from the received descriptor if it is new."""

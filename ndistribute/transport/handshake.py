@@ -172,10 +172,9 @@ def _explained(error: OSError, peer: str) -> Exception:
             "process of this job, or the network loses long packets: check addresses and MTUs."
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionError):
-        return ConnectionResetError(
-            f"The peer {peer} closed the connection during the handshake. Its log may say why: it "
-            "may have ended or be too busy, or the address is another program's."
-        )
+        what = f"The peer {peer} closed the connection during the handshake. Its log may say why:"
+        how = "it may have ended or be too busy, or the address is another program's."
+        return ConnectionResetError(f"{what} {how}")
     if isinstance(error, ssl.SSLError):
         return tls_error(peer, error)
     return ConnectionError(f"The connection to the peer {peer} failed: {error}.")

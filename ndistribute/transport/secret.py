@@ -81,10 +81,9 @@ def find_secret(addresses: Sequence[str], environ: Mapping[str, str]) -> bytes:
         except AuthenticationError:
             raise
         except (OSError, ValueError) as error:
-            raise AuthenticationError(
-                f"Cannot read {source}: {error}. Make it with\n    {_MAKE_ONE} > FILE; "
-                "chmod 600 FILE"
-            ) from error
+            what = f"Cannot read {source}: {error}."
+            how = f"Make it with\n    {_MAKE_ONE} > FILE; chmod 600 FILE"
+            raise AuthenticationError(f"{what} {how}") from error
     away = next((host for host in hosts if not is_loopback(host)), None)
     if away is not None:
         raise AuthenticationError(
@@ -100,10 +99,8 @@ def _checked(secret: bytes, source: str) -> bytes:
     secret = secret.strip()
     if len(secret) < _MINIMUM_LENGTH:
         what = "is empty" if not secret else f"has {len(secret)} characters"
-        raise AuthenticationError(
-            f"The secret in {source} {what}, and a secret needs at least {_MINIMUM_LENGTH}. "
-            f"Make one with\n    {_MAKE_ONE}"
-        )
+        problem = f"The secret in {source} {what}, and a secret needs at least {_MINIMUM_LENGTH}."
+        raise AuthenticationError(f"{problem} Make one with\n    {_MAKE_ONE}")
     return secret
 
 
@@ -170,10 +167,8 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
     values = TlsFiles(*[environ.get(name, "") for name in _VARIABLES])
     missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
     if missing and any(values):
-        raise ValueError(
-            f"TLS needs all of {', '.join(_VARIABLES)}, and {' and '.join(missing)} "
-            "is not set. Set all three, or none to go without TLS."
-        )
+        what = f"TLS needs all of {', '.join(_VARIABLES)}, and {' and '.join(missing)} is not set."
+        raise ValueError(f"{what} Set all three, or none to go without TLS.")
     return None if missing else values
 
 

@@ -27,6 +27,7 @@ from ndistribute.collective.bootstrap import (
     outward_address,
 )
 from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.control_plane import WaitMonitor
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.star import (
     CALL,
@@ -399,7 +400,7 @@ def exchanged(rank, size):
 
 def wait_for(missing):
     """Wait in a call for a rank that does not come."""
-    patience = joined_peers().patience(Call(1, "all_reduce", "SUM"), 30.0)
+    patience = WaitMonitor(joined_peers(), Call(1, "all_reduce", "SUM"), 30.0)
     while True:
         patience.check(lambda: [missing])
         time.sleep(0.001)
@@ -444,7 +445,7 @@ def left_behind(rank, size):
     wait_until(lambda: peers.cut_off_at <= time.monotonic())
     if rank == 1:
         return ""
-    patience = peers.patience(Call(1, "all_reduce", "SUM"), 50.0)
+    patience = WaitMonitor(peers, Call(1, "all_reduce", "SUM"), 50.0)
     try:
         while True:
             patience.check(lambda: [1])

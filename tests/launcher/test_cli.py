@@ -126,9 +126,9 @@ def test_the_doctor_says_how_many_blas_threads_steps_use_and_why(monkeypatch):
 
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor, "core_numbers", lambda: range(64))
-    monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
-    monkeypatch.setattr(doctor, "cores", lambda: 1)
+    monkeypatch.setattr(doctor.blas, "core_numbers", lambda: range(64))
+    monkeypatch.setattr(doctor.blas, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(doctor.blas, "cores", lambda: 1)
     assert "1: 64 cores, of which the control group grants 1.5" in line()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS=3" in line()
@@ -156,7 +156,7 @@ def test_other_kernels_are_asked_for_only_where_blas_chose_below_the_processor()
 def test_ranks_get_the_better_kernel_but_never_in_place_of_the_users(monkeypatch):
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: AVX512)
     monkeypatch.setattr(doctor, "_architecture", lambda: "Haswell")
-    monkeypatch.setattr(doctor, "cores", lambda: 6)
+    monkeypatch.setattr(doctor.blas, "cores", lambda: 6)
     threads = dict.fromkeys(LAUNCHER_VARIABLES, "1")
     assert doctor.blas_settings({}, 4) == {**threads, "OPENBLAS_CORETYPE": "SkylakeX"}
     assert doctor.blas_settings({}, 2)["OMP_NUM_THREADS"] == "3"
