@@ -213,9 +213,8 @@ def _cluster(described: dict[str, Any]) -> ClusterSpec:
         address = cluster.task_address(job, index)
         match = _ADDRESS.fullmatch(address)
         if match is None or int(match[1]) > 65535:
-            raise ValueError(
-                f"task {index} of {job!r} has the address {address!r}, which is not HOST:PORT."
-            )
+            text = f"task {index} of {job!r} has the address {address!r}, which is not HOST:PORT."
+            raise ValueError(text)
     return cluster
 
 

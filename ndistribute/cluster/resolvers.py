@@ -218,9 +218,8 @@ def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
 def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
     for job in cluster.jobs:
         if job not in _KNOWN:
-            raise ValueError(
-                f"The cluster has an unknown job {job!r}; the known jobs are {_listed(_KNOWN)}."
-            )
+            text = f"The cluster has an unknown job {job!r}; the known jobs are {_listed(_KNOWN)}."
+            raise ValueError(text)
         if job in _ALONE and cluster.num_tasks(job) > 1:
             raise ValueError(f"A cluster has at most one {job!r}, got {cluster.num_tasks(job)}.")
     jobs = _listed(cluster.jobs)

@@ -64,9 +64,8 @@ class SlurmClusterResolver(ClusterResolver):
             counts = _need(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
             tasks_per_node = expand_tasks(counts)
         if len(hosts) != len(tasks_per_node):
-            raise ValueError(
-                f"Slurm lists {len(hosts)} nodes, but tasks for {len(tasks_per_node)} nodes."
-            )
+            text = f"Slurm lists {len(hosts)} nodes, but tasks for {len(tasks_per_node)} nodes."
+            raise ValueError(text)
         places = _places(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
         rank = number_of(_need(environ, "SLURM_PROCID"), "SLURM_PROCID")
         _check_node([node for node, _ in places], rank, environ)

@@ -23,13 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ndistribute.errors import AuthenticationError
+from ndistribute.transport import failure_detector
 from ndistribute.transport.address import address_of, is_loopback, split_address
-from ndistribute.transport.failure_detector import (
-    detector,
-    not_for_forks,
-    probe_when_idle,
-    silence_seconds,
-)
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.listener import Listener, listen
 from ndistribute.transport.reach import look_for, tcp_socket, unanswered_seconds, why_unreached
@@ -87,16 +82,9 @@ class ProcessInfo:
 
     def details(self, **more: str | int) -> dict[str, str | int]:
         """Return the description of this process for the other processes."""
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "host": self.host,
-            "name": socket.gethostname(),
-            "pid": os.getpid(),
-            "group": self.group,
-            "address": self.address,
-            **more,
-        }
+        fields = ("rank", "size", "host", "group", "address")
+        known = {name: getattr(self, name) for name in fields}
+        return {**known, "name": socket.gethostname(), "pid": os.getpid(), **more}
 
     def refusal_of(self, hello: Hello, joined: bool) -> str:
         """Return why a process with this `Hello` is not in the group, or an empty string."""
@@ -118,7 +106,7 @@ class ProcessInfo:
 def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     """Return the description of a process in a cluster with known addresses."""
     # Open the port last, so that no socket stays open if a setting is wrong.
-    credentials, _ = credentials_of(addresses), silence_seconds()
+    credentials, _ = credentials_of(addresses), failure_detector.silence_seconds()
     listener = _listener_at(addresses[rank])
     # The host that the others know, and the real port, because the given one may be 0.
     address = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
@@ -128,7 +116,7 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
 
 def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) -> ProcessInfo:
     """Return the description of a process that can exchange small messages, as over MPI."""
-    tls, _ = tls_files(os.environ), silence_seconds()
+    tls, _ = tls_files(os.environ), failure_detector.silence_seconds()
     # MPICH's launcher tells a process the name by which it reaches this host.
     name = os.environ.get("PMI_HOSTNAME") or socket.gethostname()
     place = host_identity(), _identity_of("net"), name
@@ -143,7 +131,7 @@ def info_from_exchange(exchange: Callable[[bytes], Sequence[bytes]], rank: int) 
 
 def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
     """Return the description of a process if only rank 0's address is known, as under torchrun."""
-    credentials, _ = credentials_of([first]), silence_seconds()
+    credentials, _ = credentials_of([first]), failure_detector.silence_seconds()
     with contextlib.ExitStack() as on_error:
         entrance = None if rank else on_error.enter_context(listen(first, os.environ))
         # The others know rank 0, and so all processes of its host, by the host in this address.
@@ -160,7 +148,7 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
 def _listener_at(address: str) -> socket.socket:
     """Return a socket that listens at an address; share that of another group of this process."""
     # `copy` of the plain set is atomic, while other threads open connections.
-    for known in not_for_forks.data.copy():  # type: ignore[attr-defined]
+    for known in failure_detector.not_for_forks.data.copy():  # type: ignore[attr-defined]
         data = known()
         if isinstance(data, DataConnections) and data.listens_at(address):
             return data.info.listener.dup()  # A process that reaches the wrong group retries.
@@ -217,7 +205,7 @@ class DataConnections:
 
     def __init__(self, info: ProcessInfo) -> None:
         self.info = info
-        self.beat_within = max(_LEAST_SECONDS, silence_seconds())
+        self.beat_within = max(_LEAST_SECONDS, failure_detector.silence_seconds())
         self.report: Callable[[int, str], None] = lambda rank, why: None
         self.cut_off: Callable[[int, str, int], None] = lambda rank, why, generation: None
         self._silent: set[tuple[int, int]] = set()  # Generations and ranks that are cut off.
@@ -226,15 +214,14 @@ class DataConnections:
         self._sockets: dict[int, socket.socket] = {}
         self._replaced: list[socket.socket] = []
         self._changed = threading.Condition()
-        not_for_forks.add(self)
+        failure_detector.not_for_forks.add(self)
 
     def open(self, addresses: Sequence[str], started: str) -> None:
         """Start to accept connections; `started` is the id of this start of the whole group."""
         self._addresses, self._started = addresses, started
         info, hello = self.info, Hello(name=f"worker {self.info.rank}")
-        self._listener = Listener(
-            [info.listener], info.credentials, hello, self._admit, check=self._refusal_of
-        )
+        who = [info.listener], info.credentials, hello
+        self._listener = Listener(*who, self._admit, check=self._refusal_of)
 
     def get(self, rank: int, check: Callable[[], None]) -> socket.socket:
         """Return the connection to a process, which must request it too; `check` ends the wait."""
@@ -301,7 +288,7 @@ class DataConnections:
         """Stop accepting connections, and close all of them."""
         if self._listener is not None:
             self._listener.close()
-        detector.forget(self)
+        failure_detector.detector.forget(self)
         self.info.listener.close()
         with self._changed:
             self.let_go()
@@ -343,9 +330,9 @@ class DataConnections:
 
     def _keep(self, rank: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        probe_when_idle(sock, self.beat_within)
+        failure_detector.probe_when_idle(sock, self.beat_within)
         sock.setblocking(False)
-        detector.watch(self)
+        failure_detector.detector.watch(self)
         stale = self._sockets.get(rank)
         self._sockets[rank] = sock
         if stale is not None:

@@ -79,9 +79,8 @@ class CommunicationOptions:
         if self.timeout_seconds is not None and self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {self.timeout_seconds}.")
         if self.wire_dtype not in (None, "float16", "bfloat16"):
-            raise ValueError(
-                f"wire_dtype must be 'float16', 'bfloat16' or None, got {self.wire_dtype!r}."
-            )
+            what = f"wire_dtype must be 'float16', 'bfloat16' or None, got {self.wire_dtype!r}."
+            raise ValueError(what)
         if not isinstance(self.implementation, CommunicationImplementation):
             name = str(self.implementation).lower()
             known = [member.value for member in CommunicationImplementation]
@@ -306,9 +305,8 @@ class Communicator:
             self.calls_made += 1
         guard = self.guard
         guard.is_part, guard.counts = self.part_of is not None, counts
-        guard.history.append(
-            Call(self.part_of or self.calls_made, kind, op, signature, self.purpose)
-        )
+        number = self.part_of or self.calls_made
+        guard.history.append(Call(number, kind, op, signature, self.purpose))
         return guard
 
 

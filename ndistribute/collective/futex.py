@@ -18,13 +18,8 @@ _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
 _SLEEP_SECONDS = 1e-3  # Where nobody can wake this process.
 
 _call = ctypes.CDLL(None).syscall
-_call.argtypes = [
-    ctypes.c_long,
-    ctypes.POINTER(ctypes.c_uint32),
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.POINTER(ctypes.c_long * 2),
-]
+_word, _time = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_long * 2)
+_call.argtypes = [ctypes.c_long, _word, ctypes.c_int, ctypes.c_uint32, _time]
 _call.restype = ctypes.c_long
 
 

@@ -179,9 +179,8 @@ def _world() -> _World:
 @functools.cache
 def _mpi() -> Any:
     """Return the module `mpi4py.MPI`."""
-    missing = MissingDependencyError(
-        "communication over MPI needs mpi4py and an MPI library: pip install 'ndistribute[mpi]'."
-    )
+    what = "communication over MPI needs mpi4py and an MPI library: pip install 'ndistribute[mpi]'."
+    missing = MissingDependencyError(what)
     try:
         import mpi4py
     except ImportError as error:

@@ -226,11 +226,8 @@ class NcclBackend(Backend):
 
     def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
         """Copy from the root's GPU."""
-        launches = [
-            ("broadcast", _address(buffer), _address(buffer), buffer.nbytes, "NCCL_UINT8", root)
-            for buffer in buffers
-            if buffer.size
-        ]
+        places = [(_address(buffer), buffer.nbytes) for buffer in buffers if buffer.size]
+        launches = [("broadcast", at, at, size, "NCCL_UINT8", root) for at, size in places]
         launch = functools.partial(self._group.launch, call, timeout=timeout)
         self._exchange(call, launches, launch, timeout)
 

@@ -79,10 +79,8 @@ class Segment:
         self._start = _address(self._buckets[self.rank])
         pages = [memoryview(self._memory)[rank * _PAGE :][:_PAGE] for rank in range(size)]
         self._counters = [page[_COUNTER : _COUNTER + 8].cast("Q") for page in pages]
-        self._headers = [
-            [page[start : start + HEADER_BYTES] for page in pages]
-            for start in (_HEADERS, _HEADERS + HEADER_BYTES)
-        ]
+        starts = _HEADERS, _HEADERS + HEADER_BYTES
+        self._headers = [[page[at : at + HEADER_BYTES] for page in pages] for at in starts]
         self._arrived = self._calls = 0
         self._header: bytes | None = None
         # With fewer cores than processes, spinning would take the core of another process.

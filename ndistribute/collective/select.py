@@ -97,9 +97,8 @@ def make_group(
     streams = [Stream(device) for device in devices]
     homes = ["central" if central else device.memory_space for device in devices]
     alone = isinstance(cross_device_ops, ReductionToOneDevice)
-    threads = [
-        ThreadBackend(rendezvous, streams, homes, rank, alone) for rank in range(len(devices))
-    ]
+    ranks = range(len(devices))
+    threads = [ThreadBackend(rendezvous, streams, homes, rank, alone) for rank in ranks]
     if workers is None:
         nccl = not central and _wants_nccl(devices, cross_device_ops)
     else:
@@ -123,14 +122,14 @@ def make_group(
 
 def _join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
     """Return the backends of this process's replicas in the group of all processes' replicas."""
-    if workers.single_cpus:  # The same in all processes, because they must make the same calls.
+    # The same in all processes, because they must make the same calls.
+    if all(devices == ["cpu"] for devices in workers.identities):
         return [levels.SingleReplicaBackend(local[0], workers.backend)]
-    ends = np.cumsum(workers.replica_counts).tolist()
-    groups = [
-        range(end - count, end) for count, end in zip(workers.replica_counts, ends, strict=True)
-    ]
+    counts = workers.replica_counts
+    ends = np.cumsum(counts).tolist()
+    groups = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
     sums = levels.reused_sums(workers.backend.allocate)
-    workers.at_close(sums.cache_clear)
+    workers.held.callback(sums.cache_clear)
     ranked = zip(local, groups[workers.rank], strict=True)
     join = functools.partial(levels.ReplicaLevelBackend, sums=sums)
     return [join(threads, workers.backend, groups, rank) for threads, rank in ranked]

@@ -244,15 +244,14 @@ class Star:
 
     def _open(self, entrance: socket.socket) -> None:
         """Accept the other processes, at rank 0."""
-        info, sockets = self._info, [*listen_unix(self._info.first), entrance]
-        hello = Hello(name="worker 0")
+
+        def refused(reason: object) -> None:
+            self.report(0, f"worker 0 refused a process: {reason}")
+
+        sockets, hello = [*listen_unix(self._info.first), entrance], Hello(name="worker 0")
+        secret, check = self._info.credentials, self._refusal_of
         self._entrance = Listener(
-            sockets,
-            info.credentials,
-            hello,
-            self._admit,
-            check=self._refusal_of,
-            on_refusal=lambda reason: self.report(0, f"worker 0 refused a process: {reason}"),
+            sockets, secret, hello, self._admit, check=check, on_refusal=refused
         )
 
     def _refusal_of(self, hello: Hello) -> str:

@@ -77,6 +77,7 @@ class Workers:
         users_call: the call of the user that all processes are in, if that is known.
         identities: the `device_identity` of each device of each process.
         cores: the number of this host's cores for this process.
+        held: what `close` frees, and functions that it calls to drop references to shared memory.
     """
 
     def __init__(
@@ -97,26 +98,18 @@ class Workers:
         member = json.dumps([identities, core_numbers()]).encode()
         members = [json.loads(text) for text in peers.exchange("devices", member, options.timeout)]
         self.identities: list[list[str]] = [devices for devices, _ in members]
-        here = [
-            numbers
-            for host, (_, numbers) in zip(peers.hosts, members, strict=True)
-            if host == peers.hosts[self.rank]
-        ]
+        pairs = zip(peers.hosts, members, strict=True)
+        here = [numbers for host, (_, numbers) in pairs if host == peers.hosts[self.rank]]
         self.cores = cores_of_one(core_numbers(), here, cpu_quota())
-        self._held = contextlib.ExitStack()
-        self._held.callback(backend.close)
+        self.held = contextlib.ExitStack()
+        self.held.callback(backend.close)
         # The processes share the cores of their host, whatever launcher started them.
-        self._held.enter_context(limited_blas(None if set_by_user() else self.cores))
+        self.held.enter_context(limited_blas(None if set_by_user() else self.cores))
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
         """The number of replicas of each process, in rank order."""
         return tuple(map(len, self.identities))
-
-    @property
-    def single_cpus(self) -> bool:
-        """Whether every process has one replica, on a CPU."""
-        return all(devices == ["cpu"] for devices in self.identities)
 
     def enter(self) -> None:
         """Start a step; after a failure, wait until all processes do so."""
@@ -170,11 +163,7 @@ class Workers:
             communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
             return agreed
 
-    def at_close(self, forget: Callable[[], None]) -> None:
-        """Call a function at `close`, to drop references to shared memory."""
-        self._held.callback(forget)
-
     def close(self) -> None:
         """Leave the group, and free its resources."""
-        with self._held:
+        with self.held:
             self.peers.close()

@@ -181,9 +181,8 @@ def find_mpiexec() -> Mpiexec:
         return Mpiexec(path, "mpich", version)
     if re.search("Open MPI|OpenRTE|prte", text, re.IGNORECASE):
         return Mpiexec(path, "openmpi", version)
-    raise MissingDependencyError(
-        f"{path} is neither MPICH's nor Open MPI's; it says {text[:80]!r}. {_HOW}"
-    )
+    what = f"{path} is neither MPICH's nor Open MPI's; it says {text[:80]!r}. {_HOW}"
+    raise MissingDependencyError(what)
 
 
 def mpiexec_command(

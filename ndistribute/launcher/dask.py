@@ -44,9 +44,8 @@ def run(
         import distributed
         from distributed.protocol.pickle import dumps
     except ImportError as error:
-        raise MissingDependencyError(
-            "Jobs on Dask need its distributed: pip install 'ndistribute[dask]'."
-        ) from error
+        text = "Jobs on Dask need its distributed: pip install 'ndistribute[dask]'."
+        raise MissingDependencyError(text) from error
 
     def host() -> str:
         """Return the host of the Dask worker in which this runs."""

@@ -84,8 +84,11 @@ class PlacedTask:
         # The task can import what this process can.
         environ = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
         argv = [sys.executable, *command]
-        start = Start("", argv, environ, listener=self._port, saving=grace)
-        process = Process(os.environ, start, _APART, [self._file.fileno()])
+        files = [self._file.fileno()]
+        start = Start(
+            "", argv, environ, listener=self._port, saving=grace, around=_APART, inherited=files
+        )
+        process = Process(os.environ, start)
         # The engine may drop this object, which must end the task.
         self._process, self._close = process, weakref.finalize(self, process.close)
 

@@ -50,9 +50,8 @@ def run(
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     except ImportError as error:
-        raise MissingDependencyError(
-            "Jobs on Ray need Ray: pip install 'ndistribute[ray]'."
-        ) from error
+        what = "Jobs on Ray need Ray: pip install 'ndistribute[ray]'."
+        raise MissingDependencyError(what) from error
 
     @contextlib.contextmanager
     def place(types: list[str]) -> Iterator[list[Any]]:

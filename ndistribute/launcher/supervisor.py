@@ -50,6 +50,8 @@ class Start:
     listener: socket.socket | None = None  # Inherited under its number.
     saving: float = 0.0  # Seconds for a last snapshot when it is told to end.
     outputs: Sequence[tuple[int, str, str]] = ()  # More pipes to read: descriptor, label, stream.
+    around: Sequence[str] = ()  # The command that runs the reaper.
+    inherited: Sequence[int] = ()  # More descriptors that it inherits under their numbers.
 
     @property
     def grace(self) -> float:
@@ -139,9 +141,8 @@ class Supervisor:
             self._due[partial(self._start, task)] = time.monotonic() + delay
         over = threading.Event()
         # Not the thread that writes logs, which a slow disk may hold up.
-        beat = threading.Thread(
-            target=self._beat, args=[over], name="ndistribute beat", daemon=True
-        )
+        name = "ndistribute beat"
+        beat = threading.Thread(target=self._beat, args=[over], name=name, daemon=True)
         if self.silence:
             beat.start()
         try:
@@ -308,18 +309,12 @@ class Process:
     kill: Callable[[], None]  # Kills the reaper, so that the wait ends.
     lost: Exception | None = None  # Why it cannot be restarted, or None.
 
-    def __init__(
-        self,
-        environ: Mapping[str, str],
-        start: Start,
-        around: Sequence[str] = (),
-        inherited: Sequence[int] = (),
-    ) -> None:
-        own, script, fds = dict(environ), "", [*inherited]
+    def __init__(self, environ: Mapping[str, str], start: Start) -> None:
+        own, script, fds = dict(environ), "", [*start.inherited]
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
             reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace), "0"]
-            cmd = [*around, *reaping, *start.argv]
+            cmd = [*start.around, *reaping, *start.argv]
             own |= start.settings
         else:
             cmd = commands.ssh_command(start.host.name, commands.host_silence(environ))

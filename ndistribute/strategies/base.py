@@ -414,9 +414,8 @@ class Strategy:
             )
         try:
             if not self._turn.acquire(timeout=TURN_SECONDS):
-                raise RuntimeError(
-                    f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
-                )
+                what = f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
+                raise RuntimeError(what)
             self.running_on = me
             return use()
         finally:

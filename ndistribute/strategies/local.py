@@ -81,9 +81,8 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
-            raise TypeError(
-                f"cross_device_ops must be, say, nd.RingAllReduce(), got {cross_device_ops!r}."
-            )
+            what = f"cross_device_ops must be, say, nd.RingAllReduce(), got {cross_device_ops!r}."
+            raise TypeError(what)
         self._cross_device_ops = cross_device_ops
         super().__init__(resolve_devices(devices))
 

@@ -173,14 +173,9 @@ class ParameterServerStrategy(Strategy):
         """How long it waits for servers, and its coordinator for workers, in seconds."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
-        self._mode = update_mode_of(
-            self._role.num_workers,
-            replicas_to_aggregate,
-            total_num_replicas,
-            max_staleness,
-            coordinated=self._role.coordinated,
-            timeout=self.timeout_seconds,
-        )
+        limits = replicas_to_aggregate, total_num_replicas, max_staleness
+        role, most = self._role, self.timeout_seconds
+        self._mode = update_mode_of(role.num_workers, *limits, role.coordinated, most)
         self._partitioner = variable_partitioner
         self._named_devices = None if devices is None else tuple(map(str, devices))
         self._staleness: Counter[int] = Counter()
@@ -227,17 +222,11 @@ class ParameterServerStrategy(Strategy):
             caller = LocalServer().connect(self._role.task, self.timeout_seconds)
             return [ServerClient(caller, "the server in this process")]
         credentials, clients = credentials_of(self._cluster.addresses()), []
+        task, wait = self._role.task, self.timeout_seconds
+        connect = functools.partial(Client, name=task, purpose="ps", replies=Reply, timeout=wait)
         for index in self._cluster.task_indices("ps"):
-            client = Client(
-                self._cluster.task_address("ps", index),
-                credentials,
-                name=self._role.task,
-                purpose="ps",
-                audience=f"ps:{index}",
-                replies=Reply,
-                timeout=self.timeout_seconds,
-            )
-            clients.append(ServerClient(client, f"ps:{index}"))
+            address, name = self._cluster.task_address("ps", index), f"ps:{index}"
+            clients.append(ServerClient(connect(address, credentials, audience=name), name))
         return clients
 
     def _await_servers(self, durability: Literal["snapshot", "log"]) -> None:

@@ -34,7 +34,6 @@ def update_mode_of(
     replicas_to_aggregate: int | None,
     total_num_replicas: int | None,
     max_staleness: int | None,
-    *,
     coordinated: bool,
     timeout: float,
 ) -> UpdateMode:

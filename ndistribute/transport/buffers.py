@@ -40,9 +40,8 @@ class Ring:
         except OSError as error:
             raise MalformedError(f"a file came that is no shared memory: {error}.") from error
         if not sealed or os.fstat(file).st_size != _SIZE:
-            raise MalformedError(
-                f"memory came that is not {_SIZE} bytes which its owner must keep."
-            )
+            what = f"memory came that is not {_SIZE} bytes which its owner must keep."
+            raise MalformedError(what)
         memory = mmap.mmap(file, _SIZE)
         # The total bytes written and read; each count has one writer.
         self._counts = memoryview(memory)[:_HEAD_BYTES].cast("Q")

@@ -412,9 +412,8 @@ class Connection:
         if magic != _MAGIC or zero or kind not in (_DATA, _HEARTBEAT, _GOODBYE):
             raise MalformedError("the bytes do not begin like a frame.")
         if nbytes > CONTROL_LIMIT_BYTES or count > _MOST_BUFFERS or body > BODY_LIMIT_BYTES:
-            raise MalformedError(
-                f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
-            )
+            what = f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
+            raise MalformedError(what)
         if kind == _HEARTBEAT:
             self._start += _HEADER.size
             return None

@@ -318,6 +318,5 @@ def _decoded(payload: bytes, peer: str) -> Hello:
     try:
         return _hello.decode(payload)
     except MalformedError as error:
-        raise AuthenticationError(
-            f"The peer {peer} runs another version of ndistribute: {error}"
-        ) from error
+        what = f"The peer {peer} runs another version of ndistribute: {error}"
+        raise AuthenticationError(what) from error
