@@ -19,7 +19,7 @@ from ndistribute.devices import Array, array_namespace, device_of
 from ndistribute.dtypes import computing_dtype
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.stream import working_on
-from ndistribute.variables.sharded import divided
+from ndistribute.variables.mirrored import divided
 
 
 def one_bound(**bounds: float | None) -> tuple[str, float] | None:

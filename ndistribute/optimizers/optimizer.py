@@ -36,10 +36,9 @@ from ndistribute.update_rules import (
     update_whole,
 )
 from ndistribute.values import Shown
-from ndistribute.variables.mirrored import MirroredVariable
+from ndistribute.variables.mirrored import MirroredVariable, divided
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
-from ndistribute.variables.sharded import divided
 from ndistribute.variables.variable import Variable
 
 Method = TypeVar("Method", bound=Callable[..., Any])

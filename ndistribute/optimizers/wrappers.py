@@ -16,7 +16,7 @@ from ndistribute.devices import array_namespace, as_array
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.optimizers.clipping import widened
 from ndistribute.optimizers.optimizer import Optimizer, check_whole, sum_over
-from ndistribute.variables.sharded import divided
+from ndistribute.variables.mirrored import divided
 from ndistribute.variables.variable import Variable
 
 Pairs = Iterable[tuple[Any, Variable]]

@@ -29,9 +29,8 @@ from ndistribute.devices import Array, Device, copy_to, device_of, to_host
 from ndistribute.strategies import reductions
 from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.values import PerReplica
-from ndistribute.variables.mirrored import MirroredVariable, SyncOnReadVariable
+from ndistribute.variables.mirrored import MirroredVariable, ShardedVariable, SyncOnReadVariable
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
-from ndistribute.variables.sharded import ShardedVariable
 from ndistribute.variables.variable import Variable
 
 # How long `run` waits for another thread's `run` of the same strategy.

@@ -10,7 +10,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import Sequential, layers, losses, regularizers
-from ndistribute.variables.sharded import sharded_variable
+from ndistribute.variables.mirrored import sharded_variable
 from tests.kinds import SEVERAL, fixture_over, one_process, parts, replica_ids, several, strategy
 
 __all__ = ["several", "strategy"]

@@ -11,7 +11,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import activations, losses, operations, regularizers
 from ndistribute.models.memory import keep_freed_memory
-from ndistribute.models.operations.windows import Windows
+from ndistribute.models.operations.images import Windows
 from tests.autodiff.standin import check_gradients, gradients_of
 from tests.kinds import context, one_process
 
@@ -129,8 +129,8 @@ def test_layer_normalization_gives_a_mean_of_0_and_a_deviation_of_1():
 
 
 BLOCKS = {
-    "convolution._HOST_BYTES": partial(operations.conv2d, activation=TANH, padding="same"),
-    "pooling._BLOCK_BYTES": lambda x, *_: operations.max_pool2d(x, (2, 2)),
+    "_HOST_BYTES": partial(operations.conv2d, activation=TANH, padding="same"),
+    "_POOLED_BYTES": lambda x, *_: operations.max_pool2d(x, (2, 2)),
 }
 
 
@@ -138,8 +138,8 @@ BLOCKS = {
 def test_images_in_several_blocks_are_computed_as_in_one(limit, monkeypatch):
     arrays = normal(5, 6, 6, 2), normal(3, 3, 2, 4), normal(4)
     expected, gradients = gradients_of(BLOCKS[limit], *arrays)
-    nbytes = 2 * 36 * 8 * (18 if "convolution" in limit else 2)  # Of two images.
-    monkeypatch.setattr(f"ndistribute.models.operations.{limit}", nbytes)
+    nbytes = 2 * 36 * 8 * (18 if limit == "_HOST_BYTES" else 2)  # Of two images.
+    monkeypatch.setattr(f"ndistribute.models.operations.images.{limit}", nbytes)
     y, again = gradients_of(BLOCKS[limit], *arrays)
     for one, other in zip([y, *again], [expected, *gradients], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)

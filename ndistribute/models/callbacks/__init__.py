@@ -8,12 +8,12 @@ from ndistribute.models.callbacks.control import EarlyStopping as EarlyStopping
 from ndistribute.models.callbacks.control import LearningRateScheduler as LearningRateScheduler
 from ndistribute.models.callbacks.control import ReduceLROnPlateau as ReduceLROnPlateau
 from ndistribute.models.callbacks.control import TerminateOnNaN as TerminateOnNaN
-from ndistribute.models.callbacks.preemption import (
-    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
-)
 from ndistribute.models.callbacks.saving import BackupAndRestore as BackupAndRestore
 from ndistribute.models.callbacks.saving import CSVLogger as CSVLogger
 from ndistribute.models.callbacks.saving import ModelCheckpoint as ModelCheckpoint
+from ndistribute.models.callbacks.saving import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
 from ndistribute.models.callbacks.tensorboard import TensorBoard as TensorBoard
 
 _export(vars())

@@ -15,7 +15,7 @@ import numpy as np
 from ndistribute.autodiff import custom_gradient, untrack
 from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.devices import Array, array_namespace
-from ndistribute.models.operations.epilogue import wide
+from ndistribute.models.operations.products import wide
 
 
 @custom_gradient

@@ -16,7 +16,7 @@ import numpy as np
 from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, array_namespace, as_array
-from ndistribute.models.operations.epilogue import column_sums, joined_rows, wide
+from ndistribute.models.operations.products import column_sums, joined_rows, wide
 
 Total = Callable[[Array], Array]
 
