@@ -1,8 +1,8 @@
 """The context of a thread: its current strategy, replica and gradient tape.
 
 A thread has a stack of frames. The bottom one is the default (no strategy, one replica), a scope
-and a `merge_call` push a cross-replica frame, and `run` pushes a replica frame. Protocols describe
-strategies, communicators and tapes here, so the modules that define them can import this file.
+and a `merge_call` push a cross-replica frame, and `run` pushes a replica frame. A protocol
+describes strategies here, so the module that defines them can import this file.
 """
 
 from __future__ import annotations
@@ -20,19 +20,6 @@ from ndistribute import tree
 from ndistribute.devices import Device
 from ndistribute.stream import random_generator
 from ndistribute.values import PerReplica
-
-
-class CommunicatorLike(Protocol):
-    """The part of a communicator that replica contexts and tapes use."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    def all_reduce(self, op: Any, value: Any, options: Any = None) -> Any: ...
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any: ...
-    def merge(self, kind: str, value: Any, combine: Callable[[Sequence[Any]], Any]) -> Any: ...
 
 
 class StrategyLike(Protocol):
@@ -67,23 +54,13 @@ class StrategyLike(Protocol):
     def close(self) -> None: ...
 
 
-class Recorder(Protocol):
-    """The part of a gradient tape's graph that variables and contexts use."""
-
-    def read(self, variable: Any, value: Any) -> Any: ...
-    def read_part(self, variable: Any, index: Any, value: Any) -> Any: ...
-    def all_reduce(self, communicator: Any, op: Any, value: Any, options: Any) -> Any: ...
-    def all_gather(self, communicator: Any, value: Any, axis: int, options: Any) -> Any: ...
-    def around_step(self) -> Recorder: ...
-
-
 @dataclass(slots=True)
 class Frame:
     """An entry of a thread's context stack."""
 
     strategy: StrategyLike | None  # None for the default strategy, see `chosen`.
     replica: ReplicaContext | None  # None in a cross-replica context.
-    recorder: Recorder | None = None  # The graph of the tape that records in this frame.
+    recorder: Any = None  # The graph of the tape that records in this frame, see `autodiff`.
     merging: bool = False  # Whether replicas wait for this frame, as in a `merge_call`.
 
 
@@ -128,16 +105,16 @@ class ReplicaContext:
     def __init__(
         self,
         strategy: StrategyLike,
-        communicator: CommunicatorLike,
+        communicator: Any,
         device: Device,
         generators: dict[int, tuple[np.random.SeedSequence, Any]],
     ) -> None:
         self.strategy = strategy
-        self.communicator: Any = communicator
+        self.communicator = communicator
         self.device = device
-        self.replica_id_in_sync_group = communicator.rank
-        self.num_replicas_in_sync = communicator.size
-        self.local_replica_id = communicator.local_rank
+        self.replica_id_in_sync_group: int = communicator.rank
+        self.num_replicas_in_sync: int = communicator.size
+        self.local_replica_id: int = communicator.local_rank
         self._generators = generators  # For each replica, the seed and the generator.
 
     @property

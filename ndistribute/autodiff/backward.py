@@ -57,19 +57,14 @@ def backpropagate(
             None. An all-reduce need not copy such an array. It is passed to the method `into` of
             rules that have one, such as `RightFactor`.
     """
-    top = max(seeds, default=-1)
-    reached = {source for source in sources if source <= top}
-    flows, needed = _plan(entries, top, reached, spans)
-    found = _Found(entries, top)
-    for index, seed in seeds.items():
-        found.add(index, seed, owned=False)
+    walk = _Pass(entries, seeds, sources, spans)
     results = {}
-    for index in range(top, -1, -1):
-        is_source = index in reached
-        if flows[index] and found.gradients[index] is not None:
-            _step(index, found, needed, memory, keep=is_source)
+    for index in range(len(walk.flows) - 1, -1, -1):
+        is_source = index in walk.reached
+        if walk.flows[index] and walk.gradients[index] is not None:
+            _step(index, walk, memory, keep=is_source)
         if is_source:
-            results[index] = found.take(index)
+            results[index] = walk.take(index)
         if free:
             entries[index] = None
     return results
@@ -81,32 +76,29 @@ def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans:
     The rules are made again, from tracked arguments and results. Where that is not possible, the
     gradients are constants whose own gradient is refused.
     """
-    entries, top = list(graph.entries), max(seeds, default=-1)
-    reached = {source for source in sources if source is not None and source <= top}
-    flows, needed = _plan(entries, top, reached, spans)
-    found = _Found(entries, top)
-    for index, seed in seeds.items():
-        found.add(index, seed, owned=False)
-    for index in range(top, min((start for start, _ in spans), default=0) - 1, -1):
-        if not flows[index] or found.gradients[index] is None:
+    entries = list(graph.entries)
+    walk = _Pass(entries, seeds, sources - {None}, spans)
+    first = min((start for start, _ in spans), default=0)
+    for index in range(len(walk.flows) - 1, first - 1, -1):
+        if not walk.flows[index] or walk.gradients[index] is None:
             continue
         parents, rules = entries[index]
         function, again = graph.again.get(index, (None, _not_kept))
         for parent in parents:  # A failed attempt may change none of these arrays.
-            found.gradients[parent], found.owned[parent] = dense(found.gradients[parent]), 0
-        before = [(parent, found.gradients[parent]) for parent in parents]
+            walk.gradients[parent], walk.owned[parent] = dense(walk.gradients[parent]), 0
+        before = [(parent, walk.gradients[parent]) for parent in parents]
         try:
             if getattr(rules[0] if type(rules) is tuple else None, "func", None) is not Component:
                 entries[index] = parents, again()
-            _step(index, found, needed, None, keep=True)
+            _step(index, walk, None, keep=True)
         except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
             for parent, gradient in before:
-                found.gradients[parent] = gradient
+                walk.gradients[parent] = gradient
             refusal = refusing(function, str(error))
-            constant = functools.partial(_constant, graph, parents, rules, needed, refusal)
+            constant = functools.partial(_constant, graph, parents, rules, walk.needed, refusal)
             entries[index] = parents, constant
-            _step(index, found, needed, None, keep=True)
-    known = {source: found.gradients[source] for source in reached}
+            _step(index, walk, None, keep=True)
+    known = {source: walk.gradients[source] for source in walk.reached}
     graph.has_rows = any(getattr(one, "is_rows", False) for one in known.values())
     # Nothing else may refer to an array that the user gets.
     return {source: np.copy(dense(one)) for source, one in known.items() if one is not None}
@@ -133,62 +125,68 @@ def _constant(
     return [None if one is None else graph.record(dense(one), tied, refusal) for one in changes]
 
 
-def _plan(
-    entries: Sequence[Entry | None], top: int, sources: set[int], spans: Spans
-) -> tuple[bytearray, bytearray]:
-    """Return for each entry 1 if it passes a gradient on, and 1 if it needs one."""
-    flows, needed = bytearray(top + 1), bytearray(top + 1)
-    for source in sources:
-        needed[source] = 1
-    for start, stop in spans:
-        for index, entry in enumerate(entries[start : min(stop, top + 1)], start):
-            for parent in entry[0] if entry is not None else ():
-                if needed[parent]:
-                    flows[index] = needed[index] = 1
-    return flows, needed
-
-
-def _step(index: int, found: _Found, needed: bytearray, memory: Memory | None, keep: bool) -> None:
+def _step(index: int, walk: _Pass, memory: Memory | None, keep: bool) -> None:
     """Add the gradients of the arguments of one operation."""
-    gradients = found.gradients
+    gradients, needed = walk.gradients, walk.needed
     upstream = gradients[index]
     if not keep:
         gradients[index] = None
-    parents, rules = found.entries[index]
+    parents, rules = walk.entries[index]
     if type(rules) is not tuple:
         changes = list(rules(upstream))
         changes.reverse()
         for parent in parents:
             change = changes.pop()
             owned = change is not upstream and getrefcount(change) == _ALONE
-            found.add(parent, change, owned)
+            walk.add(parent, change, owned)
         return
     for parent, rule in zip(parents, rules, strict=True):
         if not needed[parent]:
             continue
-        if memory is not None and hasattr(rule, "into") and found.is_new_leaf(parent):
+        if memory is not None and hasattr(rule, "into") and walk.is_new_leaf(parent):
             gradients[parent] = rule.into(upstream, memory)
-            found.owned[parent] = True
+            walk.owned[parent] = True
             continue
         change = upstream if rule is identity else rule(upstream)
         owned = change is not upstream and getrefcount(change) == _ALONE
         if gradients[parent] is None and type(change) is np.ndarray:
             # The common case, without a call.
             gradients[parent] = change
-            found.owned[parent] = owned and change.base is None
+            walk.owned[parent] = owned and change.base is None
         else:
-            found.add(parent, change, owned)
+            walk.add(parent, change, owned)
 
 
-class _Found:
-    """The gradients of a backward pass, and whether their buffers may be overwritten."""
+class _Pass:
+    """The plan and the gradients of a backward pass, each in a list with an item for each entry.
 
-    __slots__ = ("entries", "gradients", "owned")
+    Attributes:
+        reached: the sources that are not after the seeds.
+        flows: 1 if the entry passes a gradient on.
+        needed: 1 if it needs one.
+        gradients: its gradient so far.
+        owned: 1 if the buffer of its gradient may be overwritten.
+    """
 
-    def __init__(self, entries: list[Any], top: int) -> None:
-        self.entries = entries
-        self.gradients: list[Any] = [None] * (top + 1)
-        self.owned = bytearray(top + 1)
+    __slots__ = ("entries", "flows", "gradients", "needed", "owned", "reached")
+
+    def __init__(
+        self, entries: list[Any], seeds: Mapping[int, Any], sources: set[int], spans: Spans
+    ) -> None:
+        size = max(seeds, default=-1) + 1
+        self.entries, self.reached = entries, {source for source in sources if source < size}
+        self.gradients: list[Any] = [None] * size
+        self.owned, self.flows, self.needed = bytearray(size), bytearray(size), bytearray(size)
+        flows, needed = self.flows, self.needed
+        for source in self.reached:
+            needed[source] = 1
+        for start, stop in spans:
+            for index, entry in enumerate(entries[start : min(stop, size)], start):
+                for parent in entry[0] if entry is not None else ():
+                    if needed[parent]:
+                        flows[index] = needed[index] = 1
+        for index, seed in seeds.items():
+            self.add(index, seed, owned=False)
 
     def is_new_leaf(self, index: int) -> bool:
         return self.entries[index] is None and self.gradients[index] is None
@@ -201,10 +199,8 @@ class _Found:
         if type(change) is SparseGradient:
             self._add_sparse(index, change)
         elif type(change) is IndexedSlices:
-            indices, values = change.indices, change.values
-            self._add_sparse(
-                index, SparseGradient(change.dense_shape, indices, values, is_rows=True)
-            )
+            shape, rows, values = change.dense_shape, change.indices, change.values
+            self._add_sparse(index, SparseGradient(shape, rows, values, is_rows=True))
         elif type(change) is Component:
             parts = [None] * change.total if old is None else old
             parts[change.position] = change.gradient

@@ -15,16 +15,13 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff.tracked import operand
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.context import CommunicatorLike
 from ndistribute.devices import Array
 
 Arrays = list[Array]
 Backward = Callable[[Arrays], Arrays]
 
 
-def all_reduce(
-    graph: Any, communicator: CommunicatorLike, op: Any, value: Any, options: Any
-) -> Any:
+def all_reduce(graph: Any, communicator: Any, op: Any, value: Any, options: Any) -> Any:
     """Return a nest reduced over the replicas; leaves are tracked like those of the argument."""
     op = ReduceOp.parse(op)
 
@@ -63,9 +60,7 @@ def all_reduce(
     )
 
 
-def all_gather(
-    graph: Any, communicator: CommunicatorLike, value: Any, axis: int, options: Any
-) -> Any:
+def all_gather(graph: Any, communicator: Any, value: Any, axis: int, options: Any) -> Any:
     """Return a nest concatenated over the replicas; leaves are tracked like the argument's."""
 
     def backward_of(inputs: Arrays, results: Arrays) -> Backward:

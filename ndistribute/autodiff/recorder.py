@@ -25,7 +25,7 @@ _new: Any = object.__new__
 
 
 class Graph:
-    """The recorder of a frame while a tape records; implements `ndistribute.context.Recorder`."""
+    """The recorder of a frame while a tape records, which variables and contexts call."""
 
     __slots__ = (
         *"_frame _open _outer _recording again askers entries".split(),

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ndistribute import tree
+from ndistribute import ownership, tree
 from ndistribute.autodiff.diagnostics import called, missing, refuse_conversion, refuse_elsewhere
 from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, bound, decomposed, rules_of
 from ndistribute.autodiff.rules.elementwise import special_rules
@@ -385,11 +385,7 @@ def _is_detached(x: Any) -> bool:
 
 def read_only(value: Any) -> Any:
     """Return a read-only view, or a copy of a GPU array, so that the value cannot change."""
-    if is_gpu_array(value):
-        return value.copy()
-    view = np.asarray(value).view()
-    view.flags.writeable = False
-    return view
+    return value.copy() if is_gpu_array(value) else ownership.read_only(np.asarray(value))
 
 
 def is_differentiable(value: Any) -> bool:

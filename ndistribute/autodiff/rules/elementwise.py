@@ -77,10 +77,6 @@ def _broadcast_x(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
     return unbroadcasting(x, out)
 
 
-def _unchanged(out: Array, x: Array, *args: Any, **kwargs: Any) -> Vjp:
-    return identity
-
-
 def _none(*args: Any) -> Callable[[Array], None]:
     return lambda g: None
 
@@ -229,7 +225,7 @@ RULES: dict[Any, Makers] = {
     np.sqrt: (_sqrt,),
     np.tanh: (_tanh,),
     **dict.fromkeys((cast, np.astype, np.real, np.real_if_close), (_broadcast_x,)),
-    **dict.fromkeys((np.positive, np.copy, np.unwrap), (_unchanged,)),
+    **dict.fromkeys((np.positive, np.copy, np.unwrap), (lambda *_, **__: identity,)),
     np.nan_to_num: (lambda out, x, *_, **__: lambda g: g * np.isfinite(x),),
     np.imag: (lambda out, x: lambda g: unbroadcast(np.multiply(g, -1j), x.shape, x.dtype),),
     np.angle: (_angle,),
