@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.backward import tracked_pass
 from ndistribute.autodiff.diagnostics import user_line
+from ndistribute.autodiff.recorder import tracked_pass
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.backward import Entry, Spans, backpropagate, finished, tracked_pass
-from ndistribute.autodiff.recorder import Graph
+from ndistribute.autodiff.recorder import Entry, Graph, Spans, backpropagate, finished, tracked_pass
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, refuse_detached, untrack
 from ndistribute.context import current_frame

@@ -36,13 +36,12 @@ from ndistribute.models.batches import (
     unpacked,
     validation_parts,
 )
-from ndistribute.models.callbacks.callback import Callback, Callbacks, History
+from ndistribute.models.callbacks.callback import Callback, Callbacks, History, Progress
 from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
-from ndistribute.models.progress import Progress
 from ndistribute.variables import Variable
 
 _NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."

@@ -4,13 +4,13 @@ They accept plain and tracked arrays and variables. Host arrays of 16-bit floats
 float32, because NumPy has no fast products for them.
 """
 
-from ndistribute.models.operations.attention import attention as attention
 from ndistribute.models.operations.images import average_pool2d as average_pool2d
 from ndistribute.models.operations.images import conv2d as conv2d
 from ndistribute.models.operations.images import max_pool2d as max_pool2d
 from ndistribute.models.operations.normalization import batch_normalization as batch_normalization
 from ndistribute.models.operations.normalization import layer_normalization as layer_normalization
 from ndistribute.models.operations.normalization import normalized_by as normalized_by
+from ndistribute.models.operations.products import attention as attention
 from ndistribute.models.operations.products import dense as dense
 from ndistribute.models.operations.products import sigmoid_cross_entropy as sigmoid_cross_entropy
 from ndistribute.models.operations.products import softmax_cross_entropy as softmax_cross_entropy
