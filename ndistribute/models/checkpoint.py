@@ -23,6 +23,7 @@ import numpy as np
 from ndistribute import tensor_files
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import current_seed, get_strategy, restore_seed
+from ndistribute.data.sources import has_state
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models import contents
 from ndistribute.models.layers.layer import Layer, build_for, leaves
@@ -96,7 +97,7 @@ class Checkpoint:
 
     def __setattr__(self, name: str, value: Any) -> None:
         for path, part in contents.flat(name, value, self._saves):
-            if not isinstance(part, Variable | Optimizer) and not contents.has_state(part):
+            if not isinstance(part, Variable | Optimizer) and not has_state(part):
                 raise TypeError(
                     f"Checkpoint: {path} is a {type(part).__name__}, whose state is unknown: pass "
                     "variables, layers, optimizers, metrics, or objects with state_dict and "
@@ -171,7 +172,7 @@ class Checkpoint:
 
             def encode() -> None:
                 for path, part in parts:
-                    if contents.has_state(part):
+                    if has_state(part):
                         states[path] = contents.encoded(part.state_dict(), f"{path}/state", tensors)
 
             by_all(self.strategy, encode)
@@ -197,7 +198,7 @@ class Checkpoint:
             def prepare() -> list[str]:
                 values.extend(self._checked(source, tensors, data))
                 for path, part in self._parts():
-                    if contents.has_state(part):
+                    if has_state(part):
                         undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
                         part.load_state_dict(contents.decoded(data["states"][path], tensors))
                 return sorted(path for path, _ in self._parts())
@@ -259,7 +260,7 @@ class Checkpoint:
         states, trained = data.get("states", {}), data.get("trained", {})
         wrong = []
         for path, part in parts:
-            kept = states if contents.has_state(part) else trained
+            kept = states if has_state(part) else trained
             if not isinstance(part, Variable) and path not in kept:
                 wrong.append(f"the state of {path} is missing")
             if not isinstance(part, Optimizer):
@@ -276,7 +277,7 @@ class Checkpoint:
         variables = contents.variables_of(parts)
         values = contents.fitting(variables, tensors, wrong)
         arrays = contents.below([f"{path}/state" for path in states], [], tensors)
-        known = {path for path, part in parts if contents.has_state(part)}
+        known = {path for path, part in parts if has_state(part)}
         others = {*tensors, *states} - arrays - variables.keys() - known
         vars(self)["_others"] = others
         if "states" in data:  # Else a graph wrote it, which saves variables alone.
@@ -549,34 +550,22 @@ def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
 
     An error of the chief is raised by all.
     """
-    group = strategy.input_topology.workers
-    if group is None:
-        return act()
-    outcomes = _from_each_worker(group, lambda: (act(),) if strategy.is_chief else ())
-    return next(results for results in outcomes if results)[0]
+    acts = strategy.input_topology.workers is None or strategy.is_chief
+    return by_all(strategy, lambda: act() if acts else None)[0]
 
 
 def by_all(strategy: Any, act: Callable[[], Any]) -> list[Any]:
     """Return a function's result on every worker; its error on one of them is raised by all."""
     group = strategy.input_topology.workers
-    return [act()] if group is None else _from_each_worker(group, act)
-
-
-def on_any_worker(strategy: Any, flag: bool) -> bool:
-    """Return True if a flag is set on any worker; all must call this after the same step."""
-    group = strategy.input_topology.workers
-    return flag if group is None else any(all_gather_object(group, bool(flag)))
-
-
-def _from_each_worker(group: Any, act: Callable[[], Any]) -> list[Any]:
-    """Return what a function returned on each worker, or raise the error of this or the first."""
-    result, failure, description = None, None, None
+    if group is None:
+        return [act()]
+    result, failure, described = None, None, None
     try:
         result = act()
     except Exception as error:
         failure = error
-        description = failure_of(error, _ERRORS)
-    outcomes = all_gather_object(group, (result, description))
+        described = failure_of(error, _ERRORS)
+    outcomes = all_gather_object(group, (result, described))
     if failure is not None:
         raise failure
     for rank, (_, other) in enumerate(outcomes):
@@ -584,3 +573,9 @@ def _from_each_worker(group: Any, act: Callable[[], Any]) -> list[Any]:
             who = f"worker {rank}" if rank else "the chief"
             raise error_of(other, _ERRORS, f"on {who}: ")
     return [result for result, _ in outcomes]
+
+
+def on_any_worker(strategy: Any, flag: bool) -> bool:
+    """Return True if a flag is set on any worker; all must call this after the same step."""
+    group = strategy.input_topology.workers
+    return flag if group is None else any(all_gather_object(group, bool(flag)))

@@ -46,11 +46,6 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
             yield path, one.state if isinstance(one, Metric) else one
 
 
-def has_state(one: Any) -> bool:
-    """Return True if an object can save its state and load it."""
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-
-
 def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set[str]:
     """Return the names below some paths, but not below others."""
     inside, outside = (tuple(f"{path}/" for path in each) for each in (paths, but))

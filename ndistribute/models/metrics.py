@@ -133,9 +133,7 @@ class MeanMetric(Mean):
         super().__init__(name or function.__name__)
         self._function, self._parameters = function, parameters
 
-    def update_state(  # type: ignore[override]
-        self, y_true: Any, y_pred: Any, sample_weight: Any = None
-    ) -> None:
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
         """Add the examples of a batch."""
         labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
         values = losses.per_example(self._function, labels, predicted, self._parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from ndistribute.tensor_files import Saved
 _log = logging.getLogger("ndistribute")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SidecarEvaluator:
     """Evaluates a model with the weights of each new checkpoint in a directory, in their order.
 
@@ -43,35 +45,28 @@ class SidecarEvaluator:
         ValueError: a number is negative, or the strategy of the model has several workers.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: Any,
-        checkpoint_dir: str | os.PathLike[str],
-        steps: int | None = None,
-        max_evaluations: int | None = None,
-        callbacks: Iterable[Callback] = (),
-        *,
-        name: str = "model",
-        timeout_seconds: float = 600.0,
-        poll_seconds: float = 1.0,
-    ) -> None:
-        if timeout_seconds <= 0 or poll_seconds <= 0:
+    model: Any
+    data: Any
+    checkpoint_dir: str | os.PathLike[str]
+    steps: int | None = None
+    max_evaluations: int | None = None
+    callbacks: Iterable[Callback] = ()
+    _: dataclasses.KW_ONLY
+    name: str = "model"
+    timeout_seconds: float = 600.0
+    poll_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0 or self.poll_seconds <= 0:
             raise ValueError("timeout_seconds and poll_seconds must be above 0.")
-        check_counts(1, steps=steps, max_evaluations=max_evaluations)
-        if model.strategy.input_topology.workers is not None:
+        check_counts(1, steps=self.steps, max_evaluations=self.max_evaluations)
+        if self.model.strategy.input_topology.workers is not None:
             raise ValueError(
                 "SidecarEvaluator runs in one process, beside the workers: create the model in the "
                 "scope of a strategy of one process, such as MirroredStrategy."
             )
-        self._model = model
-        self._data = unpacked(data)
-        self._directory = Path(checkpoint_dir)
-        self._steps = steps
-        self._most = max_evaluations
-        self._callbacks = list(callbacks)
-        self._name = name
-        self._timeout, self._poll = timeout_seconds, poll_seconds
+        unpacked(self.data)  # Raises if it is no data.
+        self.callbacks = list(self.callbacks)
         self._seen: set[Path] = set()
 
     def start(self) -> History:
@@ -81,43 +76,41 @@ class SidecarEvaluator:
             TimeoutError: there was no checkpoint at all.
             ValueError: a checkpoint does not fit the model.
         """
-        model, history = self._model, History()
-        called = Callbacks(
-            [*self._callbacks, history], model, {"epochs": self._most, "steps": None}
-        )
+        model, history = self.model, History()
+        params = {"epochs": self.max_evaluations, "steps": None}
+        called = Callbacks([*self.callbacks, history], model, params)
         model.stop_training = False
         model.position = Position(0, called.members)
-        called.on_train_begin()
+        called.call("on_train_begin", {})
         try:
-            for path in tensor_files.appearing(
-                self._directory, self._seen, self._poll, self._timeout
-            ):
+            wait = self.poll_seconds, self.timeout_seconds
+            for path in tensor_files.appearing(self.checkpoint_dir, self._seen, *wait):
                 saved = self._read(path)
                 if saved is not None:
                     self._evaluate(saved, called)
-                if len(history.epoch) == self._most or model.stop_training:
+                if len(history.epoch) == self.max_evaluations or model.stop_training:
                     break
         finally:
             called.call("on_train_end", {})
         if not history.epoch:
             raise TimeoutError(
-                f"SidecarEvaluator: there was no intact checkpoint in {self._directory} in "
-                f"{self._timeout:g} s. Pass the directory in which the training saves."
+                f"SidecarEvaluator: there was no intact checkpoint in {self.checkpoint_dir} in "
+                f"{self.timeout_seconds:g} s. Pass the directory in which the training saves."
             )
         return history
 
     def _evaluate(self, saved: Saved, called: Callbacks) -> None:
-        model, name = self._model, self._name
+        model, name = self.model, self.name
         if not any(key.startswith(f"{name}/") for key in saved.tensors):
             name = "model"  # As `save_weights` writes them.
         Weights(**{name: model}).load(str(saved.path), saved.tensors, saved.data)
-        x, y, weight = self._data
-        options = {"sample_weight": weight, "steps": self._steps, "callbacks": called}
+        x, y, weight = unpacked(self.data)
+        options = {"sample_weight": weight, "steps": self.steps, "callbacks": called}
         metrics = model.evaluate(x, y, verbose=0, return_dict=True, **options)
         step = _step_of(saved)
         model.position.steps_made = step
         _log.info("step %d, %s: %s", step, saved.path.name, metrics)
-        called.on_epoch_end(step, {f"val_{key}": value for key, value in metrics.items()})
+        called.call("on_epoch_end", step, {f"val_{key}": value for key, value in metrics.items()})
 
     def _read(self, path: Path) -> Saved | None:
         """Return a checkpoint; None if it is damaged or was deleted."""

@@ -254,38 +254,38 @@ class Trainer(Layer):
                 raise ValueError("pass validation_data or validation_split, not both.")
             (x, y, sample_weight), validation_data = split(x, y, sample_weight, validation_split)
         validation = None if validation_data is None else validation_parts(validation_data)
+        if validation is not None and validation[1] is not None:  # A dataset has its batches.
+            validation_batch_size = validation_batch_size or batch_size
         data = batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
-        with self.strategy.scope():
+        with self.strategy.scope(), contextlib.ExitStack() as on_exit:
             self._build_from(data)
             distributed = self.strategy.distribute_dataset(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
             history = History()
             progress = Progress(verbose if self.strategy.is_chief else 0)
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
-            self.stop_training = False
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
-            planned = range(initial_epoch, epochs)
-            self.position = position = self._begun(planned, called.members, data, more)
-
-            def validate(epoch: int) -> dict[str, float]:
-                if validation is None or (epoch + 1) % validation_freq:
-                    return {}
-                usual = None if validation[1] is None else batch_size  # A dataset has its batches.
-                size = validation_batch_size or usual
-                logs = self._validate(validation, size, validation_steps, called)
-                return {f"val_{name}": value for name, value in logs.items()}
-
-            with contextlib.ExitStack() as on_exit:
-                run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
-                if schedules_steps(self.strategy):
-                    chief = Chief(self, data, steps_per_epoch)
-                    on_exit.callback(chief.close)
-                    run_epoch = functools.partial(chief.run_epoch)
-                on_exit.callback(called.call, "on_train_end", {})
-                called.on_train_begin()
-                while position.epoch < epochs and not self.stop_training:
-                    self._fit_and_validate(run_epoch, validate, called)
-                position.finished = True
+            position = self._begin(range(initial_epoch, epochs), called.members, data, more)
+            run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
+            if schedules_steps(self.strategy):
+                chief = Chief(self, data, steps_per_epoch)
+                on_exit.callback(chief.close)
+                run_epoch = functools.partial(chief.run_epoch)
+            on_exit.callback(called.call, "on_train_end", {})
+            called.call("on_train_begin", {})
+            while position.epoch < epochs and not self.stop_training:
+                if not position.step:
+                    self._reset_metrics()
+                called.call("on_epoch_begin", position.epoch, {})
+                run_epoch(called)
+                epoch, logs = position.epoch, self._results()
+                if validation is not None and not (epoch + 1) % validation_freq:
+                    size, most = validation_batch_size, validation_steps
+                    values = self._validate(validation, size, most, called)
+                    logs |= {f"val_{name}": value for name, value in values.items()}
+                position.epoch, position.step = epoch + 1, 0
+                called.call("on_epoch_end", epoch, logs)
+            position.finished = True
         return history
 
     def evaluate(
@@ -415,10 +415,10 @@ class Trainer(Layer):
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
-    def _begun(
+    def _begin(
         self, epochs: range, callbacks: list[Callback], data: Dataset, more: Any
     ) -> Position:
-        """Return the position at the beginning of a training, which is alike on all workers."""
+        """Begin a training, alike on all workers, and return its position."""
         trained = self.trainable_variables
         if not trained:
             raise ValueError(
@@ -426,34 +426,19 @@ class Trainer(Layer):
                 "layer.trainable = True."
             )
         penalized = [layer for layer in self.walk() if layer.penalties()]
-        parts = fingerprint(self, data._node, more) if any(c.restores for c in callbacks) else {}
+        is_saved = any(callback.restores for callback in callbacks)
+        facts = fingerprint(self, data._node, more) if is_saved else {}
         workers = self.strategy.input_topology.workers
         if workers is not None:
             rate = self.optimizer.learning_rate
             options = {**more, "epochs": epochs, "rate": "a function" if callable(rate) else rate}
             remedy = "Make the same model and pass the same arguments on all workers."
             check_alike(workers, "fit", without_data(self, options), remedy)
-        return Position(
-            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=parts
+        self.stop_training = False
+        self.position = Position(
+            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=facts
         )
-
-    def _fit_and_validate(
-        self,
-        run_epoch: Callable[[Callbacks], None],
-        validate: Callable[[int], dict[str, float]],
-        called: Callbacks,
-    ) -> None:
-        """Make the steps of an epoch from the position on, and validate the model."""
-        position = self.position
-        if not position.step:
-            for metric in self.metrics:
-                metric.reset_state()
-        called.call("on_epoch_begin", position.epoch, {})
-        run_epoch(called)
-        epoch, logs = position.epoch, self._results()
-        logs |= validate(epoch)
-        position.epoch, position.step = epoch + 1, 0
-        called.on_epoch_end(epoch, logs)
+        return self.position
 
     def _fit_epoch(self, dataset: Any, steps: int | None, called: Callbacks) -> None:
         """Make the remaining steps of an epoch."""
@@ -520,8 +505,7 @@ class Trainer(Layer):
         check_counts(1, steps=steps)
         batches = batches_of(*data, batch_size)
         self._build_from(batches)
-        for metric in self.metrics:
-            metric.reset_state()
+        self._reset_metrics()
         made, end = 0, called.overriding("on_test_batch_end")
         called.call("on_test_begin", {})
         for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
@@ -534,6 +518,10 @@ class Trainer(Layer):
         logs = self._results()
         called.call("on_test_end", logs)
         return logs
+
+    def _reset_metrics(self) -> None:
+        for metric in self.metrics:
+            metric.reset_state()
 
     def _results(self) -> dict[str, float]:
         return {metric.name: metric.result() for metric in self.metrics}

@@ -124,21 +124,15 @@ class Callbacks:
             member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
             member.set_model(model)
             member.set_params(params)
-        self._restoring_last = sorted(self.members, key=lambda member: member.restores)
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Call them; those that restore the states of others last, as these forget theirs."""
-        for member in self._restoring_last:
-            member.on_train_begin({})
-
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Call them; those that save the states of others last, when these know the epoch."""
-        for member in self._restoring_last:
-            member.on_epoch_end(epoch, logs)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a method of each."""
-        for member in self.members:
+        """Call a method of each.
+
+        Those that restore and save the states of others come last: at the beginning, as these
+        forget theirs, and after an epoch, when these know it.
+        """
+        is_of_states = name in ("on_train_begin", "on_epoch_end")
+        for member in sorted(self.members, key=lambda member: is_of_states and member.restores):
             getattr(member, name)(*args)
 
     def overriding(self, name: str) -> list[Callable[..., Any]]:

@@ -149,11 +149,9 @@ class Layer(Explaining):
                 or False.
             kwargs: passed to `call`.
         """
-        if args and not _has_dtype(args[0], self.compute_dtype):
-            args = (
-                tree.map_leaves(functools.partial(_cast, self.compute_dtype), args[0]),
-                *args[1:],
-            )
+        if args and getattr(args[0], "dtype", None) != self.compute_dtype:
+            cast = functools.partial(_cast, self.compute_dtype)
+            args = (tree.map_leaves(cast, args[0]), *args[1:])
         if not self.built:
             self._build_once(args)
         outer = getattr(_calls, "training", False)
@@ -321,7 +319,7 @@ class Layer(Explaining):
             )
             self._builds = True
             try:
-                self.build(tree.map_leaves(_shape_of, args[0]) if args else None)
+                self.build(tree.map_leaves(np.shape, args[0]) if args else None)
             finally:
                 del self._builds
             self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
@@ -379,18 +377,11 @@ def _dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
     return (computing if mixed == name else np.dtype(np.float32)), computing
 
 
-def _has_dtype(value: Any, dtype: np.dtype[Any]) -> bool:
-    return getattr(value, "dtype", None) == dtype
-
-
 def _cast(dtype: np.dtype[Any], value: Any) -> Any:
     """Return an array of floats in a dtype; other values are returned unchanged."""
     present = getattr(value, "dtype", None)
-    return (
-        value
-        if present is None or present == dtype or kind_of(present) != "f"
-        else value.astype(dtype)
-    )
+    stays = present is None or present == dtype or kind_of(present) != "f"
+    return value if stays else value.astype(dtype)
 
 
 _calls = threading.local()
@@ -400,10 +391,6 @@ _calls = threading.local()
 def _takes_training(call: Callable[..., Any]) -> bool:
     parameters = inspect.signature(call).parameters.values()
     return any(p.name == "training" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _shape_of(value: Any) -> tuple[int, ...]:
-    return tuple(np.shape(value))
 
 
 def _example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
