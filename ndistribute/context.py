@@ -335,9 +335,7 @@ def get_replica_context() -> ReplicaContext | None:
     frame = _thread.frames[-1]
     if frame.replica is not None:
         return frame.replica
-    if in_cross_replica_context():
-        return None
-    return _State.default.replica_contexts[0]
+    return None if in_cross_replica_context() else _State.default.replica_contexts[0]
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
@@ -394,6 +392,4 @@ def join_leaf(column: Sequence[Any]) -> Any:
     """Return None or a variable if it is the leaf of all replicas, otherwise a `PerReplica`."""
     first = column[0]
     shared = first is None or getattr(first, "is_distributed_variable", False)
-    if shared and all(item is first for item in column):
-        return first
-    return PerReplica(column)
+    return first if shared and all(item is first for item in column) else PerReplica(column)

@@ -53,19 +53,10 @@ class EventFile:
         """Write numbers by their tags."""
         self.add(b"".join(scalar(tag, value) for tag, value in values.items()), step)
 
-    def histogram(self, tag: str, values: Any, step: int) -> None:
-        """Write the distribution of the finite values of an array; nothing if there are none."""
-        summary = histogram(tag, values)
-        if summary:
-            self.add(summary, step)
-
-    def image(self, tag: str, pixels: Any, step: int) -> None:
-        """Write an image of bytes, ``(height, width, channels)`` with 1, 3 or 4 channels."""
-        self.add(image(tag, pixels), step)
-
     def add(self, summary: bytes, step: int) -> None:
-        """Write what `scalar`, `histogram` and `image` return, joined."""
-        self._write(_text(5, summary), step)
+        """Write what `scalar`, `histogram` and `image` return, joined; nothing if it is empty."""
+        if summary:
+            self._write(_text(5, summary), step)
 
     def graph(self, operations: Iterable[tuple[str, str, Sequence[str], str]]) -> None:
         """Write a graph: the name, type, inputs and device of each operation."""

@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -205,10 +205,7 @@ def name_of(function: Function) -> str:
 
 @functools.cache
 def _functions() -> dict[str, Function]:
-    return dict(_listed())
-
-
-def _listed() -> Iterator[tuple[str, Function]]:
+    functions: dict[str, Function] = {"cast": cast, "getitem": operator.getitem}
     for module in (np, np.linalg):
         for name in sorted(module.__all__):
             function = getattr(module, name)
@@ -217,11 +214,10 @@ def _listed() -> Iterator[tuple[str, Function]]:
             if not is_known or name in _EXCLUDED or function in _IN_PLACE:
                 continue
             path = f"{module.__name__}.{name}"
-            yield path, function
+            functions[path] = function
             for method in _UFUNC_METHODS if is_ufunc and function.nin == 2 else ():
-                yield f"{path}.{method}", getattr(function, method)
-    yield "cast", cast
-    yield "getitem", operator.getitem
+                functions[f"{path}.{method}"] = getattr(function, method)
+    return functions
 
 
 @functools.cache

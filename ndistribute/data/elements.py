@@ -287,9 +287,7 @@ def _at(order: Positions, positions: Positions) -> Positions:
     """Return ``order[positions]``."""
     if isinstance(positions, range):
         return order[positions.start : positions.stop : positions.step]
-    if isinstance(order, range):
-        return order.start + order.step * positions
-    return order[positions]
+    return order.start + order.step * positions if isinstance(order, range) else order[positions]
 
 
 def _indices(positions: Positions) -> IntArray:

@@ -41,6 +41,10 @@ class Position(NamedTuple):
     of: int = 0  # The number of pieces of that whole batch.
 
 
+Epochs = Mapping[int, tuple[Epoch, Position]]
+"""The epoch and the start position of each shard."""
+
+
 class Step(NamedTuple):
     """The parts of the replicas, and the position of each used shard after this step."""
 
@@ -131,10 +135,8 @@ class Progress:
         return fitted
 
 
-def steps_of(
-    node: Node, topology: Topology, sharding: Sharding, epochs: Mapping[int, tuple[Epoch, Position]]
-) -> Iterator[Step]:
-    """Yield the steps of this worker; `epochs` has the epoch and start position of each shard."""
+def steps_of(node: Node, topology: Topology, sharding: Sharding, epochs: Epochs) -> Iterator[Step]:
+    """Yield the steps of this worker from the start positions of its shards."""
     if sharding is Sharding.DATA:
         return _cut(node, topology, epochs)
     pieces = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
@@ -142,9 +144,7 @@ def steps_of(
     return _deal(topology.devices, _dealt(node, pieces, full, epochs))
 
 
-def _cut(
-    node: Node, topology: Topology, epochs: Mapping[int, tuple[Epoch, Position]]
-) -> Iterator[Step]:
+def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[Step]:
     """Yield steps of this worker's slices of every global batch."""
     compares = topology.num_workers > 1
     loads = any(step.loader is not None for step in upstream(node))
@@ -208,7 +208,7 @@ def _deal(
 
 
 def _dealt(
-    node: Node, count: int, full: int | None, epochs: Mapping[int, tuple[Epoch, Position]]
+    node: Node, count: int, full: int | None, epochs: Epochs
 ) -> Iterator[tuple[int, Position, Element]]:
     """Yield the shard, the position afterwards and the rows of each piece of this worker's batches.
 

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -32,8 +32,6 @@ from ndistribute.variables.policy import (
     Write,
     cast,
 )
-
-V = TypeVar("V", bound="Variable")
 
 
 def _operator(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], ...]:
@@ -205,7 +203,7 @@ class Variable(ArrayLike):
         return made
 
     @classmethod
-    def make(cls: type[V], strategy: Any, array: Array, policy: VariablePolicy) -> V:
+    def make(cls, strategy: Any, array: Array, policy: VariablePolicy) -> Self:
         """Return a new variable of this kind; ``Variable(...)`` chooses the kind and calls this."""
         made = object.__new__(cls)
         made._set_up(strategy, array, policy)
@@ -311,7 +309,7 @@ class Variable(ArrayLike):
         """How the replicas' values are combined."""
         return self._policy.aggregation
 
-    def assign(self: V, value: Any) -> V:
+    def assign(self, value: Any) -> Self:
         """Set the value; inside `run`, to the aggregate of the values that the replicas pass.
 
         Args:
@@ -326,15 +324,15 @@ class Variable(ArrayLike):
         """
         return self._checked_write("assign", value)
 
-    def assign_add(self: V, value: Any) -> V:
+    def assign_add(self, value: Any) -> Self:
         """Add an array or number of the variable's shape to the value; see `assign`."""
         return self._checked_write("assign_add", value)
 
-    def assign_sub(self: V, value: Any) -> V:
+    def assign_sub(self, value: Any) -> Self:
         """Subtract an array or number of the variable's shape from the value; see `assign`."""
         return self._checked_write("assign_sub", value)
 
-    def scatter_add(self: V, indices: Any, values: Any = None) -> V:
+    def scatter_add(self, indices: Any, values: Any = None) -> Self:
         """Add values to the rows at some indices, and return the variable.
 
         Args:
@@ -346,11 +344,11 @@ class Variable(ArrayLike):
         """
         return self._checked_scatter("assign_add", indices, values)
 
-    def scatter_sub(self: V, indices: Any, values: Any = None) -> V:
+    def scatter_sub(self, indices: Any, values: Any = None) -> Self:
         """Subtract values from the rows at some indices; see `scatter_add`."""
         return self._checked_scatter("assign_sub", indices, values)
 
-    def scatter_update(self: V, indices: Any, values: Any = None) -> V:
+    def scatter_update(self, indices: Any, values: Any = None) -> Self:
         """Set the rows at some indices; the last one of equal indices wins; see `scatter_add`."""
         return self._checked_scatter("assign", indices, values)
 
@@ -414,7 +412,7 @@ class Variable(ArrayLike):
             communicator.purpose = ""
         communicator.merge(write.how, (self, combined), apply_once, writes=True)
 
-    def _checked_write(self: V, how: str, value: Any) -> V:
+    def _checked_write(self, how: str, value: Any) -> Self:
         array = self._cast(how, value)
         if array.shape != self._shape:
             raise ValueError(
@@ -424,7 +422,7 @@ class Variable(ArrayLike):
         self._write(Write(how, array))
         return self
 
-    def _checked_scatter(self: V, how: str, indices: Any, values: Any) -> V:
+    def _checked_scatter(self, how: str, indices: Any, values: Any) -> Self:
         if isinstance(indices, IndexedSlices):
             indices, values = indices.indices, indices.values
         where = f"scatter ({how}) on variable {self.name!r} of shape {self._shape}"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.event_files import EventFile, crc32c, masked_crc32c, png
+from ndistribute.event_files import EventFile, crc32c, histogram, masked_crc32c, png
 from ndistribute.models import Sequential, callbacks, layers
 
 X = np.ones((8, 2))
@@ -159,8 +159,8 @@ def test_an_image_is_a_png_file_of_the_pixels():
 
 def test_values_that_are_not_finite_are_left_out_of_a_histogram(tmp_path):
     with EventFile(tmp_path) as file:
-        file.histogram("none", [np.nan], 1)
-        file.histogram("some", [np.nan, np.inf, 3.0], 1)
+        file.add(histogram("none", [np.nan]), 1)
+        file.add(histogram("some", [np.nan, np.inf, 3.0]), 1)
         file.scalars({"huge": 1e300, "lost": np.nan}, -1)
     (_, some), (step, values) = events(tmp_path)
     assert fields(some["some"][5][0])[3] == [1.0]
@@ -172,7 +172,7 @@ def test_values_that_are_not_finite_are_left_out_of_a_histogram(tmp_path):
 def test_values_that_hardly_differ_have_a_histogram(tmp_path):
     with EventFile(tmp_path) as file:
         for step, close in enumerate(([1.0, np.nextafter(1.0, 2.0)], [1e20] * 2, [-1e300, 1e308])):
-            file.histogram("close", close, step)
+            file.add(histogram("close", close), step)
     counts = [np.frombuffer(fields(one["close"][5][0])[7][0]) for _, one in events(tmp_path)]
     assert [one.sum() for one in counts] == [2.0, 2.0]
 

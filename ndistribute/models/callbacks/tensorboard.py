@@ -11,7 +11,7 @@ import numpy as np
 
 from ndistribute import timeline
 from ndistribute.devices import as_array
-from ndistribute.event_files import EventFile
+from ndistribute.event_files import EventFile, histogram, image
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.timers import Timer
 
@@ -106,10 +106,10 @@ class TensorBoard(Callback):
             if not self.model.strategy.is_chief:
                 continue
             file = self._file("train")
-            file.histogram(f"{name}/histogram", value, epoch)
+            file.add(histogram(f"{name}/histogram", value), epoch)
             if self._images:
                 for number, pixels in enumerate(_images(value)):
-                    file.image(f"{name}/image/{number}", pixels, epoch)
+                    file.add(image(f"{name}/image/{number}", pixels), epoch)
 
     def _scalars(self, folder: str, values: Mapping[str, float], step: int) -> None:
         if values and self.model.strategy.is_chief:
