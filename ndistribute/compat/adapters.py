@@ -338,8 +338,7 @@ ADAPTERS: dict[str, Any] = {
     ),
     "dtype": np.dtype,
     "index": lambda find: unary(
-        lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type),
-        dimension="axis",
+        lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type), dimension="axis"
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,

@@ -387,19 +387,15 @@ def lookup(values: Any, vocabulary: Any, default: int, oov_buckets: int) -> Any:
     places = {_plain(word): place for place, word in enumerate(vocabulary.tolist())}
 
     def place(word: Any) -> int:
-        known = places.get(_plain(word))
-        if known is not None:
-            return known
-        if _is_missing(word):
+        plain = _plain(word)
+        if plain in places:
+            return places[plain]
+        if plain == "" or (type(word) is int and word == -1):  # It is missing.
             return -1
-        return len(places) + _hash(word, oov_buckets) if oov_buckets else default
+        return len(places) + _hash(plain, oov_buckets) if oov_buckets else default
 
     rows = _rows(values)
     return np.array([place(word) for word in rows.ravel().tolist()], np.int64).reshape(rows.shape)
-
-
-def _is_missing(word: Any) -> bool:
-    return _plain(word) == "" or (type(word) is int and word == -1)
 
 
 def _plain(word: Any) -> Any:
@@ -407,7 +403,7 @@ def _plain(word: Any) -> Any:
 
 
 def _hash(word: Any, buckets: int) -> int:
-    text = str(_plain(word)).encode("utf-8", "surrogateescape")
+    text = str(word).encode("utf-8", "surrogateescape")
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") % buckets
 

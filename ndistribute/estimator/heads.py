@@ -36,12 +36,7 @@ class Head:
     """Returns metrics in addition to the average loss, from labels, predictions and weights."""
 
     def spec(
-        self,
-        features: Any,
-        labels: Any,
-        mode: str,
-        logits: Any,
-        optimizer: Callable[[], Any],
+        self, features: Any, labels: Any, mode: str, logits: Any, optimizer: Callable[[], Any]
     ) -> EstimatorSpec:
         """Return the parts of the graph; the loss is the mean over the labels of the batch."""
         predicted = self.predictions(logits)

@@ -30,7 +30,7 @@ from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
 from ndistribute.graph import metrics
 from ndistribute.graph.devices import replica_device_setter
-from ndistribute.graph.graph import Graph, Tensor, as_tensor, get_default_graph
+from ndistribute.graph.graph import Graph, Tensor, as_tensor
 from ndistribute.graph.hooks import LoggingTensorHook, NanTensorHook, StopAtStepHook
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
@@ -97,11 +97,13 @@ class GraphLoops:
             first = replicas.first.spec
             # Other workers get the chief's values.
             restored = path if strategy.is_chief else None
-            return _restored(first, restored, [*spec.hooks, *first.evaluation_hooks])
+            return _restored(first, restored, [*spec.hooks, *(first.evaluation_hooks or ())])
 
         with self._opened(strategy, spec.input_fn, ModeKeys.EVAL, session) as (batches, replicas):
             replicas.run(itertools.islice(batches, spec.steps))
-            replicas.sum_up_metrics()
+            replicas.exchange(
+                metrics.METRIC_VARIABLES, lambda values, context: context.all_reduce("sum", values)
+            )
             values = replicas.first.raw.run(replicas.first.results)
         return {name: value if np.ndim(value) else value.item() for name, value in values.items()}
 
@@ -113,14 +115,10 @@ class GraphLoops:
         batch = next(batches, None)
         if batch is None:
             return
-        replica = build(
-            functools.partial(self._call, ModeKeys.PREDICT),
-            features_of(batch),
-            self._config.tf_random_seed,
-        )
+        replica = self._built(ModeKeys.PREDICT, features_of(batch))
         replica.fetches = chosen(replica.spec.predictions, keys)
         with replica.graph.as_default():
-            watching = [*hooks, *replica.spec.prediction_hooks]
+            watching = [*hooks, *(replica.spec.prediction_hooks or ())]
             replica.session = _restored(replica.spec, path, watching)
         with contextlib.closing(replica.session):
             for part in itertools.chain([batch], batches):
@@ -135,7 +133,7 @@ class GraphLoops:
         config, spec = self._config, replicas.first.spec
         chief = config.is_chief and replicas.strategy.is_chief
         step = get_or_create_global_step()
-        watching = [NanTensorHook(spec.loss), *hooks, *spec.training_hooks]
+        watching = [NanTensorHook(spec.loss), *hooks, *(spec.training_hooks or ())]
         if config.log_step_count_steps:
             shown = {"loss": spec.loss, "step": step}
             watching.append(LoggingTensorHook(shown, every_n_iter=config.log_step_count_steps))
@@ -163,19 +161,13 @@ class GraphLoops:
         self, strategy: Any, input_fn: InputFn, mode: str, session: Callable[[Replicas], Any]
     ) -> Iterator[tuple[Iterable[Any], Replicas]]:
         """Return a context manager with the batches and the replicas, whose sessions are open."""
-        config, context, device = self._config, None, None
-        if mode == ModeKeys.TRAIN:
-            device = self._device()
-            if config.master:
+        config = self._config
+
+        def source(context: InputContext) -> Any:
+            if mode == ModeKeys.TRAIN and config.master:
                 worker = config.resolver.worker_index or 0
                 context = InputContext(config.num_worker_replicas, worker)
-
-        def source(of_strategy: InputContext) -> Any:
-            return self._dataset(input_fn, mode, context or of_strategy)
-
-        def make(features: Any, labels: Any) -> EstimatorSpec:
-            get_default_graph().replicated = strategy.num_replicas_in_sync > 1
-            return self._call(mode, features, labels)
+            return self._dataset(input_fn, mode, context)
 
         with contextlib.ExitStack() as stack:
             batches = iter(strategy.distribute_datasets_from_function(source))
@@ -183,26 +175,38 @@ class GraphLoops:
             batch = next(batches, None)
             if batch is None:
                 raise ValueError("input_fn gave no batch: its dataset is empty.")
-            examples = zip(strategy.replica_contexts, strategy.local_results(batch), strict=True)
+            ranks = [context.replica_id_in_sync_group for context in strategy.replica_contexts]
+            several = strategy.num_replicas_in_sync > 1
             with strategy.scope():
                 built = [
-                    build(
-                        make,
-                        example,
-                        config.tf_random_seed,
-                        replica.replica_id_in_sync_group,
-                        device,
-                    )
-                    for replica, example in examples
+                    self._built(mode, example, rank, several)
+                    for rank, example in zip(ranks, strategy.local_results(batch), strict=True)
                 ]
-            for replica in built:
-                replica.fetches = replica.spec.train_op
-                if mode == ModeKeys.EVAL:
-                    _add_metrics(replica)
             replicas = Replicas(strategy, built)
             stack.enter_context(replicas.first.graph.as_default())
             replicas.open(stack, session(replicas))
             yield itertools.chain([batch], batches), replicas
+
+    def _built(self, mode: str, batch: Any, rank: int = 0, is_replicated: bool = False) -> Replica:
+        """Return the graph of a replica, with placeholders for features and labels like a batch's.
+
+        Each replica draws other random numbers.
+        """
+        graph, seed = Graph(), self._config.tf_random_seed
+        graph.replicated = is_replicated
+        if seed is not None:
+            numbers = np.random.SeedSequence([seed, rank]).generate_state(1)
+            graph.seed = int(numbers[0]) if rank else seed
+        with graph.as_default(), graph.device(self._device() if mode == ModeKeys.TRAIN else None):
+            get_or_create_global_step()
+            features, labels = _split(batch)
+            features = tree.map_leaves(_input, features)
+            labels = None if labels is None else tree.map_leaves(_input, labels)
+            spec = self._call(mode, features, labels)
+        replica = Replica(graph, _arrays((features, labels)), spec, spec.train_op)
+        if mode == ModeKeys.EVAL:
+            _add_metrics(replica)
+        return replica
 
     def _device(self) -> Any:
         """Return what places operations; None: nothing, so that they are in this process."""
@@ -251,10 +255,11 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
 def _add_metrics(replica: Replica) -> None:
     """Let a replica compute the metrics of an evaluation: their values, and updates by a batch."""
     spec = replica.spec
-    for name in {"loss", "global_step"} & {*spec.eval_metric_ops}:
+    pairs = {**(spec.eval_metric_ops or {})}
+    for name in {"loss", "global_step"} & {*pairs}:
         raise ValueError(f"a metric cannot have the name {name!r}: estimators add it.")
     with replica.graph.as_default():
-        pairs = {**spec.eval_metric_ops, "loss": metrics.mean(spec.loss, name="loss")}
+        pairs["loss"] = metrics.mean(spec.loss, name="loss")
         replica.results = {name: value for name, (value, _) in pairs.items()}
         replica.results["global_step"] = get_or_create_global_step()
     replica.fetches = {name: update for name, (_, update) in pairs.items()}
@@ -306,34 +311,6 @@ class Replica:
         return self.session.run(self.fetches, dict(zip(self.inputs, values, strict=True)))
 
 
-def build(
-    make: Callable[[Any, Any], EstimatorSpec],
-    batch: Any,
-    seed: int | None = None,
-    rank: int = 0,
-    device: Any = None,
-) -> Replica:
-    """Return the graph of a model, with placeholders for features and labels like those of a batch.
-
-    Args:
-        make: the model as a function of features and labels.
-        batch: features, or features and labels.
-        seed: the seed of the graph; None: a new one for each random operation.
-        rank: the number of the replica; each draws other random numbers.
-        device: where operations are placed, see `Graph.device`.
-    """
-    graph = Graph()
-    if seed is not None:
-        numbers = np.random.SeedSequence([seed, rank]).generate_state(1)
-        graph.seed = int(numbers[0]) if rank else seed
-    with graph.as_default(), graph.device(device):
-        get_or_create_global_step()
-        features, labels = _split(batch)
-        features = tree.map_leaves(_input, features)
-        labels = None if labels is None else tree.map_leaves(_input, labels)
-        return Replica(graph, _arrays((features, labels)), make(features, labels))
-
-
 @dataclass(frozen=True)
 class Replicas:
     """The replicas of this process under a strategy."""
@@ -362,7 +339,7 @@ class Replicas:
         for replica in self.all[1:]:
             with replica.graph.as_default():
                 replica.session = stack.enter_context(MonitoredTrainingSession())
-        self._exchange(
+        self.exchange(
             GLOBAL_VARIABLES, lambda values, context: context.communicator.broadcast(values)
         )
 
@@ -386,13 +363,7 @@ class Replicas:
                 return
             yield batch
 
-    def sum_up_metrics(self) -> None:
-        """Give the variables of metrics the sums of their values over all replicas."""
-        self._exchange(
-            metrics.METRIC_VARIABLES, lambda values, context: context.all_reduce("sum", values)
-        )
-
-    def _exchange(self, collection: str, exchange: Callable[[Any, Any], Any]) -> None:
+    def exchange(self, collection: str, exchange: Callable[[Any, Any], Any]) -> None:
         """Give variables what a collective of the replicas returns for their values."""
 
         def step() -> None:

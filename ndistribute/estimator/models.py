@@ -18,12 +18,7 @@ from ndistribute.estimator.loops import InputFn, chosen, dataset_from, features_
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.callbacks.callback import Callback
-from ndistribute.models.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    by_chief,
-    latest_checkpoint,
-)
+from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, latest_checkpoint
 from ndistribute.models.model import Model
 from ndistribute.timers import Timer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ndistribute.graph.graph import Operation, Tensor
@@ -44,13 +44,13 @@ class EstimatorSpec:
     predictions: Any = None
     loss: Any = None
     train_op: Any = None
-    eval_metric_ops: Mapping[str, tuple[Tensor, Any]] = field(default_factory=dict)
+    eval_metric_ops: Mapping[str, tuple[Tensor, Any]] | None = None
     export_outputs: Any = None
-    training_chief_hooks: Sequence[Any] = ()
-    training_hooks: Sequence[Any] = ()
+    training_chief_hooks: Sequence[Any] | None = None
+    training_hooks: Sequence[Any] | None = None
     scaffold: Any = None
-    evaluation_hooks: Sequence[Any] = ()
-    prediction_hooks: Sequence[Any] = ()
+    evaluation_hooks: Sequence[Any] | None = None
+    prediction_hooks: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         needed = _NEEDED.get(self.mode)
@@ -62,17 +62,11 @@ class EstimatorSpec:
                     f"the model function's EstimatorSpec has no {name}, which mode "
                     f"{self.mode!r} needs: pass {name}={_EXAMPLES[name]}."
                 )
-        for name in ("eval_metric_ops", *_HOOKS):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, {} if name == "eval_metric_ops" else ())
-        self._check_types()
-
-    def _check_types(self) -> None:
         if self.loss is not None and not isinstance(self.loss, Tensor):
             raise TypeError(f"loss must be a tensor, got {self.loss!r}.")
         if self.train_op is not None and not isinstance(self.train_op, Tensor | Operation):
             raise TypeError(f"train_op must be an operation, got {self.train_op!r}.")
-        for name, pair in self.eval_metric_ops.items():
+        for name, pair in (self.eval_metric_ops or {}).items():
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TypeError(
                     f"eval_metric_ops[{name!r}] must be a value and its update, as "
@@ -90,7 +84,6 @@ _EXAMPLES = {
     "train_op": "optimizer.minimize(loss, global_step=get_or_create_global_step())",
     "predictions": '{"classes": classes}',
 }
-_HOOKS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.graph.definition import BodyDef
-from ndistribute.graph.graph import (
-    Graph,
-    Operation,
-    Symbolic,
-    Tensor,
-    as_tensor,
-    get_default_graph,
-)
+from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.shapes import Known, Shape, known_of, narrowed
 from ndistribute.graph.variables import changed
 
@@ -163,10 +156,7 @@ def _random(
 
 
 def cond(
-    condition: Any,
-    true_fn: Callable[[], Any],
-    false_fn: Callable[[], Any],
-    name: str = "cond",
+    condition: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any], name: str = "cond"
 ) -> Any:
     """Return the results of one of two functions, of which only that one is run.
 

@@ -182,11 +182,7 @@ def _reshaped(definition: OperationDef, tensor: Known) -> Known:
 
 
 def _caller(
-    definition: OperationDef,
-    function: Function,
-    results: Results,
-    size: int,
-    blind: Sequence[int],
+    definition: OperationDef, function: Function, results: Results, size: int, blind: Sequence[int]
 ) -> Callable[[Sequence[Any], slice], Any]:
     """Return a function that computes an operation's results, or others of the same shapes.
 
