@@ -116,9 +116,7 @@ def eager_constant(value: Any, dtype: Any = None, shape: Any = None, name: Any =
     return array.reshape(shape) if array.size > 1 else np.full(shape, array).view(Tensor)
 
 
-def eager_variable(
-    initial_value: Any, *args: Any, dtype: Any = None, **options: Any
-) -> nd.Variable:
+def eager_variable(initial_value: Any, *args: Any, dtype: Any = None, **options: Any) -> Any:
     """Return a variable; see `nd.Variable`."""
 
     def made() -> Any:
@@ -413,10 +411,7 @@ cumsum = unary(_cumsum)
 div = unary(binary(lambda x, y: (np.floor_divide if _is_whole(x, y) else np.divide)(x, y)))
 executing_eagerly = adapted(lambda: not graphs.uses_graphs())
 bias_add = unary(lambda value, bias, data_format=None: np.add(value, bias), 2)
-eye = unary(
-    lambda num_rows, num_columns=None, dtype=np.float32: np.eye(num_rows, num_columns, dtype=dtype),
-    0,
-)
+eye = unary(functools.partial(np.eye, dtype=np.float32), 0, num_rows="N", num_columns="M")
 
 
 def is_symbolic(*values: Any) -> bool:

@@ -22,7 +22,6 @@ from ndistribute import graph, models, tree
 from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
-from ndistribute.graph.variables import find_global_step
 from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 
@@ -154,11 +153,6 @@ def no_op(name: str = "no_op") -> Any:
     return graph.group(name=name)
 
 
-gradients = accepting("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")(
-    graph.gradients
-)
-
-
 def set_random_seed(seed: int) -> None:
     """Set the seed of the random operations of the default graph."""
     graph.get_default_graph().seed = seed
@@ -167,11 +161,6 @@ def set_random_seed(seed: int) -> None:
 def global_step(sess: Any, global_step_tensor: Any) -> int:
     """Return the number of steps made."""
     return int(sess.run(global_step_tensor))
-
-
-def get_global_step(graph_: Any = None) -> Any:
-    """Return the variable that counts the steps; None if there is none."""
-    return find_global_step(graph_ or graph.get_default_graph())
 
 
 def local_variables_initializer() -> Any:
@@ -508,12 +497,7 @@ def DEFINE_boolean(flag_name: str, default_value: Any, docstring: Any = None) ->
     FLAGS.define(f"no{flag_name}", argparse.SUPPRESS, None, **no)
 
 
-def DEFINE_enum(  # noqa: N802
-    name: str,
-    default: Any,
-    enum_values: list[str],
-    help: Any = None,  # noqa: A002
-) -> None:
+def DEFINE_enum(name: str, default: Any, enum_values: list[str], help: Any = None) -> None:  # noqa: A002, N802
     """Define a flag with a choice of values."""
     FLAGS.define(name, default, help, choices=enum_values)
 

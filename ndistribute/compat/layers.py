@@ -88,9 +88,7 @@ def _weighted(
     with variable_scope(name, kind, reuse=reuse):
 
         def weight(label: str, shape: list[int], start: Any, regularizer: Any) -> Any:
-            return get_variable(
-                label, shape, inputs.dtype, start, trainable, regularizer=regularizer
-            )
+            return get_variable(label, shape, inputs.dtype, start, trainable, None, regularizer)
 
         kernel = weight("kernel", shape, kernel_initializer, kernel_regularizer)
         outputs = combine(inputs, kernel)
@@ -150,9 +148,7 @@ def batch_normalization(
     with variable_scope(name, "batch_normalization", reuse=reuse):
 
         def weight(label: str, start: Any, trains: bool, regularizer: Any = None) -> Any:
-            return get_variable(
-                label, [channels], inputs.dtype, start, trains, regularizer=regularizer
-            )
+            return get_variable(label, [channels], inputs.dtype, start, trains, None, regularizer)
 
         gamma = weight("gamma", gamma_initializer, trainable, gamma_regularizer) if scale else 1.0
         beta = weight("beta", beta_initializer, trainable, beta_regularizer) if center else 0.0
@@ -235,7 +231,6 @@ max_pooling2d = _pooling(nn.max_pool2d)
 def _channels(inputs: Any) -> int:
     length = inputs.get_shape()[-1]
     if length is None:
-        raise ValueError(
-            f"a layer needs the length of the last axis of {inputs!r}: say it by set_shape()."
-        )
+        why = f"a layer needs the length of the last axis of {inputs!r}: say it by set_shape()."
+        raise ValueError(why)
     return int(length)

@@ -131,7 +131,8 @@ _TABLE = """
 [train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
     .compat.adapters: Checkpoint start_queue_runners=nothing
     .compat.graphs: latest_checkpoint
-    .compat.graphs/graph: MonitoredTrainingSession get_global_step global_step
+    .compat.graphs/graph: MonitoredTrainingSession global_step
+    .graph.variables/graph: get_global_step=find_global_step
     .compat.tf.summary: SummaryWriter=FileWriter
     .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator
         ExponentialMovingAverage FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer
@@ -156,7 +157,7 @@ _TABLE = """
         disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
         while_loop
     .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
-        control_dependencies get_collection glorot_uniform_initializer gradients no_op
+        control_dependencies get_collection glorot_uniform_initializer no_op
         placeholder py_func py_function=py_func random_normal_initializer
         random_uniform_initializer set_random_seed truncated_normal_initializer
     .compat.graphs/operation: to_float to_int32 to_int64
@@ -166,7 +167,7 @@ _TABLE = """
     .graph.session/graph: GPUOptions
     .graph: AUTO_REUSE Graph Operation
     .graph/graph: ConfigProto all_variables=global_variables clip_by_global_norm global_norm
-        get_default_graph get_variable get_variable_scope global_variables
+        get_default_graph get_variable get_variable_scope global_variables gradients
         global_variables_initializer
         initialize_all_variables=global_variables_initializer local_variables
         random_normal random_uniform

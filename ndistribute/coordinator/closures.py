@@ -340,9 +340,7 @@ class ClosureQueue:
                 self._changed.notify_all()
         return taken
 
-    def finish(
-        self, worker: int, number: int, result: Pickled | Exception, trace: str = ""
-    ) -> None:
+    def finish(self, worker: int, number: int, value: Pickled | Exception, trace: str = "") -> None:
         """Record the result of a closure; an error cancels all queued closures."""
         with self.lock:
             closure = self._in_flight.get(worker, {}).pop(number, None)
@@ -353,12 +351,12 @@ class ClosureQueue:
                     if not owed:
                         self._in_flight[worker] = {}
                 return
-            if isinstance(result, Exception):
+            if isinstance(value, Exception):
                 where = f"on {self._workers[worker]}, there:\n{trace.rstrip()}"
-                result.add_note(f"{closure} raised this {where}")
-            self._finish(closure, result)
-            if isinstance(result, Exception):
-                self._fail(result)
+                value.add_note(f"{closure} raised this {where}")
+            self._finish(closure, value)
+            if isinstance(value, Exception):
+                self._fail(value)
             for follower in self._followers.pop(closure.result, ()):
                 follower.missing -= 1
                 if not follower.missing:

@@ -171,9 +171,7 @@ class ClusterCoordinator:
         Args:
             value: a nest of lists, tuples and dicts; other leaves stay unchanged.
         """
-        return tree.map_leaves(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value
-        )
+        return tree.map_leaves(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, value)
 
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
         """Return a dataset that each worker creates for itself; pass its `iter` to `schedule`.

@@ -134,9 +134,8 @@ def input_value(index: int) -> Any:
 
 def _session() -> _Session:
     if _Session.current is None:
-        raise RuntimeError(
-            "only a function that a ClusterCoordinator sent to this worker can make this here."
-        )
+        why = "only a function that a ClusterCoordinator sent to this worker can make this here."
+        raise RuntimeError(why)
     return _Session.current
 
 

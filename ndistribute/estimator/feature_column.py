@@ -113,7 +113,7 @@ def categorical_column_with_identity(
         num_buckets: the number of ids.
         default_value: the id for integers out of range; None: they are an error in a run.
     """
-    _at_least_one(num_buckets, f"categorical_column_with_identity({key!r}): num_buckets")
+    _check_size(num_buckets, f"categorical_column_with_identity({key!r}): num_buckets")
     if default_value is not None and not 0 <= default_value < num_buckets:
         raise ValueError(
             f"categorical_column_with_identity({key!r}): default_value must be below num_buckets="
@@ -165,9 +165,7 @@ def categorical_column_with_hash_bucket(
         hash_bucket_size: the number of ids.
         dtype: ignored; accepted for compatibility with TensorFlow.
     """
-    _at_least_one(
-        hash_bucket_size, f"categorical_column_with_hash_bucket({key!r}): hash_bucket_size"
-    )
+    _check_size(hash_bucket_size, f"categorical_column_with_hash_bucket({key!r}): hash_bucket_size")
     return _looked_up(key, hash_bucket_size, "lookup", np.array([], str), -1, hash_bucket_size)
 
 
@@ -201,7 +199,7 @@ def embedding_column(
         trainable: whether optimizers change the vectors.
         dtype: the dtype of the vectors.
     """
-    _at_least_one(dimension, "embedding_column: dimension")
+    _check_size(dimension, "embedding_column: dimension")
     if combiner not in ("mean", "sum", "sqrtn"):
         raise ValueError(f"combiner must be 'mean', 'sum' or 'sqrtn', got {combiner!r}.")
     source, ids = categorical_column, _ids_of(categorical_column, "embedding_column")
@@ -213,9 +211,7 @@ def embedding_column(
             if initializer is None
             else initializer(shape, np.dtype(dtype))
         )
-        table = get_variable(
-            "embedding_weights", None, dtype, initial, trainable=trains and trainable
-        )
+        table = get_variable("embedding_weights", None, dtype, initial, trains and trainable)
         return _combined(table, ids(features), combiner)
 
     return Column(f"{source.name}_embedding", dimension, np.dtype(dtype), values)
@@ -312,9 +308,7 @@ def dtype_of(columns: Iterable[Any]) -> np.dtype[Any]:
 
 def _looked_up(key: str, buckets: int, function: str, *args: Any) -> Column:
     """Return a column whose ids are what a function makes of a feature."""
-    return Column(
-        key, buckets, ids=lambda features: _function(function, _feature(features, key), *args)
-    )
+    return Column(key, buckets, ids=lambda batch: _function(function, _feature(batch, key), *args))
 
 
 def _ids_of(column: Any, what: str) -> Callable[[Features], Any]:
@@ -324,7 +318,7 @@ def _ids_of(column: Any, what: str) -> Callable[[Features], Any]:
     return ids
 
 
-def _at_least_one(value: int, what: str) -> None:
+def _check_size(value: int, what: str) -> None:
     if value < 1:
         raise ValueError(f"{what} must be 1 or more, got {value}.")
 

@@ -84,9 +84,7 @@ class GraphLoops:
             _log.info("no training: step %d is at or after max_steps=%d", start, max_steps)
             return
         stop = [] if steps is max_steps is None else [StopAtStepHook(steps, max_steps)]
-        session = functools.partial(
-            self._training_session, [*stop, *spec.hooks], spec.saving_listeners
-        )
+        session = functools.partial(self._training_session, spec, stop)
         with self._opened(strategy, spec.input_fn, ModeKeys.TRAIN, session) as (batches, replicas):
             replicas.run(replicas.full(batches), after_step)
 
@@ -101,9 +99,8 @@ class GraphLoops:
 
         with self._opened(strategy, spec.input_fn, ModeKeys.EVAL, session) as (batches, replicas):
             replicas.run(itertools.islice(batches, spec.steps))
-            replicas.exchange(
-                metrics.METRIC_VARIABLES, lambda values, context: context.all_reduce("sum", values)
-            )
+            variables = metrics.METRIC_VARIABLES
+            replicas.exchange(variables, lambda values, ctx: ctx.all_reduce("sum", values))
             values = replicas.first.raw.run(replicas.first.results)
         return {name: value if np.ndim(value) else value.item() for name, value in values.items()}
 
@@ -126,20 +123,18 @@ class GraphLoops:
                 if replica.session.should_stop():
                     break
 
-    def _training_session(
-        self, hooks: Sequence[Any], listeners: Sequence[Any], replicas: Replicas
-    ) -> Any:
+    def _training_session(self, train: TrainSpec, stop: Sequence[Any], replicas: Replicas) -> Any:
         """Return the session of the first replica, which the hooks watch."""
         config, spec = self._config, replicas.first.spec
         chief = config.is_chief and replicas.strategy.is_chief
         step = get_or_create_global_step()
-        watching = [NanTensorHook(spec.loss), *hooks, *(spec.training_hooks or ())]
+        watching = [NanTensorHook(spec.loss), *stop, *train.hooks, *(spec.training_hooks or ())]
         if config.log_step_count_steps:
             shown = {"loss": spec.loss, "step": step}
             watching.append(LoggingTensorHook(shown, every_n_iter=config.log_step_count_steps))
         scaffold = spec.scaffold or Scaffold()
         scaffold.max_to_keep = config.keep_checkpoint_max
-        scaffold.listeners = listeners
+        scaffold.listeners = train.saving_listeners
         # Without servers, another worker's session is a chief's that keeps no files.
         keeps_files = chief or bool(config.master)
         return MonitoredTrainingSession(
@@ -339,9 +334,7 @@ class Replicas:
         for replica in self.all[1:]:
             with replica.graph.as_default():
                 replica.session = stack.enter_context(MonitoredTrainingSession())
-        self.exchange(
-            GLOBAL_VARIABLES, lambda values, context: context.communicator.broadcast(values)
-        )
+        self.exchange(GLOBAL_VARIABLES, lambda values, ctx: ctx.communicator.broadcast(values))
 
     def run(self, batches: Iterable[Any], after_step: Callable[[], None] = lambda: None) -> None:
         """Make a step with each batch until a hook asks to stop, which it may have done before."""

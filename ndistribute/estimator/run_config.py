@@ -58,14 +58,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
         if not {None, UNSET} & {steps, seconds}:
-            raise ValueError(
-                "RunConfig: save_checkpoints_steps and save_checkpoints_secs exclude each other."
-            )
-        for name, value in (("steps", steps), ("secs", seconds)):
-            if value not in (None, UNSET) and value <= 0:
-                raise ValueError(
-                    f"RunConfig: save_checkpoints_{name} must be above 0, got {value}."
-                )
+            why = "save_checkpoints_steps and save_checkpoints_secs exclude each other."
+            raise ValueError(f"RunConfig: {why}")
+        for name, every in (("steps", steps), ("secs", seconds)):
+            if every not in (None, UNSET) and every <= 0:
+                why = f"save_checkpoints_{name} must be above 0, got {every}."
+                raise ValueError(f"RunConfig: {why}")
         steps, seconds = steps_or_seconds(steps, seconds, (None, _SAVE_SECONDS))
         object.__setattr__(self, "save_checkpoints_steps", steps)
         object.__setattr__(self, "save_checkpoints_secs", seconds)

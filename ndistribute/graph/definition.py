@@ -9,9 +9,7 @@ these tables. The arguments of a function are a template: nested lists of plain 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -25,12 +23,11 @@ from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
 class Value(Record, frozen=True):
-    """A value of a tensor: an array, rows of one, or text; nothing else stands for None."""
+    """A value of a tensor: an array, rows of one, or text; None if it has neither."""
 
     array: Array | None = None
     indices: Array | None = None  # The rows of `array` in an array of shape `shape`.
@@ -210,11 +207,11 @@ def pack(value: Any) -> Value:
     array = to_host(as_array(value))
     if array.dtype.kind in "USO":
         elements = array.reshape(-1).tolist()
-        if all(isinstance(one, bytes) for one in elements):
+        if all(isinstance(element, bytes) for element in elements):
             return Value(shape=array.shape, text=tuple(elements))
-        if not all(isinstance(one, str) for one in elements):
+        if not all(isinstance(element, str) for element in elements):
             raise TypeError(f"an array of objects cannot be sent: {elements[:3]!r}.")
-        text = tuple(one.encode() for one in elements)
+        text = tuple(element.encode() for element in elements)
         return Value(shape=array.shape, text=text, encoding="utf-8")
     return Value(array)
 
@@ -230,18 +227,16 @@ def sendable(name: str, value: Any) -> Value:
         if packed.array is not None:
             name_of(packed.array.dtype)
         return packed
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as why:
         op = name.rpartition(":")[0]
-        raise InvalidArgumentError(
-            f"the value of {name!r} cannot be sent: {error}", op=op
-        ) from error
+        raise InvalidArgumentError(f"the value of {name!r} cannot be sent: {why}", op=op) from why
 
 
 def unpack(value: Value) -> Any:
     """Return what `pack` got, as arrays."""
     if value.text is not None:
         try:
-            elements = [one.decode() if value.encoding else one for one in value.text]
+            elements = [part.decode() if value.encoding else part for part in value.text]
             # NumPy's dtype of bytes would drop zeros at their ends.
             return np.array(elements, str if value.encoding else object).reshape(value.shape)
         except ValueError as error:
@@ -249,11 +244,3 @@ def unpack(value: Value) -> Any:
     if value.indices is not None and value.array is not None:
         return IndexedSlices(value.array, value.indices, value.shape)
     return value.array
-
-
-def source_line() -> str:
-    """Return the line of the user's program that is now running."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

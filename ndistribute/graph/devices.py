@@ -6,10 +6,10 @@ A function of an operation returns the name of its device when the operation is 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,7 @@ from ndistribute.graph.graph import Operation, get_default_graph
 from ndistribute.graph.placement import DeviceFunction, merge_device
 
 
-def device(
-    device_name_or_function: str | DeviceFunction | None,
-) -> contextlib.AbstractContextManager[None]:
+def device(device_name_or_function: str | DeviceFunction | None) -> AbstractContextManager[None]:
     """Return a context manager that places the operations that are added to the default graph.
 
     Args:

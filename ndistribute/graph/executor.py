@@ -19,19 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from ndistribute import errors
 from ndistribute.autodiff.tracked import Tracked, untrack
-from ndistribute.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    OperationError,
-    UnavailableError,
-)
+from ndistribute.errors import InvalidArgumentError, OperationError
 from ndistribute.graph.definition import BodyDef, OperationDef, filler, refuse_objects, unpack
 from ndistribute.graph.kernels import run_recorded
 from ndistribute.graph.ops import Kernel, op_named
 from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import run_on_device
-from ndistribute.graph.step import Body, Step
+from ndistribute.graph.step import Step
 from ndistribute.indexed_slices import IndexedSlices, dense
 from ndistribute.numpy_functions import check_call
 from ndistribute.ownership import read_only
@@ -39,7 +35,7 @@ from ndistribute.parameter_server.variables import Refused
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
-_REFUSALS = {"unknown": FailedPreconditionError, "full": UnavailableError}
+_REFUSALS = {"unknown": errors.FailedPreconditionError, "full": errors.UnavailableError}
 """The errors for changes that the variables refuse."""
 _TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
 _CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
@@ -62,10 +58,9 @@ class Node:
         self.seconds = 0.0
         self.run_on = run_on_device(definition.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
-        self.constant = None if value is None else read_only(unpack(value))
-        plans = [_plan_of(body) for body in definition.bodies]
-        self.bodies: Sequence[Body] = plans
-        inner = [node for plan in plans for node in plan.nodes]
+        self.constant: Any = None if value is None else read_only(unpack(value))
+        self.bodies = [_plan_of(body) for body in definition.bodies]
+        inner = [node for plan in self.bodies for node in plan.nodes]
         # Whether gradients of its gradients are computed.
         self.is_nested: bool = any(node.is_nested or node.type == "gradient" for node in inner)
         self.recorded: Node = self  # The operation whose record its gradient walks back.
@@ -230,15 +225,12 @@ class Plan:
 class _Parallel:
     """A step in which several threads run operations as their inputs get ready."""
 
-    def __init__(
-        self, nodes: Sequence[Node], step: Step, values: list[Any], uses: Sequence[int]
-    ) -> None:
+    def __init__(self, nodes: list[Node], step: Step, values: list[Any], uses: list[int]) -> None:
         self._nodes, self._step, self._values = nodes, step, values
         self._uses = list(uses)  # Those to come.
         self._waits = [node.waits for node in nodes]
-        self._ready = deque(
-            k for k, node in enumerate(nodes) if not node.waits and node.type != "recv"
-        )
+        first = (k for k, node in enumerate(nodes) if not node.waits and node.type != "recv")
+        self._ready = deque(first)
         self._left = len(nodes)
         self._changed = threading.Condition()
         self._is_waiting = False  # Whether the thread of the step waits for a change.

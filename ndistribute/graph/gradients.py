@@ -14,8 +14,13 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.variables import Variable
+from ndistribute.mistakes import accepting
+
+HINTS = ("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")
+"""Keywords of TensorFlow's functions that change no result."""
 
 
+@accepting(*HINTS)
 def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") -> list[Any]:
     """Return the gradients of the sum of tensors with respect to others.
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -18,24 +20,14 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import ndistribute.graph.kernels  # noqa: F401  # Whose facts all that reads a graph asks for.
+from ndistribute import numpy_functions
 from ndistribute.errors import InvalidArgumentError
-from ndistribute.graph.definition import (
-    BodyDef,
-    Input,
-    OperationDef,
-    call_template,
-    pack,
-    source_line,
-)
+from ndistribute.graph.definition import BodyDef, Input, OperationDef, call_template, pack
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
-from ndistribute.numpy_functions import (
-    ArrayMethods,
-    name_of,
-    number_of_parts,
-    refuse_writing,
-    written_to,
-)
+from ndistribute.numpy_functions import ArrayMethods, number_of_parts, refuse_writing, written_to
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 
 
 class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
@@ -391,7 +383,7 @@ class Graph:
             attributes=attributes or {},
             value=None if value is None else pack(value),
             bodies=tuple(bodies),
-            source=source_line(),
+            source=_source_line(),
         )
         op = Operation(self, definition, tensors, controls, known)
         if device is None:
@@ -448,9 +440,7 @@ class Graph:
     def get_collection(self, name: str, scope: str | None = None) -> list[Any]:
         """Return a copy of the list of a name, or of its values whose names begin with `scope`."""
         values = self._collections.get(name, [])
-        return [
-            value for value in values if not scope or re.match(scope, getattr(value, "name", ""))
-        ]
+        return [each for each in values if not scope or re.match(scope, getattr(each, "name", ""))]
 
     def get_collection_ref(self, name: str) -> list[Any]:
         """Return the list of a name itself."""
@@ -476,12 +466,10 @@ class Graph:
 
 def apply(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int = 1) -> Any:
     """Add the operation that calls a function, and return its result or the list of its results."""
-    return apply_named(name_of(function), args, kwargs, outputs)
+    return apply_named(numpy_functions.name_of(function), args, kwargs, outputs)
 
 
-def apply_named(
-    function: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int = 1
-) -> Any:
+def apply_named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: int = 1) -> Any:
     """Add an operation of a function in the table, whose arguments contain tensors and arrays."""
     inputs: list[Any] = []
 
@@ -500,7 +488,7 @@ def apply_named(
     default = get_default_graph()
     graphs = [value.graph for value in inputs if isinstance(value, Symbolic)]
     graph = next((graph for graph in graphs if not default.encloses(graph)), default)
-    op = graph.add(function, inputs, outputs=outputs, call=template)
+    op = graph.add(name, inputs, outputs=outputs, call=template)
     return op.outputs[0] if outputs == 1 else op.outputs
 
 
@@ -512,6 +500,14 @@ def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
     array = np.array(value, dtype)  # A copy: the program may change what it passed.
     op = get_default_graph().add("constant", name=name, value=array, known=Known.value(array))
     return op.outputs[0]
+
+
+def _source_line() -> str:
+    """Return the line of the user's program that is now running."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _operation(value: Any) -> Operation:
@@ -563,7 +559,6 @@ def as_default_session(session: Any) -> Iterator[Any]:
 def default_session() -> Any:
     """Return the innermost session that is a context manager now."""
     if not _stacks.sessions:
-        raise InvalidArgumentError(
-            "there is no default session: write `with Session():`, or pass session=."
-        )
+        why = "there is no default session: write `with Session():`, or pass session=."
+        raise InvalidArgumentError(why)
     return _stacks.sessions[-1]

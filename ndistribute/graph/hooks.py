@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.event_files import scalar
-from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
-from ndistribute.graph.variables import Variable, find_global_step
+from ndistribute.graph.variables import find_global_step
 from ndistribute.timers import Timer
 
 SCAFFOLD = "scaffold"
@@ -75,21 +75,6 @@ class SessionRunHook:
         """Called once at the end, unless the training failed."""
 
 
-def global_step_of_graph(graph: Graph | None = None) -> Variable:
-    """Return the variable that counts the steps of a graph; None: of the default graph.
-
-    Raises:
-        RuntimeError: the graph has none.
-    """
-    step = find_global_step(graph or get_default_graph())
-    if step is None:
-        raise RuntimeError(
-            "the graph has no global step: call get_or_create_global_step() and pass it to "
-            "minimize(..., global_step)."
-        )
-    return step
-
-
 def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
     """Log and write the steps in a second since the timer's last time, if there is one."""
     speed = timer.mark(step)
@@ -103,21 +88,27 @@ def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
 class _StepHook(SessionRunHook):
     """The base class of hooks that follow the global step, which each run fetches for them."""
 
+    _timer: Timer
+
     def begin(self) -> None:
-        self._step = global_step_of_graph()
+        step = find_global_step()
+        if step is None:
+            raise RuntimeError(
+                "the graph has no global step: call get_or_create_global_step() and pass it to "
+                "minimize(..., global_step)."
+            )
+        self._step = step
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         return SessionRunArgs(self._step)
 
-    def _step_if_due(
-        self, timer: Timer, context: SessionRunContext, values: SessionRunValues
-    ) -> int | None:
+    def _step_if_due(self, context: SessionRunContext, values: SessionRunValues) -> int | None:
         """Return the global step after a run, if the time has come, else None."""
         # The run read it before, or while, it was incremented; others may increment it, too.
-        if not timer.is_due(int(values.results) + 1):
+        if not self._timer.is_due(int(values.results) + 1):
             return None
         step = int(context.session.run(self._step))
-        return step if timer.is_due(step) else None
+        return step if self._timer.is_due(step) else None
 
 
 class StopAtStepHook(_StepHook):
@@ -209,7 +200,7 @@ class CheckpointSaverHook(_StepHook):
         self._save(session, int(session.run(self._step)))
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = self._step_if_due(self._timer, run_context, run_values)
+        step = self._step_if_due(run_context, run_values)
         if step is None and run_context.stop_requested:  # While a lost task can still come back.
             last = int(run_context.session.run(self._step))
             step = None if last == self._timer.last_step else last
@@ -324,7 +315,7 @@ class StepCounterHook(WritingHook):
         self._timer.reset()  # The time until a recovery does not count.
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = self._step_if_due(self._timer, run_context, run_values)
+        step = self._step_if_due(run_context, run_values)
         if step is not None:
             write_speed(self._timer, step, self._writer)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,11 +22,14 @@ from ndistribute.errors import AbortedError, InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.shapes import Known, Shape, shared_by
-from ndistribute.graph.step import Node, Step
+from ndistribute.graph.step import Step
 from ndistribute.indexed_slices import IndexedSlices, dense, map_values
 from ndistribute.numpy_functions import check_shape
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.variables import Aggregation
+
+if TYPE_CHECKING:
+    from ndistribute.graph.executor import Node
 
 kernel("identity")(lambda step, node, inputs: inputs[0])
 kernel("constant")(lambda step, node, inputs: node.constant)
@@ -38,9 +41,8 @@ kernel("variable", reads=True, smooth=False, pure=False)(lambda step, node, inpu
 
 @kernel("placeholder", pure=False)
 def _placeholder(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    raise InvalidArgumentError(
-        f"placeholder {node.name!r} has no value: add it to feed_dict of this run."
-    )
+    why = f"placeholder {node.name!r} has no value: add it to feed_dict of this run."
+    raise InvalidArgumentError(why)
 
 
 @kernel("read", reads=True, pure=False)

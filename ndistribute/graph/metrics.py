@@ -121,9 +121,7 @@ def _ratio(total: Any, count: Any) -> Metric:
 
 
 def _local(name: str) -> Variable:
-    return Variable(
-        np.float64(0), trainable=False, name=name, collections=[LOCAL_VARIABLES, METRIC_VARIABLES]
-    )
+    return Variable(np.float64(0), False, name, collections=[LOCAL_VARIABLES, METRIC_VARIABLES])
 
 
 def _like(predictions: Any, labels: Any) -> Any:

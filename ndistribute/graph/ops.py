@@ -17,7 +17,8 @@ from ndistribute.numpy_functions import CONSTANT, Function, Results, function_na
 
 if TYPE_CHECKING:
     from ndistribute.graph.definition import OperationDef
-    from ndistribute.graph.step import Node, Step
+    from ndistribute.graph.executor import Node
+    from ndistribute.graph.step import Step
 
 Kernel = Callable[["Step", "Node", Sequence[Any]], Any]
 """Returns the value of an operation's output, or a list if it has another number of outputs."""

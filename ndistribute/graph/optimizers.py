@@ -9,18 +9,18 @@ of the replica whose thread runs the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ndistribute.context import get_replica_context
 from ndistribute.dtypes import computing_dtype
 from ndistribute.errors import InvalidArgumentError
-from ndistribute.graph.gradients import gradients
+from ndistribute.graph.gradients import HINTS, gradients
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import group
 from ndistribute.graph.ops import kernel
-from ndistribute.graph.step import Node, Step
+from ndistribute.graph.step import Step
 from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.mistakes import accepting
 from ndistribute.optimizers import algorithms, schedules
@@ -28,7 +28,10 @@ from ndistribute.optimizers.clipping import clipped
 from ndistribute.optimizers.optimizer import Optimizer, optimizer_for
 from ndistribute.update_rules import Rule, hyperparameters_of, slot_start
 
-GradsAndVars = Sequence[tuple[Any, Variable]]
+if TYPE_CHECKING:
+    from ndistribute.graph.executor import Node
+
+Pairs = Sequence[tuple[Any, Variable]]
 
 
 class GraphOptimizer:
@@ -57,7 +60,7 @@ class GraphOptimizer:
         """Return the name."""
         return self._name
 
-    @accepting("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")
+    @accepting(*HINTS)
     def minimize(
         self,
         loss: Tensor,
@@ -81,7 +84,7 @@ class GraphOptimizer:
         pairs = self.compute_gradients(loss, var_list, grad_loss)
         return self.apply_gradients(pairs, global_step, name)
 
-    @accepting("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")
+    @accepting(*HINTS)
     def compute_gradients(
         self, loss: Tensor, var_list: Sequence[Variable] | None = None, grad_loss: Any = None
     ) -> list[tuple[Any, Variable]]:
@@ -92,7 +95,7 @@ class GraphOptimizer:
 
     def apply_gradients(
         self,
-        grads_and_vars: GradsAndVars,
+        grads_and_vars: Pairs,
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> Operation:
@@ -118,14 +121,10 @@ class GraphOptimizer:
                 changed = _together("clip_gradients", changed, bound=[*self._bound])
             return self.add_updates(graph, list(zip(changed, variables, strict=True)), global_step)
 
-    def add_updates(
-        self, graph: Graph, pairs: GradsAndVars, global_step: Variable | None
-    ) -> Operation:
+    def add_updates(self, graph: Graph, pairs: Pairs, global_step: Variable | None) -> Operation:
         """Return the operation for `apply_gradients`, made in its scope of names."""
         rate = self.rate_at(global_step)
-        updates = [
-            self.add_update("apply_rule", [each], rate, variable) for each, variable in pairs
-        ]
+        updates = [self.add_update("apply_rule", [by], rate, variable) for by, variable in pairs]
         if global_step is None:
             return group(*updates, name="update")
         with graph.colocate_with(global_step.op):
@@ -230,9 +229,8 @@ def in_graph(optimizer: Any) -> GraphOptimizer:
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
         raise TypeError(f"a graph needs an optimizer, and not one around another: {optimizer!r}.")
     kept: dict[str, Any] = vars(optimizer)
-    updater = GraphOptimizer(
-        optimizer.rule, optimizer.learning_rate, optimizer.name, kept["_bound"]
-    )
+    rule, rate = optimizer.rule, optimizer.learning_rate
+    updater = GraphOptimizer(rule, rate, optimizer.name, kept["_bound"])
     # All its updates use the same slots, and the rate that it has by then.
     updater._slots = kept.setdefault("_slots_in_graphs", updater._slots)
     return updater
@@ -330,9 +328,8 @@ class RMSPropOptimizer(GraphOptimizer):
         centered: bool = False,
         name: str = "RMSProp",
     ) -> None:
-        super().__init__(
-            algorithms.RMSpropRule(decay, momentum, epsilon, centered), learning_rate, name
-        )
+        rule = algorithms.RMSpropRule(decay, momentum, epsilon, centered)
+        super().__init__(rule, learning_rate, name)
 
 
 class AdamOptimizer(GraphOptimizer):
@@ -420,7 +417,7 @@ def _rate_at(schedule: schedules.LearningRateSchedule, global_step: Any, name: s
         return schedule(step)
 
 
-def with_gradients(pairs: GradsAndVars) -> GradsAndVars:
+def with_gradients(pairs: Pairs) -> Pairs:
     """Return the pairs that have a gradient.
 
     Raises:

@@ -32,9 +32,8 @@ def merge_device(inner: str, outer: str) -> str:
     '/job:ps/task:1/device:CPU:0'
     """
     parts = parse_device(outer) | parse_device(inner)
-    return "".join(
-        f"/{key}:{parts[key]}" for key in ("job", "replica", "task", "device") if key in parts
-    )
+    keys = "job", "replica", "task", "device"
+    return "".join(f"/{key}:{parts[key]}" for key in keys if key in parts)
 
 
 def task_of(operation: Any, tasks: Mapping[str, str], default: str, *, soft: bool = False) -> str:

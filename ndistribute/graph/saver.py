@@ -110,10 +110,8 @@ class Saver:
                 has changed then.
         """
         path = Path(save_path)
-        is_folder = path.is_dir()
-        saved = (
-            tensor_files.read(path) if is_folder else tensor_files.newest(path.parent, path.name)
-        )
+        folder, name = path.parent, path.name
+        saved = tensor_files.read(path) if path.is_dir() else tensor_files.newest(folder, name)
         if saved is None:
             raise NotFoundError(f"there is no checkpoint {os.fspath(save_path)!r}.")
         missing = [name for name in self._values if name not in saved.tensors]

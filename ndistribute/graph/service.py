@@ -166,7 +166,7 @@ class GraphService(TaskService):
         functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> tuple[Value, ...]:
         """Run a part of a step in this task; return the values of its fetches."""
-        outside = _Outside(self, number, check, ends, plan.sources)
+        outside = Outside(self, number, check, ends, plan.sources)
         session = number.partition("/")[0]
         step = Step(self.resources, session=session, outside=outside, functions=functions)
         with self._lock:  # An abort that comes now meets either the step or its refusal.
@@ -315,9 +315,8 @@ class _Session:
 
     def run(self, peer: Requester, request: m.Run) -> m.Reply:
         if len(request.values) != len(request.feeds):
-            raise errors.InvalidArgumentError(
-                f"{len(request.feeds)} feeds have {len(request.values)} values."
-            )
+            why = f"{len(request.feeds)} feeds have {len(request.values)} values."
+            raise errors.InvalidArgumentError(why)
         cut_ = self._prepared(request)
         ends = math.inf if request.timeout is None else time.monotonic() + request.timeout
         number = f"{self.name}/{next(self._numbers)}"
@@ -517,21 +516,25 @@ class _Running:
 
 
 @dataclass(eq=False)
-class _Outside:
-    """The other tasks, for one step."""
+class Outside:
+    """The other tasks that take part in a step."""
 
     service: GraphService
     number: str
     check: Callable[[Step], None]
+    """Aborts the step if another task has failed or has ended."""
     ends: float
     sources: Container[Any]
+    """Those that send values to this one."""
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
+        """Send values, by their keys, to another task."""
         packed = {key: sendable(key, value) for key, value in values.items()}
         delivery = m.Deliver(self.number, packed)
         self.service.client(task).send_one_way(delivery, until=self.ends)
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
+        """Call a function with a value once another task has sent it."""
         self.service.rendezvous.receive(self.number, key, then)
 
 

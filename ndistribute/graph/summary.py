@@ -96,14 +96,12 @@ class FileWriter(EventFile):
         """Do nothing: what was added is in the file."""
 
 
-def _summary(
-    kind: str, name: str, value: Any, collections: Sequence[str] | None, most: int = 0
-) -> Tensor:
+def _summary(kind: str, name: str, value: Any, keys: Sequence[str] | None, most: int = 0) -> Tensor:
     tensor = as_tensor(value)
     graph = tensor.graph
     op = graph.add("summary", [tensor], name=name, attributes={"kind": kind, "most": most})
     op.definition.attributes["tag"] = op.name
     made = op.outputs[0]
-    for key in [SUMMARIES] if collections is None else collections:
+    for key in [SUMMARIES] if keys is None else keys:
         graph.add_to_collection(key, made)
     return made

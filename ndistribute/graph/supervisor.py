@@ -122,9 +122,8 @@ class Supervisor(Coordinator):
         if wait_for_checkpoint:
             raise ValueError("wait_for_checkpoint must be False: who waits is not the chief.")
         with self.graph.as_default():
-            session = open_session(
-                self._scaffold, master, config, self._folder, max_wait_secs, self.is_chief
-            )
+            options = config, self._folder, max_wait_secs, self.is_chief
+            session = open_session(self._scaffold, master, *options)
         if start_standard_services and self.is_chief:
             self._start_services(session)
         return session
@@ -216,17 +215,13 @@ class Supervisor(Coordinator):
         if self._folder and self._save_secs and self.saver is not None:
             self.loop(self._save_secs, self._save, (session,))
         if self.summary_writer and self._summary_secs:
-            if self._scaffold.summary_op is not None:
-                self.loop(self._summary_secs, self._summarize, (session,))
-            if self.global_step is not None:
-                self.loop(self._summary_secs, self._count, (session, Timer(seconds=0.0)))
+            run, op, step = session.run, self._scaffold.summary_op, self.global_step
+            timer, writer = Timer(seconds=0.0), self.summary_writer
+            if op is not None:
+                self.loop(self._summary_secs, lambda: self.summary_computed(session, run(op)))
+            if step is not None:
+                self.loop(self._summary_secs, lambda: write_speed(timer, int(run(step)), writer))
 
     def _save(self, session: Session) -> None:
         if self._folder and self.saver is not None:
             self.saver.save(session, self.save_path, self.global_step)
-
-    def _summarize(self, session: Session) -> None:
-        self.summary_computed(session, session.run(self._scaffold.summary_op))
-
-    def _count(self, session: Session, timer: Timer) -> None:
-        write_speed(timer, int(session.run(self.global_step)), self.summary_writer)

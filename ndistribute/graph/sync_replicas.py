@@ -10,7 +10,7 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation
 from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
-from ndistribute.graph.optimizers import GradsAndVars, GraphOptimizer, in_graph
+from ndistribute.graph.optimizers import GraphOptimizer, Pairs, in_graph
 from ndistribute.graph.variables import Variable
 from ndistribute.mistakes import accepting
 
@@ -54,9 +54,7 @@ class SyncReplicasOptimizer(GraphOptimizer):
         """Return pairs of a gradient and a variable; see `GraphOptimizer`."""
         return self._opt.compute_gradients(*args, **kwargs)
 
-    def add_updates(
-        self, graph: Graph, pairs: GradsAndVars, global_step: Variable | None
-    ) -> Operation:
+    def add_updates(self, graph: Graph, pairs: Pairs, global_step: Variable | None) -> Operation:
         """Return the operation that contributes gradients and waits for the update.
 
         Raises:

@@ -143,8 +143,8 @@ class Variable(Symbolic):
 
     def _change(self, kind: str, value: Any) -> Tensor:
         with self.graph.colocate_with(self.op):
-            given = as_tensor(value, None if hasattr(value, "op") else self.dtype)
-        return self._kernel(kind, given)
+            operand = as_tensor(value, None if hasattr(value, "op") else self.dtype)
+        return self._kernel(kind, operand)
 
     def _kernel(self, kind: str, *inputs: Tensor) -> Tensor:
         attributes = {"variable": self.op.name}
@@ -233,22 +233,25 @@ def report_uninitialized_variables(
         names = as_tensor(np.array([variable.op.name for variable in chosen], np.str_))
         if not chosen:
             return names
-        have: Any = np.concatenate([np.reshape(one.is_initialized(), [1]) for one in chosen])
+        have: Any = np.concatenate([np.reshape(each.is_initialized(), [1]) for each in chosen])
         return names[np.logical_not(have)]  # type: ignore[no-any-return]
 
 
-def find_global_step(graph: Graph) -> Variable | None:
-    """Return the variable that counts the steps: of the collection, or of the name; None: none."""
-    named = [one for one in graph.get_collection(GLOBAL_VARIABLES) if one.name == "global_step:0"]
+def find_global_step(graph: Graph | None = None) -> Variable | None:
+    """Return the variable that counts the steps of a graph, or of the default one; None: none.
+
+    It is that of the collection, or of the name.
+    """
+    graph = graph or get_default_graph()
+    named = [each for each in graph.get_collection(GLOBAL_VARIABLES) if each.op.name == GLOBAL_STEP]
     return next(iter([*graph.get_collection(GLOBAL_STEP), *named]), None)
 
 
 def get_or_create_global_step(graph: Graph | None = None) -> Variable:
     """Return the int64 variable that counts the training steps, made at the first call."""
     graph = graph or get_default_graph()
-    found = find_global_step(graph)
-    if found is not None:
-        return found
+    if (step := find_global_step(graph)) is not None:
+        return step
     with graph.as_default(), graph.name_scope(None), graph.control_dependencies(None):
         step = Variable(np.int64(0), trainable=False, name="global_step")
     graph.add_to_collection(GLOBAL_STEP, step)

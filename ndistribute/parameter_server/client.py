@@ -174,9 +174,8 @@ class _WriteBuffer:
             if not _writable(part):
                 return part
             self._nbytes += part.nbytes
-            copy: Array = np.ndarray(
-                part.shape, part.dtype, self._servers._memory.take(part.nbytes)
-            )
+            memory = self._servers._memory.take(part.nbytes)
+            copy: Array = np.ndarray(part.shape, part.dtype, memory)
             np.copyto(copy, part)
             return copy
         if isinstance(part, tuple):

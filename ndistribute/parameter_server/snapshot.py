@@ -88,10 +88,8 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
         store.variables.cells[name] = Cell(owned, max(version, floor + 1))
     for name, (keeps_shape, dtype) in saved.shared.items():
         cell = store.shared.find(name)
-        cell.array, cell.keeps_shape = (
-            _owned(unpacked(tensors[f"shared/{name}"], dtype)),
-            keeps_shape,
-        )
+        cell.keeps_shape = keeps_shape
+        cell.array = _owned(unpacked(tensors[f"shared/{name}"], dtype))
     store.total = store.began = saved.total
     store.applied, store.aggregates, store.clocks = saved.applied, saved.aggregates, saved.clocks
     return store
