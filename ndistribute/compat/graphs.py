@@ -60,11 +60,10 @@ def either(in_graphs: Callable[..., Any], otherwise: Callable[..., Any]) -> Call
     return call
 
 
-class Session(graph.Session):
-    """A session that also returns arrays, which constants made before the first graph are.
+class _BytesForText:
+    """A session that returns text as bytes, and arrays, which constants before any graph are."""
 
-    Text is bytes, as TensorFlow's is.
-    """
+    graph: Any
 
     def run(
         self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
@@ -72,17 +71,15 @@ class Session(graph.Session):
         """Return the values of fetches; see `ndistribute.graph.Session`."""
         with self.graph.as_default():
             known = tree.map_leaves(_as_fetch, fetches)
-        return tree.map_leaves(_as_bytes, super().run(known, feed_dict))
+        return tree.map_leaves(_as_bytes, super().run(known, feed_dict))  # type: ignore[misc]
 
 
-class MonitoredTrainingSession(graph.MonitoredTrainingSession):
-    """A session with hooks, whose text is bytes."""
+class Session(_BytesForText, graph.Session):
+    """A session of TensorFlow's kind."""
 
-    def run(
-        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
-    ) -> Any:
-        """Return the values of fetches; see `ndistribute.graph.MonitoredTrainingSession`."""
-        return tree.map_leaves(_as_bytes, super().run(fetches, feed_dict))
+
+class MonitoredTrainingSession(_BytesForText, graph.MonitoredTrainingSession):
+    """A session with hooks, of TensorFlow's kind."""
 
 
 class RunOptions:
@@ -171,9 +168,8 @@ def local_variables_initializer() -> Any:
 def check_layout(data_format: Any, dilations: Any = 1, known: str = "NHWC") -> None:
     """Raise ValueError for what only other libraries compute."""
     if data_format not in (None, known) or windows(dilations) != (1, 1):
-        raise ValueError(
-            f"data_format must be {known!r} and dilations 1, got {data_format!r} and {dilations!r}."
-        )
+        wrong = f"{data_format!r} and {dilations!r}"
+        raise ValueError(f"data_format must be {known!r} and dilations 1, got {wrong}.")
 
 
 def conv2d(
@@ -275,11 +271,7 @@ truncated_normal_initializer = _initializer(graph.truncated_normal)
 
 
 def dropout(
-    x: Any,
-    keep_prob: Any = None,
-    noise_shape: Any = None,
-    seed: int | None = None,
-    rate: Any = None,
+    x: Any, keep_prob: Any = None, noise_shape: Any = None, seed: Any = None, rate: Any = None
 ) -> Any:
     """Return the tensor with elements of zero, and the others divided by the part that is kept."""
     kept = keep_prob if rate is None else 1.0 - rate

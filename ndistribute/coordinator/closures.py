@@ -313,11 +313,9 @@ class ClosureQueue:
 
     def idle_worker(self) -> int | None:
         with self.lock:
-            if self._ready and not self.closing.is_set():
-                for worker, flying in self._in_flight.items():
-                    if not flying:
-                        return worker
-        return None
+            if not self._ready or self.closing.is_set():
+                return None
+            return next((worker for worker, sent in self._in_flight.items() if not sent), None)
 
     def take(self, worker: int, depth: int) -> list[Closure]:
         """Return the next closures for a worker, which then has at most `depth`."""
@@ -430,7 +428,7 @@ class ClosureQueue:
             worker, why = self._stuck.popitem()
             self._why_away[worker] = ConnectionError(f"it waits for {why}")
             # Copies, as another thread may still be sending those with their attempt.
-            flying = {n: replace(one) for n, one in self._in_flight.pop(worker).items()}
+            flying = {n: replace(sent) for n, sent in self._in_flight.pop(worker).items()}
             self._owed[worker] = set(flying)
             self._open.update(flying)
             self._give_back(flying.values())
@@ -467,10 +465,8 @@ class ClosureQueue:
         before = traceback.format_exception_only(self._error)[0].strip()
         flying = {number for some in self._in_flight.values() for number in some}
         for closure in [self._open[number] for number in self._open if number not in flying]:
-            cancelled = CancelledError(
-                f"{closure} was cancelled, since this was raised before: {before}. Schedule it "
-                "again."
-            )
+            why = f"this was raised before: {before}. Schedule it again."
+            cancelled = CancelledError(f"{closure} was cancelled, since {why}")
             cancelled.__cause__ = self._error
             self._finish(closure, cancelled)
         self._ready.clear()

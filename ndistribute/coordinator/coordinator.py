@@ -92,7 +92,9 @@ class ClusterCoordinator:
         self._queue = ClosureQueue(tuple(connectors), timeout)
         self._client_id = f"closures#{secrets.token_hex(8)}"
         self._longest_pause = timeout / 4
-        self._links = [_Link(self, index, *one) for index, one in enumerate(connectors.items())]
+        self._links = [
+            _Link(self, index, *worker) for index, worker in enumerate(connectors.items())
+        ]
         for link in self._links:
             link.start()
         _coordinators.add(self)
@@ -213,8 +215,8 @@ class ClusterCoordinator:
     def _pickled_function(self, function: Any, what: str) -> tuple[str, Pickled]:
         # Only plain functions are cached; other objects may change between calls.
         plain = isinstance(function, types.FunctionType)
-        if plain and (found := self._pickled.get(function)) is not None:
-            return found
+        if plain and (known := self._pickled.get(function)) is not None:
+            return known
         try:
             pickled = dump(function)
         except Exception as error:
@@ -222,10 +224,10 @@ class ClusterCoordinator:
                 f"{what} cannot be sent to workers: {error}. Leave out what it refers to that can "
                 "not be pickled, or make it inside of the function."
             ) from error
-        found = key_of(pickled), pickled
+        keyed = key_of(pickled), pickled
         if plain:
-            self._pickled[function] = found
-        return found
+            self._pickled[function] = keyed
+        return keyed
 
 
 _coordinators: WeakSet[ClusterCoordinator] = WeakSet()
@@ -406,10 +408,8 @@ def _connectors(resolver: ClusterResolver | None, timeout: float) -> dict[str, C
         return {"worker:0": None}
     me = f"{resolver.task_type}:{resolver.task_id}"
     if resolver.task_type != "chief":
-        raise ValueError(
-            f"This process is {me}: a coordinator runs on the chief alone. Give the cluster a job "
-            "'chief', or let each worker run its own loop."
-        )
+        hint = "Give the cluster a job 'chief', or let each worker run its own loop."
+        raise ValueError(f"This process is {me}: a coordinator runs on the chief alone. {hint}")
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
     credentials = credentials_of(cluster.addresses())
@@ -418,10 +418,10 @@ def _connectors(resolver: ClusterResolver | None, timeout: float) -> dict[str, C
 
     def connector(index: int) -> Connection:
         address = cluster.task_address("worker", index)
-        own = replace(hello, audience=f"worker:{index}")
+        greeting = replace(hello, audience=f"worker:{index}")
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:
-            return connect(address, credentials, own, _outcomes, deadline=deadline, macs=True)
+            return connect(address, credentials, greeting, _outcomes, deadline=deadline, macs=True)
         except ConnectionLostError as error:
             raise ConnectionLostError(f"{address}: {error}") from error
 

@@ -85,7 +85,7 @@ class LinearClassifier(Estimator):
         optimizer: Any = None,
         config: RunConfig | None = None,
     ) -> None:
-        head = _classes(n_classes, weight_column, label_vocabulary)
+        head = class_head(n_classes, weight_column, label_vocabulary)
         super().__init__(_linear(head, feature_columns, optimizer), model_dir, config)
 
 
@@ -137,7 +137,7 @@ class DNNClassifier(Estimator):
         dropout: float | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        head = _classes(n_classes, weight_column, label_vocabulary)
+        head = class_head(n_classes, weight_column, label_vocabulary)
         network = _dense(head, hidden_units, feature_columns, activation_fn, dropout, optimizer)
         super().__init__(network, model_dir, config)
 
@@ -208,13 +208,3 @@ def _model_fn(
         return head.spec(features, labels, mode, values, make_optimizer)
 
     return model_fn
-
-
-def _classes(count: int, weight_column: str | None, vocabulary: Sequence[Any] | None) -> Head:
-    words = tuple(vocabulary or ())
-    if count < 2 or len(words) not in (0, count):
-        raise ValueError(
-            f"n_classes must be 2 or more, and the length of label_vocabulary; got {count} and "
-            f"{len(words)} words."
-        )
-    return class_head(count, weight_column, words)

@@ -212,10 +212,8 @@ class Estimator:
 def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None) -> RunConfig:
     directory = None if model_dir is None else str(model_dir)
     if directory and config.model_dir and directory != config.model_dir:
-        raise ValueError(
-            f"model_dir is {directory!r}, and that of config is {config.model_dir!r}: pass one of "
-            "them."
-        )
+        both = f"model_dir is {directory!r}, and that of config is {config.model_dir!r}"
+        raise ValueError(f"{both}: pass one of them.")
     chosen = directory or config.model_dir
     if chosen is None:
         chosen = mkdtemp(prefix="estimator-")

@@ -115,10 +115,8 @@ def categorical_column_with_identity(
     """
     _check_size(num_buckets, f"categorical_column_with_identity({key!r}): num_buckets")
     if default_value is not None and not 0 <= default_value < num_buckets:
-        raise ValueError(
-            f"categorical_column_with_identity({key!r}): default_value must be below num_buckets="
-            f"{num_buckets}, got {default_value}."
-        )
+        why = f"default_value must be below num_buckets={num_buckets}, got {default_value}."
+        raise ValueError(f"categorical_column_with_identity({key!r}): {why}")
     return _looked_up(key, num_buckets, "checked", num_buckets, default_value)
 
 
@@ -140,15 +138,11 @@ def categorical_column_with_vocabulary_list(
     """
     words = tuple(vocabulary_list)
     if not words or len(set(words)) < len(words):
-        raise ValueError(
-            f"categorical_column_with_vocabulary_list({key!r}): the vocabulary must have words, "
-            f"and each once; got {words[:5]!r}."
-        )
+        reason = f"the vocabulary must have words, and each once; got {words[:5]!r}."
+        raise ValueError(f"categorical_column_with_vocabulary_list({key!r}): {reason}")
     if num_oov_buckets and default_value != -1:
-        raise ValueError(
-            f"categorical_column_with_vocabulary_list({key!r}): pass default_value or "
-            "num_oov_buckets, not both."
-        )
+        why = "pass default_value or num_oov_buckets, not both."
+        raise ValueError(f"categorical_column_with_vocabulary_list({key!r}): {why}")
     buckets = len(words) + num_oov_buckets
     return _looked_up(key, buckets, "lookup", np.array(words), default_value, num_oov_buckets)
 
@@ -243,10 +237,8 @@ def input_layer(
         for column in sorted_columns(feature_columns):
             values = column.values
             if values is None:
-                raise ValueError(
-                    f"input_layer got the categorical column {column.name!r}: wrap it in "
-                    "indicator_column or embedding_column."
-                )
+                why = "wrap it in indicator_column or embedding_column."
+                raise ValueError(f"input_layer got the categorical column {column.name!r}: {why}")
             with variable_scope(None, column.name):
                 parts.append(values(features, trainable))
         return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
@@ -295,9 +287,8 @@ def sorted_columns(feature_columns: Any) -> list[Any]:
     names = sorted(column.name for column in columns)
     twice = [a for a, b in itertools.pairwise(names) if a == b]
     if twice or not columns:
-        raise ValueError(
-            f"two feature columns are named {twice[0]!r}." if twice else "no feature columns given."
-        )
+        none = "no feature columns given."
+        raise ValueError(f"two feature columns are named {twice[0]!r}." if twice else none)
     return sorted(columns, key=lambda column: column.name)
 
 
@@ -369,10 +360,8 @@ def _checked(values: Any, buckets: int, default: int | None) -> Any:
     if default is not None:
         return np.where(outside & (ids != -1), default, ids)
     if outside.any():
-        raise ValueError(
-            f"the id {ids[outside][0]} is not below num_buckets={buckets}: raise num_buckets, or "
-            "pass default_value."
-        )
+        why = "raise num_buckets, or pass default_value."
+        raise ValueError(f"the id {ids[outside][0]} is not below num_buckets={buckets}: {why}")
     return ids
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +77,21 @@ def regression_head(units: int, weight_column: str | None) -> Head:
     )
 
 
-def class_head(count: int, weight_column: str | None, vocabulary: tuple[Any, ...]) -> Head:
+def class_head(count: int, weight_column: str | None, vocabulary: Sequence[Any] | None) -> Head:
     """Return the head of a classification: by one logit, of class 1, or by softmax.
 
     Args:
         count: the number of classes.
         weight_column: see `LinearRegressor`.
-        vocabulary: the labels by class; empty: labels are the classes.
+        vocabulary: the labels by class; None or empty: labels are the classes.
+
+    Raises:
+        ValueError: there are fewer than two classes, or not as many labels.
     """
+    vocabulary = tuple(vocabulary or ())
+    if count < 2 or len(vocabulary) not in (0, count):
+        why = f"got {count} and {len(vocabulary)} words."
+        raise ValueError(f"n_classes must be 2 or more, and the length of label_vocabulary; {why}")
     words = vocabulary or tuple(map(str, range(count)))
     known = np.array(vocabulary) if vocabulary else None
 

@@ -45,6 +45,7 @@ from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 _log = logging.getLogger("ndistribute")
 
 InputFn = Callable[..., Any]
+AfterStep = Callable[[], None]
 
 
 class GraphLoops:
@@ -68,10 +69,7 @@ class GraphLoops:
         return configured or get_strategy()
 
     def train(
-        self,
-        spec: TrainSpec,
-        steps: int | None = None,
-        after_step: Callable[[], None] = lambda: None,
+        self, spec: TrainSpec, steps: int | None = None, after_step: AfterStep = lambda: None
     ) -> None:
         """Train as `Estimator.train` does; call a function after each step, outside of replicas."""
         config, max_steps = self._config, spec.max_steps
@@ -336,7 +334,7 @@ class Replicas:
                 replica.session = stack.enter_context(MonitoredTrainingSession())
         self.exchange(GLOBAL_VARIABLES, lambda values, ctx: ctx.communicator.broadcast(values))
 
-    def run(self, batches: Iterable[Any], after_step: Callable[[], None] = lambda: None) -> None:
+    def run(self, batches: Iterable[Any], after_step: AfterStep = lambda: None) -> None:
         """Make a step with each batch until a hook asks to stop, which it may have done before."""
 
         def step(part: Any) -> None:
@@ -449,10 +447,8 @@ def _split(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, tuple):
         return batch, None
     if len(batch) != 2:
-        raise ValueError(
-            f"a batch of input_fn is a tuple of {len(batch)} parts: it must be features, or a "
-            "tuple of features and labels."
-        )
+        why = "it must be features, or a tuple of features and labels."
+        raise ValueError(f"a batch of input_fn is a tuple of {len(batch)} parts: {why}")
     return batch[0], batch[1]
 
 

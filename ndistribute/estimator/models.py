@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ndistribute import tree
 from ndistribute.data import Dataset, InputContext
 from ndistribute.estimator.estimator import Estimator
-from ndistribute.estimator.loops import InputFn, chosen, dataset_from, features_of
+from ndistribute.estimator.loops import AfterStep, InputFn, chosen, dataset_from, features_of
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
-from ndistribute.models.callbacks.callback import Callback
+from ndistribute.models.callbacks.callback import Callback, LambdaCallback
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, latest_checkpoint
 from ndistribute.models.model import Model
 from ndistribute.timers import Timer
@@ -80,10 +80,7 @@ class ModelLoops:
         return self._model.strategy
 
     def train(
-        self,
-        spec: TrainSpec,
-        steps: int | None = None,
-        after_step: Callable[[], None] = lambda: None,
+        self, spec: TrainSpec, steps: int | None = None, after_step: AfterStep = lambda: None
     ) -> None:
         """Train as `Estimator.train` does, and call a function after each step."""
         data, model = self._data(spec.input_fn, ModeKeys.TRAIN), self._model
@@ -91,9 +88,10 @@ class ModelLoops:
         left = steps if spec.max_steps is None else spec.max_steps - model.optimizer.iterations
         if left is not None and left <= 0:
             return
-        saving = _CheckpointSaving(self._manager, self._config, spec.saving_listeners, after_step)
+        saving = _CheckpointSaving(self._manager, self._config, spec.saving_listeners)
+        telling = LambdaCallback(on_train_batch_end=lambda batch, logs: after_step())
         data = data if left is None else data.take(left)
-        model.fit(data, epochs=1, verbose=0, callbacks=[saving, *spec.hooks])
+        model.fit(data, epochs=1, verbose=0, callbacks=[saving, telling, *spec.hooks])
         saving.save()
 
     def evaluate(self, strategy: Any, spec: EvalSpec, path: str | None) -> dict[str, Any]:
@@ -150,13 +148,9 @@ class _CheckpointSaving(Callback):
     """Saves when it is time, and tells listeners."""
 
     def __init__(
-        self,
-        manager: CheckpointManager,
-        config: RunConfig,
-        listeners: Sequence[Any],
-        after_step: Callable[[], None],
+        self, manager: CheckpointManager, config: RunConfig, listeners: Sequence[Any]
     ) -> None:
-        self._manager, self._listeners, self._after_step = manager, listeners, after_step
+        self._manager, self._listeners = manager, listeners
         steps, self._seconds = config.save_checkpoints_steps, config.save_checkpoints_secs
         self._timer = Timer(steps, self._seconds) if steps or self._seconds else None
 
@@ -171,7 +165,6 @@ class _CheckpointSaving(Callback):
             due = self._timer.is_due(self.model.optimizer.iterations)
             if self.model.on_any_worker(due) if self._seconds else due:
                 self.save()
-        self._after_step()
 
     def save(self) -> None:
         """Write a checkpoint, unless this step has one."""

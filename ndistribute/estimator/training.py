@@ -69,8 +69,12 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     if task == "ps":
         Server(cluster, task, config.task_id).join()
         return None
-    if len(cluster.addresses()) <= 1:
-        return _train_alone(estimator, train_spec, eval_spec), []
+    if len(cluster.addresses()) <= 1:  # It evaluates between two steps, after each checkpoint.
+        evaluations = Evaluations(estimator, eval_spec)
+        listeners = [*train_spec.saving_listeners, evaluations]
+        listening = dataclasses.replace(train_spec, saving_listeners=listeners)
+        estimator.loops.train(listening, after_step=evaluations.evaluate_if_due)
+        return evaluations.evaluate(), []
     on_servers = config.num_ps_replicas > 0
     serving = Server(cluster, task, config.task_id) if on_servers else contextlib.nullcontext()
     with serving as server:
@@ -89,9 +93,8 @@ def _greet(server: Server, addresses: Sequence[str]) -> None:
         return
     for address in addresses:
         with contextlib.suppress(UnavailableError):
-            left = until - time.monotonic()
-            greet = service.pool.client(address).send_one_way
-            retried(functools.partial(greet, until=until), left)
+            greet = functools.partial(service.pool.client(address).send_one_way, until=until)
+            retried(greet, until - time.monotonic())
 
 
 def _await_workers(addresses: Sequence[str]) -> None:
@@ -101,14 +104,6 @@ def _await_workers(addresses: Sequence[str]) -> None:
             while True:
                 socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
                 threading.Event().wait(_POLL_SECONDS)
-
-
-def _train_alone(estimator: Estimator, spec: TrainSpec, eval_spec: EvalSpec) -> Any:
-    """Train, with an evaluation between two steps after each checkpoint."""
-    evaluations = Evaluations(estimator, eval_spec)
-    listening = dataclasses.replace(spec, saving_listeners=[*spec.saving_listeners, evaluations])
-    estimator.loops.train(listening, after_step=evaluations.evaluate_if_due)
-    return evaluations.evaluate()
 
 
 class Evaluations(CheckpointSaverListener):

@@ -101,7 +101,5 @@ class Coordinator:
             raise self._error
         alive = [thread.name for thread in waited if thread.is_alive()]
         if alive and not ignore_live_threads:
-            raise RuntimeError(
-                f"threads did not stop within {stop_grace_period_secs:g} s: {', '.join(alive)}. "
-                "They should end when should_stop() is True."
-            )
+            why = f"{', '.join(alive)}. They should end when should_stop() is True."
+            raise RuntimeError(f"threads did not stop within {stop_grace_period_secs:g} s: {why}")

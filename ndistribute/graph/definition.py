@@ -23,6 +23,7 @@ from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 32
+_NO_TEMPLATE = "the arguments of an operation are no template."
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
@@ -87,7 +88,7 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
     if template in (None, [[["input", k] for k in range(count)], {}]):
         return lambda inputs: (inputs, {})
     if not isinstance(template, list) or list(map(type, template)) != [list, dict]:
-        raise _no_template()
+        raise MalformedError(_NO_TEMPLATE)
     args, kwargs = template
     parts = [_decoded(arg, count) for arg in args]
     named = {str(name): _decoded(value, count) for name, value in kwargs.items()}
@@ -140,10 +141,8 @@ def _encoded(value: Any) -> Any:
         return ["complex", value.real, value.imag]
     if isinstance(value, np.dtype) or (isinstance(value, type) and _is_dtype(value)):
         return ["dtype", np.dtype(value).name]
-    raise TypeError(
-        f"a {type(value).__name__} cannot be an argument of an operation: graphs contain arrays, "
-        "numbers, strings, slices, dtypes, and lists of these."
-    )
+    why = "graphs contain arrays, numbers, strings, slices, dtypes, and lists of these."
+    raise TypeError(f"a {type(value).__name__} cannot be an argument of an operation: {why}")
 
 
 def _is_dtype(kind: type) -> bool:
@@ -155,7 +154,7 @@ def _decoded(node: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]],
     if isinstance(node, _PLAIN):
         return lambda inputs: node
     if depth > _DEEPEST or not isinstance(node, list) or not node:
-        raise _no_template()
+        raise MalformedError(_NO_TEMPLATE)
     kind, rest = node[0], node[1:]
     if kind == "input":
         k = rest[0] if len(rest) == 1 else None
@@ -169,13 +168,9 @@ def _decoded(node: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]],
         return lambda inputs: dtype
     made = _MADE.get(kind) if isinstance(kind, str) else None
     if made is None:
-        raise _no_template()
+        raise MalformedError(_NO_TEMPLATE)
     parts = [_decoded(part, count, depth + 1) for part in rest]
     return lambda inputs: made([part(inputs) for part in parts])
-
-
-def _no_template() -> MalformedError:
-    return MalformedError("the arguments of an operation are no template.")
 
 
 _MADE: dict[str, Callable[[list[Any]], Any]] = {

@@ -43,7 +43,7 @@ _APART_WORK = 1 << 32  # Multiplications of a call for whose end a failed step d
 _GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what cannot be ended.
 
 
-class Node:
+class PlanNode:
     """An operation of a plan."""
 
     def __init__(self, definition: OperationDef, soft: bool) -> None:
@@ -58,12 +58,12 @@ class Node:
         self.seconds = 0.0
         self.run_on = run_on_device(definition.device, soft, on_cpu="variable" in self.attributes)
         value = definition.value
-        self.constant: Any = None if value is None else read_only(unpack(value))
-        self.bodies = [_plan_of(body) for body in definition.bodies]
+        self.constant = None if value is None else read_only(unpack(value))
+        self.bodies: Sequence[Plan] = [_plan_of(body) for body in definition.bodies]
         inner = [node for plan in self.bodies for node in plan.nodes]
         # Whether gradients of its gradients are computed.
         self.is_nested: bool = any(node.is_nested or node.type == "gradient" for node in inner)
-        self.recorded: Node = self  # The operation whose record its gradient walks back.
+        self.recorded: PlanNode = self  # The operation whose record its gradient walks back.
         try:
             self.op = op_named(definition.kind)
         except KeyError:
@@ -138,7 +138,7 @@ class Plan:
     ) -> None:
         slots: dict[str, int] = {name: k for k, name in enumerate(feeds)}
         fed = set(feeds)
-        self.nodes: list[Node] = []
+        self.nodes: list[PlanNode] = []
         self._first: list[Any] = []  # The values after those of the feeds when a step begins.
         position: dict[str, int] = {}
         for definition in in_order(definitions, fed):
@@ -225,7 +225,9 @@ class Plan:
 class _Parallel:
     """A step in which several threads run operations as their inputs get ready."""
 
-    def __init__(self, nodes: list[Node], step: Step, values: list[Any], uses: list[int]) -> None:
+    def __init__(
+        self, nodes: list[PlanNode], step: Step, values: list[Any], uses: list[int]
+    ) -> None:
         self._nodes, self._step, self._values = nodes, step, values
         self._uses = list(uses)  # Those to come.
         self._waits = [node.waits for node in nodes]
@@ -271,13 +273,13 @@ class _Parallel:
         with self._changed:
             self._changed.notify_all()
 
-    def _received(self, node: Node, value: Any) -> None:
+    def _received(self, node: PlanNode, value: Any) -> None:
         """Take the value of another task, on the thread of its connection."""
         self._values[node.slot] = value
         with self._changed:
             self._finish([node])
 
-    def _finish(self, nodes: Sequence[Node]) -> None:
+    def _finish(self, nodes: Sequence[PlanNode]) -> None:
         """Note that operations have ended; the caller holds the lock of `_changed`."""
         for node in nodes:
             self._left -= 1
@@ -294,13 +296,16 @@ class _Parallel:
 
     def _work(self) -> None:
         """Run ready operations until none is ready."""
-        nodes: list[Node] = []
+        nodes: list[PlanNode] = []
         while True:
             with self._changed:
                 self._finish(nodes)
                 if not self._ready or self._step.error is not None:
                     return
-                nodes = self._taken()
+                node = self._nodes[self._ready.popleft()]
+                nodes = self._sends_with(node) if node.type == "send" else [node]
+                if self._ready:
+                    self._help(node)
             if len(nodes) > 1:
                 self._send(nodes)
             elif nodes[0].op.waits:
@@ -309,15 +314,7 @@ class _Parallel:
             else:
                 self._run_node(nodes[0])
 
-    def _taken(self) -> list[Node]:
-        """Return the next operation, or several sends that go in one message."""
-        node = self._nodes[self._ready.popleft()]
-        nodes = self._sends_with(node) if node.type == "send" else [node]
-        if self._ready:
-            self._help(node)
-        return nodes
-
-    def _sends_with(self, first: Node) -> list[Node]:
+    def _sends_with(self, first: PlanNode) -> list[PlanNode]:
         """Return a send and take others that are ready: one message costs less than several."""
         taken, size = [first], self._bytes(first)
         for k in list(self._ready):
@@ -329,10 +326,10 @@ class _Parallel:
                     self._ready.remove(k)
         return taken
 
-    def _bytes(self, send: Node) -> int:
+    def _bytes(self, send: PlanNode) -> int:
         return sum(getattr(self._values[k], "nbytes", 0) for k in send.inputs)
 
-    def _send(self, nodes: Sequence[Node]) -> None:
+    def _send(self, nodes: Sequence[PlanNode]) -> None:
         """Send the values of several operations to their task."""
         values = {
             node.attributes["key"]: self._values[node.inputs[0]] if node.inputs else None
@@ -344,7 +341,7 @@ class _Parallel:
             for node in nodes:  # The one that fails is named.
                 self._run_node(node)
 
-    def _run_node(self, node: Node) -> None:
+    def _run_node(self, node: PlanNode) -> None:
         start = time.perf_counter()
         try:
             node.run(self._step, self._values)
@@ -354,12 +351,12 @@ class _Parallel:
         except BaseException as error:
             self._step.abort(error)
 
-    def _run_alone(self, node: Node) -> None:
+    def _run_alone(self, node: PlanNode) -> None:
         self._run_node(node)
         with self._changed:
             self._finish([node])
 
-    def _help(self, node: Node) -> None:
+    def _help(self, node: PlanNode) -> None:
         """Start a thread for a long operation that is ready beside another one."""
         others = (self._nodes[k] for k in self._ready)
         if not (_is_long(node) and any(map(_is_long, others))):
@@ -419,18 +416,17 @@ def _plan_of(body: BodyDef) -> Plan:
     return Plan(operations, feeds, body.outputs, is_bound=True)
 
 
-def _made(definition: OperationDef, soft: bool) -> Node:
+def _made(definition: OperationDef, soft: bool) -> PlanNode:
     try:
-        return Node(definition, soft)
+        return PlanNode(definition, soft)
     except ValueError as error:
         if isinstance(error, OperationError) and error.op is not None:
             raise
-        raise InvalidArgumentError(
-            f"operation {definition.name!r} ({definition.kind}): {error}", op=definition.name
-        ) from error
+        why = f"operation {definition.name!r} ({definition.kind}): {error}"
+        raise InvalidArgumentError(why, op=definition.name) from error
 
 
-def _differentiated(gradient: Node, position: Mapping[str, int]) -> int:
+def _differentiated(gradient: PlanNode, position: Mapping[str, int]) -> int:
     """Return the place of the operation whose gradient one computes."""
     of = gradient.attributes["of"]
     if of not in position:
@@ -438,13 +434,13 @@ def _differentiated(gradient: Node, position: Mapping[str, int]) -> int:
     return position[of]
 
 
-def _is_known(node: Node) -> bool:
+def _is_known(node: PlanNode) -> bool:
     """Return True if the value of an operation is the same in all steps."""
     is_constant = node.type == "constant" and node.constant is not None and node.outputs == 1
     return is_constant and node.run_on is None and not node.definition.controls
 
 
-def _is_long(node: Node) -> bool:
+def _is_long(node: PlanNode) -> bool:
     # Messages to a task share a connection, so that no thread helps.
     return node.seconds > _LONG_SECONDS and node.type != "send"
 
@@ -455,7 +451,7 @@ def _slot(slots: Mapping[str, int], name: str) -> int:
     return slots[name]
 
 
-def _can_overlap(nodes: Sequence[Node]) -> bool:
+def _can_overlap(nodes: Sequence[PlanNode]) -> bool:
     """Return True if two operations that take long can run at the same time."""
     reach = [0] * len(nodes)  # Bit sets of the operations after each one.
     for k in range(len(nodes) - 1, -1, -1):

@@ -16,6 +16,8 @@ from ndistribute.graph.ops import op_named
 from ndistribute.graph.variables import Variable
 from ndistribute.mistakes import accepting
 
+Upstream = dict[Tensor, list[Tensor]]
+"""By tensor, the gradients with respect to it, whose sum counts."""
 HINTS = ("aggregation_method", "colocate_gradients_with_ops", "gate_gradients")
 """Keywords of TensorFlow's functions that change no result."""
 
@@ -52,7 +54,7 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
         ends = [_ends(source, graph, reads, targets) for source in sources]
         reached = {tensor for tensors in ends for tensor in tensors}
         between = _between(graph, targets, reached)
-        upstream: dict[Tensor, list[Tensor]] = {}
+        upstream: Upstream = {}
         seeds = [None] * len(targets) if grad_ys is None else _listed(grad_ys)
         for y, seed in zip(targets, seeds, strict=True):
             with graph.colocate_with(y):
@@ -175,10 +177,7 @@ def _arguments(op: Operation) -> list[Tensor]:
 
 
 def _propagate(
-    op: Operation,
-    between: Container[Operation],
-    upstream: dict[Tensor, list[Tensor]],
-    ends: set[Tensor],
+    op: Operation, between: Container[Operation], upstream: Upstream, ends: set[Tensor]
 ) -> None:
     """Add the gradient operation of an operation, and its results to those of its inputs."""
     seeds = [_sum(upstream.get(tensor, [])) for tensor in op.outputs]

@@ -79,23 +79,17 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
 
     def __iter__(self) -> Iterator[Tensor]:
         if not self.shape or self.shape[0] is None:
-            raise TypeError(
-                f"{self!r} cannot be iterated over: its length is known in a run only. Index it, "
-                "or use np.split."
-            )
+            why = "its length is known in a run only. Index it, or use np.split."
+            raise TypeError(f"{self!r} cannot be iterated over: {why}")
         return (self[i] for i in range(self.shape[0]))
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            f"{self!r} has no truth value before it is run: use cond(), np.where() or "
-            "np.logical_and() in a graph."
-        )
+        why = "use cond(), np.where() or np.logical_and() in a graph."
+        raise TypeError(f"{self!r} has no truth value before it is run: {why}")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"{self!r} is no array before it is run: pass it to NumPy functions that graphs know, "
-            "or fetch it with Session.run."
-        )
+        why = "pass it to NumPy functions that graphs know, or fetch it with Session.run."
+        raise TypeError(f"{self!r} is no array before it is run: {why}")
 
     @staticmethod
     def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -118,10 +112,8 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
             ValueError: only a run can tell the number of axes.
         """
         if self.shape is None:
-            raise ValueError(
-                f"only a run can tell the shape of {self!r}: say it by set_shape(), or compute "
-                "with np.shape() of it."
-            )
+            why = "say it by set_shape(), or compute with np.shape() of it."
+            raise ValueError(f"only a run can tell the shape of {self!r}: {why}")
         return self.shape  # type: ignore[no-any-return]
 
 

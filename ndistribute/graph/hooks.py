@@ -93,10 +93,8 @@ class _StepHook(SessionRunHook):
     def begin(self) -> None:
         step = find_global_step()
         if step is None:
-            raise RuntimeError(
-                "the graph has no global step: call get_or_create_global_step() and pass it to "
-                "minimize(..., global_step)."
-            )
+            why = "call get_or_create_global_step() and pass it to minimize(..., global_step)."
+            raise RuntimeError(f"the graph has no global step: {why}")
         self._step = step
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
@@ -398,9 +396,8 @@ class NanTensorHook(SessionRunHook):
         if not np.isnan(run_values.results).any():
             return
         if self._fails:
-            raise NanLossDuringTrainingError(
-                "the loss is not a number: lower the learning rate, or check the data."
-            )
+            why = "the loss is not a number: lower the learning rate, or check the data."
+            raise NanLossDuringTrainingError(why)
         _log.warning("the loss is not a number: the training ends")
         run_context.request_stop()
 

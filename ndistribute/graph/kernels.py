@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,14 +22,11 @@ from ndistribute.errors import AbortedError, InvalidArgumentError
 from ndistribute.graph.definition import OperationDef
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.shapes import Known, Shape, shared_by
-from ndistribute.graph.step import Step
+from ndistribute.graph.step import Node, Step
 from ndistribute.indexed_slices import IndexedSlices, dense, map_values
 from ndistribute.numpy_functions import check_shape
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.variables import Aggregation
-
-if TYPE_CHECKING:
-    from ndistribute.graph.executor import Node
 
 kernel("identity")(lambda step, node, inputs: inputs[0])
 kernel("constant")(lambda step, node, inputs: node.constant)
@@ -377,13 +374,8 @@ def _summary(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
         return _bytes(event_files.scalar(tag, float(value)))
     if kind == "histogram":
         return _bytes(event_files.histogram(tag, value))
-    pictures = value[: node.attributes["most"]]
-    return _bytes(
-        b"".join(
-            event_files.image(f"{tag}/image/{k}", _pixels(picture))
-            for k, picture in enumerate(pictures)
-        )
-    )
+    pictures = enumerate(map(_pixels, value[: node.attributes["most"]]))
+    return _bytes(b"".join(event_files.image(f"{tag}/image/{k}", each) for k, each in pictures))
 
 
 @kernel("merge_summaries")

@@ -15,16 +15,11 @@ import numpy as np
 from ndistribute import errors
 from ndistribute.graph import hooks as h
 from ndistribute.graph import summary
+from ndistribute.graph import variables as v
 from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Tensor, get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
-from ndistribute.graph.variables import (
-    global_variables,
-    local_variables,
-    report_uninitialized_variables,
-    variables_initializer,
-)
 from ndistribute.timers import UNSET, steps_or_seconds
 
 T = TypeVar("T")
@@ -81,11 +76,11 @@ class Scaffold:
                 if getattr(self, name) is None:
                     setattr(self, name, made)
         if not graph.finalized:
-            variables = global_variables()
+            variables = v.global_variables()
             makers: dict[str, Callable[[], Any]] = {
-                "init_op": lambda: variables_initializer(variables),
-                "local_init_op": lambda: variables_initializer(local_variables(), "local_init"),
-                "ready_op": lambda: report_uninitialized_variables(variables),
+                "init_op": lambda: v.variables_initializer(variables),
+                "local_init_op": lambda: v.variables_initializer(v.local_variables(), "local_init"),
+                "ready_op": lambda: v.report_uninitialized_variables(variables),
                 "summary_op": summary.merge_all,
                 "saver": lambda: Saver(max_to_keep=self.max_to_keep) if variables else None,
             }

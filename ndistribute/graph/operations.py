@@ -253,11 +253,7 @@ class _Traced(Graph):
     """
 
     def __init__(
-        self,
-        outer: Graph,
-        captured: list[Tensor],
-        function: Callable[..., Any],
-        arguments: Sequence[Tensor],
+        self, outer: Graph, captured: list[Tensor], function: Callable[..., Any], args: list[Tensor]
     ) -> None:
         super().__init__()
         self.outer: Graph = outer
@@ -268,7 +264,7 @@ class _Traced(Graph):
         # Other names, because a step keeps records, functions and generators by name.
         scope = f"{outer.unique_name('body')}/"
         with self.as_default(), self.name_scope(scope):
-            self._arguments = [self._argument(tensor) for tensor in arguments]
+            self._arguments = [self._argument(tensor) for tensor in args]
             results = function(*self._arguments)
             self.single = not isinstance(results, list | tuple)
             tensors = [_as_result(value) for value in ([results] if self.single else results)]

@@ -17,8 +17,7 @@ from ndistribute.numpy_functions import CONSTANT, Function, Results, function_na
 
 if TYPE_CHECKING:
     from ndistribute.graph.definition import OperationDef
-    from ndistribute.graph.executor import Node
-    from ndistribute.graph.step import Step
+    from ndistribute.graph.step import Node, Step
 
 Kernel = Callable[["Step", "Node", Sequence[Any]], Any]
 """Returns the value of an operation's output, or a list if it has another number of outputs."""

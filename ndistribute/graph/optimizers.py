@@ -9,7 +9,7 @@ of the replica whose thread runs the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,16 +20,13 @@ from ndistribute.graph.gradients import HINTS, gradients
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import group
 from ndistribute.graph.ops import kernel
-from ndistribute.graph.step import Step
+from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import Variable, trainable_variables
 from ndistribute.mistakes import accepting
 from ndistribute.optimizers import algorithms, schedules
 from ndistribute.optimizers.clipping import clipped
 from ndistribute.optimizers.optimizer import Optimizer, optimizer_for
 from ndistribute.update_rules import Rule, hyperparameters_of, slot_start
-
-if TYPE_CHECKING:
-    from ndistribute.graph.executor import Node
 
 Pairs = Sequence[tuple[Any, Variable]]
 
@@ -94,10 +91,7 @@ class GraphOptimizer:
         return list(zip(gradients(loss, variables, grad_loss), variables, strict=True))
 
     def apply_gradients(
-        self,
-        grads_and_vars: Pairs,
-        global_step: Variable | None = None,
-        name: str | None = None,
+        self, grads_and_vars: Pairs, global_step: Variable | None = None, name: str | None = None
     ) -> Operation:
         """Return the operation that updates variables by gradients, on the variables' devices.
 
@@ -154,10 +148,8 @@ class GraphOptimizer:
         if not callable(rate):
             return rate
         if global_step is None:
-            raise ValueError(
-                f"the learning rate {rate!r} is a function of the step: pass global_step, such as "
-                "get_or_create_global_step()."
-            )
+            why = "pass global_step, such as get_or_create_global_step()."
+            raise ValueError(f"the learning rate {rate!r} is a function of the step: {why}")
         return rate(global_step.value())
 
     def add_update(

@@ -152,9 +152,8 @@ def cut(
             inputs = (tensor,) if tensor else ()
             name = f"_send/{tensor or producer}{to}"
             attributes = {"key": key, "to": to}
-            part_of(tasks[producer]).operations.append(
-                OperationDef(name, "send", inputs, controls, 0, attributes=attributes)
-            )
+            sender = OperationDef(name, "send", inputs, controls, 0, attributes=attributes)
+            part_of(tasks[producer]).operations.append(sender)
             attributes = {"key": key, "from": tasks[producer]}
             part_of(to).operations.append(OperationDef(receiver, "recv", attributes=attributes))
         return receiver

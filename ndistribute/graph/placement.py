@@ -95,10 +95,7 @@ def run_on_device(name: str, soft: bool, on_cpu: bool = False) -> RunOnDevice | 
 
 
 def _run_on(
-    device: Device | None,
-    compute: Callable[[Sequence[Any]], Any],
-    inputs: Sequence[Any],
-    near: Sequence[Any],
+    device: Device | None, compute: Callable[..., Any], inputs: Sequence[Any], near: Sequence[Any]
 ) -> Any:
     """Return what a function of inputs computes on a device; None: where the values `near` are."""
     if device is None:

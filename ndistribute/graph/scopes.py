@@ -81,9 +81,9 @@ def variable_scope(
     if isinstance(name_or_scope, VariableScope):
         entered, label = name_or_scope, f"{name_or_scope.name}/" if name_or_scope.name else None
     else:
-        own = label = name_or_scope or _unused(default_name or "scope", outer.inner)
-        outer.inner.add(own)
-        entered = VariableScope(f"{outer.name}/{own}" if outer.name else own, outer.reuse)
+        inner = label = name_or_scope or _unused(default_name or "scope", outer.inner)
+        outer.inner.add(inner)
+        entered = VariableScope(f"{outer.name}/{inner}" if outer.name else inner, outer.reuse)
     scope = VariableScope(
         entered.name,
         reuse or entered.reuse,
@@ -101,7 +101,7 @@ def variable_scope(
 def _unused(name: str, used: set[str]) -> str:
     """Return a name, with a number if it is used."""
     numbered = (f"{name}_{k}" for k in itertools.count(1))
-    return next(one for one in itertools.chain([name], numbered) if one not in used)
+    return next(each for each in itertools.chain([name], numbered) if each not in used)
 
 
 @accepting("caching_device", "use_resource", "validate_shape")
@@ -134,15 +134,15 @@ def get_variable(
     graph, scope = get_default_graph(), get_variable_scope()
     full = f"{scope.name}/{name}" if scope.name else name
     store = graph.get_collection_ref(_STORE)
-    found: Variable | None = next((one for key, one in store if key == full), None)
-    if found is not None:
+    variable: Variable | None = dict(store).get(full)
+    if variable is not None:
         if not scope.reuse:
             raise ValueError(
                 f"variable {full!r} exists already: enter the scope with reuse=True or AUTO_REUSE "
                 "to use it again, or choose another name."
             )
-        _check_shape(full, found.shape, shape)
-        return found
+        _check_shape(full, variable.shape, shape)
+        return variable
     if scope.reuse is True:
         raise ValueError(f"variable {full!r} does not exist, and its scope has reuse=True.")
     make = initializer if initializer is not None else scope.initializer

@@ -166,7 +166,7 @@ class GraphService(TaskService):
         functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> tuple[Value, ...]:
         """Run a part of a step in this task; return the values of its fetches."""
-        outside = Outside(self, number, check, ends, plan.sources)
+        outside = _OtherTasks(self, number, check, ends, plan.sources)
         session = number.partition("/")[0]
         step = Step(self.resources, session=session, outside=outside, functions=functions)
         with self._lock:  # An abort that comes now meets either the step or its refusal.
@@ -516,25 +516,21 @@ class _Running:
 
 
 @dataclass(eq=False)
-class Outside:
-    """The other tasks that take part in a step."""
+class _OtherTasks:
+    """The other tasks of a cluster, for one step."""
 
     service: GraphService
     number: str
     check: Callable[[Step], None]
-    """Aborts the step if another task has failed or has ended."""
     ends: float
     sources: Container[Any]
-    """Those that send values to this one."""
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
-        """Send values, by their keys, to another task."""
         packed = {key: sendable(key, value) for key, value in values.items()}
         delivery = m.Deliver(self.number, packed)
         self.service.client(task).send_one_way(delivery, until=self.ends)
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
-        """Call a function with a value once another task has sent it."""
         self.service.rendezvous.receive(self.number, key, then)
 
 

@@ -33,6 +33,7 @@ from ndistribute.transport.secret import Credentials, find_secret, tls_files
 HERE = "/job:localhost/task:0"
 """The only task of a session without a target."""
 _CLOSE_SECONDS = 5.0
+Names = Sequence[str]
 _log = logging.getLogger("ndistribute")
 
 
@@ -119,10 +120,10 @@ class Session:
             tensor = graph.as_graph_element(key)
             # Read-only, so that no result is the memory of what the program fed.
             feeds[tensor.name] = read_only(_fed(tensor, value))
-        names = [one.name for one in elements if isinstance(one, Tensor)]
-        targets = [one.name for one in elements if isinstance(one, Operation)]
+        names = [each.name for each in elements if isinstance(each, Tensor)]
+        targets = [each.name for each in elements if isinstance(each, Operation)]
         values = iter(self._runner.run(graph, names, targets, feeds))
-        results = [next(values) if isinstance(one, Tensor) else None for one in elements]
+        results = [next(values) if isinstance(each, Tensor) else None for each in elements]
         return tree.unflatten(fetches, results)
 
     @property
@@ -165,18 +166,16 @@ class _InProcess:
         self._steps: set[Step] = set()  # Those that are running.
         self._soft, self._log, self._timeout = _options(config)
 
-    def run(
-        self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
-    ) -> list[Any]:
+    def run(self, graph: Graph, fetches: Names, targets: Names, feeds: dict[str, Any]) -> list[Any]:
         key = (*fetches, None, *targets, None, *feeds)
         plan = self._plans.get(key)
         if plan is None:
             definitions = {op.name: op.definition for op in graph.get_operations()}
             needed = pruned(definitions, fetches, targets, list(feeds))
-            for one in needed:
-                task_of(one, {HERE: ""}, HERE, soft=self._soft)
+            for op in needed:
+                task_of(op, {HERE: ""}, HERE, soft=self._soft)
                 if self._log:
-                    _log.info("%s: %s", one.name, one.device or HERE)
+                    _log.info("%s: %s", op.name, op.device or HERE)
             plan = self._plans[key] = Plan(needed, list(feeds), fetches, self._soft)
         step = Step(self._resources, functions=graph.functions, timeout=self._timeout)
         self._steps.add(step)
@@ -205,14 +204,11 @@ class _Remote:
         self._known = 0  # The number of operations that the master has.
         self._soft, self._log, self._timeout = _options(config)
 
-    def run(
-        self, graph: Graph, fetches: Sequence[str], targets: Sequence[str], feeds: dict[str, Any]
-    ) -> list[Any]:
+    def run(self, graph: Graph, fetches: Names, targets: Names, feeds: dict[str, Any]) -> list[Any]:
         wanted = [name for name in fetches if name not in feeds]
         known = self._known
-        new = []
-        if graph.version > known:
-            new = [op.definition for op in graph.get_operations()[known:]]
+        added = graph.get_operations()[known:] if graph.version > known else []
+        new = [op.definition for op in added]
         request = m.Run(
             session=self._session,
             known=known,
@@ -229,7 +225,7 @@ class _Remote:
         seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
         results = map(unpack, m.values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
-        return _owned([feeds[one] if one in feeds else next(results) for one in fetches])
+        return _owned([feeds[name] if name in feeds else next(results) for name in fetches])
 
     def close(self) -> None:
         with contextlib.suppress(OperationError):
@@ -245,22 +241,22 @@ class _Remote:
 
 def _owned(values: Sequence[Any]) -> list[Any]:
     """Return values that the caller may change, each without changing another one."""
-    found = [_own(value) for value in values]
-    if len(found) > 1:
+    results = [_writable(value) for value in values]
+    if len(results) > 1:
         owners: set[int] = set()
-        for k, value in enumerate(found):
+        for k, value in enumerate(results):
             if isinstance(value, np.ndarray):
                 owner = id(value.base) if isinstance(value.base, np.ndarray) else id(value)
                 if owner in owners:
-                    found[k] = value.copy()
+                    results[k] = value.copy()
                 owners.add(owner)
-    return found
+    return results
 
 
-def _own(value: Any) -> Any:
+def _writable(value: Any) -> Any:
     """Return a value that the caller may change, in host memory."""
     if isinstance(value, IndexedSlices):
-        return IndexedSlices(_own(value.values), _own(value.indices), value.dense_shape)
+        return IndexedSlices(_writable(value.values), _writable(value.indices), value.dense_shape)
     value = moved(value, CPU)
     return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
@@ -299,9 +295,8 @@ def _fed(tensor: Any, value: Any) -> Any:
         try:
             array = array.astype(dtype)
         except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"the value for {tensor.name!r} has dtype {array.dtype}, expected {dtype}."
-            ) from error
+            why = f"the value for {tensor.name!r} has dtype {array.dtype}, expected {dtype}."
+            raise InvalidArgumentError(why) from error
     if shape is not None and (
         len(shape) != array.ndim
         or any(n is not None and n != m for n, m in zip(shape, array.shape, strict=True))

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ndistribute.autodiff.tape import Pullback
 from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
 from ndistribute.parameter_server.shared import SharedVariables
 
-if TYPE_CHECKING:
-    from ndistribute.graph.service import Outside
-
 T = TypeVar("T")
 _LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes long.
+
+
+class Node(Protocol):
+    """An operation as its kernel sees it."""
+
+    name: str
+    type: str
+    attributes: dict[str, Any]
+    outputs: int
+    constant: Any
+    bodies: Sequence[Any]
+    op: Any  # The facts of its type: an `Op`.
+    gradients: int  # The number of operations that compute its gradients.
+    is_nested: bool  # Whether gradients of its gradients are computed.
+    compute: Callable[[Step, Any, Sequence[Any]], Any]
 
 
 class Resources:
@@ -45,6 +57,22 @@ class Resources:
         with self._lock:
             self._kept.clear()
         self.variables.clear()
+
+
+class Outside(Protocol):
+    """The other tasks that take part in a step."""
+
+    sources: Container[Any]
+    """Those that send values to this one."""
+
+    def send(self, task: str, values: Mapping[str, Any]) -> None:
+        """Send values, by their keys, to another task."""
+
+    def receive(self, key: str, then: Callable[[Any], None]) -> None:
+        """Call a function with a value once another task has sent it."""
+
+    def check(self, step: Step) -> None:
+        """Abort the step if another task has failed or has ended."""
 
 
 class Step:

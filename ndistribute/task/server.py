@@ -263,12 +263,11 @@ class Server:
         """Its address, ``host:port``; after `start`, with the actual port."""
         if snapshot_directory is None and self._job == "ps":
             snapshot_directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
-        self._directory = snapshot_directory
         every = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SAVE_SECONDS)
-        self._save_seconds = snapshot_seconds or every
-        self._durability: Any = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
-        if self._durability not in ("snapshot", "log"):
-            raise ValueError(f'durability is "snapshot" or "log", got {self._durability!r}.')
+        durable: Any = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
+        if durable not in ("snapshot", "log"):
+            raise ValueError(f'durability is "snapshot" or "log", got {durable!r}.')
+        self._saving = snapshot_directory, snapshot_seconds or every, durable
         # Other tasks serve graphs, whose clients may come again until `stop`.
         ends = self._job == "ps" or "chief" in self.cluster_spec.jobs
         policy = ExitPolicy(
@@ -395,17 +394,8 @@ class Server:
         self.stop()
 
     def _make_services(self, credentials: Credentials) -> None:
-        task = ServedTask(
-            self._job,
-            self._index,
-            self.cluster_spec,
-            self._environ,
-            credentials,
-            self._directory,
-            self._save_seconds,
-            self._durability,
-            self._services,
-        )
+        where = self._job, self._index, self.cluster_spec, self._environ
+        task = ServedTask(*where, credentials, *self._saving, self._services)
         for purpose, make in SERVICES.items():
             service = make(task)
             if service is not None:
