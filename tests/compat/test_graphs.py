@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +13,6 @@ import pytest
 
 from ndistribute import graph
 from ndistribute.compat import tf
-from tests.processes import QUICK, free_addresses
-
-TRAINER = Path(__file__).parent / "guides" / "classic_trainer.py"
-ENVIRON = {**os.environ, **QUICK, "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -232,28 +227,6 @@ def test_flags_are_parsed_and_the_program_exits_with_its_result() -> None:
     )
     said = output_of(program, "--job_name=ps", "--sync", "--nolog", "--steps", "5", "other")
     assert said == "ps 5 True False ['other']\n"
-
-
-@pytest.mark.parametrize("how", [[], ["--sync"]], ids=["asynchronous", "synchronous"])
-def test_a_classic_trainer_runs_from_four_command_lines(how: list[str]) -> None:
-    cluster = free_addresses({"ps": 2, "worker": 2})
-    hosts = [f"--{job}_hosts={','.join(found)}" for job, found in cluster.items()]
-    running = []
-    for job in ("ps", "worker"):
-        for index in (0, 1):
-            task = [f"--job_name={job}", f"--task_index={index}", "--steps=200", *how]
-            command = [sys.executable, str(TRAINER), *hosts, *task]
-            options = {"env": ENVIRON, "stdout": subprocess.PIPE, "text": True}
-            running.append(subprocess.Popen(command, **options))
-    try:
-        printed = [process.communicate(timeout=120)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait(30)
-    assert [process.returncode for process in running] == [0] * 4
-    for said in printed[2:]:
-        assert float(said.split()[-1]) > 0.88
 
 
 def test_a_dataset_gives_its_batches_to_the_steps() -> None:

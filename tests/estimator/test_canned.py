@@ -24,6 +24,7 @@ from ndistribute.estimator import (
 from ndistribute.estimator import feature_column as fc
 from ndistribute.graph.hooks import CheckpointSaverListener, SessionRunHook
 from ndistribute.graph.optimizers import AdagradOptimizer, AdamOptimizer, GradientDescentOptimizer
+from tests.estimator.test_estimator import STRATEGIES
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((64, 3))
@@ -169,15 +170,7 @@ def compiled(learning_rate: float = 0.1) -> Any:
     return model
 
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "one": lambda: nd.MirroredStrategy(["cpu:0"]),
-    "mirrored": lambda: nd.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "workers": lambda: nd.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]),
-    "servers": lambda: nd.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]),
-}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["mirrored", "workers", "servers"])
 def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path: Path, name: str) -> None:
     with STRATEGIES[name]() as strategy:
         config = RunConfig(train_distribute=strategy, save_checkpoints_steps=20)

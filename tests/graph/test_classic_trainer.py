@@ -60,15 +60,6 @@ def accuracy_of_one() -> float:
     return float(out.getvalue().rpartition(" ")[2])
 
 
-def test_a_backup_worker_spares_the_others_waiting_for_the_slowest(accuracy_of_one: float) -> None:
-    with Trainer(3, "--steps", 200, "--replicas_to_aggregate", 2) as tasks:
-        tasks.start_all()
-        found = tasks.results()
-    assert [step for _, step, _ in found] == [200] * 3
-    assert sum(runs for runs, _, _ in found) >= 2 * 200
-    assert [accuracy for _, _, accuracy in found] == pytest.approx([accuracy_of_one] * 3, abs=0.02)
-
-
 @contextlib.contextmanager
 def watching(tasks: Tasks) -> Iterator[g.Tensor]:
     """Return a context manager in which the step of a training can be read."""

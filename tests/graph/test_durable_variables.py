@@ -19,11 +19,11 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute import graph as g
+from tests.graph.conftest import PS, reaches
 from tests.processes import HANG_SECONDS, Tasks, free_addresses, wait_until
 
 KILLS = int(os.environ.get("FAULTS_KILLS", "3"))
 MARKS = 20000
-PS = "/job:ps/task:0"
 
 
 class Updates:
@@ -46,14 +46,6 @@ class Updates:
                         self.acknowledged.append(self.begun - 1)
                 except (errors.UnavailableError, errors.AbortedError):
                     self.is_over.wait(0.01)  # Until it is tried again.
-
-
-def reaches(session: g.Session, operation: Any) -> bool:
-    try:
-        session.run(operation)
-    except (errors.UnavailableError, errors.AbortedError):
-        return False
-    return True
 
 
 def one_hot(number: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.errors import InvalidArgumentError, OutOfRangeError
+from ndistribute.errors import OutOfRangeError
 from ndistribute.graph.devices import device
 from ndistribute.graph.graph import Graph
 from ndistribute.graph.hooks import FinalOpsHook, SessionRunHook
@@ -17,7 +17,6 @@ from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import py_function
 from ndistribute.graph.session import Session
 from ndistribute.graph.variables import Variable, get_or_create_global_step
-from tests.processes import free_addresses
 
 NUMBERS = nd.Dataset.from_tensor_slices({"x": np.arange(6.0), "y": np.arange(6) % 2})
 
@@ -75,18 +74,6 @@ def test_a_worker_takes_batches_beside_its_server() -> None:
             assert [float(session.run(update)) for _ in range(2)] == [6.0, 30.0]
             with pytest.raises(OutOfRangeError):
                 session.run(update)
-
-
-def test_another_task_calls_no_function_of_the_client() -> None:
-    spec = free_addresses({"local": 2})
-    with nd.Server(spec, "local", 0) as server, nd.Server(spec, "local", 1):
-        with device("/job:local/task:1"):
-            x = DatasetIterator(NUMBERS.batch(3)).get_next()["x"]
-        with (
-            Session(server.target) as session,
-            pytest.raises(InvalidArgumentError, match="in the client's process alone"),
-        ):
-            session.run(x)
 
 
 def test_a_dataset_without_batches_is_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute.graph import hooks, monitored, summary
-from ndistribute.graph.graph import Graph, Tensor
+from ndistribute.graph.graph import Graph, Tensor, get_default_graph
 from ndistribute.graph.monitored import MonitoredTrainingSession
 from ndistribute.graph.operations import constant, placeholder
 from ndistribute.graph.optimizers import GradientDescentOptimizer
@@ -23,7 +23,8 @@ from ndistribute.graph.saver import latest_checkpoint
 from ndistribute.graph.session import Session
 from ndistribute.graph.supervisor import Supervisor
 from ndistribute.graph.variables import Variable, get_or_create_global_step
-from tests.processes import HANG_SECONDS, free_addresses, wait_until
+from tests.graph.conftest import PS
+from tests.processes import HANG_SECONDS, wait_until
 
 
 def model() -> tuple[Any, Tensor]:
@@ -213,29 +214,37 @@ def test_a_loss_that_is_no_number_ends_the_training() -> None:
                 session.run(x, {x: np.nan})
 
 
-def test_a_training_recovers_from_a_restarted_server(tmp_path: Path) -> None:
-    spec = free_addresses({"ps": 1, "worker": 1})
-    ps, worker = nd.Server(spec, "ps", 0), nd.Server(spec, "worker", 0)
-    with Graph().as_default() as graph, graph.device("/job:ps/task:0"):
+@pytest.mark.parametrize("how", ["run", "function"])
+def test_a_training_recovers_from_a_restarted_server(
+    cluster: Any, tmp_path: Path, how: str
+) -> None:
+    with get_default_graph().device(PS):
         step, loss = model()
-        count = get_or_create_global_step()
-        losses = []
-        with MonitoredTrainingSession(
-            worker.target,
-            checkpoint_dir=tmp_path,
-            save_checkpoint_steps=2,
-            hooks=[hooks.StopAtStepHook(last_step=6)],
-            max_wait_secs=30,
-        ) as session:
-            while not session.should_stop():
-                if len(losses) == 5:
-                    ps.stop()
-                    ps = nd.Server(spec, "ps", 0)
-                losses.append(session.run([loss, step, count])[0])
-    ps.stop()
-    worker.stop()
+        fetches = [loss, step, get_or_create_global_step()]
+    sessions, losses = [], []
+
+    def step_fn(context: Any) -> Any:
+        sessions.append(context.session)
+        return context.run_with_hooks(fetches)
+
+    with MonitoredTrainingSession(
+        cluster["worker"].target,
+        checkpoint_dir=tmp_path,
+        save_checkpoint_steps=2,
+        hooks=[hooks.StopAtStepHook(last_step=6)],
+        max_wait_secs=30,
+    ) as session:
+        while not session.should_stop():
+            if len(losses) == 5:
+                cluster["ps"].stop()
+                cluster["ps"] = nd.Server(cluster["ps"].cluster_spec, "ps", 0)
+            results = session.run(fetches) if how == "run" else session.run_step_fn(step_fn)
+            losses.append(results[0])
     # The checkpoint of step 4 was restored, so one step was made twice.
     assert losses == [0.25**k for k in (0, 1, 2, 3, 4, 4, 5)]
+    if how == "function":  # It was called again, with another session.
+        assert len(sessions) == 8
+        assert sessions[5] is not sessions[6]
 
 
 def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> None:
@@ -361,33 +370,3 @@ def test_the_last_step_is_saved_while_a_lost_task_can_still_come_back(tmp_path: 
 
     train(5, tmp_path, Late())  # Which ends before the hook that saves.
     assert str(seen[0]).endswith("model.ckpt-5")
-
-
-def test_a_function_of_a_session_is_called_again_after_a_task_was_restarted(
-    tmp_path: Path,
-) -> None:
-    spec = free_addresses({"ps": 1, "worker": 1})
-    with nd.Server(spec, "worker", 0) as worker, Graph().as_default() as graph:
-        with graph.device("/job:ps/task:0"):
-            step, loss = model()
-        server = nd.Server(spec, "ps", 0)
-        calls: list[Any] = []
-
-        def step_fn(context: Any) -> Any:
-            nonlocal server
-            calls.append(context.session)
-            found = context.run_with_hooks([step, loss])
-            if len(calls) == 2:  # After the checkpoint of the step before.
-                server.stop()
-                server = nd.Server(spec, "ps", 0)
-                context.session.run(loss)
-            return found[1]
-
-        with MonitoredTrainingSession(
-            worker.target, checkpoint_dir=tmp_path, save_checkpoint_steps=1
-        ) as session:
-            values = [session.run_step_fn(step_fn) for _ in range(3)]
-        server.stop()
-    assert len(calls) == 4
-    assert calls[1] is not calls[2]
-    assert values[0] == 1.0

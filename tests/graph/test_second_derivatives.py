@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import special
 
-import ndistribute as nd
 from ndistribute import errors
 from ndistribute.autodiff import GradientTape, tape, untrack
 from ndistribute.graph import executor
@@ -24,27 +23,9 @@ from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.numpy_functions import register
 from tests.autodiff.standin import both, dense
 from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines
-from tests.processes import free_addresses
+from tests.graph.conftest import PS, WORKER
 
 AT, WEIGHTS = np.array([0.3, -0.7, 1.2]), np.array([1.0, 2.0, 3.0])
-PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
-
-
-@pytest.fixture
-def session() -> Iterator[Session]:
-    with Graph().as_default(), Session() as session:
-        yield session
-
-
-@pytest.fixture
-def cluster() -> Iterator[dict[str, Any]]:
-    """Start a server for variables and one for a worker, and use a new graph."""
-    spec = free_addresses({"ps": 1, "worker": 1})
-    servers = {job: nd.Server(spec, job, 0) for job in spec}
-    with Graph().as_default():
-        yield servers
-    for server in servers.values():
-        server.stop()
 
 
 def differences(run: Callable[[Any], Any], at: Any) -> Any:
@@ -154,6 +135,9 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "itself as the seed": lambda x: np.sum(slope_of(y := x**3, x, y) ** 2),
     "several": lambda x: np.sum(slope_of([np.sum(x**3), np.sum(np.exp(x))], x) ** 2),
     "identity": lambda x: np.sum(slope_of(identity(identity(x) ** 3), x) ** 2),
+    "a row of a Hessian": lambda x: np.sum(
+        slope_of(slope_of(np.sum(x**3) + x[0] * x[1] * x[2], x)[1], x) ** 2
+    ),
     "parts": lambda x: np.sum(slope_of(np.sum(np.split(x**3, 3)[1] * x), x) ** 2),
     "clipped": lambda x: clipped(x, 1.5),
     "not clipped": lambda x: clipped(x, 150.0),
@@ -184,16 +168,6 @@ def test_each_program_with_gradients_is_differentiated(session: Session, program
     expected = differences(lambda at: session.run(y, {x: at}), AT)
     for one in found:
         np.testing.assert_allclose(dense(one), expected, 1e-5, 1e-7)
-
-
-def test_a_hessian_and_its_product_with_a_vector(session: Session) -> None:
-    x = placeholder(np.float64, [3])
-    slope = slope_of(np.sum(x**3) + x[0] * x[1] * x[2], x)
-    rows = [slope_of(slope[k], x) for k in range(3)]
-    hessian, product = session.run([np.stack(rows), slope_of(slope, x, WEIGHTS)], {x: AT})
-    a, b, c = AT
-    np.testing.assert_allclose(hessian, [[6 * a, c, b], [c, 6 * b, a], [b, a, 6 * c]])
-    np.testing.assert_allclose(product, hessian @ WEIGHTS)
 
 
 def test_a_stopped_gradient_is_a_constant(session: Session) -> None:
@@ -303,22 +277,6 @@ def test_an_optimizer_minimises_the_penalty_of_a_gradient_on_two_tasks(cluster: 
     assert after < before
     for ours, expected in zip(trained, trained_by_a_tape(start, points, 6), strict=True):
         np.testing.assert_allclose(ours, expected, 1e-9, 1e-12)
-
-
-def test_derivatives_of_operations_on_two_tasks(cluster: Any) -> None:
-    with Session(cluster["worker"].target) as session:
-        x = placeholder(np.float64, [3])
-        with get_default_graph().device(PS):
-            inner = np.sin(x) * x
-        with get_default_graph().device(WORKER):
-            y = np.sum(inner**2 * x)
-        orders = [y]
-        for _ in range(3):
-            orders.append(np.sum(slope_of(orders[-1], x) * WEIGHTS))
-        found = session.run(orders[1:], {x: AT})
-        for order, value in zip(orders[:-1], found, strict=True):
-            slope = differences(lambda at, order=order: session.run(order, {x: at}), AT)
-            assert value == pytest.approx(np.sum(slope * WEIGHTS), rel=1e-5)
 
 
 def test_in_a_body_gradients_are_those_of_what_it_reads_and_others_are_refused():

@@ -167,34 +167,21 @@ for images, labels in test_dataset:
 print("Accuracy after restoring without strategy: {}".format(eval_accuracy.result() * 100))
 assert eval_accuracy.result() == last_accuracy
 
-# Alternate ways of iterating: an iterator, and a dataset inside a tf.function.
-for _ in range(2):
-    total_loss = 0.0
-    num_batches = 0
-    train_iter = iter(train_dist_dataset)
-    for _ in range(5):
-        total_loss += distributed_train_step(next(train_iter))
-        num_batches += 1
-    print("Average loss: {:.4f}".format(total_loss / num_batches))
-    train_accuracy.reset_states()
 
-
+# Alternate ways of iterating: an iterator, and steps of a whole epoch inside a tf.function.
 @tf.function
 def distributed_train_epoch(dataset):
     total_loss = 0.0
     num_batches = 0
-    for x in dataset:
+    for x in iter(dataset):
         per_replica_losses = strategy.run(train_step, args=(x,))
         total_loss += strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None)
         num_batches += 1
     return total_loss / tf.cast(num_batches, dtype=tf.float32)
 
 
-for epoch in range(2):
-    train_loss = distributed_train_epoch(train_dist_dataset)
-    print("Epoch {}, Loss: {:.5f}".format(epoch + 1, train_loss))
-    print("Loss as an array:", tf.reduce_mean(train_loss).numpy())
-    train_accuracy.reset_states()
+train_loss = distributed_train_epoch(train_dist_dataset)
+print("Loss: {:.5f}, as an array:".format(train_loss), tf.reduce_mean(train_loss).numpy())
 
 # Optionals, values of each replica, and a loss over a given global batch size.
 iterator = iter(test_dist_dataset)
