@@ -165,3 +165,65 @@ def test_the_average_of_a_tensor_begins_at_zero() -> None:
         session.run(tf.global_variables_initializer())
         session.run(update)
         assert session.run(averages.average(loss)) == pytest.approx(0.4)
+
+
+def test_gradients_of_a_table_are_clipped_by_their_rows() -> None:
+    ids, table = tf.placeholder(tf.int64, [None]), tf.Variable(np.zeros((4, 2)))
+    loss = tf.reduce_sum(tf.nn.embedding_lookup(table, ids) * np.array([3.0, 4.0]))
+    clipped, norm = tf.clip_by_global_norm(tf.gradients(loss, [table]), 1.0)
+    x = tf.constant([3.0, 4.0])
+    through = tf.gradients(tf.clip_by_global_norm([x], 10.0)[0][0], x)[0]
+    infinite = tf.clip_by_global_norm([x, tf.constant([np.inf])], 1.0)[0]
+    rows, found, slope, infinite = run([clipped[0], norm, through, infinite], {ids: [1, 1, 3]})
+    assert found == pytest.approx(np.sqrt(3 * 25.0))
+    np.testing.assert_allclose(rows.to_dense() * found, [[0, 0], [6, 8], [0, 0], [3, 4]])
+    np.testing.assert_allclose(slope, 1.0)
+    assert all(np.isnan(part).all() for part in infinite)
+
+
+def test_rows_of_a_gradient_are_an_array_for_other_operations() -> None:
+    table = tf.Variable(np.ones((4, 2), np.float32))
+    taken = tf.nn.embedding_lookup(table, tf.constant([1, 1, 3]))
+    rows = tf.gradients(tf.reduce_sum(taken * taken), [table])[0]
+    whole = np.array([[0, 0], [4, 4], [0, 0], [2, 2]], np.float32)
+    fetches = [rows * 0.5, tf.square(rows), tf.nn.l2_loss(rows), tf.zeros_like(rows), rows[1]]
+    expected = [whole / 2, whole**2, np.sum(whole**2) / 2, 0 * whole, whole[1]]
+    *values, histogram = run([*fetches, tf.summary.histogram("gradient", rows)])
+    for value, other in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(value, other)
+    assert histogram
+
+
+def test_the_orders_of_arguments_before_the_first_version_are_known() -> None:
+    x, labels = tf.constant(GRID), tf.constant([0, 1, 2])
+    new = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=x)
+    old = tf.nn.sparse_softmax_cross_entropy_with_logits(x, labels)
+    parts = tf.split(0, 3, x) + tf.split(x, 3) + tf.split(x, [1, 3], 1)
+    found = run([tf.concat(1, [x, x]), tf.concat([x, x], 1), new, old, parts])
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[2], found[3])
+    assert [part.shape for part in found[4]] == [(1, 4)] * 6 + [(3, 1), (3, 3)]
+
+
+def test_losses_do_not_broadcast_labels() -> None:
+    logits, numbers = tf.constant([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]), tf.constant([0, 1])
+    column = tf.losses.sparse_softmax_cross_entropy(tf.reshape(numbers, [2, 1]), logits)
+    flat = tf.losses.sparse_softmax_cross_entropy(numbers, logits)
+    assert run([column, flat]) == [pytest.approx(0.2887, abs=1e-4)] * 2
+    for loss in tf.losses.mean_squared_error, tf.losses.sigmoid_cross_entropy:
+        with pytest.raises(ValueError, match="reshape one of them"):
+            loss(tf.constant([1.0, 2.0]), tf.constant([[1.0], [2.0]]))
+
+
+def test_a_dataset_gives_its_batches_to_the_steps() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(([1.0, 2.0, 3.0], [0, 1, 0])).batch(2)
+    x, y = dataset.make_one_shot_iterator().get_next()
+    total = tf.reduce_sum(x) + tf.to_float(tf.reduce_max(y))
+    iterator = tf.compat.v1.data.make_initializable_iterator(dataset.map(lambda x, y: x))
+    later = iterator.get_next()
+    with tf.Session() as session:
+        session.run(iterator.initializer)
+        assert [session.run(fetch) for fetch in (total, total)] == [4.0, 3.0]
+        assert session.run(later).tolist() == [1.0, 2.0]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            session.run(total)

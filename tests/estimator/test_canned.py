@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.estimator import (
-    DNNClassifier,
-    DNNRegressor,
-    EvalSpec,
-    LinearClassifier,
-    LinearRegressor,
-    RunConfig,
-    TrainSpec,
-    model_to_estimator,
-    train_and_evaluate,
-)
+from ndistribute import estimator as est
 from ndistribute.estimator import feature_column as fc
 from ndistribute.graph.hooks import CheckpointSaverListener, SessionRunHook
 from ndistribute.graph.optimizers import AdagradOptimizer, AdamOptimizer, GradientDescentOptimizer
@@ -30,7 +19,7 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((64, 3))
 Y = X @ np.array([[1.0], [-2.0], [3.0]]) + 0.5
 COLUMN = fc.numeric_column("x", 3, np.float64)
-SEEDED = RunConfig(tf_random_seed=1)
+SEEDED = est.RunConfig(tf_random_seed=1)
 
 
 def batches(x: Any, y: Any, size: int = 32) -> Callable[[], nd.Dataset]:
@@ -54,8 +43,8 @@ def digits() -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.parametrize("kind", [GradientDescentOptimizer, nd.optimizers.SGD])
-def test_linear_regression_finds_the_least_squares_solution(kind: Any) -> None:
-    model = LinearRegressor([COLUMN], optimizer=lambda: kind(0.1))
+def test_linear_regression_finds_the_least_squares_solution(kind):
+    model = est.LinearRegressor([COLUMN], optimizer=lambda: kind(0.1))
     noisy = Y + RNG.standard_normal(Y.shape)
     model.train(lambda: ({"x": X}, noisy), steps=300)
     solution, *_ = np.linalg.lstsq(np.c_[X, np.ones(64)], noisy, rcond=None)
@@ -67,10 +56,12 @@ def test_linear_regression_finds_the_least_squares_solution(kind: Any) -> None:
     assert found["label/mean"] == pytest.approx(noisy.mean())
 
 
-def test_weights_of_examples_count_in_the_loss_and_in_metrics() -> None:
+def test_weights_of_examples_count_in_the_loss_and_in_metrics():
     weights = RNG.uniform(size=64)
     noisy = Y + RNG.standard_normal(Y.shape)
-    model = LinearRegressor([COLUMN], weight_column="w", optimizer=GradientDescentOptimizer(0.2))
+    model = est.LinearRegressor(
+        [COLUMN], weight_column="w", optimizer=GradientDescentOptimizer(0.2)
+    )
     model.train(lambda: ({"x": X, "w": weights}, noisy), steps=400)
     roots, rows = np.sqrt(weights)[:, None], np.c_[X, np.ones(64)]
     solution, *_ = np.linalg.lstsq(rows * roots, noisy * roots, rcond=None)
@@ -79,10 +70,10 @@ def test_weights_of_examples_count_in_the_loss_and_in_metrics() -> None:
     assert found["average_loss"] == pytest.approx(np.average(errors, weights=weights), rel=1e-4)
 
 
-def test_linear_classification_of_digits_is_as_good_as_a_softmax_regression() -> None:
+def test_linear_classification_of_digits_is_as_good_as_a_softmax_regression():
     x, y, new_x, new_y = digits()
     column = fc.numeric_column("pixels", 64)
-    model = LinearClassifier([column], n_classes=10, optimizer=AdagradOptimizer(0.2))
+    model = est.LinearClassifier([column], n_classes=10, optimizer=AdagradOptimizer(0.2))
     model.train(batches({"pixels": x}, y, 100), steps=150)
     found = model.evaluate(once({"pixels": new_x}, new_y))
     assert found["accuracy"] > softmax_regression(x, y, new_x, new_y) - 0.02
@@ -101,26 +92,26 @@ def softmax_regression(x: Any, y: Any, new_x: Any, new_y: Any) -> float:
     return float(np.mean((new_rows @ weights).argmax(axis=1) == new_y))
 
 
-def test_a_network_classifies_digits_better_than_a_linear_model() -> None:
+def test_a_network_classifies_digits_better_than_a_linear_model():
     x, y, new_x, new_y = digits()
     column = fc.numeric_column("pixels", 64)
-    model = DNNClassifier(
+    model = est.DNNClassifier(
         [64], [column], n_classes=10, optimizer=AdamOptimizer(0.003), dropout=0.1, config=SEEDED
     )
     model.train(batches({"pixels": x}, y, 100), steps=250)
     assert model.evaluate(once({"pixels": new_x}, new_y))["accuracy"] > 0.95
 
 
-def test_a_network_fits_what_no_linear_model_can() -> None:
+def test_a_network_fits_what_no_linear_model_can():
     x = np.linspace(-1, 1, 64, dtype=np.float32)
     column = fc.numeric_column("x")
-    model = DNNRegressor([32], [column], optimizer=AdamOptimizer(0.02), config=SEEDED)
+    model = est.DNNRegressor([32], [column], optimizer=AdamOptimizer(0.02), config=SEEDED)
     model.train(batches({"x": x}, x * x), steps=300)
     found = model.evaluate(once({"x": x}, x * x))
     assert found["average_loss"] < 0.05 * np.var(x * x)
 
 
-def test_words_are_classified_by_embeddings_and_by_weights() -> None:
+def test_words_are_classified_by_embeddings_and_by_weights():
     words = np.array([["good", "film"], ["bad", "film"], ["fine", ""], ["bad", "awful"]] * 4)
     labels = np.array(["yes", "no", "yes", "no"] * 4)
     column = fc.categorical_column_with_vocabulary_list(
@@ -128,8 +119,8 @@ def test_words_are_classified_by_embeddings_and_by_weights() -> None:
     )
     embedded = fc.embedding_column(column, 4)
     for model in (
-        LinearClassifier([column], label_vocabulary=["no", "yes"]),
-        DNNClassifier(
+        est.LinearClassifier([column], label_vocabulary=["no", "yes"]),
+        est.DNNClassifier(
             [8],
             [embedded],
             label_vocabulary=["no", "yes"],
@@ -147,14 +138,14 @@ def test_words_are_classified_by_embeddings_and_by_weights() -> None:
         ]
 
 
-def test_replicas_train_a_network_with_embeddings_as_one_process_does(tmp_path: Path) -> None:
+def test_replicas_train_a_network_with_embeddings_as_one_process_does(tmp_path):
     found, strategy = [], nd.MirroredStrategy(["cpu:0", "cpu:1"])
     words = fc.categorical_column_with_hash_bucket("word", 10)
     columns = [COLUMN, fc.embedding_column(words, 2, dtype=np.float64)]
     features = {"x": X, "word": np.array([f"word {k % 7}" for k in range(64)])}
     for given, size in ((None, 32), (strategy, 16)):
-        config = RunConfig(tf_random_seed=1, train_distribute=given, eval_distribute=given)
-        model = DNNRegressor([8], columns, str(tmp_path / str(size)), config=config)
+        config = est.RunConfig(tf_random_seed=1, train_distribute=given, eval_distribute=given)
+        model = est.DNNRegressor([8], columns, str(tmp_path / str(size)), config=config)
         data = nd.Dataset.from_tensor_slices((features, Y)).batch(size).repeat()
         model.train(lambda data=data: data, steps=10)
         found.append(model.evaluate(once(features, Y))["average_loss"])
@@ -171,13 +162,13 @@ def compiled(learning_rate: float = 0.1) -> Any:
 
 
 @pytest.mark.parametrize("name", ["mirrored", "workers", "servers"])
-def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path: Path, name: str) -> None:
+def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path, name):
     with STRATEGIES[name]() as strategy:
-        config = RunConfig(train_distribute=strategy, save_checkpoints_steps=20)
-        estimator = model_to_estimator(compiled(), tmp_path, config)
-        spec = TrainSpec(batches(X, Y), max_steps=50)
-        metrics, _ = train_and_evaluate(
-            estimator, spec, EvalSpec(once(X, Y), steps=None, throttle_secs=0)
+        config = est.RunConfig(train_distribute=strategy, save_checkpoints_steps=20)
+        estimator = est.model_to_estimator(compiled(), tmp_path, config)
+        spec = est.TrainSpec(batches(X, Y), max_steps=50)
+        metrics, _ = est.train_and_evaluate(
+            estimator, spec, est.EvalSpec(once(X, Y), steps=None, throttle_secs=0)
         )
         assert metrics["global_step"] == 50
         weights = estimator.get_variable_value("model/layers/0/kernel")
@@ -185,22 +176,20 @@ def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path: Path, name: s
         errors = np.abs(X @ weights + bias - Y)
         found = metrics["mean_absolute_error"]
         assert found == pytest.approx(errors.mean(), rel=1e-5, abs=1e-6)  # Of float32.
-        again = model_to_estimator(compiled(), tmp_path)
+        again = est.model_to_estimator(compiled(), tmp_path)
         again.train(batches(X, Y), max_steps=60)
         assert again.evaluate(once(X, Y))["global_step"] == 60
         predicted = [one["predictions"] for one in again.predict(lambda: X[:5])]
         np.testing.assert_allclose(predicted, Y[:5], atol=0.1)
 
 
-def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(
-    tmp_path: Path,
-) -> None:
+def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(tmp_path):
     class Listener(CheckpointSaverListener):
         def after_save(self, session: Any, global_step_value: int) -> bool:
             return global_step_value == 7
 
-    config = RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
-    estimator = model_to_estimator(compiled(), tmp_path, config)
+    config = est.RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
+    estimator = est.model_to_estimator(compiled(), tmp_path, config)
     estimator.train(batches(X, Y), max_steps=20, saving_listeners=[Listener()])
     assert estimator.get_variable_value("model/optimizer/iterations") == 7
     assert len(list(tmp_path.glob("checkpoint.*"))) == 7

@@ -14,28 +14,10 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.estimator import (
-    Estimator,
-    EstimatorSpec,
-    EvalSpec,
-    ModeKeys,
-    RunConfig,
-    TrainSpec,
-    train_and_evaluate,
-    training,
-)
+from ndistribute import estimator as est
+from ndistribute import graph as g
+from ndistribute.estimator import training
 from ndistribute.graph import metrics
-from ndistribute.graph.graph import as_tensor
-from ndistribute.graph.hooks import (
-    CheckpointSaverListener,
-    NanLossDuringTrainingError,
-    SessionRunHook,
-)
-from ndistribute.graph.iterators import DatasetIterator
-from ndistribute.graph.monitored import Scaffold
-from ndistribute.graph.operations import random_normal
-from ndistribute.graph.optimizers import GradientDescentOptimizer
-from ndistribute.graph.variables import Variable, get_or_create_global_step
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((48, 3))
@@ -60,22 +42,22 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.close()
 
 
-def linear(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> EstimatorSpec:
+def linear(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> est.EstimatorSpec:
     """Return a linear model, which starts at random."""
-    w = Variable(random_normal((3, 1), dtype=np.float64), name="w")
-    b = Variable(np.zeros(1), name="b")
+    w = g.Variable(g.random_normal((3, 1), dtype=np.float64), name="w")
+    b = g.Variable(np.zeros(1), name="b")
     predicted = features["x"] @ w + b
-    if mode == ModeKeys.PREDICT:
-        return EstimatorSpec(mode, {"y": predicted})
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, {"y": predicted})
     loss = np.mean(np.square(predicted - labels))
-    step = get_or_create_global_step()
-    train_op = GradientDescentOptimizer(params["rate"]).minimize(loss, global_step=step)
+    step = g.get_or_create_global_step()
+    train_op = g.GradientDescentOptimizer(params["rate"]).minimize(loss, global_step=step)
     mse = metrics.mean_squared_error(labels, predicted)
-    return EstimatorSpec(mode, None, loss, train_op, {"mse": mse})
+    return est.EstimatorSpec(mode, None, loss, train_op, {"mse": mse})
 
 
-def estimator(directory: Path, **config: Any) -> Estimator:
-    return Estimator(linear, directory, RunConfig(**config), {"rate": RATE})
+def estimator(directory: Path, **config: Any) -> est.Estimator:
+    return est.Estimator(linear, directory, est.RunConfig(**config), {"rate": RATE})
 
 
 def inputs(size: int, repeated: bool = False) -> Callable[[], nd.Dataset]:
@@ -96,14 +78,14 @@ def trained(start: tuple[Any, Any], steps: int, size: int) -> tuple[Any, Any]:
     return w, b
 
 
-def weights(model: Estimator) -> tuple[Any, Any]:
+def weights(model: est.Estimator) -> tuple[Any, Any]:
     return model.get_variable_value("w"), model.get_variable_value("b")
 
 
-@pytest.mark.parametrize("kind", [lambda data: data, lambda data: DatasetIterator(data).get_next()])
-def test_steps_on_replicas_are_those_of_one_on_all_their_batches(
-    tmp_path: Path, strategy: Any, kind: Callable[[nd.Dataset], Any]
-) -> None:
+@pytest.mark.parametrize(
+    "kind", [lambda data: data, lambda data: g.DatasetIterator(data).get_next()]
+)
+def test_steps_on_replicas_are_those_of_one_on_all_their_batches(tmp_path, strategy, kind):
     model = estimator(tmp_path, train_distribute=strategy)
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     batches = inputs(24 // replicas, repeated=True)
@@ -117,9 +99,7 @@ def test_steps_on_replicas_are_those_of_one_on_all_their_batches(
     assert model.get_variable_value("global_step") == 8 + 5 // replicas
 
 
-def test_metrics_are_those_of_all_examples_on_any_number_of_replicas(
-    tmp_path: Path, strategy: Any
-) -> None:
+def test_metrics_are_those_of_all_examples_on_any_number_of_replicas(tmp_path, strategy):
     model = estimator(tmp_path, eval_distribute=strategy)
     model.train(inputs(10), steps=3)
     w, b = weights(model)
@@ -131,7 +111,7 @@ def test_metrics_are_those_of_all_examples_on_any_number_of_replicas(
     assert found["global_step"] == 3
 
 
-def test_a_model_is_trained_evaluated_used_and_trained_on(tmp_path: Path) -> None:
+def test_a_model_is_trained_evaluated_used_and_trained_on(tmp_path):
     model = estimator(tmp_path)
     first = model.evaluate(inputs(16))  # Without a checkpoint: the initial values.
     assert (first["global_step"], model.latest_checkpoint()) == (0, None)
@@ -147,8 +127,8 @@ def test_a_model_is_trained_evaluated_used_and_trained_on(tmp_path: Path) -> Non
     assert again.get_variable_names() == ["b", "global_step", "w"]
 
 
-@pytest.mark.parametrize("kind", [np.asarray, lambda x: as_tensor(x) * 1.0])
-def test_arrays_and_constants_are_one_batch_for_each_step(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: g.as_tensor(x) * 1.0])
+def test_arrays_and_constants_are_one_batch_for_each_step(tmp_path, kind):
     model = estimator(tmp_path)
     model.train(lambda: ({"x": kind(X)}, kind(Y)), steps=2)
     assert model.get_variable_value("global_step") == 2
@@ -156,31 +136,33 @@ def test_arrays_and_constants_are_one_batch_for_each_step(tmp_path: Path, kind: 
     assert len(list(model.predict(lambda: {"x": X[:5]}))) == 5
 
 
-def test_input_functions_and_model_functions_get_what_they_ask_for(tmp_path: Path) -> None:
+def test_input_functions_and_model_functions_get_what_they_ask_for(tmp_path):
     seen: dict[str, Any] = {}
 
-    def input_fn(mode: str, params: Any, config: RunConfig, input_context: Any) -> Any:
+    def input_fn(mode: str, params: Any, config: est.RunConfig, input_context: Any) -> Any:
         seen["input"] = mode, params, config.model_dir, input_context.num_replicas_in_sync
         return inputs(8)()
 
-    def model_fn(features: Any, labels: Any, mode: str, config: RunConfig) -> EstimatorSpec:
+    def model_fn(features: Any, labels: Any, mode: str, config: est.RunConfig) -> est.EstimatorSpec:
         seen["shapes"] = features["x"].shape, features["x"].dtype, labels.shape
         seen["directory"] = config.model_dir
         return linear(features, labels, mode, {"rate": RATE})
 
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        Estimator(model_fn, tmp_path, RunConfig(train_distribute=strategy)).train(input_fn, steps=1)
-    assert seen["input"] == (ModeKeys.TRAIN, {}, str(tmp_path), 2)
+        est.Estimator(model_fn, tmp_path, est.RunConfig(train_distribute=strategy)).train(
+            input_fn, steps=1
+        )
+    assert seen["input"] == (est.ModeKeys.TRAIN, {}, str(tmp_path), 2)
     assert seen["shapes"] == ((None, 3), np.float64, (None, 1))
     assert seen["directory"] == str(tmp_path)
 
 
-def test_predictions_are_chosen_by_name_and_batch(tmp_path: Path) -> None:
-    def model_fn(features: Any) -> EstimatorSpec:
+def test_predictions_are_chosen_by_name_and_batch(tmp_path):
+    def model_fn(features: Any) -> est.EstimatorSpec:
         found = {"twice": 2 * features, "rows": np.sum(features, axis=1)}
-        return EstimatorSpec(ModeKeys.PREDICT, found)
+        return est.EstimatorSpec(est.ModeKeys.PREDICT, found)
 
-    model = Estimator(model_fn, tmp_path)
+    model = est.Estimator(model_fn, tmp_path)
     data = np.arange(6.0).reshape(3, 2)
     assert [one["rows"] for one in model.predict(lambda: data, "rows")] == [1, 5, 9]
     (batch,) = model.predict(lambda: data, yield_single_examples=False)
@@ -189,11 +171,11 @@ def test_predictions_are_chosen_by_name_and_batch(tmp_path: Path) -> None:
         next(model.predict(lambda: data, ["other"]))
 
 
-def test_checkpoints_are_kept_by_number_and_scored_as_they_are_written(tmp_path: Path) -> None:
+def test_checkpoints_are_kept_by_number_and_scored_as_they_are_written(tmp_path):
     model = estimator(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=2)
     batches = inputs(16, repeated=True)
-    spec = TrainSpec(batches, max_steps=35, hooks=None, saving_listeners=None)
-    found, _ = train_and_evaluate(model, spec, EvalSpec(inputs(16), throttle_secs=0))
+    spec = est.TrainSpec(batches, max_steps=35, hooks=None, saving_listeners=None)
+    found, _ = est.train_and_evaluate(model, spec, est.EvalSpec(inputs(16), throttle_secs=0))
     assert found["global_step"] == 35
     assert len(list(tmp_path.glob("model.ckpt-*"))) == 2
     assert list(Path(model.eval_dir()).iterdir())
@@ -201,7 +183,7 @@ def test_checkpoints_are_kept_by_number_and_scored_as_they_are_written(tmp_path:
     assert evaluated["mse"] == found["mse"]
 
 
-class Saved(CheckpointSaverListener):
+class Saved(g.CheckpointSaverListener):
     """Keeps the steps of checkpoints."""
 
     def __init__(self) -> None:
@@ -211,19 +193,19 @@ class Saved(CheckpointSaverListener):
         self.steps.append(global_step_value)
 
 
-def test_hooks_watch_the_first_replica_and_can_stop_all(tmp_path: Path, strategy: Any) -> None:
+def test_hooks_watch_the_first_replica_and_can_stop_all(tmp_path, strategy):
     model, hook, saved = estimator(tmp_path, train_distribute=strategy), Stopping(3), Saved()
     model.train(inputs(8, repeated=True), hooks=[hook], saving_listeners=[saved])
     assert (hook.seen, saved.steps) == (3, [0, model.get_variable_value("global_step")])
 
 
-def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path, strategy: Any) -> None:
+def test_a_loss_that_is_no_number_ends_the_training(tmp_path, strategy):
     model = estimator(tmp_path, train_distribute=strategy)
-    with pytest.raises(NanLossDuringTrainingError, match="learning rate"):
+    with pytest.raises(g.NanLossDuringTrainingError, match="learning rate"):
         model.train(lambda: ({"x": X * np.nan}, Y), steps=5)
 
 
-def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_weights(tmp_path):
     made = [estimator(tmp_path / name, tf_random_seed=3) for name in "ab"]
     for model in made:
         model.train(inputs(8), steps=2)
@@ -231,17 +213,17 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_task_and_the_cluster_come_from_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_and_the_cluster_come_from_tf_config(monkeypatch):
     cluster = '{"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}'
     task = '{"type": "worker", "index": 1}'
     monkeypatch.setenv("TF_CONFIG", f'{{"cluster": {cluster}, "task": {task}}}')
-    config = RunConfig()
+    config = est.RunConfig()
     assert (config.task_type, config.task_id, config.master) == ("worker", 1, "c:1")
     assert (config.num_ps_replicas, config.num_worker_replicas) == (1, 3)
     assert not config.is_chief
 
 
-class Stopping(SessionRunHook):
+class Stopping(g.SessionRunHook):
     """Ask to stop after so many runs; none: before the first one."""
 
     def __init__(self, runs: int) -> None:
@@ -257,7 +239,7 @@ class Stopping(SessionRunHook):
             run_context.request_stop()
 
 
-def test_a_hook_stops_training_evaluation_and_prediction(tmp_path: Path) -> None:
+def test_a_hook_stops_training_evaluation_and_prediction(tmp_path):
     model = estimator(tmp_path)
     model.train(inputs(12, repeated=True), hooks=[Stopping(2)])
     assert model.get_variable_value("global_step") == 2
@@ -269,45 +251,45 @@ def test_a_hook_stops_training_evaluation_and_prediction(tmp_path: Path) -> None
         assert stopping.seen == 2
 
 
-def test_functions_may_be_partial_and_change_their_params(tmp_path: Path) -> None:
-    def model_fn(features: Any, labels: Any, mode: str, params: Any, unit: float) -> EstimatorSpec:
+def test_functions_may_be_partial_and_change_their_params(tmp_path):
+    def model_fn(
+        features: Any, labels: Any, mode: str, params: Any, unit: float
+    ) -> est.EstimatorSpec:
         return linear(features, labels, mode, {"rate": params.pop("rate") * unit})
 
     def input_fn(params: Any) -> Any:
         return inputs(params["size"])()
 
     bound = functools.partial(model_fn, unit=1.0)
-    model = Estimator(bound, tmp_path, params={"rate": RATE})
+    model = est.Estimator(bound, tmp_path, params={"rate": RATE})
     model.train(functools.partial(input_fn, params={"size": 12}), steps=1)
     assert model.evaluate(inputs(12))["global_step"] == 1
     assert model.params == {"rate": RATE}
 
 
-def test_a_training_with_variables_of_hooks_goes_on_and_keeps_its_checkpoints(
-    tmp_path: Path,
-) -> None:
-    class Counting(SessionRunHook):
+def test_a_training_with_variables_of_hooks_goes_on_and_keeps_its_checkpoints(tmp_path):
+    class Counting(g.SessionRunHook):
         def begin(self) -> None:
-            Variable(0.0, trainable=False, name="of_hook")
+            g.Variable(0.0, trainable=False, name="of_hook")
 
-    def model_fn(features: Any, labels: Any, mode: str, params: Any) -> EstimatorSpec:
+    def model_fn(features: Any, labels: Any, mode: str, params: Any) -> est.EstimatorSpec:
         spec = linear(features, labels, mode, params)
-        scaffold = Scaffold(init_fn=lambda scaffold, session: None)
+        scaffold = g.Scaffold(init_fn=lambda scaffold, session: None)
         return dataclasses.replace(spec, scaffold=scaffold)
 
-    config = RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=2)
-    model = Estimator(model_fn, tmp_path, config, {"rate": RATE})
+    config = est.RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=2)
+    model = est.Estimator(model_fn, tmp_path, config, {"rate": RATE})
     for _ in range(2):
         model.train(inputs(12, repeated=True), steps=4, hooks=[Counting()])
     assert model.get_variable_value("global_step") == 8
     assert len(list(tmp_path.glob("model.ckpt-*"))) == 2
-    everything = RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
-    model = Estimator(linear, tmp_path / "all", everything, {"rate": RATE})
+    everything = est.RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
+    model = est.Estimator(linear, tmp_path / "all", everything, {"rate": RATE})
     model.train(inputs(12, repeated=True), steps=7)
     assert len(list((tmp_path / "all").glob("model.ckpt-*"))) == 8
 
 
-def test_an_evaluator_goes_on_when_its_checkpoint_is_deleted(tmp_path: Path) -> None:
+def test_an_evaluator_goes_on_when_its_checkpoint_is_deleted(tmp_path):
     model, calls = estimator(tmp_path), itertools.count()
     model.train(inputs(12), max_steps=2)
 
@@ -318,7 +300,7 @@ def test_an_evaluator_goes_on_when_its_checkpoint_is_deleted(tmp_path: Path) -> 
             model.train(inputs(12), max_steps=4)
         return inputs(12)()
 
-    spec = EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=0)
+    spec = est.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=0)
     found = training.Evaluations(model, spec).follow(4)
     assert found["global_step"] == 4
     assert next(calls) == 2

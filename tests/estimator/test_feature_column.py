@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ndistribute import graph as g
 from ndistribute.estimator import feature_column as fc
-from ndistribute.graph.graph import Graph
-from ndistribute.graph.scopes import AUTO_REUSE, variable_scope
-from ndistribute.graph.session import Session
-from ndistribute.graph.variables import global_variables, global_variables_initializer
 
 WORDS = np.array([["a", "c"], ["b", ""], ["x", "a"]])
 IDS = np.array([[0, 2], [1, -1], [0, 0]])
@@ -23,9 +20,9 @@ AGE = fc.numeric_column("age")
 
 
 def computed(make: Any) -> Any:
-    with Graph().as_default(), Session() as session:
+    with g.Graph().as_default(), g.Session() as session:
         tensor = make()
-        session.run(global_variables_initializer())
+        session.run(g.global_variables_initializer())
         return session.run(tensor)
 
 
@@ -124,12 +121,12 @@ def test_columns_stand_in_the_order_of_their_names() -> None:
 
 
 def test_a_linear_model_has_weights_for_columns_and_ids() -> None:
-    with Graph().as_default(), Session() as session:
+    with g.Graph().as_default(), g.Session() as session:
         columns = [AGE, WORD, fc.bucketized_column(fc.numeric_column("age"), [18])]
         y = fc.linear_model(FEATURES, columns, units=2)
-        session.run(global_variables_initializer())
+        session.run(g.global_variables_initializer())
         np.testing.assert_array_equal(session.run(y), np.zeros((3, 2)))
-        weights = {one.name: one for one in global_variables()}
+        weights = {one.name: one for one in g.global_variables()}
         weights["linear_model/bias_weights:0"].load(np.array([1.0, 2.0]))
         weights["linear_model/age/weights:0"].load(np.array([[0.1, 0]]))
         weights["linear_model/word/weights:0"].load(np.array([[10.0, 0], [20, 0], [40, 3]]))
@@ -139,12 +136,12 @@ def test_a_linear_model_has_weights_for_columns_and_ids() -> None:
 
 
 def test_columns_of_a_scope_that_is_entered_again_share_their_weights() -> None:
-    with Graph().as_default():
+    with g.Graph().as_default():
         for _ in range(2):
-            with variable_scope("tower", reuse=AUTO_REUSE):
+            with g.variable_scope("tower", reuse=g.AUTO_REUSE):
                 fc.input_layer(FEATURES, fc.embedding_column(ID, 2))
                 fc.linear_model(FEATURES, [ID, AGE])
-        assert [one.op.name for one in global_variables()] == [
+        assert [one.op.name for one in g.global_variables()] == [
             "tower/input_layer/id_embedding/embedding_weights",
             "tower/linear_model/bias_weights",
             "tower/linear_model/age/weights",

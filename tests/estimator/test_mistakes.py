@@ -41,9 +41,9 @@ train(linear, lambda: nd.Dataset.range(0))
 -> ValueError: is empty
 train(linear, lambda: (X, Y, Y))
 -> ValueError: 3 parts
-train(linear, lambda: ({"x": random_normal((4, 3), dtype=np.float64)}, Y[:4]))
+train(linear, lambda: ({"x": g.random_normal((4, 3), dtype=np.float64)}, Y[:4]))
 -> ValueError: dataset\.map
-train(linear, lambda: {"x": 1 * DatasetIterator(inputs(4)()).get_next()[0]["x"]})
+train(linear, lambda: {"x": 1 * g.DatasetIterator(inputs(4)()).get_next()[0]["x"]})
 -> ValueError: dataset\.map
 train(linear, X)
 -> TypeError: input_fn must be a function

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.estimator import RunConfig, model_to_estimator
+from ndistribute.estimator import Estimator, RunConfig, model_to_estimator
 from ndistribute.graph import latest_checkpoint
 from tests.estimator import test_canned as canned
 from tests.estimator import test_estimator as alone
@@ -32,7 +32,7 @@ def train_together(rank: int, size: int, directory: str) -> tuple[dict[str, Any]
         config = RunConfig(
             f"{directory}/{rank}", train_distribute=strategy, eval_distribute=strategy
         )
-        model = alone.Estimator(alone.linear, config=config, params={"rate": alone.RATE})
+        model = Estimator(alone.linear, config=config, params={"rate": alone.RATE})
         model.train(share, steps=1)
         start = alone.weights(model) if rank == 0 else None
         model.train(lambda input_context: share(input_context, repeated=True), max_steps=8)
@@ -137,7 +137,7 @@ def test_workers_of_servers_make_each_step_together(tmp_path: Path) -> None:
     w, x = np.zeros((3, 1)), np.eye(4, 3)
     for _ in range(30):
         w -= 0.1 * 2 * x.T @ (x @ w - x @ [[1.0], [2.0], [3.0]]) / 4
-    found = alone.Estimator(lambda features: features, directory).get_variable_value("w")
+    found = Estimator(lambda features: features, directory).get_variable_value("w")
     np.testing.assert_allclose(found, w, rtol=0, atol=1e-12)
 
 

@@ -79,8 +79,8 @@ def step_of(tasks: Tasks, step: g.Tensor) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [0, 2], ids=["asynchronous", "synchronous"])
 def test_a_training_goes_on_after_each_of_its_processes_was_killed(
-    replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy_of_one: float
-) -> None:
+    replicas, tmp_path, monkeypatch, accuracy_of_one
+):
     last = 100 + 100 * KILLS
     flags = ["--steps", last, "--checkpoint_dir", tmp_path]
     flags += ["--replicas_to_aggregate", replicas] if replicas else []

@@ -66,9 +66,7 @@ def has_made(client: Updates, updates: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_loses_no_acknowledged_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_killed_loses_no_acknowledged_update(tmp_path, monkeypatch):
     kept = {
         "NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path),
         "NDISTRIBUTE_SNAPSHOT_SECONDS": "0.3",
@@ -120,9 +118,7 @@ def test_a_server_that_is_killed_loses_no_acknowledged_update(
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_with_the_variables_of_a_killed_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_goes_on_with_the_variables_of_a_killed_server(tmp_path, monkeypatch):
     kept = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_DURABILITY": "log"}
     with Tasks(1, 1, chief=False, **kept) as tasks, g.Graph().as_default():
         monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
@@ -163,9 +159,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
-def test_every_kind_of_variable_is_there_after_a_restart(
-    start: Callable[..., nd.Server], tmp_path: Path, durability: str
-) -> None:
+def test_every_kind_of_variable_is_there_after_a_restart(start, tmp_path, durability):
     folder, copied = tmp_path / "kept", tmp_path / "copied"
     server = start(folder, durability)
     with g.Graph().as_default():
@@ -205,9 +199,7 @@ def test_every_kind_of_variable_is_there_after_a_restart(
                 session.run(other.initializer)
 
 
-def test_a_reset_takes_the_variables_from_the_disk_too(
-    start: Callable[..., nd.Server], tmp_path: Path
-) -> None:
+def test_a_reset_takes_the_variables_from_the_disk_too(start, tmp_path):
     server = start(tmp_path)
     with g.Graph().as_default():
         v = g.Variable(1.0, name="v")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,31 +13,17 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import errors
+from ndistribute import graph as g
 from ndistribute.autodiff import GradientTape
 from ndistribute.graph import executor
-from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Graph, as_tensor, get_default_graph
-from ndistribute.graph.operations import (
-    cond,
-    constant,
-    group,
-    identity,
-    placeholder,
-    py_function,
-    random_normal,
-    while_loop,
-)
-from ndistribute.graph.optimizers import MomentumOptimizer
-from ndistribute.graph.session import ConfigProto, Session
 from ndistribute.graph.step import Resources, Step
-from ndistribute.graph.variables import Variable, global_variables_initializer
 from ndistribute.numpy_functions import register
 from tests.processes import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("session")
 
 
-def test_numpy_code_on_tensors_computes_what_it_computes_on_arrays(session: Session) -> None:
+def test_numpy_code_on_tensors_computes_what_it_computes_on_arrays(session):
     data = np.random.default_rng(0).standard_normal((4, 3))
 
     def model(x: object) -> object:
@@ -47,15 +33,15 @@ def test_numpy_code_on_tensors_computes_what_it_computes_on_arrays(session: Sess
         left = np.concatenate([first, rest, middle], axis=1)
         return np.einsum("ij,ij->i", left, right) + np.add.reduce(y, axis=1) / y.mean(axis=1)
 
-    x = placeholder(np.float64, [None, 3])
+    x = g.placeholder(np.float64, [None, 3])
     np.testing.assert_array_equal(session.run(model(x), {x: data}), model(data))
 
 
-def test_a_read_is_a_snapshot_and_updates_run_after_what_controls_them(session: Session) -> None:
-    v = Variable(1.0)
+def test_a_read_is_a_snapshot_and_updates_run_after_what_controls_them(session):
+    v = g.Variable(1.0)
     with v.graph.control_dependencies([v.assign_add(1.0)]):
         after = v.read_value() * 10
-    session.run(global_variables_initializer())
+    session.run(g.global_variables_initializer())
     before, later = session.run([v.value(), after])
     assert (before in (1.0, 2.0), later) == (True, 20.0)
 
@@ -69,14 +55,14 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
             yield server.target
 
 
-def test_what_a_program_feeds_and_fetches_is_its_own(target: str) -> None:
-    session = Session(target)
+def test_what_a_program_feeds_and_fetches_is_its_own(target):
+    session = g.Session(target)
     fed = np.zeros(2)
     own = np.ones(2)
-    v, c, product = Variable(own), constant(own), own * constant(1.0)
+    v, c, product = g.Variable(own), g.constant(own), own * g.constant(1.0)
     own += 5
     np.testing.assert_array_equal(session.run([c, product]), np.ones((2, 2)))
-    x = placeholder(np.float64, [2])
+    x = g.placeholder(np.float64, [2])
     session.run([v.initializer, v.assign(x).op], {x: fed})
     v.load(fed)
     for same in (x, np.reshape(x, [2, 1]), v.assign(x), v.assign_add(x)):
@@ -84,9 +70,9 @@ def test_what_a_program_feeds_and_fetches_is_its_own(target: str) -> None:
         assert not np.shares_memory(result, fed)
         result += 100
     np.testing.assert_array_equal(session.run(v), [0.0, 0.0])
-    table, rows, at = Variable(np.ones((3, 2))), placeholder(np.int64, [None]), np.array([0, 2])
+    table, rows, at = g.Variable(np.ones((3, 2))), g.placeholder(np.int64, [None]), np.array([0, 2])
     session.run(table.initializer)
-    slope = session.run(gradients(np.sum(table[rows]), table)[0], {rows: at})
+    slope = session.run(g.gradients(np.sum(table[rows]), table)[0], {rows: at})
     assert not np.shares_memory(slope.indices, at)
     fed += 5
     for tensor, expected in ((v.value(), 0.0), (c, 1.0)):
@@ -95,37 +81,37 @@ def test_what_a_program_feeds_and_fetches_is_its_own(target: str) -> None:
     session.close()
 
 
-def test_random_numbers_repeat_with_the_seed_and_differ_from_run_to_run() -> None:
-    x = random_normal([3], seed=5)
-    with Session() as one, Session() as other:
+def test_random_numbers_repeat_with_the_seed_and_differ_from_run_to_run():
+    x = g.random_normal([3], seed=5)
+    with g.Session() as one, g.Session() as other:
         first, second = one.run(x), one.run(x)
         assert (first != second).all()
         np.testing.assert_array_equal(other.run(x), first)
 
 
-def test_a_use_of_a_variable_reads_it_once(session: Session) -> None:
-    v, graph = Variable(1.0), session.graph
+def test_a_use_of_a_variable_reads_it_once(session):
+    v, graph = g.Variable(1.0), session.graph
     with graph.control_dependencies([v.assign_add(1.0)]):
         before = graph.version
         total = np.add(v, v.value())
     added = [op.type for op in graph.get_operations()[before:]]
     assert added == ["read", "read", "numpy.add"]
-    session.run(global_variables_initializer())
+    session.run(g.global_variables_initializer())
     assert session.run(total) == 4.0
 
 
-def test_a_branch_or_a_body_changes_variables_only_when_it_is_run(session: Session) -> None:
-    v, p = Variable(0.0), placeholder(np.bool_)
-    either = cond(p, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
-    thrice = while_loop(lambda i: i < 3, lambda i: i + 1 + 0 * v.assign_add(i * 100.0), [0.0])[0]
-    session.run(global_variables_initializer())
+def test_a_branch_or_a_body_changes_variables_only_when_it_is_run(session):
+    v, p = g.Variable(0.0), g.placeholder(np.bool_)
+    either = g.cond(p, lambda: v.assign_add(1.0), lambda: v.assign_add(10.0))
+    thrice = g.while_loop(lambda i: i < 3, lambda i: i + 1 + 0 * v.assign_add(i * 100.0), [0.0])[0]
+    session.run(g.global_variables_initializer())
     assert [session.run(either, {p: taken}) for taken in (True, False)] == [1.0, 11.0]
     assert (session.run(thrice), session.run(v)) == (3.0, 311.0)
 
 
 def slow_chain(threads: int) -> Any:
     """Return the result of ten long operations, run by one thread or by several."""
-    x = constant(1.0) if threads == 1 else py_function(lambda: 1.0, [])
+    x = g.constant(1.0) if threads == 1 else g.py_function(lambda: 1.0, [])
     for _ in range(10):
         x = _slow(x)
     return x
@@ -136,15 +122,15 @@ _slow = register("test.slow", lambda x: (made.append(x), time.sleep(0.03), x)[-1
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_step_of_many_operations_ends_after_its_timeout(threads: int) -> None:
-    session = Session(config=ConfigProto(operation_timeout_in_ms=20))
+def test_a_step_of_many_operations_ends_after_its_timeout(threads):
+    session = g.Session(config=g.ConfigProto(operation_timeout_in_ms=20))
     made.clear()
     with session, pytest.raises(errors.DeadlineExceededError, match="longer than its timeout"):
         session.run(slow_chain(threads))
     assert len(made) < 10
 
 
-def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch: Any) -> None:
+def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch):
     going, marked = threading.Event(), threading.Event()
     waits = register("test.waits", lambda x: going.wait(HANG_SECONDS) and x)
     marks = register("test.marks", lambda x: marked.set() or x)  # type: ignore[func-returns-value]
@@ -153,7 +139,7 @@ def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch: Any) -> None:
         raise KeyboardInterrupt
 
     # While a helper waits in the second, this thread has run the first and waits for it.
-    fetches = [_slow(constant(1.0)), marks(waits(constant(1.0)))]
+    fetches = [_slow(g.constant(1.0)), marks(waits(g.constant(1.0)))]
     definitions = [op.definition for op in fetches[0].graph.get_operations()]
     plan = executor.Plan(definitions, [], [one.name for one in fetches])
     plan._is_parallel = True
@@ -167,13 +153,11 @@ def test_an_interrupt_ends_the_threads_of_a_step(monkeypatch: Any) -> None:
     assert not marked.is_set()
 
 
-def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(
-    monkeypatch: Any,
-) -> None:
+def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(monkeypatch):
     monkeypatch.setattr(executor, "_GIVE_UP_SECONDS", 0.0)
     going = threading.Event()
-    endless = py_function(lambda: going.wait(HANG_SECONDS), [])
-    session = Session(config=ConfigProto(operation_timeout_in_ms=10))
+    endless = g.py_function(lambda: going.wait(HANG_SECONDS), [])
+    session = g.Session(config=g.ConfigProto(operation_timeout_in_ms=10))
     with session, pytest.raises(errors.DeadlineExceededError):
         session.run(endless)
     assert not going.is_set()
@@ -181,62 +165,66 @@ def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(
 
 
 MISTAKES = {
-    "no value": (lambda: placeholder(float) + 1, errors.InvalidArgumentError, "has no value"),
-    "no initial value": (lambda: Variable(1.0), errors.FailedPreconditionError, "initializer"),
+    "no value": (lambda: g.placeholder(float) + 1, errors.InvalidArgumentError, "has no value"),
+    "no initial value": (lambda: g.Variable(1.0), errors.FailedPreconditionError, "initializer"),
     "wrong shapes": (
-        lambda: constant([1.0, 2.0]) @ constant([1.0]),
+        lambda: g.constant([1.0, 2.0]) @ g.constant([1.0]),
         errors.InvalidArgumentError,
         r"'matmul' \(numpy.matmul\) failed: ValueError.*made in .*test_graph.py",
     ),
-    "truth": (lambda: 1 if constant(1.0) else 2, TypeError, "cond"),
-    "conversion": (lambda: float(constant(1.0)), TypeError, "Session.run"),
-    "writing": (lambda: np.add(constant(1.0), 1.0, out=np.zeros(1)), TypeError, "read-only"),
+    "truth": (lambda: 1 if g.constant(1.0) else 2, TypeError, "cond"),
+    "conversion": (lambda: float(g.constant(1.0)), TypeError, "Session.run"),
+    "writing": (lambda: np.add(g.constant(1.0), 1.0, out=np.zeros(1)), TypeError, "read-only"),
     "writing by position": (
-        lambda: np.cumsum(x := constant(1.0), 0, None, x),
+        lambda: np.cumsum(x := g.constant(1.0), 0, None, x),
         TypeError,
         "cumsum with out=",
     ),
-    "replacing": (lambda: np.nan_to_num(constant(1.0), False), TypeError, "with copy=False"),
+    "replacing": (lambda: np.nan_to_num(g.constant(1.0), False), TypeError, "with copy=False"),
     "overwriting": (
-        lambda: np.median(constant([1.0]), overwrite_input=True),
+        lambda: np.median(g.constant([1.0]), overwrite_input=True),
         TypeError,
         "overwrite_input=True",
     ),
-    "files": (lambda: np.save("x", constant(1.0)), TypeError, "save cannot be an operation"),
-    "other graph": (lambda: Graph().add("identity", [constant(1.0)]), ValueError, "another graph"),
+    "files": (lambda: np.save("x", g.constant(1.0)), TypeError, "save cannot be an operation"),
+    "other graph": (
+        lambda: g.Graph().add("identity", [g.constant(1.0)]),
+        ValueError,
+        "another graph",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_say_what_to_do(session: Session, mistake: str) -> None:
+def test_mistakes_say_what_to_do(session, mistake):
     program, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         session.run(program())
 
 
-def test_groups_and_names(session: Session) -> None:
-    v, graph = Variable(np.zeros(2), name="v"), session.graph
+def test_groups_and_names(session):
+    v, graph = g.Variable(np.zeros(2), name="v"), session.graph
     with graph.name_scope("train"):
-        op = group(v.assign_add([1.0, 2.0]))
-    session.run(global_variables_initializer())
+        op = g.group(v.assign_add([1.0, 2.0]))
+    session.run(g.global_variables_initializer())
     assert op.name == "train/group"
     assert session.run("train/group") is None
     np.testing.assert_array_equal(session.run("v/read:0"), [1.0, 2.0])
-    assert as_tensor(v).graph is graph
+    assert g.as_tensor(v).graph is graph
 
 
-def test_functions_and_tapes_of_control_flow_do_not_meet_those_around_it(session: Session) -> None:
-    x = placeholder(np.float64)
-    one, two = (lambda k=k: py_function(lambda: k, []) for k in (1.0, 2.0))
-    assert [session.run(cond(np.less(x, 0), one, two), {x: at}) for at in (-1, 1)] == [1.0, 2.0]
+def test_functions_and_tapes_of_control_flow_do_not_meet_those_around_it(session):
+    x = g.placeholder(np.float64)
+    one, two = (lambda k=k: g.py_function(lambda: k, []) for k in (1.0, 2.0))
+    assert [session.run(g.cond(np.less(x, 0), one, two), {x: at}) for at in (-1, 1)] == [1.0, 2.0]
     y = x * x
-    descent = while_loop(
-        lambda i, w: i < 2, lambda i, w: [i + 1, w - 0.25 * gradients(w * w, w)[0]], [0, x]
+    descent = g.while_loop(
+        lambda i, w: i < 2, lambda i, w: [i + 1, w - 0.25 * g.gradients(w * w, w)[0]], [0, x]
     )
-    assert session.run([gradients(y, x)[0], descent[1]], {x: 4.0}) == [8.0, 1.0]
+    assert session.run([g.gradients(y, x)[0], descent[1]], {x: 4.0}) == [8.0, 1.0]
 
 
-def test_a_session_that_ends_leaves_variables_of_whatever_names() -> None:
+def test_a_session_that_ends_leaves_variables_of_whatever_names():
     resources = Resources()
     resources.variables.assign("scope/w", np.zeros(1))
     names: list[Any] = ["scope/w", 5]
@@ -248,10 +236,10 @@ def test_a_session_that_ends_leaves_variables_of_whatever_names() -> None:
     assert resources.variables.get("scope/w") is not None
 
 
-def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
-    w = Variable(np.zeros(3), name="w")
-    update = MomentumOptimizer(0.1, 0.9).minimize(np.sum(w * w))
-    session.run(global_variables_initializer())
+def test_an_update_holds_the_locks_of_its_slots(session):
+    w = g.Variable(np.zeros(3), name="w")
+    update = g.MomentumOptimizer(0.1, 0.9).minimize(np.sum(w * w))
+    session.run(g.global_variables_initializer())
     resources = session._runner._resources  # type: ignore[union-attr]
     slot = resources.variables.find("w/Momentum/momentum")
     done = threading.Thread(target=session.run, args=(update,), daemon=True)
@@ -263,60 +251,58 @@ def test_an_update_holds_the_locks_of_its_slots(session: Session) -> None:
     assert not done.is_alive()
 
 
-def test_a_loop_that_would_read_an_old_value_in_each_round_is_refused(session: Session) -> None:
-    v = Variable(np.array(1.0), name="v")
+def after(change: Any, result: Callable[[], Any]) -> Any:
+    """Return what a function makes, all of which comes after a change."""
+    with g.get_default_graph().control_dependencies([change]):
+        return result()
 
-    def after(change: Any, result: Any) -> Any:
-        with get_default_graph().control_dependencies([change]):
-            return identity(result)
+
+def test_a_loop_that_would_read_an_old_value_in_each_round_is_refused(session):
+    v = g.Variable(np.array(1.0), name="v")
 
     def doubled(i: Any) -> Any:
-        return after(v.assign(v * 2.0), i + 1)
+        return after(v.assign(v * 2.0), lambda: g.identity(i + 1))
 
     def in_branch(i: Any) -> Any:
-        return cond(i < 9, lambda: doubled(i), lambda: i)
+        return g.cond(i < 9, lambda: doubled(i), lambda: i)
 
     def loop(body: Any) -> Any:
-        return while_loop(lambda i: i < 4, body, [0.0])[0]
+        return g.while_loop(lambda i: i < 4, body, [0.0])[0]
 
     programs = [
         lambda: loop(doubled),
         lambda: loop(in_branch),
-        lambda: cond(np.array(True), lambda: loop(doubled), lambda: 0.0),
-        lambda: while_loop(lambda i: v < 4, lambda i: after(v.assign_add(1.0), i), [0.0])[0],
+        lambda: g.cond(np.array(True), lambda: loop(doubled), lambda: 0.0),
+        lambda: g.while_loop(
+            lambda i: v < 4, lambda i: after(v.assign_add(1.0), lambda: g.identity(i)), [0.0]
+        ),
     ]
     for program in programs:
         with pytest.raises(ValueError, match="changes 'v', but reads it before that: make its"):
             program()
     before = v.read_value()
-    again = loop(lambda i: after(v.assign(before * 2.0), i + 1))
-    sums = loop(lambda i: after(v.assign_add(i), i + 1))
-    session.run(global_variables_initializer())
+    again = loop(lambda i: after(v.assign(before * 2.0), lambda: i + 1))
+    sums = loop(lambda i: after(v.assign_add(i), lambda: i + 1))
+    session.run(g.global_variables_initializer())
     assert [session.run(again), session.run(v)] == [4.0, 2.0]
     assert [session.run(sums), session.run(v)] == [4.0, 8.0]
 
 
-def test_a_branch_reads_what_a_branch_around_it_has_changed(session: Session) -> None:
-    v, rate = Variable(np.array(1.0)), constant(np.array(2.0))
-
-    def after(change: Any, result: Any) -> Any:
-        with get_default_graph().control_dependencies([change]):
-            return result()
+def test_a_branch_reads_what_a_branch_around_it_has_changed(session):
+    v, rate = g.Variable(np.array(1.0)), g.constant(np.array(2.0))
 
     def branch(function: Any) -> Any:
-        return cond(np.array(True), function, lambda: np.array(0.0))
+        return g.cond(np.array(True), function, lambda: np.array(0.0))
 
     inner = branch(lambda: after(v.assign_add(1.0), lambda: branch(lambda: v * 1.0)))
     outer = branch(lambda: after(branch(lambda: v.assign_add(1.0)), lambda: v * 1.0))
-    update = MomentumOptimizer(0.5, 0.0)
+    update = g.MomentumOptimizer(0.5, 0.0)
     updated = branch(lambda: after(update.apply_gradients([(rate, v)]), v.read_value))
-    session.run(global_variables_initializer())
+    session.run(g.global_variables_initializer())
     assert [session.run(one) for one in (inner, outer, updated)] == [2.0, 3.0, 2.0]
 
 
-def test_a_tape_in_a_py_function_leaves_the_record_of_the_branch_around_it(
-    session: Session,
-) -> None:
+def test_a_tape_in_a_py_function_leaves_the_record_of_the_branch_around_it(session):
     def slope_of_square(a: Any) -> Any:
         with GradientTape() as tape:
             a = tape.watch(np.asarray(a))
@@ -325,48 +311,38 @@ def test_a_tape_in_a_py_function_leaves_the_record_of_the_branch_around_it(
 
     def branch() -> Any:
         square = x * x
-        called = py_function(slope_of_square, [square])
-        with get_default_graph().control_dependencies([called]):
-            return square * square + called
+        called = g.py_function(slope_of_square, [square])
+        return after(called, lambda: square * square + called)
 
-    x = constant(np.array(3.0))
-    y = cond(np.array(True), branch, lambda: x)
-    assert session.run([y, gradients(y, x)[0]]) == [99.0, 108.0]
+    x = g.constant(np.array(3.0))
+    y = g.cond(np.array(True), branch, lambda: x)
+    assert session.run([y, g.gradients(y, x)[0]]) == [99.0, 108.0]
 
 
-def test_what_surrounds_a_branch_may_come_before_what_is_in_it(session: Session) -> None:
-    v = Variable(1.0, name="v")
-    taken = placeholder(np.bool_, ())
+def test_what_surrounds_a_branch_may_come_before_what_is_in_it(session):
+    v = g.Variable(1.0, name="v")
+    taken = g.placeholder(np.bool_, ())
     add = v.assign_add(1.0)
     graph = add.graph
 
-    def after() -> Any:
-        with get_default_graph().control_dependencies([group(add)]):
-            return constant(1.0)
-
     def changed() -> Any:
-        with get_default_graph().control_dependencies([v.assign(5.0)]):
-            return v.read_value() + v
+        return after(v.assign(5.0), lambda: v.read_value() + v)
 
     def count(i: Any, total: Any) -> Any:
-        with get_default_graph().control_dependencies([v.assign_add(1.0)]):
-            return [i + 1, total + v]
+        return after(v.assign_add(1.0), lambda: [i + 1, total + v])
 
-    def ordered() -> Any:
-        with get_default_graph().control_dependencies([constant(1.0)]):
-            return v * v
-
-    slope = gradients(cond(taken, ordered, lambda: v), v)[0]
-    waits = cond(taken, after, lambda: constant(0.0))
-    reads = cond(taken, changed, lambda: constant(0.0))
-    sums = while_loop(lambda i, _: np.less(i, 3), count, [np.int64(0), np.float32(0)])[1]
-    session.run(global_variables_initializer())
+    ordered = g.cond(taken, lambda: after(g.constant(1.0), lambda: v * v), lambda: v)
+    slope = g.gradients(ordered, v)[0]
+    waits = g.cond(taken, lambda: after(g.group(add), lambda: g.constant(1.0)), lambda: 0.0)
+    reads = g.cond(taken, changed, lambda: g.constant(0.0))
+    sums = g.while_loop(lambda i, _: np.less(i, 3), count, [np.int64(0), np.float32(0)])[1]
+    session.run(g.global_variables_initializer())
     session.run(waits, {taken: True})
     assert session.run([v, slope], {taken: True}) == [2.0, 4.0]
     assert session.run(reads, {taken: True}) == 10.0
     assert session.run(sums) == 6.0 + 7.0 + 8.0
     with (
-        Graph().as_default() as other,
+        g.Graph().as_default() as other,
         pytest.raises(ValueError, match="belongs to another graph"),
         other.control_dependencies([add]),
     ):
@@ -374,15 +350,15 @@ def test_what_surrounds_a_branch_may_come_before_what_is_in_it(session: Session)
     assert graph.get_operations()  # It is as it was.
 
 
-def test_what_a_run_returns_shares_no_memory(session: Session) -> None:
-    x, buffer = placeholder(np.float64, [None, 2]), np.zeros(2)
+def test_what_a_run_returns_shares_no_memory(session):
+    x, buffer = g.placeholder(np.float64, [None, 2]), np.zeros(2)
 
     def count() -> Any:
         buffer[:] += 1
         return buffer
 
-    doubled, counted = 2 * x, py_function(count, [])
-    fetches = [doubled, identity(doubled), np.reshape(doubled, -1), counted, identity(counted)]
+    doubled, counted = 2 * x, g.py_function(count, [])
+    fetches = [doubled, g.identity(doubled), np.reshape(doubled, -1), counted, g.identity(counted)]
     found = session.run(fetches, {x: [[1.0, 2.0]]})
     for value in found:
         before = [one.copy() for one in found]
@@ -392,21 +368,21 @@ def test_what_a_run_returns_shares_no_memory(session: Session) -> None:
     assert session.run(counted).tolist() == buffer.tolist() == [2.0, 2.0]
 
 
-def test_counts_are_arrays_and_groups_take_nests(session: Session) -> None:
-    x = placeholder(np.float32, [None, 3])
+def test_counts_are_arrays_and_groups_take_nests(session):
+    x = g.placeholder(np.float32, [None, 3])
     rows = np.shape(x)[0].astype(np.float32)  # type: ignore[attr-defined]
     fetches = [rows, np.shape(x), np.size(x), np.size(x, 1), np.ndim(x)]
     found = session.run(fetches, {x: np.ones((2, 3))})
     assert [np.asarray(one).tolist() for one in found] == [2.0, [2, 3], 6, 3, 2]
-    v = Variable(0.0, name="v")
+    v = g.Variable(0.0, name="v")
     session.run(v.initializer)
-    session.run(group((v.assign_add(1.0), [v.assign_add(2.0).op]), None))
+    session.run(g.group((v.assign_add(1.0), [v.assign_add(2.0).op]), None))
     assert session.run(v) == 3.0
 
 
-def test_a_session_that_closes_ends_its_steps(session: Session) -> None:
-    going = while_loop(lambda i: np.greater_equal(i, 0), lambda i: i * 1, [np.int64(1)])
-    other = Session()
+def test_a_session_that_closes_ends_its_steps(session):
+    going = g.while_loop(lambda i: np.greater_equal(i, 0), lambda i: i * 1, [np.int64(1)])
+    other = g.Session()
     with ThreadPoolExecutor() as threads:
         running = threads.submit(other.run, going)
         wait_until(lambda: other._runner._steps)  # type: ignore[union-attr]

@@ -8,29 +8,22 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute import graph as g
 from ndistribute.errors import OutOfRangeError
-from ndistribute.graph.devices import device
-from ndistribute.graph.graph import Graph
-from ndistribute.graph.hooks import FinalOpsHook, SessionRunHook
-from ndistribute.graph.iterators import DatasetIterator
-from ndistribute.graph.monitored import MonitoredTrainingSession
-from ndistribute.graph.operations import py_function
-from ndistribute.graph.session import Session
-from ndistribute.graph.variables import Variable, get_or_create_global_step
 
 NUMBERS = nd.Dataset.from_tensor_slices({"x": np.arange(6.0), "y": np.arange(6) % 2})
 
 
 @pytest.fixture(autouse=True)
 def new_graph() -> Iterator[None]:
-    with Graph().as_default():
+    with g.Graph().as_default():
         yield
 
 
 def test_all_tensors_of_a_step_are_of_one_batch() -> None:
-    batch = DatasetIterator(NUMBERS.batch(4)).get_next()
+    batch = g.DatasetIterator(NUMBERS.batch(4)).get_next()
     assert (batch["x"].shape, batch["y"].dtype) == ((None,), np.int64)
-    with Session() as session:
+    with g.Session() as session:
         found = session.run([batch, batch["x"] % 2 - batch["y"]])
         np.testing.assert_array_equal(found[0]["x"], [0, 1, 2, 3])
         np.testing.assert_array_equal(found[1], 0)
@@ -42,21 +35,21 @@ def test_all_tensors_of_a_step_are_of_one_batch() -> None:
 
 
 def test_the_initializer_begins_again() -> None:
-    iterator = DatasetIterator(NUMBERS.batch(4))
+    iterator = g.DatasetIterator(NUMBERS.batch(4))
     x, begin = iterator.get_next()["x"], iterator.initializer
-    with Session() as session:
+    with g.Session() as session:
         for _ in range(2):
             assert [session.run(x).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5]]
             session.run(begin)
 
 
 def test_training_ends_with_the_dataset() -> None:
-    x = DatasetIterator(NUMBERS.repeat(3).batch(2)).get_next()["x"]
-    step = get_or_create_global_step()
-    total = Variable(0.0, name="total", dtype=np.float64)
+    x = g.DatasetIterator(NUMBERS.repeat(3).batch(2)).get_next()["x"]
+    step = g.get_or_create_global_step()
+    total = g.Variable(0.0, name="total", dtype=np.float64)
     update = [total.assign_add(np.sum(x)), step.assign_add(1)]
-    last = FinalOpsHook([total.read_value(), step.read_value()])
-    with MonitoredTrainingSession(hooks=[last]) as session:
+    last = g.FinalOpsHook([total.read_value(), step.read_value()])
+    with g.MonitoredTrainingSession(hooks=[last]) as session:
         while not session.should_stop():
             session.run(update)
     assert last.final_ops_values == [45.0, 9]
@@ -64,12 +57,12 @@ def test_training_ends_with_the_dataset() -> None:
 
 def test_a_worker_takes_batches_beside_its_server() -> None:
     with nd.Server.create_local_server() as server:
-        x = DatasetIterator(NUMBERS.batch(3)).get_next()["x"]
-        total = Variable(0.0, name="total", dtype=np.float64)
-        with device("/job:local/task:0"):
-            doubled = py_function(lambda values: 2 * values, [x])
+        x = g.DatasetIterator(NUMBERS.batch(3)).get_next()["x"]
+        total = g.Variable(0.0, name="total", dtype=np.float64)
+        with g.device("/job:local/task:0"):
+            doubled = g.py_function(lambda values: 2 * values, [x])
         update = total.assign_add(np.sum(doubled))
-        with Session(server.target) as session:
+        with g.Session(server.target) as session:
             session.run(total.initializer)
             assert [float(session.run(update)) for _ in range(2)] == [6.0, 30.0]
             with pytest.raises(OutOfRangeError):
@@ -78,20 +71,20 @@ def test_a_worker_takes_batches_beside_its_server() -> None:
 
 def test_a_dataset_without_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        DatasetIterator([])
+        g.DatasetIterator([])
 
 
 def test_each_session_begins_with_the_first_batch_and_a_hook_may_begin_again() -> None:
-    iterator = DatasetIterator(NUMBERS.batch(4))
+    iterator = g.DatasetIterator(NUMBERS.batch(4))
     x = iterator.get_next()["x"]
 
-    class Again(SessionRunHook):
+    class Again(g.SessionRunHook):
         def after_create_session(self, session: object, coord: object) -> None:
             session.run(iterator.initializer)  # type: ignore[attr-defined]
 
     for _ in range(2):
-        with Session() as session:
+        with g.Session() as session:
             assert session.run(x).tolist() == [0, 1, 2, 3]
-    get_or_create_global_step()
-    with MonitoredTrainingSession(hooks=[Again()]) as monitored:
+    g.get_or_create_global_step()
+    with g.MonitoredTrainingSession(hooks=[Again()]) as monitored:
         assert monitored.run(x).tolist() == [0, 1, 2, 3]

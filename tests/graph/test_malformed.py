@@ -20,15 +20,12 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import errors
+from ndistribute import graph as g
 from ndistribute.graph import messages as m
 from ndistribute.graph.definition import BodyDef, OperationDef, pack
-from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Graph, get_default_graph
-from ndistribute.graph.operations import cond, constant, placeholder, random_normal, while_loop
 from ndistribute.graph.ops import KERNELS
 from ndistribute.graph.pool import TaskClient
-from ndistribute.graph.session import Session, _pool_to
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.session import _pool_to
 from ndistribute.numpy_functions import MOST_ELEMENTS, _functions, _registered, check_call
 from ndistribute.transport.codec import encode
 from tests.processes import HANG_SECONDS, free_addresses, wait_until
@@ -210,9 +207,7 @@ MISTAKES |= {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_graph_that_cannot_run_is_an_error_that_says_why(
-    server: nd.Server, client: TaskClient, mistake: str
-) -> None:
+def test_a_graph_that_cannot_run_is_an_error_that_says_why(server, client, mistake):
     make, message = MISTAKES[mistake]
     reply = client.call(make(), HANG_SECONDS)
     assert isinstance(reply, m.Failure)
@@ -235,14 +230,12 @@ def test_a_graph_that_cannot_run_is_an_error_that_says_why(
         (np.vander, (np.zeros(1 << 20), 3)),
     ],
 )
-def test_calls_that_end_are_not_refused(call: Any, args: tuple[Any, ...]) -> None:
+def test_calls_that_end_are_not_refused(call, args):
     check_call(call, args, args, {})
 
 
 @pytest.mark.parametrize("how", ["deadline", "closed"])
-def test_a_step_ends_although_a_long_call_goes_on(
-    server: nd.Server, client: TaskClient, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_step_ends_although_a_long_call_goes_on(server, client, monkeypatch, how):
     begun, end = threading.Event(), threading.Event()
 
     def wait(x: Any) -> Any:
@@ -267,18 +260,18 @@ def test_a_step_ends_although_a_long_call_goes_on(
 
 def program() -> m.Run:
     """Return a step of a graph that has something of all."""
-    with Graph().as_default() as graph:
-        x = placeholder(np.float64, [2])
+    with g.Graph().as_default() as graph:
+        x = g.placeholder(np.float64, [2])
         with graph.device(PS):
-            w = Variable(np.ones(2), name="w")
-        y = np.tanh(w * x)[::-1] + random_normal([2], seed=1)
-        z = cond(np.sum(y) < 0, lambda: y, lambda: y * 2)
-        loop = while_loop(lambda i, a: i < 2, lambda i, a: [i + 1, a * 2], [constant(0), z])[1]
-        text = constant(["some", "text"])
-        slope = gradients(np.sum(loop), w)[0]
+            w = g.Variable(np.ones(2), name="w")
+        y = np.tanh(w * x)[::-1] + g.random_normal([2], seed=1)
+        z = g.cond(np.sum(y) < 0, lambda: y, lambda: y * 2)
+        loop = g.while_loop(lambda i, a: i < 2, lambda i, a: [i + 1, a * 2], [g.constant(0), z])[1]
+        text = g.constant(["some", "text"])
+        slope = g.gradients(np.sum(loop), w)[0]
         with graph.control_dependencies([w.initializer]):
             step = w.assign_sub(slope)
-        definitions = tuple(one.definition for one in get_default_graph().get_operations())
+        definitions = tuple(one.definition for one in g.get_default_graph().get_operations())
     fetches = (loop.name, slope.name, step.name, text.name)
     options = {"feeds": (x.name,), "values": (pack(np.ones(2)),), "targets": (w.initializer.name,)}
     options |= {"fetches": fetches, "timeout": 1.0}  # A changed loop may not end.
@@ -383,9 +376,7 @@ def ran() -> Iterator[list[str]]:
     _ran = None
 
 
-def test_mutated_messages_run_nothing_and_the_servers_go_on(
-    server: nd.Server, client: TaskClient, ran: list[str]
-) -> None:
+def test_mutated_messages_run_nothing_and_the_servers_go_on(server, client, ran):
     draw = random.Random(os.environ.get("FAULTS_SEED", "7"))
     outcomes: collections.Counter[str] = collections.Counter()
     for mutant in itertools.islice(mutants(draw), MUTATIONS):
@@ -406,7 +397,7 @@ def test_mutated_messages_run_nothing_and_the_servers_go_on(
     graphs = server._services["graph"]
     assert graphs is not None
     wait_until(lambda: not (graphs._sessions or graphs._steps or graphs._parts))
-    with Graph().as_default(), Session(server.target) as session:
-        with get_default_graph().device(PS):
-            x = constant(2.0)
+    with g.Graph().as_default(), g.Session(server.target) as session:
+        with g.get_default_graph().device(PS):
+            x = g.constant(2.0)
         assert session.run(x + 1.0) == 3.0

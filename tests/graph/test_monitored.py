@@ -14,34 +14,29 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import errors
+from ndistribute import graph as g
 from ndistribute.graph import hooks, monitored, summary
-from ndistribute.graph.graph import Graph, Tensor, get_default_graph
-from ndistribute.graph.monitored import MonitoredTrainingSession
-from ndistribute.graph.operations import constant, placeholder
-from ndistribute.graph.optimizers import GradientDescentOptimizer
-from ndistribute.graph.saver import latest_checkpoint
-from ndistribute.graph.session import Session
-from ndistribute.graph.supervisor import Supervisor
-from ndistribute.graph.variables import Variable, get_or_create_global_step
 from tests.graph.conftest import PS
 from tests.processes import HANG_SECONDS, wait_until
 
 
-def model() -> tuple[Any, Tensor]:
+def model() -> tuple[Any, g.Tensor]:
     """Return the training step and the loss of a model with one weight."""
-    w = Variable(np.float64(1.0), name="w")
+    w = g.Variable(np.float64(1.0), name="w")
     loss = w * w
     summary.scalar("loss", loss)
-    step = GradientDescentOptimizer(0.25).minimize(loss, get_or_create_global_step())
+    step = g.GradientDescentOptimizer(0.25).minimize(loss, g.get_or_create_global_step())
     return step, loss
 
 
 @contextlib.contextmanager
-def training(*watching: Any, target: str = "", **options: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+def training(
+    *watching: Any, target: str = "", **options: Any
+) -> Iterator[tuple[Any, Any, g.Tensor]]:
     """Yield a session of the model with hooks, the training step and the loss."""
-    with Graph().as_default():
+    with g.Graph().as_default():
         step, loss = model()
-        with MonitoredTrainingSession(target, hooks=watching, **options) as session:
+        with g.MonitoredTrainingSession(target, hooks=watching, **options) as session:
             yield session, step, loss
 
 
@@ -82,39 +77,39 @@ class Failing(hooks.SessionRunHook):
         setattr(self, method, fail)
 
 
-def test_a_training_goes_on_where_an_earlier_one_ended(tmp_path: Path) -> None:
+def test_a_training_goes_on_where_an_earlier_one_ended(tmp_path):
     assert train(4, tmp_path) == 0.25**3
-    assert str(latest_checkpoint(tmp_path)).endswith("model.ckpt-4")
+    assert str(g.latest_checkpoint(tmp_path)).endswith("model.ckpt-4")
     assert train(6, tmp_path) == 0.25**5
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-def test_summaries_are_written_every_so_many_steps() -> None:
+def test_summaries_are_written_every_so_many_steps():
     writer: Any = Writer()
-    with Graph().as_default():
+    with g.Graph().as_default():
         step, _ = model()
         hook = hooks.SummarySaverHook(3, summary_writer=writer, summary_op=summary.merge_all())
         stop = hooks.StopAtStepHook(last_step=8)
-        with MonitoredTrainingSession(hooks=[hook, stop]) as session:
-            session.run(get_or_create_global_step())  # This makes no step.
+        with g.MonitoredTrainingSession(hooks=[hook, stop]) as session:
+            session.run(g.get_or_create_global_step())  # This makes no step.
             while not session.should_stop():
                 session.run(step)
     assert writer.steps == [0, 3, 6, -1]  # Who passed the writer closes it.
 
 
-def test_a_hook_saves_by_the_saver_of_the_graph_and_can_be_used_again(tmp_path: Path) -> None:
+def test_a_hook_saves_by_the_saver_of_the_graph_and_can_be_used_again(tmp_path):
     for steps in (1, 2):
-        with Graph().as_default():
+        with g.Graph().as_default():
             step, _ = model()
             saving = hooks.CheckpointSaverHook(tmp_path / str(steps), save_steps=1)
             counting = hooks.StepCounterHook(1, output_dir=tmp_path / str(steps))
             for _ in range(steps):
-                with MonitoredTrainingSession(hooks=[saving, counting]) as session:
+                with g.MonitoredTrainingSession(hooks=[saving, counting]) as session:
                     session.run(step)
-            assert str(latest_checkpoint(tmp_path / str(steps))).endswith("model.ckpt-1")
+            assert str(g.latest_checkpoint(tmp_path / str(steps))).endswith("model.ckpt-1")
 
 
-def test_files_are_closed_when_a_hook_fails_at_the_end(tmp_path: Path) -> None:
+def test_files_are_closed_when_a_hook_fails_at_the_end(tmp_path):
     counting = hooks.StepCounterHook(1, output_dir=tmp_path)
     failing = Failing("end", ValueError("at the end"))
     with pytest.raises(ValueError, match="at the end"), training(failing, counting) as (s, step, _):
@@ -124,7 +119,7 @@ def test_files_are_closed_when_a_hook_fails_at_the_end(tmp_path: Path) -> None:
         counting._writer.add_summary(b"", 1)
 
 
-def test_none_for_both_of_two_intervals_writes_nothing(tmp_path: Path) -> None:
+def test_none_for_both_of_two_intervals_writes_nothing(tmp_path):
     options: Any = dict.fromkeys(
         f"save_{what}" for what in "summaries_steps summaries_secs checkpoint_secs".split()
     )
@@ -134,12 +129,12 @@ def test_none_for_both_of_two_intervals_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_program_that_fails_like_a_lost_task_is_not_begun_again() -> None:
+def test_a_program_that_fails_like_a_lost_task_is_not_begun_again():
     failing = Failing("after_run", errors.UnavailableError("of the program"))
     with training(failing) as (session, step, _):
         with pytest.raises(errors.UnavailableError, match="of the program"):
             session.run(step)
-        assert session.run_step_fn(lambda c: c.session.run(get_or_create_global_step())) == 1
+        assert session.run_step_fn(lambda c: c.session.run(g.get_or_create_global_step())) == 1
     with (
         nd.Server.create_local_server() as server,
         training(failing, target=server.target, max_wait_secs=0.1) as (session, step, _),
@@ -156,33 +151,33 @@ class Feeding(hooks.SessionRunHook):
         return hooks.SessionRunArgs(None, {self._tensor: 2.0})
 
 
-def test_mistakes_in_hooks_are_told(tmp_path: Path) -> None:
+def test_mistakes_in_hooks_are_told(tmp_path):
     with pytest.raises(ValueError, match="either scaffold or summary_op"):
         hooks.SummarySaverHook(1, output_dir=tmp_path)
-    with Graph().as_default():
-        x = placeholder(np.float64, [])
-        with MonitoredTrainingSession(hooks=[Feeding(x)]) as session:
+    with g.Graph().as_default():
+        x = g.placeholder(np.float64, [])
+        with g.MonitoredTrainingSession(hooks=[Feeding(x)]) as session:
             assert session.run(x) == 2.0
             with pytest.raises(ValueError, match=r"Feeding feeds .*placeholder.* fed already"):
                 session.run(x, {x: 1.0})
 
 
-def test_a_finished_graph_can_be_trained_again(tmp_path: Path) -> None:
-    with Graph().as_default():
+def test_a_finished_graph_can_be_trained_again(tmp_path):
+    with g.Graph().as_default():
         step, loss = model()
         for expected in (1.0, 0.25):
-            with MonitoredTrainingSession(checkpoint_dir=tmp_path) as session:
+            with g.MonitoredTrainingSession(checkpoint_dir=tmp_path) as session:
                 assert session.run([loss, step])[0] == expected
             with pytest.raises(RuntimeError, match="was closed"):
                 session.run(loss)
         late = hooks.StopAtStepHook(last_step=2)
-        with MonitoredTrainingSession(checkpoint_dir=tmp_path, hooks=[late]) as session:
+        with g.MonitoredTrainingSession(checkpoint_dir=tmp_path, hooks=[late]) as session:
             assert session.should_stop()
 
 
-def test_hooks_log_count_and_end(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_hooks_log_count_and_end(caplog, tmp_path):
     final = []
-    with caplog.at_level(logging.INFO, "ndistribute"), Graph().as_default():
+    with caplog.at_level(logging.INFO, "ndistribute"), g.Graph().as_default():
         step, loss = model()
         ops = hooks.FinalOpsHook(loss)
         watching = [
@@ -194,7 +189,7 @@ def test_hooks_log_count_and_end(caplog: pytest.LogCaptureFixture, tmp_path: Pat
             ),
             ops,
         ]
-        with MonitoredTrainingSession(hooks=watching) as session:
+        with g.MonitoredTrainingSession(hooks=watching) as session:
             while not session.should_stop():
                 session.run(step)
         final.append(ops.final_ops_values)
@@ -205,29 +200,27 @@ def test_hooks_log_count_and_end(caplog: pytest.LogCaptureFixture, tmp_path: Pat
     assert "global_step/sec" in told
 
 
-def test_a_loss_that_is_no_number_ends_the_training() -> None:
-    with Graph().as_default():
-        x = placeholder(np.float64)
-        with MonitoredTrainingSession(hooks=[hooks.NanTensorHook(x)]) as session:
+def test_a_loss_that_is_no_number_ends_the_training():
+    with g.Graph().as_default():
+        x = g.placeholder(np.float64)
+        with g.MonitoredTrainingSession(hooks=[hooks.NanTensorHook(x)]) as session:
             session.run(x, {x: [np.inf, -np.inf]})
             with pytest.raises(hooks.NanLossDuringTrainingError, match="lower the learning rate"):
                 session.run(x, {x: np.nan})
 
 
 @pytest.mark.parametrize("how", ["run", "function"])
-def test_a_training_recovers_from_a_restarted_server(
-    cluster: Any, tmp_path: Path, how: str
-) -> None:
-    with get_default_graph().device(PS):
+def test_a_training_recovers_from_a_restarted_server(cluster, tmp_path, how):
+    with g.get_default_graph().device(PS):
         step, loss = model()
-        fetches = [loss, step, get_or_create_global_step()]
+        fetches = [loss, step, g.get_or_create_global_step()]
     sessions, losses = [], []
 
     def step_fn(context: Any) -> Any:
         sessions.append(context.session)
         return context.run_with_hooks(fetches)
 
-    with MonitoredTrainingSession(
+    with g.MonitoredTrainingSession(
         cluster["worker"].target,
         checkpoint_dir=tmp_path,
         save_checkpoint_steps=2,
@@ -247,19 +240,19 @@ def test_a_training_recovers_from_a_restarted_server(
         assert sessions[5] is not sessions[6]
 
 
-def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> None:
+def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path):
     for expected in (1.0, 0.25):
-        with Graph().as_default():
+        with g.Graph().as_default():
             step, loss = model()
-            supervisor = Supervisor(logdir=tmp_path, save_model_secs=1000)
+            supervisor = g.Supervisor(logdir=tmp_path, save_model_secs=1000)
             with supervisor.managed_session() as session:
                 assert session.run(loss) == expected
                 session.run(step)
                 assert not supervisor.should_stop()
             assert supervisor.should_stop()
-    with Graph().as_default():
-        bad = constant([1.0, 2.0]) + constant([1.0, 2.0, 3.0])
-        supervisor = Supervisor()
+    with g.Graph().as_default():
+        bad = g.constant([1.0, 2.0]) + g.constant([1.0, 2.0, 3.0])
+        supervisor = g.Supervisor()
 
     def run_in_a_managed_session() -> None:
         with supervisor.managed_session() as session:
@@ -269,11 +262,11 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path: Path) -> 
         run_in_a_managed_session()
 
 
-def test_a_supervisor_calls_functions_until_it_stops() -> None:
+def test_a_supervisor_calls_functions_until_it_stops():
     called: queue.Queue[Any] = queue.Queue()
-    with Graph().as_default():
-        Variable(0.0)
-        supervisor = Supervisor()
+    with g.Graph().as_default():
+        g.Variable(0.0)
+        supervisor = g.Supervisor()
         with supervisor.managed_session():
             thread = supervisor.loop(None, lambda *a, **k: called.put((a, k)), (1,), {"b": 2})
             assert [called.get(timeout=HANG_SECONDS) for _ in range(3)] == 3 * [((1,), {"b": 2})]
@@ -283,56 +276,54 @@ def test_a_supervisor_calls_functions_until_it_stops() -> None:
         assert not thread.is_alive()
 
 
-def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path: Path) -> None:
+def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path):
     writer: Any = Writer()
-    with Graph().as_default():
+    with g.Graph().as_default():
         step, _ = model()
         options: Any = {"summary_op": None, "summary_writer": writer}
-        supervisor = Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
+        supervisor = g.Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
         with supervisor.managed_session() as session:
             session.run(step)
             wait_until(lambda: any(step > 0 for step in writer.steps))
             raise StopIteration  # As next(batches) does.
     assert all(b"global_step/sec" in value for value in writer.values)
-    assert str(latest_checkpoint(tmp_path)).endswith("model.ckpt-1")
+    assert str(g.latest_checkpoint(tmp_path)).endswith("model.ckpt-1")
 
 
-def test_a_supervisor_that_cannot_begin_closes_its_file(tmp_path: Path) -> None:
-    with Graph().as_default():
+def test_a_supervisor_that_cannot_begin_closes_its_file(tmp_path):
+    with g.Graph().as_default():
         model()
-        supervisor = Supervisor(logdir=tmp_path, init_op=constant([1.0, 2.0]) + [1.0, 2.0, 3.0])
+        supervisor = g.Supervisor(logdir=tmp_path, init_op=g.constant([1.0, 2.0]) + [1.0, 2.0, 3.0])
         with pytest.raises(errors.InvalidArgumentError), supervisor.managed_session():
             pass
     assert supervisor.summary_writer is None
 
 
-def test_who_waits_for_the_chief_says_so_at_the_deadline(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_the_chief_says_so_at_the_deadline(caplog, monkeypatch):
     monkeypatch.setattr(monitored, "_SILENT_SECONDS", 0.0)
-    with nd.Server.create_local_server() as server, Graph().as_default():
+    with nd.Server.create_local_server() as server, g.Graph().as_default():
         model()
         with pytest.raises(errors.DeadlineExceededError, match="Does the chief run"):
-            MonitoredTrainingSession(server.target, is_chief=False, max_wait_secs=0.1)
+            g.MonitoredTrainingSession(server.target, is_chief=False, max_wait_secs=0.1)
         said = "still waiting, for 0.1 s at most: the chief has not initialised the variables."
         assert caplog.messages == [said]
-        with Session(server.target, Graph()) as other:
+        with g.Session(server.target, g.Graph()) as other:
             assert other.graph is not None
 
 
-def test_a_hook_may_only_feed_and_the_step_is_found_by_its_name() -> None:
-    with Graph().as_default():
-        x = placeholder(np.float64, ())
-        step = Variable(np.int64(0), trainable=False, name="global_step")
-        assert get_or_create_global_step() is step
+def test_a_hook_may_only_feed_and_the_step_is_found_by_its_name():
+    with g.Graph().as_default():
+        x = g.placeholder(np.float64, ())
+        step = g.Variable(np.int64(0), trainable=False, name="global_step")
+        assert g.get_or_create_global_step() is step
         doubled, add = 2 * x, step.assign_add(1)
         stop = hooks.StopAtStepHook(last_step=1)
-        with MonitoredTrainingSession(hooks=[Feeding(x), stop]) as session:
+        with g.MonitoredTrainingSession(hooks=[Feeding(x), stop]) as session:
             assert session.run([doubled, add]) == [4.0, 1]
             assert session.should_stop()
 
 
-def test_a_listener_ends_the_training(tmp_path: Path) -> None:
+def test_a_listener_ends_the_training(tmp_path):
     class Listener(hooks.CheckpointSaverListener):
         def after_save(self, session: Any, global_step_value: int) -> bool:
             return global_step_value >= 4
@@ -340,33 +331,31 @@ def test_a_listener_ends_the_training(tmp_path: Path) -> None:
     saving = hooks.CheckpointSaverHook(tmp_path, save_steps=2, listeners=[Listener()])
     with training(saving) as (session, step, _):
         while not session.should_stop():
-            last = session.run([step, get_or_create_global_step()])[1]
+            last = session.run([step, g.get_or_create_global_step()])[1]
     assert last in (3, 4)
 
 
-def test_hooks_take_lists_of_summaries_and_may_be_used_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hooks_take_lists_of_summaries_and_may_be_used_again(caplog):
     writer: Any = Writer()
     caplog.set_level(logging.INFO, "ndistribute")
     shown = hooks.LoggingTensorHook(["global_step"], every_n_iter=100)
     for _ in range(3):
-        with Graph().as_default():
+        with g.Graph().as_default():
             step, loss = model()
             several = [summary.scalar("a", loss), summary.scalar("b", loss)]
             saving = hooks.SummarySaverHook(10, summary_writer=writer, summary_op=several)
-            with MonitoredTrainingSession(hooks=[shown, saving]) as session:
+            with g.MonitoredTrainingSession(hooks=[shown, saving]) as session:
                 session.run(step)
     assert writer.steps == [1, 1, -1] * 3
     assert sum("global_step = " in record.getMessage() for record in caplog.records) == 3
 
 
-def test_the_last_step_is_saved_while_a_lost_task_can_still_come_back(tmp_path: Path) -> None:
+def test_the_last_step_is_saved_while_a_lost_task_can_still_come_back(tmp_path):
     seen: list[str | None] = []
 
     class Late(hooks.SessionRunHook):
         def end(self, session: Any) -> None:
-            seen.append(latest_checkpoint(tmp_path))
+            seen.append(g.latest_checkpoint(tmp_path))
 
     train(5, tmp_path, Late())  # Which ends before the hook that saves.
     assert str(seen[0]).endswith("model.ckpt-5")

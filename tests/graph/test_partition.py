@@ -12,14 +12,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ndistribute import graph as g
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Graph
-from ndistribute.graph.operations import cond, constant, group, identity, placeholder
-from ndistribute.graph.optimizers import GradientDescentOptimizer
 from ndistribute.graph.partition import Part, cut, placed, pruned
 from ndistribute.graph.step import Resources, Step
-from ndistribute.graph.variables import Variable, global_variables_initializer
 
 TASKS = ["/job:a/task:0", "/job:a/task:1", "/job:b/task:0"]
 
@@ -66,7 +62,7 @@ class End:
 class Cluster:
     """Runs the parts of a graph, each with resources of its own."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: g.Graph) -> None:
         self._graph = graph
         self._resources: dict[str, Resources] = defaultdict(Resources)
 
@@ -97,8 +93,8 @@ class Cluster:
 @given(st.data())
 def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> None:
     draw = data.draw
-    with Graph().as_default() as graph:
-        x = placeholder(np.float64, [3])
+    with g.Graph().as_default() as graph:
+        x = g.placeholder(np.float64, [3])
         tensors, variables, steps = [x], [], []
         last: dict[Any, Any] = {}  # By variable: its last update.
         for k in range(draw(st.integers(3, 14))):
@@ -107,7 +103,7 @@ def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> No
             kind = draw(st.sampled_from(["variable", "update", "add", "tanh", "cond", "constant"]))
             with graph.device(draw(st.sampled_from(TASKS))), graph.control_dependencies(after):
                 if kind == "variable":
-                    variables.append(Variable(np.arange(3.0) + k))
+                    variables.append(g.Variable(np.arange(3.0) + k))
                     tensors.append(variables[-1].value())
                 elif kind == "update" and variables:
                     # After all reads and earlier updates: otherwise each order is right.
@@ -116,18 +112,18 @@ def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> No
                         steps.append(changed.assign_add(left).op)
                     last[changed] = [steps[-1]]
                 elif kind == "cond":
-                    tensors.append(cond(np.sum(left) < 0, lambda: left * 2, lambda: right + 1))  # noqa: B023
+                    tensors.append(g.cond(np.sum(left) < 0, lambda: left * 2, lambda: right + 1))  # noqa: B023
                 elif kind == "constant":
-                    tensors.append(identity(constant(np.full(3, k / 7))))
+                    tensors.append(g.identity(g.constant(np.full(3, k / 7))))
                 else:
                     tensors.append(np.tanh(left) if kind == "tanh" else left + right)
-        slopes = [one for one in gradients(tensors[-1], [x, *variables]) if one is not None]
+        slopes = [one for one in g.gradients(tensors[-1], [x, *variables]) if one is not None]
         fetches = [*draw(st.lists(st.sampled_from([*tensors[1:], x * x]))), *slopes]
-        after_all = group(*steps) if steps else group(tensors[-1])
+        after_all = g.group(*steps) if steps else g.group(tensors[-1])
         reads = []
         with graph.control_dependencies([after_all, *fetches]):
             reads = [one.read_value() for one in variables]
-        initialize = global_variables_initializer()
+        initialize = g.global_variables_initializer()
     whole = Resources()
     feeds = {x: np.linspace(-1, 1, 3)}
     definitions = {op.name: op.definition for op in graph.get_operations()}
@@ -143,9 +139,9 @@ def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> No
 
 
 def test_a_value_goes_once_to_each_task_that_uses_it() -> None:
-    with Graph().as_default() as graph:
+    with g.Graph().as_default() as graph:
         with graph.device(TASKS[0]):
-            x = identity(constant(2.0))
+            x = g.identity(g.constant(2.0))
         uses = []
         for task in TASKS[1:]:
             with graph.device(task):
@@ -159,15 +155,15 @@ def test_a_value_goes_once_to_each_task_that_uses_it() -> None:
 
 
 def test_a_training_step_moves_gradients_and_nothing_else_for_its_updates() -> None:
-    with Graph().as_default() as graph:
+    with g.Graph().as_default() as graph:
         with graph.device(TASKS[0]):
-            variables = [Variable(np.zeros(2), name=f"w{k}") for k in range(3)]
+            variables = [g.Variable(np.zeros(2), name=f"w{k}") for k in range(3)]
         with graph.device(TASKS[1]):
-            variables.append(Variable(np.zeros(2), name="w3"))
+            variables.append(g.Variable(np.zeros(2), name="w3"))
         with graph.device(TASKS[2]):
-            pairs = [(constant(np.ones(2)), variable) for variable in variables]
-            step = GradientDescentOptimizer(0.1).apply_gradients(pairs)
-            after = group(step, name="after")
+            pairs = [(g.constant(np.ones(2)), variable) for variable in variables]
+            step = g.GradientDescentOptimizer(0.1).apply_gradients(pairs)
+            after = g.group(step, name="after")
         definitions = {op.name: op.definition for op in graph.get_operations()}
 
     def sends(target: str) -> list[int]:
@@ -180,26 +176,26 @@ def test_a_training_step_moves_gradients_and_nothing_else_for_its_updates() -> N
 
 
 def test_what_runs_after_a_fed_tensor_runs_on_any_task() -> None:
-    with Graph().as_default() as graph:
-        x = placeholder(np.float64)
+    with g.Graph().as_default() as graph:
+        x = g.placeholder(np.float64)
         with graph.control_dependencies([x]), graph.device(TASKS[1]):
-            y = constant(2.0) * 3.0
+            y = g.constant(2.0) * 3.0
     assert Cluster(graph).run([y], [], {x: np.array(1.0)}) == [6.0]
 
 
 def test_updates_of_a_variable_keep_the_order_that_control_dependencies_give() -> None:
-    with Graph().as_default() as graph:
+    with g.Graph().as_default() as graph:
         with graph.device(TASKS[0]):
-            v = Variable(np.zeros(1))
+            v = g.Variable(np.zeros(1))
         steps: list[Any] = []
         for k in range(6):
             with graph.device(TASKS[k % 3]), graph.control_dependencies(steps[-1:]):
-                change = constant(np.full(1, k + 1.0)) * 1.0
+                change = g.constant(np.full(1, k + 1.0)) * 1.0
                 with graph.control_dependencies([*steps[-1:], change]):
                     steps.append([v.assign_add, v.assign][k % 2](change).op)
         with graph.device(TASKS[1]), graph.control_dependencies(steps[4:5]):
             seen = v.read_value() * 1.0
-        initialize = global_variables_initializer()
+        initialize = g.global_variables_initializer()
     cluster = Cluster(graph)
     cluster.run([], [initialize], {})
     for _ in range(5):

@@ -8,63 +8,56 @@ import numpy as np
 import pytest
 
 from ndistribute import errors
-from ndistribute.graph.devices import (
-    GreedyLoadBalancingStrategy,
-    byte_size_load_fn,
-    device,
-    replica_device_setter,
-)
-from ndistribute.graph.gradients import gradients
-from ndistribute.graph.graph import Graph, Operation
-from ndistribute.graph.operations import constant, placeholder, random_normal
-from ndistribute.graph.session import Session
-from ndistribute.graph.variables import Variable
+from ndistribute import graph as g
 
 
 @pytest.fixture(autouse=True)
-def graph() -> Iterator[Graph]:
-    with Graph().as_default() as graph:
+def graph() -> Iterator[g.Graph]:
+    with g.Graph().as_default() as graph:
         yield graph
 
 
 def test_inner_scopes_count_more_and_none_forgets_the_outer_ones() -> None:
-    with device("/job:ps/task:0/cpu:0"):
-        with device("/task:1"):
-            assert constant(1.0).device == "/job:ps/task:1/device:CPU:0"
-            with device(None), device("gpu:1"):
-                assert constant(1.0).device == "/device:GPU:1"
-        assert constant(1.0).device == "/job:ps/task:0/device:CPU:0"
-    assert constant(1.0).device == ""
+    with g.device("/job:ps/task:0/cpu:0"):
+        with g.device("/task:1"):
+            assert g.constant(1.0).device == "/job:ps/task:1/device:CPU:0"
+            with g.device(None), g.device("gpu:1"):
+                assert g.constant(1.0).device == "/device:GPU:1"
+        assert g.constant(1.0).device == "/job:ps/task:0/device:CPU:0"
+    assert g.constant(1.0).device == ""
 
 
 def test_a_function_places_each_operation_and_outer_scopes_add_to_it() -> None:
-    def place(op: Operation) -> str | None:
+    def place(op: g.Operation) -> str | None:
         return {"placeholder": "/task:2"}.get(op.type)
 
-    with device("/job:worker/task:0"), device(place):
-        assert placeholder(float).device == "/job:worker/task:2"
-        assert constant(1.0).device == "/job:worker/task:0"
+    with g.device("/job:worker/task:0"), g.device(place):
+        assert g.placeholder(float).device == "/job:worker/task:2"
+        assert g.constant(1.0).device == "/job:worker/task:0"
 
 
 def test_wrong_names_say_how_to_write_them() -> None:
     with pytest.raises(ValueError, match=r"'/tpu:0' is not the name of a device. Write"):
-        device("/tpu:0")
+        g.device("/tpu:0")
 
 
 def test_a_task_that_does_not_exist_is_an_error_that_names_the_operation() -> None:
-    with device("/job:ps/task:3"):
-        x = constant(1.0, name="x")
-    with Session() as session, pytest.raises(errors.InvalidArgumentError, match="tasks are") as it:
+    with g.device("/job:ps/task:3"):
+        x = g.constant(1.0, name="x")
+    with (
+        g.Session() as session,
+        pytest.raises(errors.InvalidArgumentError, match="tasks are") as it,
+    ):
         session.run(x)
     assert it.value.op == "x"
 
 
 def test_all_of_a_variable_is_where_the_variable_is() -> None:
-    with device(replica_device_setter(2, worker_device="/job:worker/task:3")):
-        first = Variable(lambda: random_normal([2]) * 2.0, name="w")
-        second = Variable(np.zeros(2))
+    with g.device(g.replica_device_setter(2, worker_device="/job:worker/task:3")):
+        first = g.Variable(lambda: g.random_normal([2]) * 2.0, name="w")
+        second = g.Variable(np.zeros(2))
         product = first * second
-        found = gradients(product, [first, second])
+        found = g.gradients(product, [first, second])
     operations = first.graph.get_operations()
     assert {op.device for op in operations if op.name.startswith("w")} == {"/job:ps/task:0"}
     assert first.initial_value.name == "w/multiply:0"
@@ -73,10 +66,10 @@ def test_all_of_a_variable_is_where_the_variable_is() -> None:
 
 
 def test_an_initial_value_that_was_made_before_stays_where_it_is() -> None:
-    with device("/job:worker/task:1"):
-        made = random_normal([2])
-    with device("/job:ps/task:0"):
-        variable = Variable(made)
+    with g.device("/job:worker/task:1"):
+        made = g.random_normal([2])
+    with g.device("/job:ps/task:0"):
+        variable = g.Variable(made)
     assert (made.device, variable.device) == ("/job:worker/task:1", "/job:ps/task:0")
 
 
@@ -100,20 +93,20 @@ SETTERS = {
 @pytest.mark.parametrize("case", SETTERS)
 def test_variables_are_placed_by_the_setter_and_the_scopes_in_it(case: str) -> None:
     options, inner, expected = SETTERS[case]
-    with device(replica_device_setter(**options)), device(inner):  # type: ignore[arg-type]
-        assert Variable(0.0).device == expected
+    with g.device(g.replica_device_setter(**options)), g.device(inner):  # type: ignore[arg-type]
+        assert g.Variable(0.0).device == expected
 
 
 def test_greedy_balancing_counts_bytes_and_refuses_unknown_shapes() -> None:
-    balanced = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
-    with device(replica_device_setter(2, ps_strategy=balanced)):
+    balanced = g.GreedyLoadBalancingStrategy(2, g.byte_size_load_fn)
+    with g.device(g.replica_device_setter(2, ps_strategy=balanced)):
         sizes = [(4, np.float64), (6, np.float32), (1, np.float64), (3, np.float32)]
-        tasks = [Variable(np.zeros(n, dtype)).device[-1] for n, dtype in sizes]
+        tasks = [g.Variable(np.zeros(n, dtype)).device[-1] for n, dtype in sizes]
         assert tasks == ["0", "1", "1", "0"]
         with pytest.raises(ValueError, match=r"bytes of 'unknown' \(variable\) are not known"):
-            Variable(placeholder(np.float32), name="unknown")
+            g.Variable(g.placeholder(np.float32), name="unknown")
 
 
 def test_a_strategy_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="ps_strategy is a function"):
-        replica_device_setter(2, ps_strategy=3)  # type: ignore[arg-type]
+        g.replica_device_setter(2, ps_strategy=3)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,10 +90,18 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         yield rig
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(text)
-    return path
+@pytest.fixture
+def running(rig: Rig, tmp_path: Path) -> Callable[..., Job]:
+    """Return a function that starts a job of a script, and waits until all its tasks run."""
+
+    def start(text: str, *options: str, heartbeat: int = HEARTBEAT) -> Job:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        job = Job(rig, script, *options, heartbeat=heartbeat)
+        job.wait_for("runs", 3)
+        return job
+
+    return start
 
 
 def given_up(host: Host) -> str:
@@ -101,35 +109,39 @@ def given_up(host: Host) -> str:
     return f"exit code 255: {reached} for {HEARTBEAT} s; check that"
 
 
-def test_tasks_on_other_hosts_end_when_that_of_the_launcher_vanishes(rig, tmp_path):
-    job = Job(rig, write(tmp_path, WAITING))
-    job.wait_for("runs", 3)
-    rig.hosts[0].vanish()
-    job.wait_until_nothing_runs()
-
-
-@pytest.mark.parametrize("text", [WAITING, REDUCING], ids=["idle", "reducing"])
-def test_a_host_that_vanishes_ends_the_job_and_is_named(rig, tmp_path, text):
-    job = Job(rig, write(tmp_path, text))
-    job.wait_for("runs", 3)
+def vanish(rig: Rig) -> None:
     rig.hosts[1].vanish()
-    assert job.wait() == 255, job.output()
-    assert f"rank 1 failed first ({given_up(rig.hosts[1])}" in job.output()
-    job.wait_until_nothing_runs()
 
 
-def test_a_cut_for_ever_ends_both_sides(rig, tmp_path):
-    job = Job(rig, write(tmp_path, WAITING))
-    job.wait_for("runs", 3)
+def cut(rig: Rig) -> None:
     rig.cut(rig.hosts[0], rig.hosts[1])
-    assert job.wait() == 255
-    assert given_up(rig.hosts[1]) in job.output()
+
+
+def launcher_vanishes(rig: Rig) -> None:
+    rig.hosts[0].vanish()
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (WAITING, vanish),
+        (REDUCING, vanish),
+        (WAITING, cut),
+        (WAITING, launcher_vanishes),
+    ],
+    ids=["idle", "reducing", "cut", "launcher"],
+)
+def test_a_fault_for_ever_ends_all_tasks_and_the_host_is_named(rig, running, text, fault):
+    job = running(text)
+    fault(rig)
+    if fault is not launcher_vanishes:
+        assert job.wait() == 255, job.output()
+        assert f"rank 1 failed first ({given_up(rig.hosts[1])}" in job.output()
     job.wait_until_nothing_runs()
 
 
-def test_a_cut_of_two_seconds_is_survived(rig, tmp_path):
-    job = Job(rig, write(tmp_path, WAITING), heartbeat=8)
-    job.wait_for("runs", 3)
+def test_a_cut_of_two_seconds_is_survived(rig, running, tmp_path):
+    job = running(WAITING, heartbeat=8)
     rig.cut(rig.hosts[1])
     threading.Event().wait(2.0)
     rig.heal(rig.hosts[1])
@@ -139,24 +151,18 @@ def test_a_cut_of_two_seconds_is_survived(rig, tmp_path):
     assert job.wait() == 0, job.output()
 
 
-def test_a_job_starts_again_on_a_host_that_comes_back(rig, tmp_path):
-    job = Job(rig, write(tmp_path, WAITING), "--max-restarts", "1")
-    job.wait_for("runs", 3)
-    rig.hosts[1].vanish()
+@pytest.mark.parametrize("fault", ["vanishes", "cut"])
+def test_a_job_starts_again_on_a_host_that_comes_back(rig, running, tmp_path, fault):
+    """What a cut left behind ends before that."""
+    job = running(WAITING, "--max-restarts", "1")
+    first, second = rig.hosts[:2]
+    second.vanish() if fault == "vanishes" else rig.cut(first, second)
     job.wait_for("starting again in 0 s, once ssh reaches all hosts (1 left)")
-    job.wait_for(f"ssh {rig.hosts[1].name} ended (exit code 255", 2)  # Which costs no restart.
-    rig.hosts[1].boot()
-    job.wait_for("runs", 6)
-    (tmp_path / "go").touch()
-    assert job.wait() == 0, job.output()
-
-
-def test_what_a_cut_left_behind_ends_before_the_job_starts_again(rig, tmp_path):
-    job = Job(rig, write(tmp_path, WAITING), "--max-restarts", "1")
-    job.wait_for("runs", 3)
-    rig.cut(rig.hosts[0], rig.hosts[1])
-    job.wait_for("starting again in 0 s, once ssh reaches all hosts (1 left)")
-    rig.heal(rig.hosts[0], rig.hosts[1])
+    if fault == "vanishes":
+        job.wait_for(f"ssh {second.name} ended (exit code 255", 2)  # Which costs no restart.
+        second.boot()
+    else:
+        rig.heal(first, second)
     job.wait_for("runs", 6)
     (tmp_path / "go").touch()
     assert job.wait() == 0, job.output()

@@ -141,8 +141,12 @@ FAULTS = {
 }
 
 
-def end_by(fault: Fault) -> list[str]:
-    """Let a job end by a fault; return the words of each worker."""
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "pair" else pytest.param(name, marks=pytest.mark.hosts) for name in FAULTS],
+)
+def test_all_workers_end_and_name_the_two_that_are_apart(name):
+    fault = FAULTS[name]
     with Rig(fault.hosts, ssh=False) as rig, running(rig) as job:
         fault.do(rig)
         if fault.heals:
@@ -150,16 +154,7 @@ def end_by(fault: Fault) -> list[str]:
             fault.heals(rig)
         for worker in job.workers:
             worker.wait(HANG_SECONDS)
-        return [worker.stdout.read().strip() for worker in job.workers]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "pair" else pytest.param(name, marks=pytest.mark.hosts) for name in FAULTS],
-)
-def test_all_workers_end_and_name_the_two_that_are_apart(name):
-    fault = FAULTS[name]
-    found = end_by(fault)
+        found = [worker.stdout.read().strip() for worker in job.workers]
     patterns = fault.words if len(fault.words) > 1 else fault.words * fault.hosts
     for text, pattern in zip(found, patterns, strict=True):
         assert re.match(f"WorkerLostError: ({pattern})", text), found

@@ -182,7 +182,6 @@ wait()
         assert lasting(orphans) == []
 
 
-KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 WAYS = [
     pytest.param("-n 2", id="here"),
     pytest.param("--hosts far:1,farther:1", id="other hosts"),

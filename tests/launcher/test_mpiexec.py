@@ -9,14 +9,7 @@ import sys
 import pytest
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.commands import (
-    Host,
-    Mpiexec,
-    exit_code,
-    find_mpiexec,
-    mpiexec_command,
-    parse_tagged,
-)
+from ndistribute.launcher import commands
 from tests.jobs.launched import real_mpi as real
 from tests.jobs.launched import run
 
@@ -34,23 +27,23 @@ FLAGS = "--allow-run-as-root " * (os.geteuid() == 0)
     ],
 )
 def test_the_command_for_each_family(family, options):
-    hosts = [Host("a", 2), Host("b", 1)]
-    mpi = Mpiexec("mpiexec", family, "5.0")
-    command = mpiexec_command(mpi, hosts, ["x.py", "a"], ["N", "M"], local=False)
+    hosts = [commands.Host("a", 2), commands.Host("b", 1)]
+    mpi = commands.Mpiexec("mpiexec", family, "5.0")
+    command = commands.mpiexec_command(mpi, hosts, ["x.py", "a"], ["N", "M"], local=False)
     python = [sys.executable, "-m", "mpi4py", "x.py", "a"]
     assert command == ["mpiexec", "-n", "3", *options.split(), *python]
 
 
 def test_lines_are_told_apart_by_the_tags_of_either_family():
-    assert parse_tagged(b"[12] x [3]") == ("12", b"x [3]")
-    assert parse_tagged(b"[1,3]<stderr>: x") == ("3", b"x")
-    assert parse_tagged(b"[prterun-a-1@1,3]<stdout>:x") == ("3", b"x")
-    assert parse_tagged(b"[mpiexec@a] x") == ("mpiexec", b"[mpiexec@a] x")
+    assert commands.parse_tagged(b"[12] x [3]") == ("12", b"x [3]")
+    assert commands.parse_tagged(b"[1,3]<stderr>: x") == ("3", b"x")
+    assert commands.parse_tagged(b"[prterun-a-1@1,3]<stdout>:x") == ("3", b"x")
+    assert commands.parse_tagged(b"[mpiexec@a] x") == ("mpiexec", b"[mpiexec@a] x")
 
 
 def test_a_signal_is_read_from_what_mpich_says():
-    assert exit_code(9, [b"EXIT STRING: Killed (signal 9)"]) == 137
-    assert exit_code(9, [b"EXIT CODE: 9"]) == 9
+    assert commands.exit_code(9, [b"EXIT STRING: Killed (signal 9)"]) == 137
+    assert commands.exit_code(9, [b"EXIT CODE: 9"]) == 9
 
 
 def an_mpiexec(folder, text):
@@ -73,7 +66,7 @@ def test_the_family_is_told_by_the_version(tmp_path, monkeypatch, says, family, 
     path = an_mpiexec(tmp_path, f"echo '{says}'")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert find_mpiexec() == Mpiexec(str(path), family, version)
+    assert commands.find_mpiexec() == commands.Mpiexec(str(path), family, version)
 
 
 @pytest.mark.parametrize("text", ["echo something else", "exit 3", None])
@@ -83,7 +76,7 @@ def test_an_unknown_one_or_none_is_an_error_that_says_how_to_get_one(tmp_path, m
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin" if text else "")
     with pytest.raises(MissingDependencyError, match=r"pip install ndistribute\[mpi\]"):
-        find_mpiexec()
+        commands.find_mpiexec()
 
 
 @pytest.mark.parametrize("way", [[], pytest.param(["--mpi"], marks=real)], ids=["tcp", "mpi"])
