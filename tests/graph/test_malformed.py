@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -61,54 +61,68 @@ ONE = op("one", "constant", value=pack(np.ones(2)))
 NESTED: Any = ["input", 0]
 for _ in range(100):
     NESTED = ["list", NESTED]
-MISTAKES: dict[str, tuple[Callable[[], m.Run], str]] = {
-    "unknown operation": (lambda: run_of(op("a", "os.system")), "'os.system', which is not known"),
-    "writing function": (lambda: run_of(op("a", "numpy.save")), "not known here"),
-    "missing operation": (lambda: run_of(op("a", "identity", "b:0")), "no operation 'b'"),
-    "missing result": (lambda: run_of(ONE, op("a", "identity", "one:7")), "one:7"),
-    "missing fetch": (lambda: run_of(ONE, fetch="one:1"), "no tensor 'one:1'"),
-    "bad name": (lambda: run_of(op("a", "identity", "nonsense")), "no operation ''"),
-    "cycle": (
-        lambda: run_of(op("a", "identity", "b:0"), op("b", "identity", "a:0")),
-        "wait for each other",
-    ),
-    "control cycle": (lambda: run_of(op("a", "group", controls=("a",))), "wait for each other"),
+LINE = op("line", "numpy.zeros_like", "one:0", call=[[["input", 0]], {"shape": 1 << 22}])
+BYTES = op("bytes", "constant", value=pack(np.array([b"x"], object)))
+FOREVER = 1 << 60  # As an exponent of Python's integers.
+OBJECTS = "computes with Python objects"
+WAIT = "wait for each other"
+# The operations of a graph, and what the error says.
+MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
+    "unknown operation": ([op("a", "os.system")], "'os.system', which is not known"),
+    "writing function": ([op("a", "numpy.save")], "not known here"),
+    "missing operation": ([op("a", "identity", "b:0")], "no operation 'b'"),
+    "missing result": ([ONE, op("a", "identity", "one:7")], "one:7"),
+    "missing fetch": ([ONE], "no tensor 'one:1'"),
+    "bad name": ([op("a", "identity", "nonsense")], "no operation ''"),
+    "cycle": ([op("a", "identity", "b:0"), op("b", "identity", "a:0")], WAIT),
+    "control cycle": ([op("a", "group", controls=("a",))], WAIT),
     "cycle over tasks": (
-        lambda: run_of(
-            op("a", "identity", "b:0", device=PS),
-            op("b", "identity", "a:0", controls=("one",)),
-            ONE,
-        ),
-        "wait for each other",
+        [op("a", "identity", "b:0", device=PS), op("b", "identity", "a:0", controls=("one",)), ONE],
+        WAIT,
     ),
-    "wrong template": (lambda: run_of(ONE, op("a", "cast", "one:0", call=["call"])), "no template"),
-    "deep template": (
-        lambda: run_of(ONE, op("a", "cast", "one:0", call=[[NESTED], {}])),
-        "no template",
-    ),
-    "missing input": (lambda: run_of(op("a", "numpy.add", call=[[["input", 0]], {}])), "no input"),
-    "no attributes": (lambda: run_of(op("a", "read")), "'a' .read.* failed: KeyError"),
-    "gradient of nothing": (lambda: run_of(op("a", "gradient")), "is of no operation"),
-    "no bodies": (lambda: run_of(ONE, op("a", "cond", "one:0")), "'a' .cond.* failed"),
-    "device": (lambda: run_of(op("a", "identity", device="/nowhere")), "not the name of a device"),
-    "other task": (lambda: run_of(op("a", "group", device="/job:x")), "tasks are /job:ps/task:0"),
+    "wrong template": ([ONE, op("a", "cast", "one:0", call=["call"])], "no template"),
+    "deep template": ([ONE, op("a", "cast", "one:0", call=[[NESTED], {}])], "no template"),
+    "missing input": ([op("a", "numpy.add", call=[[["input", 0]], {}])], "no input"),
+    "no attributes": ([op("a", "read")], "'a' .read.* failed: KeyError"),
+    "gradient of nothing": ([op("a", "gradient")], "is of no operation"),
+    "no bodies": ([ONE, op("a", "cond", "one:0")], "'a' .cond.* failed"),
+    "device": ([op("a", "identity", device="/nowhere")], "not the name of a device"),
+    "other task": ([op("a", "group", device="/job:x")], "tasks are /job:ps/task:0"),
     "Python function": (
-        lambda: run_of(op("a", "py_function", attributes={"function": "f"})),
+        [op("a", "py_function", attributes={"function": "f"})],
         "client's process alone",
     ),
     "body without its input": (
-        lambda: run_of(ONE, op("a", "cond", "one:0", bodies=(BodyDef(("x",), (), ("y:0",)),) * 2)),
+        [ONE, op("a", "cond", "one:0", bodies=(BodyDef(("x",), (), ("y:0",)),) * 2)],
         "no tensor 'y:0'",
     ),
-    "feeds without values": (
-        lambda: run_of(ONE, op("a", "identity", "one:0"), feeds=("one:0",)),
-        "1 feeds have 0 values",
+    "feeds without values": ([ONE, op("a", "identity", "one:0")], "1 feeds have 0 values"),
+    "integers among bytes": (
+        [
+            BYTES,
+            op("b", "numpy.full_like", "bytes:0", call=[[["input", 0], 7], {}]),
+            op("a", "numpy.power", "b:0", call=[[["input", 0], FOREVER], {}]),
+        ],
+        OBJECTS,
+    ),
+    "multiplied bytes": (
+        [BYTES, op("a", "numpy.multiply", "bytes:0", call=[[["input", 0], 1 << 40], {}])],
+        OBJECTS,
+    ),
+    "random numbers without end": (
+        [
+            op("one", "constant", value=pack(np.full(3, 1 << 20))),
+            op("a", "random", "one:0", attributes={"seed": 1, "low": 0.0, "high": 1.0}),
+        ],
+        f"more than {MOST_ELEMENTS} elements",
+    ),
+    "numbers as objects of a variable": (
+        [ONE, op("a", "assign", "one:0", attributes={"variable": "v", "dtype": "O"})],
+        "cannot hold numbers as Python objects",
     ),
 }
-
-
-LINE = op("line", "numpy.zeros_like", "one:0", call=[[["input", 0]], {"shape": 1 << 22}])
-FOREVER = 1 << 60  # As an exponent of Python's integers.
+OPTIONS = {"missing fetch": {"fetch": "one:1"}, "feeds without values": {"feeds": ("one:0",)}}
+# Arguments of calls that would compute for ever, make too much, or multiply too often.
 ENDLESS: dict[str, Any] = {
     "dtype": [[["input", 0], FOREVER], {"dtype": ["dtype", "object"]}],
     "text for a dtype": [[["input", 0], FOREVER], {"dtype": "|O"}],
@@ -117,41 +131,6 @@ ENDLESS: dict[str, Any] = {
     "list with None": [[["list", 7, None], FOREVER], {}],
     "list in a list": [[["tuple", 7, ["list", ["ellipsis"]]], FOREVER], {}],
 }
-MISTAKES |= {
-    f"{name} of objects": (
-        lambda call=call: run_of(ONE, op("a", "numpy.power", "one:0", call=call)),
-        "numbers and text alone",
-    )
-    for name, call in ENDLESS.items()
-}
-BYTES = op("bytes", "constant", value=pack(np.array([b"x"], object)))
-MISTAKES |= {
-    "integers among bytes": (
-        lambda: run_of(
-            BYTES,
-            op("b", "numpy.full_like", "bytes:0", call=[[["input", 0], 7], {}]),
-            op("a", "numpy.power", "b:0", call=[[["input", 0], FOREVER], {}]),
-        ),
-        "computes with Python objects",
-    ),
-    "multiplied bytes": (
-        lambda: run_of(
-            BYTES, op("a", "numpy.multiply", "bytes:0", call=[[["input", 0], 1 << 40], {}])
-        ),
-        "computes with Python objects",
-    ),
-    "random numbers without end": (
-        lambda: run_of(
-            op("one", "constant", value=pack(np.full(3, 1 << 20))),
-            op("a", "random", "one:0", attributes={"seed": 1, "low": 0.0, "high": 1.0}),
-        ),
-        f"more than {MOST_ELEMENTS} elements",
-    ),
-}
-MISTAKES["numbers as objects of a variable"] = (
-    lambda: run_of(ONE, op("a", "assign", "one:0", attributes={"variable": "v", "dtype": "O"})),
-    "cannot hold numbers as Python objects",
-)
 LONG: dict[str, Any] = {
     "tile": [[["input", 0], ["list", 1 << 20, 1 << 20]], {}],
     "repeat": [[["input", 0], 1 << 40], {}],
@@ -171,21 +150,6 @@ LONG: dict[str, Any] = {
     "histogram": [[["input", 0]], {"bins": 1 << 40}],
     "array_split": [[["input", 0], 1 << 40], {}],
 }
-MISTAKES |= {
-    f"a long {name}": (
-        lambda name=name, call=call: run_of(
-            ONE,
-            op("line", "constant", value=pack(np.zeros(1 << 17, np.int8))),
-            op("column", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", -1, 1]], {}]),
-            op("row", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", 1, -1]], {}]),
-            op("a", f"numpy.{name}", "one:0", "line:0", "column:0", "row:0", call=call),
-        ),
-        f"more than {MOST_ELEMENTS} elements",
-    )
-    for name, call in LONG.items()
-}
-
-
 ENDLESS_WORK: dict[str, Any] = {
     "convolve": [[["input", 0], ["input", 0]], {}],
     "correlate": [[["input", 0], ["input", 0]], {"mode": "full"}],
@@ -195,21 +159,27 @@ ENDLESS_WORK: dict[str, Any] = {
     "diff": [[["input", 0]], {"n": 1 << 60}],
     "einsum": [["i,j,k->", *[["input", 0]] * 3], {}],
 }
-MISTAKES |= {
-    f"an endless {name}": (
-        lambda name=name, call=call: run_of(
-            ONE, LINE, op("a", f"numpy.{name}", "line:0", call=call)
-        ),
-        "multiplications, more than",
-    )
-    for name, call in ENDLESS_WORK.items()
-}
+INPUTS = [
+    op("line", "constant", value=pack(np.zeros(1 << 17, np.int8))),
+    op("column", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", -1, 1]], {}]),
+    op("row", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", 1, -1]], {}]),
+]
+NAMES = ("one:0", "line:0", "column:0", "row:0")
+for name, call in ENDLESS.items():
+    operations = [ONE, op("a", "numpy.power", "one:0", call=call)]
+    MISTAKES[f"{name} of objects"] = (operations, "numbers and text alone")
+for name, call in LONG.items():
+    operations = [ONE, *INPUTS, op("a", f"numpy.{name}", *NAMES, call=call)]
+    MISTAKES[f"a long {name}"] = (operations, f"more than {MOST_ELEMENTS} elements")
+for name, call in ENDLESS_WORK.items():
+    operations = [ONE, LINE, op("a", f"numpy.{name}", "line:0", call=call)]
+    MISTAKES[f"an endless {name}"] = (operations, "multiplications, more than")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_graph_that_cannot_run_is_an_error_that_says_why(server, client, mistake):
-    make, message = MISTAKES[mistake]
-    reply = client.call(make(), HANG_SECONDS)
+    operations, message = MISTAKES[mistake]
+    reply = client.call(run_of(*operations, **OPTIONS.get(mistake, {})), HANG_SECONDS)
     assert isinstance(reply, m.Failure)
     with pytest.raises(errors.InvalidArgumentError, match=message):
         raise m.error_of(reply)

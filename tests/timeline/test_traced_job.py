@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from ndistribute import cli, timeline, trace_report
-from tests.processes import ROOT, Ranks, wait_until
+from ndistribute import cli
+from tests.processes import ROOT
 
 STEPS, LATE = 20, 0.02
+# The late worker begins each step when the other one has come, and takes longer.
+WORKERS = f"""
+import pathlib, time
+import numpy as np
+import ndistribute as nd
 
+folder = pathlib.Path(__file__).parent
+with nd.MultiWorkerMirroredStrategy() as strategy:
+    with strategy.scope():
+        variable = nd.Variable(np.zeros(50_000, np.float32))
+        optimizer = nd.optimizers.SGD(0.1)
 
-def train(rank: int, size: int, late: int, folder: str) -> float:
-    import ndistribute as nd
+    def step(arrived):
+        if strategy.cluster_resolver.task_id == RANK:
+            while not arrived.exists():
+                time.sleep(0.001)
+            time.sleep({LATE})
+        else:
+            arrived.touch()
+        optimizer.apply_gradients([(np.ones(50_000, np.float32), variable)])
+        return nd.get_replica_context().all_reduce("sum", np.float32(1))
 
-    made: list[Path] = []
-    with nd.MultiWorkerMirroredStrategy() as strategy:
-        with strategy.scope():
-            variable = nd.Variable(np.zeros(50_000, np.float32))
-            optimizer = nd.optimizers.SGD(0.1)
-
-        def step() -> Any:
-            arrived = Path(folder) / str(len(made))
-            made.append(arrived)
-            if rank == late:
-                wait_until(arrived.exists)
-                time.sleep(LATE)  # What a slower worker would compute.
-            else:
-                arrived.touch()
-            optimizer.apply_gradients([(np.ones(50_000, np.float32), variable)])
-            return nd.get_replica_context().all_reduce("sum", np.float32(1))
-
-        for _ in range(STEPS):
-            total = strategy.run(step)
-        return float(total)
-
-
-def written(rank: int, size: int) -> bool:
-    timeline.flush()
-    return timeline.enabled()
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_the_late_worker_of_a_real_job_is_found(tmp_path: Path, late: int, capfd):
-    (tmp_path / "steps").mkdir()
-    with Ranks(2, "python", {"NDISTRIBUTE_TRACE": str(tmp_path)}) as ranks:
-        outcomes = ranks.run(train, late, str(tmp_path / "steps"))
-        assert [outcome.result() for outcome in outcomes] == [2.0, 2.0]
-        assert [outcome.result() for outcome in ranks.run(written)] == [True, True]
-    traces = trace_report.read(tmp_path)
-    names = {event.name for trace in traces for event in trace.events}
-    assert {"compute", "pack", "wait", "reduce", "update"} <= names
-    said = trace_report.report(tmp_path)
-    assert f"Rank {late} is late" in said, said
-    lost = trace_report.lateness(traces)[late]
-    assert lost.steps >= STEPS
-    assert lost.cost > 0
-    assert cli.main(["trace", "merge", str(tmp_path)]) == 0
-    merged = json.loads(Path(capfd.readouterr().out.strip()).read_text())
-    assert merged["otherData"]["clock_offsets_us"] == {"rank 0": 0.0, "rank 1": 0.0}
-
+    for number in range({STEPS}):
+        total = strategy.run(step, args=(folder / str(number),))
+    assert float(total) == 2.0
+"""
 
 REPLICAS = f"""
 import time
@@ -116,32 +86,27 @@ else:
 """
 
 
-def traced(directory: Path, capfd, program: str, *launcher: str) -> str:
-    """Run a program, with the launcher or alone, and return what the report says of it."""
-    script, traces = directory / "train.py", directory / "traces"
+@pytest.mark.parametrize(
+    ("program", "launcher", "count", "names", "late"),
+    [
+        (WORKERS.replace("RANK", "0"), "-n 2", 2, "pack wait reduce update", "Rank 0"),
+        (WORKERS.replace("RANK", "1"), "-n 2", 2, "pack wait reduce update", "Rank 1"),
+        (REPLICAS, "", 1, "input wait update", "Replica 1"),
+        (SERVERS, "--workers 2 --ps 2", 4, "pull push serve", "Server ps:1"),
+    ],
+    ids=["worker 0", "worker 1", "replica", "server"],
+)
+def test_who_is_late_in_a_real_job_is_found(tmp_path, capfd, program, launcher, count, names, late):
+    script, traces = tmp_path / "train.py", tmp_path / "traces"
     script.write_text(program)
+    run = ["-m", "ndistribute", "run", *launcher.split()] if launcher else []
     environ = {**os.environ, "NDISTRIBUTE_TRACE": str(traces), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *launcher, script], env=environ, timeout=100, check=True)
+    subprocess.run([sys.executable, *run, script], env=environ, timeout=100, check=True)
     assert cli.main(["trace", "report", str(traces)]) == 0
-    return capfd.readouterr().out
-
-
-def test_the_late_replica_of_a_single_process_is_found(tmp_path: Path, capfd):
-    said = traced(tmp_path, capfd, REPLICAS)
-    assert said.startswith("1 process, ")
-    for word in ("input", "compute", "wait", "update"):
-        assert word in said.splitlines()[2]
-    assert "Replica 1 is late: it comes last to " in said, said
-    assert "It computes " in said
-
-
-def test_the_late_server_of_a_job_with_two_is_found(tmp_path: Path, capfd):
-    launcher = "-m ndistribute run --workers 2 --ps 2".split()
-    said = traced(tmp_path, capfd, SERVERS, *launcher)
-    assert said.startswith("4 processes, "), said
-    rows = {line.split("  ")[0].strip(): line for line in said.splitlines()}
-    assert {"worker:0", "worker:1", "ps:0", "ps:1"} <= rows.keys()
-    for word in ("compute", "pull", "push", "serve"):
-        assert word in said.splitlines()[2]
-    assert "Server ps:1 is late: " in said, said
+    said = capfd.readouterr().out
+    assert said.startswith(f"{count} process"), said
+    for name in ("compute", *names.split()):
+        assert name in said.splitlines()[2]
+    assert f"{late} is late: " in said, said
     assert "No trace of" not in said
+    assert cli.main(["trace", "merge", str(traces)]) == 0
