@@ -2,96 +2,39 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ndistribute as nd
 from ndistribute import graph as g
 from ndistribute.graph.executor import Plan
-from ndistribute.graph.partition import Part, cut, placed, pruned
+from ndistribute.graph.partition import cut, pruned
 from ndistribute.graph.step import Resources, Step
+from tests.processes import free_addresses
 
 TASKS = ["/job:a/task:0", "/job:a/task:1", "/job:b/task:0"]
 
 
-class Wires:
-    """What the tasks of a step send to each other, and how often."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, str]] = []
-        self._lock = threading.Lock()
-        self._values: dict[tuple[str, str], Any] = {}
-        self._waiting: dict[tuple[str, str], Callable[[Any], None]] = {}
-
-    def send(self, task: str, values: Mapping[str, Any]) -> None:
-        for key, value in values.items():
-            with self._lock:
-                self.sent.append((task, key))
-                then = self._waiting.pop((task, key), None)
-                self._values[task, key] = value
-            if then is not None:
-                then(value)
-
-    def receive(self, task: str, key: str, then: Callable[[Any], None]) -> None:
-        with self._lock:
-            if (task, key) not in self._values:
-                self._waiting[task, key] = then
-                return
-        then(self._values[task, key])
-
-
-class End:
-    """The wires as one task has them."""
-
-    def __init__(self, wires: Wires, task: str) -> None:
-        self.send, self._wires, self._task = wires.send, wires, task
-
-    def receive(self, key: str, then: Callable[[Any], None]) -> None:
-        self._wires.receive(self._task, key, then)
-
-    def check(self, step: Step) -> None:
-        """No task fails on its own."""
-
-
-class Cluster:
-    """Runs the parts of a graph, each with resources of its own."""
-
-    def __init__(self, graph: g.Graph) -> None:
-        self._graph = graph
-        self._resources: dict[str, Resources] = defaultdict(Resources)
-
-    def run(self, fetches: list[Any], targets: list[Any], feeds: dict[Any, Any]) -> list[Any]:
-        """Run a step, and check that no value goes twice to a task."""
-        names, fed = [one.name for one in fetches], [one.name for one in feeds]
-        definitions = {op.name: op.definition for op in self._graph.get_operations()}
-        needed = pruned(definitions, names, [one.name for one in targets], fed)
-        tasks = placed(needed, lambda one: one.device or TASKS[0])
-        parts = cut(needed, tasks, names, fed)
-        wires, values = Wires(), dict(zip(fed, feeds.values(), strict=True))
-
-        def work(task: str, part: Part) -> dict[str, Any]:
-            step = Step(self._resources[task], outside=End(wires, task))
-            plan = Plan(part.operations, part.feeds, part.fetches)
-            results = plan.run(step, [values[name] for name in part.feeds])
-            return dict(zip(part.fetches, results, strict=True))
-
-        found: dict[str, Any] = {}
-        with ThreadPoolExecutor(len(TASKS)) as threads:
-            for run in [threads.submit(work, *item) for item in parts.items()]:
-                found |= run.result(60.0)
-        assert len(wires.sent) == len(set(wires.sent))
-        return [found[name] for name in names]
+@contextlib.contextmanager
+def over_servers(graph: g.Graph, initialize: Any = None) -> Iterator[g.Session]:
+    """Yield a session over a server for each task, in which variables are initialised."""
+    spec = free_addresses({"a": 2, "b": 1})
+    with contextlib.ExitStack() as stack:
+        for task in [("b", 0), ("a", 1), ("a", 0)]:
+            server = stack.enter_context(nd.Server(spec, *task))
+        session = stack.enter_context(g.Session(server.target, graph))
+        session.run([] if initialize is None else initialize)
+        yield session
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> None:
+def test_a_cut_graph_computes_what_the_whole_computes(data):
     draw = data.draw
     with g.Graph().as_default() as graph:
         x = g.placeholder(np.float64, [3])
@@ -127,14 +70,14 @@ def test_a_cut_graph_computes_what_the_whole_computes(data: st.DataObject) -> No
     whole = Resources()
     feeds = {x: np.linspace(-1, 1, 3)}
     definitions = {op.name: op.definition for op in graph.get_operations()}
-    cluster = Cluster(graph)
-    cluster.run([], [initialize], {})
     Plan(pruned(definitions, [], [initialize.name], []), [], []).run(Step(whole), [])
     fetches = list(dict.fromkeys([*fetches, *reads]))
     names = [one.name for one in fetches]
     needed = pruned(definitions, names, [after_all.name], [x.name])
     expected = Plan(needed, [x.name], names).run(Step(whole), list(feeds.values()))
-    for ours, theirs in zip(cluster.run(fetches, [after_all], feeds), expected, strict=True):
+    with over_servers(graph, initialize) as session:
+        found, _ = session.run([fetches, after_all], feeds)
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -175,15 +118,16 @@ def test_a_training_step_moves_gradients_and_nothing_else_for_its_updates() -> N
     assert sends(after.name) == [1, 1, 4]  # Each task tells once that its updates are done.
 
 
-def test_what_runs_after_a_fed_tensor_runs_on_any_task() -> None:
+def test_what_runs_after_a_fed_tensor_runs_on_any_task():
     with g.Graph().as_default() as graph:
         x = g.placeholder(np.float64)
         with graph.control_dependencies([x]), graph.device(TASKS[1]):
             y = g.constant(2.0) * 3.0
-    assert Cluster(graph).run([y], [], {x: np.array(1.0)}) == [6.0]
+        with over_servers(graph) as session:
+            assert session.run(y, {x: np.array(1.0)}) == 6.0
 
 
-def test_updates_of_a_variable_keep_the_order_that_control_dependencies_give() -> None:
+def test_updates_of_a_variable_keep_the_order_that_control_dependencies_give():
     with g.Graph().as_default() as graph:
         with graph.device(TASKS[0]):
             v = g.Variable(np.zeros(1))
@@ -195,8 +139,5 @@ def test_updates_of_a_variable_keep_the_order_that_control_dependencies_give() -
                     steps.append([v.assign_add, v.assign][k % 2](change).op)
         with graph.device(TASKS[1]), graph.control_dependencies(steps[4:5]):
             seen = v.read_value() * 1.0
-        initialize = g.global_variables_initializer()
-    cluster = Cluster(graph)
-    cluster.run([], [initialize], {})
-    for _ in range(5):
-        np.testing.assert_array_equal(cluster.run([seen], [], {}), [[9.0]])
+        with over_servers(graph, v.initializer) as session:
+            assert [session.run(seen).tolist() for _ in range(5)] == [[9.0]] * 5

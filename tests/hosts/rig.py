@@ -43,19 +43,12 @@ class Link:
 
     Args:
         rate_mbit: the rate of each host's interface, in both directions; None for no limit. Above
-            2000 the hosts are on a bridge of the kernel: without delay, loss, cuts of pairs.
+            2000 the hosts are on a bridge of the kernel: without delay, cuts of pairs.
         delay_ms: from one host to another: half of what a round trip takes.
-        loss: the share of packets that is lost.
-        reorder: the share of packets that others overtake.
-        queue_kib: what waits for a host's wire at most; by default 512 KiB and what a round trip
-            carries.
     """
 
     rate_mbit: float | None = None
     delay_ms: float = 0.0
-    loss: float = 0.0
-    reorder: float = 0.0
-    queue_kib: float | None = None
 
     @property
     def bridged(self) -> bool:
@@ -63,12 +56,9 @@ class Link:
         return (self.rate_mbit or 0.0) > _BRIDGE_MBIT
 
     @property
-    def full(self) -> Link:
-        """The same with the default of `queue_kib`."""
-        queue = self.queue_kib
-        if queue is None:
-            queue = 512 + (self.rate_mbit or 0.0) * 2 * self.delay_ms / 8.192
-        return Link(self.rate_mbit, self.delay_ms, self.loss, self.reorder, queue)
+    def queue_kib(self) -> float:
+        """What waits for a host's wire at most: 512 KiB and what a round trip carries."""
+        return 512 + (self.rate_mbit or 0.0) * 2 * self.delay_ms / 8.192
 
 
 @functools.cache
@@ -315,7 +305,7 @@ class Rig:
         ssh: bool = True,
         shared: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
-        self.link, self.ipv6, self.networks = link.full, ipv6, networks
+        self.link, self.ipv6, self.networks = link, ipv6, networks
         self.names, self.own_address, self.ssh = names, own_address, ssh
         self.folder = Path(tempfile.mkdtemp(prefix="rig-"))
         visible = [self.folder, ROOT, sys.prefix, sys.base_prefix, *shared]
@@ -423,7 +413,8 @@ class Rig:
 
     def _start_switch(self) -> subprocess.Popen[str]:
         program = str(Path(__file__).with_name("switch.py"))
-        return _pipes([sys.executable, "-I", "-S", program, json.dumps(asdict(self.link))])
+        link = json.dumps({**asdict(self.link), "queue_kib": self.link.queue_kib})
+        return _pipes([sys.executable, "-I", "-S", program, link])
 
     def _order(self, **order: Any) -> None:
         hub = self._hub

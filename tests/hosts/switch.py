@@ -1,4 +1,4 @@
-"""An Ethernet switch in user space: rate, delay, loss, reordering and cuts between imitated hosts.
+"""An Ethernet switch in user space: rate, delay and cuts between imitated hosts.
 
 It runs in a process of its own. Each port is a TAP device that it makes inside a host's network;
 segments of 64 KiB pass in one read, with their virtio header, so that a gigabit costs little.
@@ -13,7 +13,6 @@ import fcntl
 import heapq
 import json
 import os
-import random
 import select
 import struct
 import sys
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TAP, _NO_PACKET_INFORMATION, _VIRTIO_HEADER = 0x0002, 0x1000, 0x4000
-_CHECKSUM, _SEGMENTS = 0x01, 0x02 | 0x04
+_OFFLOAD = 0x01 | 0x02 | 0x04  # Checksums and segments.
 _NEW_NETWORK, _TIMER_SLACK = 0x40000000, 29
 _HEADER = struct.Struct("=BBHHHH")  # virtio_net_hdr
 _ETHERNET = 14
@@ -51,7 +50,7 @@ def mac_address(network: int, host: int) -> bytes:
     return bytes([2, 0, 0, 0, network, host])
 
 
-def open_tap(pid: int, name: str, offload: int) -> int:
+def open_tap(pid: int, name: str) -> int:
     """Make a TAP device in the network of a process, and return the file that is its other end."""
     with open("/proc/self/ns/net") as home, open(f"/proc/{pid}/ns/net") as there:
         _enter_network(there.fileno())
@@ -59,7 +58,7 @@ def open_tap(pid: int, name: str, offload: int) -> int:
             fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             flags = _TAP | _NO_PACKET_INFORMATION | _VIRTIO_HEADER
             fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
-            fcntl.ioctl(fd, _TUNSETOFFLOAD, offload)
+            fcntl.ioctl(fd, _TUNSETOFFLOAD, _OFFLOAD)
         finally:
             _enter_network(home.fileno())
     return fd
@@ -87,10 +86,7 @@ class Switch:
     def __init__(self, link: dict[str, Any]) -> None:
         self.delay = max(0.0, link["delay_ms"] / 1e3 - _OWN_SECONDS)
         self.seconds_per_byte = 8e-6 / link["rate_mbit"] if link["rate_mbit"] else 0.0
-        self.loss, self.reorder = link["loss"], link["reorder"]
         self.queue_bytes = link["queue_kib"] * 1024
-        # What is lost or overtakes is a single packet, so with these there are no large segments.
-        self.offload = _CHECKSUM | (0 if self.loss or self.reorder else _SEGMENTS)
         self.ports: dict[int, Port] = {}  # By their files.
         self.by_mac: dict[bytes, Port] = {}
         self.cuts: set[tuple[int, int, int]] = set()  # network, from host, to host
@@ -98,7 +94,6 @@ class Switch:
         self.flying: list[tuple[float, int, Port, bytes]] = []
         self.record: BinaryIO | None = None
         self._number = 0
-        self._random = random.Random(1)
 
     def run(self) -> None:
         """Switch until standard input ends."""
@@ -159,8 +154,6 @@ class Switch:
         size, packet = on_wire(frame)
         if packet > self.limits.get((source.host, target.host), packet):
             return
-        if self.loss and self._random.random() < self.loss:
-            return
         now = time.monotonic()
         due = now + self.delay
         if self.seconds_per_byte:
@@ -169,15 +162,13 @@ class Switch:
                 return
             target.free_at = begin + size * self.seconds_per_byte
             due += target.free_at - now
-        if self.reorder and self._random.random() < self.reorder:
-            due += self.delay + 1e-3
         self._number += 1
         heapq.heappush(self.flying, (due, self._number, target, frame))
 
     def plug(self, host: int, network: int, pid: int, name: str) -> None:
         """Make a host's interface."""
         mac = mac_address(network, host)
-        port = Port(open_tap(pid, name, self.offload), network, host, mac)
+        port = Port(open_tap(pid, name), network, host, mac)
         self.ports[port.fd] = self.by_mac[mac] = port
 
     def unplug(self, host: int) -> None:
