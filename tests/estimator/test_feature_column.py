@@ -33,10 +33,7 @@ DENSE = {
         fc.numeric_column("age", normalizer_fn=lambda x: np.log(x / 5)),
         np.log([[1], [3.6], [14]]),
     ),
-    "bucketized": (
-        fc.bucketized_column(AGE, [18, 65]),
-        [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    ),
+    "bucketized": (fc.bucketized_column(AGE, [18, 65]), [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
     "bucketized pair": (
         fc.bucketized_column(fc.numeric_column("pair", shape=2), [2]),
         [[1, 0, 1, 0], [0, 1, 0, 1], [0, 1, 0, 1]],
@@ -52,10 +49,7 @@ DENSE = {
         fc.bucketized_column(fc.numeric_column("age", dtype=np.int64), [5.5, 17.5]),
         [[1, 0, 0], [0, 0, 1], [0, 0, 1]],
     ),
-    "a matrix of another form": (
-        fc.numeric_column("pair", shape=(2, 1)),
-        [[0, 1], [2, 3], [4, 5]],
-    ),
+    "a matrix of another form": (fc.numeric_column("pair", shape=(2, 1)), [[0, 1], [2, 3], [4, 5]]),
     "ids with a default": (
         fc.indicator_column(fc.categorical_column_with_identity("id", 2, default_value=1)),
         [[1, 1], [0, 1], [2, 0]],

@@ -12,10 +12,7 @@ import pytest
 from tests.hosts.rig import Host, Process, Rig, skip_reason
 from tests.processes import HANG_SECONDS, wait_until
 
-pytestmark = [
-    pytest.mark.hosts,
-    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason()),
-]
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(skip_reason()), reason=skip_reason())]
 HEARTBEAT = 4
 # Ends when the file `go` is there. SIGTERM does not end rank 1, so the reaper takes its time.
 WAITING = """
@@ -123,12 +120,7 @@ def launcher_vanishes(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [
-        (WAITING, vanish),
-        (REDUCING, vanish),
-        (WAITING, cut),
-        (WAITING, launcher_vanishes),
-    ],
+    [(WAITING, vanish), (REDUCING, vanish), (WAITING, cut), (WAITING, launcher_vanishes)],
     ids=["idle", "reducing", "cut", "launcher"],
 )
 def test_a_fault_for_ever_ends_all_tasks_and_the_host_is_named(rig, running, text, fault):

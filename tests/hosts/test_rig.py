@@ -86,11 +86,7 @@ def test_a_host_vanishes_unseen_and_comes_back_empty():
 
 @pytest.mark.parametrize(
     "link",
-    [
-        Link(rate_mbit=1000, delay_ms=0.1),
-        Link(delay_ms=1.0),
-        Link(rate_mbit=10_000),
-    ],
+    [Link(rate_mbit=1000, delay_ms=0.1), Link(delay_ms=1.0), Link(rate_mbit=10_000)],
     ids=["gigabit", "delay", "bridge"],
 )
 @pytest.mark.parametrize("ipv6", [False, True], ids=["ipv4", "ipv6"])

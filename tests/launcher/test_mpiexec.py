@@ -20,10 +20,7 @@ FLAGS = "--allow-run-as-root " * (os.geteuid() == 0)
     ("family", "options"),
     [
         ("mpich", "-genvall -hosts a:2,b:1 -prepend-rank"),
-        (
-            "openmpi",
-            f"--oversubscribe --bind-to none {FLAGS}-x N -x M --host a:2,b:1 --tag-output",
-        ),
+        ("openmpi", f"--oversubscribe --bind-to none {FLAGS}-x N -x M --host a:2,b:1 --tag-output"),
     ],
 )
 def test_the_command_for_each_family(family, options):

@@ -79,10 +79,7 @@ def test_shares_add_up_to_the_time_between_the_first_and_the_last_event(spans):
     assert sum(shares(events).values()) == pytest.approx(1 if whole else 0)
 
 
-@given(
-    st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=5),
-    st.randoms(use_true_random=False),
-)
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=5), st.randoms(use_true_random=False))
 def test_clocks_are_told_apart_to_within_the_jitter_of_leaving(skews, random):
     traces = []
     for trace in job([STEP] * len(skews), skews=skews):

@@ -47,9 +47,7 @@ def model(workers):
     optimizer = tf.train.AdagradOptimizer(0.05)
     if FLAGS.sync:
         optimizer = tf.train.SyncReplicasOptimizer(
-            optimizer,
-            replicas_to_aggregate=FLAGS.aggregate or workers,
-            total_num_replicas=workers,
+            optimizer, replicas_to_aggregate=FLAGS.aggregate or workers, total_num_replicas=workers
         )
     step = tf.train.get_or_create_global_step()
     return x, y, optimizer.minimize(loss, global_step=step), loss, accuracy
