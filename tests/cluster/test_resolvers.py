@@ -8,15 +8,12 @@ from functools import partial
 import pytest
 
 import ndistribute as nd
-from ndistribute.cluster import (
-    ClusterSpec,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-    resolve,
-)
+from ndistribute.cluster import ClusterSpec, resolve
+from ndistribute.cluster import MPIClusterResolver as Mpi
+from ndistribute.cluster import SimpleClusterResolver as Simple
+from ndistribute.cluster import SlurmClusterResolver as Slurm
+from ndistribute.cluster import TFConfigClusterResolver as TFConfig
+from ndistribute.cluster import TorchrunClusterResolver as Torchrun
 
 CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
 
@@ -31,7 +28,7 @@ def tf_config(cluster=CLUSTER, job="worker", index=0, **more):
     [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2), ("ps", 0, None), ("evaluator", 0, None)],
 )
 def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
-    me = TFConfigClusterResolver(environ=tf_config(job=job, index=index, environment="cloud"))
+    me = TFConfig(environ=tf_config(job=job, index=index, environment="cloud"))
     assert (me.task_type, me.task_id, me.environment) == (job, index, "cloud")
     assert me.cluster_spec() == ClusterSpec(CLUSTER)
     assert me.worker_addresses == ("c:1", "a:1", "b:1")
@@ -56,13 +53,13 @@ def test_the_chief_comes_first_and_servers_have_no_rank(job, index, rank):
     ],
 )
 def test_tf_config_names_the_task_of_a_process(environ, arguments, expected):
-    me = TFConfigClusterResolver(*arguments, environ=environ)
+    me = TFConfig(*arguments, environ=environ)
     assert (me.worker_index, me.num_workers, me.is_chief, me.master()) == expected
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": " "}, {"TF_CONFIG": "{}"}])
 def test_an_empty_variable_is_a_process_that_works_alone(environ):
-    me = TFConfigClusterResolver(environ=environ)
+    me = TFConfig(environ=environ)
     assert (me.task_type, me.task_id, me.master(), me.is_chief) == (None, None, "", True)
     assert (me.worker_addresses, me.worker_index, me.num_workers) == ((), 0, 1)
 
@@ -94,7 +91,7 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
 def test_what_is_wrong_in_tf_config_is_named(text, message):
     environ = {"TF_CONFIG": text} if isinstance(text, str) else text
     with pytest.raises(ValueError, match="TF_CONFIG is malformed") as caught:
-        TFConfigClusterResolver(environ=environ)
+        TFConfig(environ=environ)
     assert message in str(caught.value)
 
 
@@ -108,7 +105,7 @@ def test_what_is_wrong_in_tf_config_is_named(text, message):
     ],
 )
 def test_every_launcher_of_mpi_says_the_rank_in_its_own_way(environ):
-    for me in (MPIClusterResolver(environ=environ), resolve(environ)):
+    for me in (Mpi(environ=environ), resolve(environ)):
         assert (me.worker_index, me.num_workers, me.is_chief) == (2, 3, False)
         assert (me.worker_addresses, me.bootstrap, me.environment) == ((), "mpi", "mpi")
         assert (me.task_type, me.task_id) == ("worker", 2)
@@ -126,7 +123,7 @@ STEP = {
 
 
 def test_slurm_tasks_of_a_node_get_consecutive_ports():
-    me = SlurmClusterResolver(port_base=9000, environ=STEP)
+    me = Slurm(port_base=9000, environ=STEP)
     addresses = ("n08:9000", "n08:9001", "n09:9000", "n09:9001", "n10:9000")
     assert me.worker_addresses == addresses
     assert (me.worker_index, me.num_workers, me.environment) == (3, 5, "slurm")
@@ -146,7 +143,7 @@ def test_every_slurm_task_sees_the_same_cluster_and_jobs_have_ports_of_their_own
 
 def test_slurm_tasks_may_be_dealt_out_in_a_circle_or_to_several_jobs():
     environ = {**STEP, "SLURM_DISTRIBUTION": "cyclic", "SLURM_NODEID": "0"}
-    me = SlurmClusterResolver({"chief": 1, "worker": 3, "ps": 1}, 9000, environ=environ)
+    me = Slurm({"chief": 1, "worker": 3, "ps": 1}, 9000, environ=environ)
     assert me.worker_addresses == ("n08:9000", "n09:9000", "n10:9000", "n08:9001")
     assert me.cluster_spec().as_dict()["ps"] == ["n09:9001"]
     assert (me.task_type, me.task_id, me.worker_index) == ("worker", 2, 3)
@@ -176,33 +173,21 @@ def test_only_one_address_of_a_job_of_torchrun_is_known(change, first):
 @pytest.mark.parametrize(
     ("resolver", "environ", "message"),
     [
-        (MPIClusterResolver, {}, "MPI did not start this process"),
-        (
-            MPIClusterResolver,
-            {"PMI_RANK": "x", "PMI_SIZE": "2"},
-            "PMI_RANK is 'x', expected an int",
-        ),
-        (
-            MPIClusterResolver,
-            {"PMI_RANK": "2", "PMI_SIZE": "2"},
-            "PMI_RANK=2 is not below PMI_SIZE",
-        ),
-        (SlurmClusterResolver, {"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
-        (SlurmClusterResolver, {"SLURM_STEP_NODELIST": "n1"}, "lists 1 nodes, but tasks for 3"),
-        (SlurmClusterResolver, {"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
-        (SlurmClusterResolver, {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', expected an integer"),
-        (SlurmClusterResolver, {"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
-        (SlurmClusterResolver, {"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
-        (partial(SlurmClusterResolver, {"worker": 4}), {}, "have 4 tasks, but Slurm started 5"),
-        (partial(SlurmClusterResolver, None, 65535), {}, "Port 65536 is out of range"),
-        (TorchrunClusterResolver, {"RANK": ""}, "torchrun did not start this process: RANK is not"),
-        (
-            TorchrunClusterResolver,
-            {"WORLD_SIZE": "two"},
-            "WORLD_SIZE is 'two', expected an integer",
-        ),
-        (TorchrunClusterResolver, {"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
-        (TorchrunClusterResolver, {"MASTER_PORT": "65535"}, "rank 0 uses the next port"),
+        (Mpi, {}, "MPI did not start this process"),
+        (Mpi, {"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK is 'x', expected an int"),
+        (Mpi, {"PMI_RANK": "2", "PMI_SIZE": "2"}, "PMI_RANK=2 is not below PMI_SIZE"),
+        (Slurm, {"SLURM_STEP_NODELIST": ""}, "Slurm did not start this process"),
+        (Slurm, {"SLURM_STEP_NODELIST": "n1"}, "lists 1 nodes, but tasks for 3"),
+        (Slurm, {"SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
+        (Slurm, {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', expected an integer"),
+        (Slurm, {"SLURM_NODEID": "2"}, "should be on node 1 but is on node 2"),
+        (Slurm, {"SLURM_DISTRIBUTION": "plane=2"}, "--distribution=block"),
+        (partial(Slurm, {"worker": 4}), {}, "have 4 tasks, but Slurm started 5"),
+        (partial(Slurm, None, 65535), {}, "Port 65536 is out of range"),
+        (Torchrun, {"RANK": ""}, "torchrun did not start this process: RANK is not"),
+        (Torchrun, {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected an integer"),
+        (Torchrun, {"RANK": "3"}, "RANK=3 is not below WORLD_SIZE=3"),
+        (Torchrun, {"MASTER_PORT": "65535"}, "rank 0 uses the next port"),
     ],
 )
 def test_what_is_wrong_in_an_environment_is_named(resolver, environ, message):
@@ -211,14 +196,12 @@ def test_what_is_wrong_in_an_environment_is_named(resolver, environ, message):
 
 
 def test_the_simple_one_says_what_it_was_told():
-    me = SimpleClusterResolver(
-        {"worker": ["a:1", "b:1"]}, "m:1", "worker", 1, "lab", num_accelerators={"GPU": 3}
-    )
+    me = Simple({"worker": ["a:1", "b:1"]}, "m:1", "worker", 1, "lab", num_accelerators={"GPU": 3})
     assert (me.master(), me.master("worker", 0), me.environment) == ("m:1", "a:1", "lab")
     assert (me.num_accelerators(), me.worker_index) == ({"GPU": 3}, 1)
-    assert SimpleClusterResolver({}).num_accelerators().keys() == {"GPU"}
+    assert Simple({}).num_accelerators().keys() == {"GPU"}
     with pytest.raises(ValueError, match="is none of 'worker'"):
-        SimpleClusterResolver({"worker": ["a:1"]}, task_type="boss", task_id=0)
+        Simple({"worker": ["a:1"]}, task_type="boss", task_id=0)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +227,8 @@ def test_torchrun_s_variables_are_all_set_or_none(missing):
     with pytest.raises(ValueError, match=rf"{missing} is not set, only \w+, "):
         resolve(half)
     # Whoever started this process has said all that is needed.
-    assert isinstance(resolve({**STEP, **half}), SlurmClusterResolver)
-    assert isinstance(resolve({"PMI_RANK": "0", "PMI_SIZE": "2", **half}), MPIClusterResolver)
+    assert isinstance(resolve({**STEP, **half}), Slurm)
+    assert isinstance(resolve({"PMI_RANK": "0", "PMI_SIZE": "2", **half}), Mpi)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +252,10 @@ def test_a_rank_without_the_number_of_ranks_does_not_train_alone(environ, messag
 
 def test_what_was_written_for_this_process_comes_first():
     mpi = {"PMI_RANK": "1", "PMI_SIZE": "2"}
-    assert isinstance(resolve({**tf_config(), **mpi, **STEP}), TFConfigClusterResolver)
-    assert isinstance(resolve({**mpi, **STEP}), MPIClusterResolver)
-    assert isinstance(resolve({**STEP, **TORCHRUN}), SlurmClusterResolver)
-    assert isinstance(resolve(TORCHRUN), TorchrunClusterResolver)
+    assert isinstance(resolve({**tf_config(), **mpi, **STEP}), TFConfig)
+    assert isinstance(resolve({**mpi, **STEP}), Mpi)
+    assert isinstance(resolve({**STEP, **TORCHRUN}), Slurm)
+    assert isinstance(resolve(TORCHRUN), Torchrun)
     # As after `srun torchrun`: Slurm started torchrun, and torchrun this process.
     started = {**STEP, **mpi, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7"}
-    assert isinstance(resolve(started), TorchrunClusterResolver)
+    assert isinstance(resolve(started), Torchrun)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from ndistribute import errors
 from ndistribute import graph as g
 from ndistribute.autodiff import GradientTape
 from ndistribute.graph import executor
+from ndistribute.graph.optimizers import in_graph
 from ndistribute.graph.step import Resources, Step
 from ndistribute.numpy_functions import register
 from tests.processes import HANG_SECONDS, wait_until
@@ -164,42 +167,57 @@ def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(monke
     going.set()
 
 
-MISTAKES = {
-    "no value": (lambda: g.placeholder(float) + 1, errors.InvalidArgumentError, "has no value"),
-    "no initial value": (lambda: g.Variable(1.0), errors.FailedPreconditionError, "initializer"),
-    "wrong shapes": (
-        lambda: g.constant([1.0, 2.0]) @ g.constant([1.0]),
-        errors.InvalidArgumentError,
-        r"'matmul' \(numpy.matmul\) failed: ValueError.*made in .*test_graph.py",
-    ),
-    "truth": (lambda: 1 if g.constant(1.0) else 2, TypeError, "cond"),
-    "conversion": (lambda: float(g.constant(1.0)), TypeError, "Session.run"),
-    "writing": (lambda: np.add(g.constant(1.0), 1.0, out=np.zeros(1)), TypeError, "read-only"),
-    "writing by position": (
-        lambda: np.cumsum(x := g.constant(1.0), 0, None, x),
-        TypeError,
-        "cumsum with out=",
-    ),
-    "replacing": (lambda: np.nan_to_num(g.constant(1.0), False), TypeError, "with copy=False"),
-    "overwriting": (
-        lambda: np.median(g.constant([1.0]), overwrite_input=True),
-        TypeError,
-        "overwrite_input=True",
-    ),
-    "files": (lambda: np.save("x", g.constant(1.0)), TypeError, "save cannot be an operation"),
-    "other graph": (
-        lambda: g.Graph().add("identity", [g.constant(1.0)]),
-        ValueError,
-        "another graph",
-    ),
-}
+# The code, and behind an arrow the error and a pattern of its message.
+MISTAKES = r"""
+run(g.placeholder(float) + 1)
+-> InvalidArgumentError: has no value
+run(g.Variable(1.0))
+-> FailedPreconditionError: initializer
+run(g.constant([1.0, 2.0]) @ g.constant([1.0]))
+-> InvalidArgumentError: 'matmul' \(numpy.matmul\) failed: ValueError.*made in .*test_graph.py
+1 if g.constant(1.0) else 2
+-> TypeError: cond
+float(g.constant(1.0))
+-> TypeError: Session.run
+np.add(g.constant(1.0), 1.0, out=np.zeros(1))
+-> TypeError: read-only
+np.cumsum(g.constant(1.0), 0, None, g.constant(1.0))
+-> TypeError: cumsum with out=
+np.nan_to_num(g.constant(1.0), False)
+-> TypeError: with copy=False
+np.median(g.constant([1.0]), overwrite_input=True)
+-> TypeError: overwrite_input=True
+np.save("x", g.constant(1.0))
+-> TypeError: save cannot be an operation
+g.Graph().add("identity", [g.constant(1.0)])
+-> ValueError: another graph
+g.DatasetIterator([])
+-> ValueError: empty
+g.device("/tpu:0")
+-> ValueError: '/tpu:0' is not the name of a device. Write
+g.replica_device_setter(2, ps_strategy=3)
+-> TypeError: ps_strategy is a function
+g.Variable([1.0], name="w") + g.GradientDescentOptimizer(0.1).minimize(g.constant(1.0))
+-> ValueError: the loss depends on none of \[w:0
+g.AdagradOptimizer(0.1, initial_accumulator_value=0.0)
+-> ValueError: initial_accumulator_value must be above 0, got 0
+nd.optimizers.SGD(lambda step: 0.1).minimize(np.sum(g.Variable([1.0])))
+-> ValueError: is a function of the step: pass global_step
+in_graph(None)
+-> TypeError: needs an optimizer, and not one around another
+in_graph(nd.optimizers.LossScale(nd.optimizers.SGD(0.1)))
+-> TypeError: needs an optimizer, and not one around another
+"""
+ROWS = re.findall(r"^(.+)\n-> (\w+): (.+)$", MISTAKES, re.MULTILINE)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_say_what_to_do(session, mistake):
-    program, error, message = MISTAKES[mistake]
-    with pytest.raises(error, match=message):
-        session.run(program())
+@pytest.mark.parametrize(("code", "error", "message"), ROWS, ids=[code for code, _, _ in ROWS])
+def test_mistakes_say_what_to_do(session, code, error, message):
+    kind = vars(errors)[error] if error in vars(errors) else vars(builtins)[error]
+    with pytest.raises(kind, match=message):
+        eval(
+            compile(code, __file__, "eval"), {**globals(), "run": session.run, "in_graph": in_graph}
+        )
 
 
 def test_groups_and_names(session):

@@ -69,11 +69,6 @@ def test_a_worker_takes_batches_beside_its_server() -> None:
                 session.run(update)
 
 
-def test_a_dataset_without_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        g.DatasetIterator([])
-
-
 def test_each_session_begins_with_the_first_batch_and_a_hook_may_begin_again() -> None:
     iterator = g.DatasetIterator(NUMBERS.batch(4))
     x = iterator.get_next()["x"]
