@@ -15,7 +15,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from sys import getrefcount
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,15 +34,12 @@ Spans = Sequence[tuple[int, int]]
 Memory = Callable[[np.dtype[Any], tuple[int, ...]], Any]
 
 
-class Component:
+class Component(NamedTuple):
     """The gradient of one of several results of an operation, and its position among them."""
 
-    __slots__ = ("gradient", "position", "total")
-
-    def __init__(self, position: int, total: int, gradient: Any) -> None:
-        self.position = position
-        self.total = total
-        self.gradient = gradient
+    position: int
+    total: int
+    gradient: Any
 
 
 def backpropagate(
@@ -287,7 +284,7 @@ class Graph:
 
     __slots__ = (
         *"_frame _open _outer _recording again askers entries".split(),
-        *"has_rows leaves lock nested shared".split(),
+        *"has_rows leaves lock nested".split(),
     )
 
     def __init__(self, frame: Frame) -> None:
@@ -295,7 +292,6 @@ class Graph:
         # The variables that were read and their entries, by id; this keeps them alive.
         self.leaves: dict[int, tuple[Any, int]] = {}
         self.askers = 0  # The number of tapes whose `gradient` may still be called.
-        self.shared = False  # Whether several tapes were open at the same time.
         self.nested = False  # Whether several tapes are open now.
         # For entries of nested tapes: the function, and what returns rules of tracked arrays.
         self.again: dict[int, tuple[Any, Callable[[], Any]]] = {}
@@ -383,7 +379,6 @@ class Graph:
         if not isinstance(graph, Graph) or not graph._open:
             graph = cls(frame)
         graph.nested = graph._open > 0
-        graph.shared = graph.nested or graph.shared
         graph._open += 1
         graph.askers += 1
         graph.resume(tape)

@@ -272,16 +272,14 @@ class GradientTape:
 
     def _place(self, source: Any) -> int | None:
         """Return the entry of a source in the graph; None if it has none."""
-        graph = self._graph
         if isinstance(source, Tracked):
-            return source.index if source.graph is graph else None
+            return source.index if source.graph is self._graph else None
         known = self._leaves.get(id(source))
         if known is None:
             _check_source(source)
             return None
         # Another tape that shares the graph may have recorded this leaf.
-        shared = graph is not None and graph.shared
-        return None if shared and not self.watches(source) else known[1]
+        return known[1] if self.watches(source) else None
 
     def _seeds(self, targets: Any, output_gradients: Any) -> dict[int, Any]:
         """Return the gradients at the start of the backward pass, by entry."""

@@ -10,9 +10,7 @@ from ndistribute.models import losses as losses
 from ndistribute.models import metrics as metrics
 from ndistribute.models import nn as nn
 from ndistribute.models import regularizers as regularizers
-from ndistribute.models.callbacks.saving import (
-    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
-)
+from ndistribute.models.callbacks import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from ndistribute.models.checkpoint import Checkpoint as Checkpoint
 from ndistribute.models.checkpoint import CheckpointManager as CheckpointManager
 from ndistribute.models.checkpoint import latest_checkpoint as latest_checkpoint

@@ -14,6 +14,6 @@ from ndistribute.models.callbacks.saving import ModelCheckpoint as ModelCheckpoi
 from ndistribute.models.callbacks.saving import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
-from ndistribute.models.callbacks.tensorboard import TensorBoard as TensorBoard
+from ndistribute.models.callbacks.saving import TensorBoard as TensorBoard
 
 _export(vars())

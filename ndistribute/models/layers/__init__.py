@@ -1,7 +1,6 @@
 """Layers: functions of arrays with variables of their own."""
 
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.attention import MultiHeadAttention as MultiHeadAttention
 from ndistribute.models.layers.convolution import AveragePool2D as AveragePool2D
 from ndistribute.models.layers.convolution import Conv2D as Conv2D
 from ndistribute.models.layers.convolution import GlobalAveragePool2D as GlobalAveragePool2D
@@ -13,6 +12,7 @@ from ndistribute.models.layers.core import Dropout as Dropout
 from ndistribute.models.layers.core import Embedding as Embedding
 from ndistribute.models.layers.core import Flatten as Flatten
 from ndistribute.models.layers.core import Input as Input
+from ndistribute.models.layers.core import MultiHeadAttention as MultiHeadAttention
 from ndistribute.models.layers.core import Reshape as Reshape
 from ndistribute.models.layers.core import RowParallelDense as RowParallelDense
 from ndistribute.models.layers.layer import Layer as Layer
