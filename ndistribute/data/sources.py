@@ -20,26 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ndistribute import tree
-from ndistribute.data.elements import (
-    COLUMNS_OF_FRAME,
-    Chunk,
-    Element,
-    Rows,
-    as_element,
-    columns_of,
-    drop,
-    is_frame,
-    leading_length,
-    read_only,
-)
-from ndistribute.data.pipeline import (
-    UNKNOWN_CARDINALITY,
-    ArraySpec,
-    ElementSpec,
-    Epoch,
-    Node,
-    name_of,
-)
+from ndistribute.data import elements, pipeline
+from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
+from ndistribute.data.pipeline import ArraySpec, ElementSpec, Epoch, Node
 
 Reader = Callable[[str], Any]
 
@@ -62,7 +45,7 @@ def single(tensors: Any) -> Node:
 def slices(tensors: Any) -> Node:
     """Return a node of the rows of a nest of arrays."""
     columns = read_only(as_element(tensors))
-    length = leading_length(
+    length = elements.leading_length(
         tree.flatten(columns),
         "from_tensor_slices",
         "Check the arrays, or use from_tensors for one element.",
@@ -98,7 +81,7 @@ def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
     return Node(
-        name=f"from_generator({name_of(make)})",
+        name=f"from_generator({pipeline.name_of(make)})",
         chunks=chunks,
         spec=ElementSpec(like=like),
         runs_user_code=True,
@@ -109,9 +92,10 @@ def iterable(batches: Any) -> Node:
     """Return a node of the batches of a re-iterable, such as a list or a library's loader."""
     write = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
     together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
+    by_column = write.format(elements.COLUMNS_OF_FRAME)
     refused = (
         (isinstance(batches, tuple), f"{together}; pass a list of batches that exist already."),
-        (is_frame(batches), f"For one array per column write {write.format(COLUMNS_OF_FRAME)}."),
+        (is_frame(batches), f"For one array per column write {by_column}."),
         (isinstance(batches, np.ndarray | Mapping | str | bytes), f"Write {write.format('...')}."),
         (not hasattr(batches, "__iter__"), "Pass an object that can be iterated repeatedly."),
         (
@@ -170,9 +154,9 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
 
 def _length(batches: Any) -> int:
     try:
-        return len(batches) if isinstance(batches, Sized) else UNKNOWN_CARDINALITY
+        return len(batches) if isinstance(batches, Sized) else pipeline.UNKNOWN_CARDINALITY
     except TypeError:  # Loaders over a stream have a __len__ that raises.
-        return UNKNOWN_CARDINALITY
+        return pipeline.UNKNOWN_CARDINALITY
 
 
 def _like(columns: Element, axis: int) -> Any:
@@ -238,9 +222,10 @@ def _read(path: str, read: Reader) -> Iterator[Chunk]:
         if _is_stream(content):
             yield from zip(map(as_element, content))
             return
-        columns = read_only(as_element(columns_of(content) if is_frame(content) else content))
+        content = elements.columns_of(content) if is_frame(content) else content
+        columns = read_only(as_element(content))
         remedy = "Return arrays of equally many rows, or an iterable of elements, from the reader."
-        yield Rows.of(columns, leading_length(tree.flatten(columns), "from_files", remedy))
+        yield Rows.of(columns, elements.leading_length(tree.flatten(columns), "from_files", remedy))
     except Exception as error:
         error.add_note(f"while {path!r} was read")
         raise

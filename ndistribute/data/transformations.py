@@ -16,32 +16,10 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.context import current_seed
-from ndistribute.data.elements import (
-    Chunk,
-    Element,
-    Rows,
-    as_element,
-    batch_of,
-    call_with,
-    drop,
-    join,
-    leading_length,
-    pick,
-    read_only,
-)
+from ndistribute.data import elements, pipeline
+from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, join, pick, read_only
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
-    ArraySpec,
-    ElementSpec,
-    Epoch,
-    Node,
-    SeedCounter,
-    name_of,
-    seeds_of,
-    upstream,
-)
+from ndistribute.data.pipeline import ArraySpec, ElementSpec, Epoch, Node, SeedCounter, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
 
@@ -62,7 +40,7 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
 
     def call(element: Element) -> Element:
         try:
-            return as_element(call_with(fn, element))
+            return as_element(elements.call_with(fn, element))
         except StopIteration as error:
             raise RuntimeError("map: fn raised StopIteration, which ends an iteration.") from error
         except ValueError as error:
@@ -79,7 +57,7 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
             source = Ahead(source, threads, epoch.threads)
         return zip(Ahead(source, threads, epoch.threads, call, threads))
 
-    name = f"map({name_of(fn)})"
+    name = f"map({pipeline.name_of(fn)})"
     # A function may return a batch for an element that is not one, such as a number.
     spec = ElementSpec(child.spec.cardinality, batched=child.spec.batched or None)
     return child.then(name, chunks, spec=spec, runs_user_code=True)
@@ -89,11 +67,11 @@ def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
     """Return a node of the elements for which a user's function is true."""
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        kept = filter(lambda element: call_with(predicate, element), child.iterate(epoch))
+        kept = filter(lambda element: elements.call_with(predicate, element), child.iterate(epoch))
         return drop(zip(kept), start)
 
-    name = f"filter({name_of(predicate)})"
-    spec = replace(child.spec, cardinality=UNKNOWN_CARDINALITY)
+    name = f"filter({pipeline.name_of(predicate)})"
+    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
@@ -108,13 +86,13 @@ def batched(child: Node, size: int, drop_remainder: bool) -> Node:
             while length - at >= missing:
                 pieces.append(chunk[at : at + missing])
                 at += missing
-                yield (batch_of(pieces),)
+                yield (elements.batch_of(pieces),)
                 pieces, missing = [], size
             if at < length:
                 pieces.append(chunk[at:] if at else chunk)
                 missing -= length - at
         if missing < size and not drop_remainder:
-            yield (batch_of(pieces),)
+            yield (elements.batch_of(pieces),)
 
     known = child.spec.cardinality
     if known >= 0:
@@ -130,7 +108,7 @@ def unbatched(child: Node) -> Node:
 
     def rows(batch: Element) -> Rows:
         remedy = "Batch the dataset before unbatch."
-        return Rows.of(batch, leading_length(tree.flatten(batch), "unbatch", remedy))
+        return Rows.of(batch, elements.leading_length(tree.flatten(batch), "unbatch", remedy))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return drop(map(rows, child.iterate(epoch)), start)
@@ -149,8 +127,8 @@ def prefetched(child: Node, depth: int) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         if depth == 0 or not waits:
             return child.chunks(epoch, start)
-        elements = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
-        return zip(Ahead(child.iterate(epoch, start), elements, epoch.threads))
+        most = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
+        return zip(Ahead(child.iterate(epoch, start), most, epoch.threads))
 
     return child.then(f"prefetch({depth})", chunks)
 
@@ -164,7 +142,7 @@ def sliced(child: Node, name: str, start: int = 0, stop: int | None = None, step
         return _every(child.chunks(epoch, begin), left, step)
 
     known = child.spec.cardinality
-    if known == INFINITE_CARDINALITY and stop is not None:
+    if known == pipeline.INFINITE_CARDINALITY and stop is not None:
         known = len(range(start, stop, step))
     elif known >= 0 or stop == 0:
         known = len(range(max(0, known))[start:stop:step])
@@ -189,7 +167,7 @@ def repeated(child: Node, times: int | None) -> Node:
     """Return a node of the elements repeated `times` times; forever if it is None."""
     known = child.spec.cardinality
     exact = _exact_length(child)
-    differ = bool(seeds_of(child))
+    differ = bool(pipeline.seeds_of(child))
 
     def repetitions(epoch: Epoch, first: int, start: int) -> Iterator[Chunk]:
         for number in count(first) if times is None else range(first, times):
@@ -210,7 +188,8 @@ def repeated(child: Node, times: int | None) -> Node:
     if 0 in (known, times):
         return sliced(child, name, stop=0)
     total = known if known < 0 or times is None else known * times
-    spec = replace(child.spec, cardinality=INFINITE_CARDINALITY if times is None else total)
+    endless = pipeline.INFINITE_CARDINALITY
+    spec = replace(child.spec, cardinality=endless if times is None else total)
     return child.then(name, chunks, spec=spec)
 
 
@@ -234,14 +213,15 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
             yield Rows.zipped(like, cast("Sequence[Rows]", rows))
             held = [chunk[size:] for chunk in held]
         pairs = zip(held, sources, strict=True)
-        elements = [chain(head, chain.from_iterable(source)) for head, source in pairs]
-        yield from zip(tree.unflatten(like, items) for items in zip(*elements, strict=False))
+        columns = [chain(head, chain.from_iterable(source)) for head, source in pairs]
+        yield from zip(tree.unflatten(like, items) for items in zip(*columns, strict=False))
 
     lengths = [part.spec.cardinality for part in parts]
-    shortest = min((length for length in lengths if length >= 0), default=INFINITE_CARDINALITY)
+    known = [length for length in lengths if length >= 0]
+    shortest = min(known, default=pipeline.INFINITE_CARDINALITY)
     specs = [part.spec.like for part in parts]
     spec = ElementSpec(
-        UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else shortest,
+        pipeline.UNKNOWN_CARDINALITY if pipeline.UNKNOWN_CARDINALITY in lengths else shortest,
         batched=_common(parts),
         like=None if any(each is None for each in specs) else tree.unflatten(like, specs),
     )
@@ -258,14 +238,15 @@ def concatenated(first: Node, second: Node) -> Node:
         yield from second.chunks(epoch.branch(1), max(0, start - known) if known >= 0 else 0)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        known_start = known != UNKNOWN_CARDINALITY
+        known_start = known != pipeline.UNKNOWN_CARDINALITY
         return both(epoch, start) if known_start else drop(both(epoch, 0), start)
 
     lengths = (first.spec.cardinality, second.spec.cardinality)
-    total = UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in lengths else sum(lengths)
+    unknown = pipeline.UNKNOWN_CARDINALITY
+    total = unknown if unknown in lengths else sum(lengths)
     alike = repr(first.spec.like) == repr(second.spec.like)
     spec = ElementSpec(
-        INFINITE_CARDINALITY if INFINITE_CARDINALITY in lengths else total,
+        pipeline.INFINITE_CARDINALITY if pipeline.INFINITE_CARDINALITY in lengths else total,
         batched=_common((first, second)),
         like=first.spec.like if alike else None,
     )
@@ -400,9 +381,10 @@ def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
 
 def _exact_length(node: Node) -> int:
     """Return the cardinality, or that it is unknown if an endless repetition may be of nothing."""
+    unknown = pipeline.UNKNOWN_CARDINALITY
     for step in upstream(node):
-        if step.name == _ENDLESS and step.inputs[0].spec.cardinality == UNKNOWN_CARDINALITY:
-            return UNKNOWN_CARDINALITY
+        if step.name == _ENDLESS and step.inputs[0].spec.cardinality == unknown:
+            return unknown
     return node.spec.cardinality
 
 

@@ -26,16 +26,9 @@ from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.devices import to_host
+from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
-from ndistribute.models.batches import (
-    batches_of,
-    check_counts,
-    rows_of,
-    split,
-    unpacked,
-    validation_parts,
-)
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, Progress
 from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
@@ -247,16 +240,17 @@ class Trainer(Layer):
             ValueError: the arguments do not fit each other.
         """
         self._check_compiled("fit")
-        check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
-        check_counts(1, steps_per_epoch=steps_per_epoch, validation_freq=validation_freq)
+        _batches.check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
+        _batches.check_counts(1, steps_per_epoch=steps_per_epoch, validation_freq=validation_freq)
         if validation_split:
             if validation_data is not None:
                 raise ValueError("pass validation_data or validation_split, not both.")
-            (x, y, sample_weight), validation_data = split(x, y, sample_weight, validation_split)
-        validation = None if validation_data is None else validation_parts(validation_data)
-        if validation is not None and validation[1] is not None:  # A dataset has its batches.
+            parts = _batches.split(x, y, sample_weight, validation_split)
+            (x, y, sample_weight), validation_data = parts
+        scored = None if validation_data is None else _batches.validation_parts(validation_data)
+        if scored is not None and scored[1] is not None:  # A dataset has its batches.
             validation_batch_size = validation_batch_size or batch_size
-        data = batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
+        data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
         with self.strategy.scope(), contextlib.ExitStack() as on_exit:
             self._build_from(data)
             distributed = self.strategy.distribute_dataset(data)
@@ -279,9 +273,8 @@ class Trainer(Layer):
                 called.call("on_epoch_begin", position.epoch, {})
                 run_epoch(called)
                 epoch, logs = position.epoch, self._results()
-                if validation is not None and not (epoch + 1) % validation_freq:
-                    size, most = validation_batch_size, validation_steps
-                    values = self._validate(validation, size, most, called)
+                if scored is not None and not (epoch + 1) % validation_freq:
+                    values = self._validate(scored, validation_batch_size, validation_steps, called)
                     logs |= {f"val_{name}": value for name, value in values.items()}
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
@@ -344,14 +337,14 @@ class Trainer(Layer):
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
         progress = Progress(verbose if strategy.is_chief else 0)
         with strategy.scope():
-            data = batches_of(x, batch_size=batch_size)
+            data = _batches.batches_of(x, batch_size=batch_size)
             self._build_from(data)
             parts: list[Any] = []
             called.call("on_predict_begin", {})
             for batch in itertools.islice(strategy.distribute_dataset(data), steps):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
-                inputs, _, _ = unpacked(batch)
+                inputs, _, _ = _batches.unpacked(batch)
                 outputs = strategy.run(self._predict_step, args=(inputs,))
                 parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
@@ -374,7 +367,7 @@ class Trainer(Layer):
         with GradientTape() as tape:
             y, predicted, weight = self._compared(data, training=True)
             each = self.loss.weighted(y, predicted, weight)
-            count = _losses.global_count(rows_of(data)) if rows is None else rows
+            count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
             loss = np.sum(each) / max(1.0, count * math.prod(each.shape[1:]))
             penalties = [each for layer in self.position.penalized for each in layer.penalties()]
             if penalties:  # Each replica computes them, and the gradients are added up.
@@ -393,7 +386,7 @@ class Trainer(Layer):
 
     def _compared(self, data: Any, *, training: bool) -> tuple[Any, Any, Any]:
         """Return the labels, predictions and weights of this replica's part of a batch."""
-        x, y, weight = unpacked(data)
+        x, y, weight = _batches.unpacked(data)
         predicted = self(x, training=training)
         if y is None:
             raise ValueError(
@@ -502,8 +495,8 @@ class Trainer(Layer):
         called: Callbacks,
     ) -> dict[str, float]:
         """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
-        check_counts(1, steps=steps)
-        batches = batches_of(*data, batch_size)
+        _batches.check_counts(1, steps=steps)
+        batches = _batches.batches_of(*data, batch_size)
         self._build_from(batches)
         self._reset_metrics()
         made, end = 0, called.overriding("on_test_batch_end")
@@ -532,7 +525,7 @@ class Trainer(Layer):
         if strategy.num_replicas_in_sync > len(strategy.devices):
             return None
         first = tree.flatten(batch)[0]
-        return sum(map(rows_of, strategy.local_results(first)))
+        return sum(map(_batches.rows_of, strategy.local_results(first)))
 
     def _build_from(self, data: Dataset) -> None:
         """Create the variables of all layers, by a call on one example of zeros."""
@@ -541,7 +534,7 @@ class Trainer(Layer):
         first = next(iter(data), None)
         if first is None:
             raise ValueError(_NO_BATCHES.format(f"model {self.name!r}"))
-        self.build_for(unpacked(first)[0])
+        self.build_for(_batches.unpacked(first)[0])
 
     def build_for(self, batch: Any) -> None:
         """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""

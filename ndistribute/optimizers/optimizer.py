@@ -18,6 +18,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
+from ndistribute import update_rules
 from ndistribute.context import current_frame, told_apart
 from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
@@ -26,15 +27,7 @@ from ndistribute.mistakes import Explaining
 from ndistribute.optimizers.clipping import clipped, one_bound, widened
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
-from ndistribute.update_rules import (
-    Rule,
-    can_train,
-    hyperparameters_of,
-    slot_start,
-    update_block,
-    update_rows,
-    update_whole,
-)
+from ndistribute.update_rules import Rule
 from ndistribute.values import Shown
 from ndistribute.variables.mirrored import MirroredVariable, divided
 from ndistribute.variables.policy import VariablePolicy
@@ -202,7 +195,7 @@ class Optimizer(Explaining, Shown):
                 raise TypeError(
                     f"build needs a list of variables, got one with a {type(variable).__name__}."
                 )
-            if not can_train(variable.dtype, variable.dtype):
+            if not update_rules.can_train(variable.dtype, variable.dtype):
                 raise ValueError(
                     f"variable {variable.name!r} of dtype {variable.dtype} cannot be trained: "
                     "gradients need floating or complex numbers."
@@ -314,7 +307,7 @@ class Optimizer(Explaining, Shown):
     def _new_slots(self, variable: Variable) -> tuple[Variable, ...]:
         dtype, slots = computing_dtype(variable.dtype), []
         for name in self.rule.slot_names:
-            start = slot_start(self.rule.initial_slot(name), dtype)
+            start = update_rules.slot_start(self.rule.initial_slot(name), dtype)
             slots.append(variable.create_slot(f"{self.name}/{name}", start, dtype))
         return tuple(slots)
 
@@ -377,7 +370,7 @@ class Optimizer(Explaining, Shown):
                 write_to(total, gradients[index].reshape(-1)[start:stop])
             with working_on(device):
                 parts = [array.reshape(-1)[start:stop] for array in arrays]
-                update_block(self.rule, parts, copy_to(total, device), rate)
+                update_rules.update_block(self.rule, parts, copy_to(total, device), rate)
 
         # Summed gradients take part in the call too, but only the owner's own are used.
         copies, rate = communicator.reduce_update(
@@ -408,9 +401,10 @@ class Optimizer(Explaining, Shown):
             if isinstance(gradient, IndexedSlices):
                 rows = gradient.on(device).summed()
                 part = owned(len(rows.indices))
-                update_rows(self.rule, arrays, rows.values[part], rows.indices[part], rate)
+                values, indices = rows.values[part], rows.indices[part]
+                update_rules.update_rows(self.rule, arrays, values, indices, rate)
             else:
-                update_whole(self.rule, arrays, copy_to(gradient, device), rate)
+                update_rules.update_whole(self.rule, arrays, copy_to(gradient, device), rate)
 
     def _push(self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any) -> None:
         """Make the servers update the variables, once for all replicas of this process."""
@@ -431,7 +425,7 @@ class Optimizer(Explaining, Shown):
     ) -> tuple[dict[int, Apply], dict[int, list[CachedShard]]]:
         """Return the request to each server, and the cached shards that it changes there."""
         counter, rate = self._counter.places[0], self._rate()
-        title, numbers = hyperparameters_of(self.rule)
+        title, numbers = update_rules.hyperparameters_of(self.rule)
         # All servers count the step, including those without a variable.
         parts: dict[int, list[Any]] = {server: [] for server in counter.servers}
         for variable, gradient in zip(variables, gradients, strict=True):
@@ -480,7 +474,8 @@ def _checked(
             gradient: Any = IndexedSlices(values, indices, raw.dense_shape)
         else:
             gradient = native(as_array(raw))
-        if gradient.shape != variable.shape or not can_train(gradient.dtype, variable.dtype):
+        fits = update_rules.can_train(gradient.dtype, variable.dtype)
+        if gradient.shape != variable.shape or not fits:
             raise ValueError(
                 f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
                 f"{gradient.dtype}, the variable {variable.shape} and {variable.dtype}: the shapes "

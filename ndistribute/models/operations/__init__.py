@@ -7,10 +7,10 @@ float32, because NumPy has no fast products for them.
 from ndistribute.models.operations.images import average_pool2d as average_pool2d
 from ndistribute.models.operations.images import conv2d as conv2d
 from ndistribute.models.operations.images import max_pool2d as max_pool2d
-from ndistribute.models.operations.normalization import batch_normalization as batch_normalization
-from ndistribute.models.operations.normalization import layer_normalization as layer_normalization
-from ndistribute.models.operations.normalization import normalized_by as normalized_by
-from ndistribute.models.operations.products import attention as attention
-from ndistribute.models.operations.products import dense as dense
-from ndistribute.models.operations.products import sigmoid_cross_entropy as sigmoid_cross_entropy
-from ndistribute.models.operations.products import softmax_cross_entropy as softmax_cross_entropy
+from ndistribute.models.operations.rows import attention as attention
+from ndistribute.models.operations.rows import batch_normalization as batch_normalization
+from ndistribute.models.operations.rows import dense as dense
+from ndistribute.models.operations.rows import layer_normalization as layer_normalization
+from ndistribute.models.operations.rows import normalized_by as normalized_by
+from ndistribute.models.operations.rows import sigmoid_cross_entropy as sigmoid_cross_entropy
+from ndistribute.models.operations.rows import softmax_cross_entropy as softmax_cross_entropy

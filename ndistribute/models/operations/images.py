@@ -25,7 +25,7 @@ from ndistribute.autodiff.rules.placing import added, as_operand
 from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.models.activations import InPlace
-from ndistribute.models.operations.products import Epilogue, KernelRule, in_place, operands, wide
+from ndistribute.models.operations.rows import Epilogue, KernelRule, in_place, operands, wide
 
 Pair = tuple[int, int]
 
