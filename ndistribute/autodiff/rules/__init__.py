@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
-from ndistribute.autodiff.rules import elementwise, linalg, reductions, shape
+from ndistribute.autodiff.rules import elementwise, linalg, shape
 from ndistribute.autodiff.rules.decompositions import COMPOSED
 from ndistribute.autodiff.rules.elementwise import special_rules
 from ndistribute.autodiff.rules.unbroadcast import unbroadcast
@@ -31,9 +31,7 @@ Rules = tuple[Callable[[Any], Any], ...] | Callable[[Any], Sequence[Any]]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
-RULES: dict[Any, tuple[Callable[..., Any], ...]] = (
-    elementwise.RULES | reductions.RULES | shape.RULES | linalg.RULES
-)
+RULES: dict[Any, tuple[Callable[..., Any], ...]] = elementwise.RULES | shape.RULES | linalg.RULES
 RULES_BY_PATH: dict[Any, Callable[..., Any]] = shape.RULES_BY_PATH | linalg.RULES_BY_PATH
 JOINT_RULES: dict[Any, Callable[..., Any]] = shape.JOINT_RULES | linalg.JOINT_RULES
 
