@@ -23,13 +23,10 @@ from ndistribute.autodiff.diagnostics import called, missing, refuse_conversion,
 from ndistribute.autodiff.rules import COMPOSED, JOINT_RULES, RULES, bound, decomposed, rules_of
 from ndistribute.autodiff.rules.elementwise import special_rules
 from ndistribute.autodiff.rules.placing import placed
-from ndistribute.autodiff.rules.shape import index_rule
+from ndistribute.autodiff.rules.shape import Path, index_rule
 from ndistribute.context import current_frame
 from ndistribute.devices import as_array, is_gpu_array, to_host
 from ndistribute.numpy_functions import CONSTANT, WRITING_OPTIONS, ArrayMethods, written_to
-
-# The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
-Path = tuple[Any, ...]
 
 # Types without tracked arrays inside, so that one look-up decides the common case.
 _PLAIN = frozenset({np.ndarray, float, int, bool, np.float32, np.float64, type(None), str, slice})

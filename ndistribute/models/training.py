@@ -345,7 +345,7 @@ class Trainer(Layer):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
                 inputs, _, _ = _batches.unpacked(batch)
-                outputs = strategy.run(self._predict_step, args=(inputs,))
+                outputs = strategy.run(self, args=(inputs,), kwargs={"training": False})
                 parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
             called.call("on_predict_end", {})
@@ -353,9 +353,6 @@ class Trainer(Layer):
             raise ValueError(_NO_BATCHES.format("predict"))
         progress.show_line({}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
-
-    def _predict_step(self, x: Any) -> Any:
-        return self(x, training=False)
 
     def _train_step(self, data: Any, rows: int | None) -> None:
         """Make a step on this replica.

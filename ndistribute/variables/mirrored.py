@@ -8,14 +8,15 @@ and a sharded one a shard on each.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.devices import Array, Device, array_namespace, copy_to, is_gpu_array
+from ndistribute.devices import Array, Device, copy_to, is_gpu_array
 from ndistribute.dtypes import kind_of
 from ndistribute.indexed_slices import map_values
 from ndistribute.ownership import ArrayOwner
@@ -194,14 +195,8 @@ class SyncOnReadVariable(Variable):
                 "inside run, take strategy.local_results(variable), or create it with "
                 "aggregation='sum', 'mean' or 'only_first_replica'."
             )
-        home = self._cells[0].device
-        parts = self._strategy.across_workers(PerReplica(self.values)).values
-        with working_on(home):
-            moved = [copy_to(part, home) for part in (parts[:1] if op is None else parts)]
-            total = reduce_arrays(op or ReduceOp.SUM, moved)
-        if isinstance(total, np.ndarray):
-            total.flags.writeable = False
-        return total
+        combine = operator.itemgetter(0) if op is None else partial(reduce_arrays, op)
+        return _combined(self, self._cells[0].device, combine)
 
     @property
     def values(self) -> tuple[Array, ...]:
@@ -272,14 +267,9 @@ class ShardedVariable(MirroredVariable):
             return self._cell_of(replica).read()
         if self._strategy.num_replicas_in_sync == 1:
             return self._cells[0].read()
-        shards = self._strategy.across_workers(PerReplica(self.values)).values
         home: Device = self._cells[0].device
-        with working_on(home):
-            moved = [copy_to(shard, home) for shard in shards]
-            whole = array_namespace(*moved).concatenate(moved, axis=self._policy.shard_axis)
-        if isinstance(whole, np.ndarray):
-            whole.flags.writeable = False
-        return whole
+        axis = self._policy.shard_axis
+        return _combined(self, home, partial(home.namespace.concatenate, axis=axis))
 
     def _cell_of(self, replica: Any) -> Cell:
         cell: Cell = self._cells[replica.local_replica_id]
@@ -301,6 +291,16 @@ class ShardedVariable(MirroredVariable):
     def _apply(self, write: Write) -> None:
         for cell, cut in zip(self._cells, self._cuts, strict=True):
             cell.apply(Write(write.how, write.value[cut]))
+
+
+def _combined(variable: Variable, home: Device, combine: Callable[[list[Array]], Array]) -> Array:
+    """Return the values of all replicas combined on a device, read-only on a CPU."""
+    parts = variable.distribute_strategy.across_workers(PerReplica(variable.values)).values
+    with working_on(home):
+        total = combine([copy_to(part, home) for part in parts])
+    if isinstance(total, np.ndarray):
+        total.flags.writeable = False
+    return total
 
 
 def sharded_variable(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,14 @@ from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules import elementwise, linalg, shape
 from ndistribute.autodiff.rules.decompositions import COMPOSED
 from ndistribute.autodiff.rules.elementwise import special_rules
+from ndistribute.autodiff.rules.shape import Args, Kwargs, Path
 from ndistribute.autodiff.rules.unbroadcast import unbroadcast
 from ndistribute.numpy_functions import written_to
 
 __all__ = ["COMPOSED", "JOINT_RULES", "RULES", "RULES_BY_PATH", "bound", "decomposed", "rules_of"]
 
-# The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
-Path = tuple[Any, ...]
 # One rule for each tracked argument, or one rule that returns the gradients of all.
 Rules = tuple[Callable[[Any], Any], ...] | Callable[[Any], Sequence[Any]]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 
 RULES: dict[Any, tuple[Callable[..., Any], ...]] = elementwise.RULES | shape.RULES | linalg.RULES
 RULES_BY_PATH: dict[Any, Callable[..., Any]] = shape.RULES_BY_PATH | linalg.RULES_BY_PATH

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff.diagnostics import missing
 from ndistribute.autodiff.rules.placing import as_operand, is_tracked, placed
+from ndistribute.autodiff.rules.shape import Args, Kwargs, Path
 from ndistribute.autodiff.rules.unbroadcast import Vjp, refuse_complex, unbroadcast
 from ndistribute.devices import Array, array_namespace, as_array
 
 Results = Sequence[Array]
 Gradients = Sequence[Array | None]
 JointVjp = Callable[[Gradients], list[Array]]
-Path = tuple[Any, ...]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 
 # For the norm of a real transform, the norm of the inverse one in its derivative.
 INVERSE_NORMS: dict[Any, Any] = {

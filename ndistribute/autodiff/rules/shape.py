@@ -34,6 +34,7 @@ from ndistribute.autodiff.rules.unbroadcast import (
 from ndistribute.devices import Array, array_namespace, is_gpu_array, to_host
 from ndistribute.indexed_slices import IndexedSlices
 
+# The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
 Path = tuple[Any, ...]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
