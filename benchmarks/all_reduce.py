@@ -110,7 +110,8 @@ def between_processes(
         _compare_nothing()
     chosen = _backend(way, wire_dtype)
     mine = contribution(chosen.rank, size // 4)
-    made = Call(1, call.split(",", maxsplit=1)[0], "SUM", ((mine.dtype, mine.shape),))
+    signature = ((mine.dtype, mine.shape),)
+    made = Call(1, call.split(",", maxsplit=1)[0], "SUM", signature, timeout=TIMEOUT)
     total = np.zeros_like(mine)
     if call == "reduce_update":
         # Gradients lie where the tape writes those of weights.
@@ -123,7 +124,7 @@ def between_processes(
                 total[start:stop] = part
 
         def step(keep: bool = False) -> None:
-            chosen.reduce_update(made, [gradient], ReduceOp.SUM, lambda: keep, update, TIMEOUT)
+            chosen.reduce_update(made, [gradient], ReduceOp.SUM, lambda: keep, update)
 
         step(keep=True)
         yield Prepared(step, check(total, chosen.size))
@@ -135,7 +136,7 @@ def between_processes(
         arrays = [total], [total]
 
     def reduce() -> None:
-        chosen.all_reduce(made, *arrays, ReduceOp.SUM, TIMEOUT)
+        chosen.all_reduce(made, *arrays, ReduceOp.SUM)
 
     reduce()
     found = check(total, chosen.size, _WITHIN[wire_dtype])

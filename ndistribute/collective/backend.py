@@ -31,7 +31,7 @@ replica owns; it may change `total`."""
 
 
 class Call(NamedTuple):
-    """A collective call of one replica; the calls of all replicas must be equal.
+    """A collective call of one replica; the calls of all replicas must agree.
 
     Args:
         sequence: the call's number in this step, from 1.
@@ -39,6 +39,7 @@ class Call(NamedTuple):
         op: the reduction's name, another argument that must be equal, or None.
         signature: dtype and shape of each leaf.
         purpose: what the call is for, such as a write to a variable; empty for a user's own call.
+        timeout: how many seconds this replica waits for others each time; need not be equal.
     """
 
     sequence: int
@@ -46,6 +47,12 @@ class Call(NamedTuple):
     op: str | None = None
     signature: Signature = ()
     purpose: str = ""
+    timeout: float = 600.0
+
+    @property
+    def agreed(self) -> tuple[Any, ...]:
+        """What must be equal on all replicas."""
+        return self[:-1]
 
     @property
     def title(self) -> str:
@@ -77,17 +84,15 @@ class Backend(Protocol):
     owner: int = 0
     owners: int = 1
 
-    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
+    def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
         """Run `combine` once on the values of this process's replicas, in replica order."""
         return combine([value])
 
-    def all_reduce(
-        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
-    ) -> None:
+    def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
         """Reduce each input over all replicas into the output of the same index, on all of them."""
 
     def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
     ) -> Any:
         """Reduce, and call `update` on each replica with the ranges of the result that it owns.
 
@@ -96,10 +101,10 @@ class Backend(Protocol):
         of that process are done.
         """
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Concatenate matrices of equal width in replica order; numbers of rows may differ."""
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Copy the buffers of replica `root` into those of all others."""
 
     def abort(self, cause: BaseException) -> None:

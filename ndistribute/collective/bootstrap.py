@@ -93,10 +93,8 @@ class ProcessInfo:
         except (ValueError, KeyError, TypeError):
             return "it is not a worker of a group"
         if size != self.size or not 0 <= rank < size or rank == self.rank:
-            return (
-                f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size}; "
-                "give every process the same cluster and a different index"
-            )
+            what = f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size};"
+            return f"{what} give every process the same cluster and a different index"
         # Processes of another group, and early data connections, are not refused: they try again.
         if joined and group == self.group and hello.purpose == "control":
             return f"all {self.size} workers have joined: start the whole job again"
@@ -345,8 +343,6 @@ class DataConnections:
         reason = self.info.refusal_of(hello, joined=True)
         ours = hello.details.get("group") == self.info.group
         if not reason and ours and hello.details.get("started") != self._started:
-            return (
-                "it has another worker 0 than this process: two jobs use the same addresses; give "
-                "each its own ports, and NDISTRIBUTE_JOB_ID if no launcher sets it"
-            )
+            what = "it has another worker 0 than this process: two jobs use the same addresses;"
+            return f"{what} give each its own ports, and NDISTRIBUTE_JOB_ID if no launcher sets it"
         return reason

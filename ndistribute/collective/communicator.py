@@ -10,7 +10,7 @@ import enum
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.transport.buffers import ReusedMemory
 
 T = TypeVar("T")
-GradientMemory = Callable[[np.dtype[Any], tuple[int, ...]], Array | None]
 
 # The allocator reuses the memory of smaller results.
 SMALL_BYTES = 128 * 1024
@@ -140,7 +139,7 @@ class Communicator:
         self.part_of: int | None = None
         self._timeout = (options or CommunicationOptions()).timeout
         self._outputs = Outputs()
-        self.gradient_memory: GradientMemory = backend.gradient_memory
+        self.gradient_memory = backend.gradient_memory
         self._on_gpu = backend.device.kind == "gpu"
         self.guard = _Guard(backend.rank, where)
 
@@ -167,9 +166,9 @@ class Communicator:
             outputs = [flat.copy() for flat in inputs]
         else:
             outputs = self._outputs.like(inputs)
-            timeout = self._timeout_of(options)
-            with self._numbered("all_reduce", op.name, signature) as call:
-                self._backend.all_reduce(call, inputs, outputs, op, timeout)
+            wait = self._timeout_of(options)
+            with self._numbered("all_reduce", op.name, signature, wait) as call:
+                self._backend.all_reduce(call, inputs, outputs, op)
         return self._returned(value, arrays, outputs)
 
     def _timeout_of(self, options: CommunicationOptions | None) -> float:
@@ -186,11 +185,11 @@ class Communicator:
             return tree.unflatten(value, [array.copy() for array in arrays])
         placed = [copy_to(rows, self._backend.device) for rows in moved] if self._on_gpu else moved
         inputs = [rows.reshape(len(rows), math.prod(rows.shape[1:])) for rows in placed]
-        timeout = self._timeout_of(options)
         # "*" replaces the number of rows, which may differ.
         signature = tuple((rows.dtype, ("*", *rows.shape[1:])) for rows in moved)
-        with self._numbered("all_gather", f"axis={axis}", signature) as call:
-            joined = self._backend.all_gather(call, inputs, timeout)
+        wait = self._timeout_of(options)
+        with self._numbered("all_gather", f"axis={axis}", signature, wait) as call:
+            joined = self._backend.all_gather(call, inputs)
         results = []
         for matrix, rows, array in zip(joined, moved, arrays, strict=True):
             whole = matrix.reshape(len(matrix), *rows.shape[1:])
@@ -206,7 +205,7 @@ class Communicator:
         if self.size > 1:
             # The sender gets no reply from the receivers.
             with self._numbered("broadcast", f"root={root}", signature, counts=False) as call:
-                self._backend.broadcast(call, buffers, root, self._timeout)
+                self._backend.broadcast(call, buffers, root)
         return self._returned(value, arrays, buffers)
 
     def merge(self, kind: str, value: Any, combine: Combine[T], *, writes: bool = False) -> T:
@@ -224,7 +223,7 @@ class Communicator:
         if self.size == 1:
             return combine([value])
         with self._numbered(kind, None, (), counts=writes) as call:
-            return self._backend.merge(call, value, combine, self._timeout)
+            return self._backend.merge(call, value, combine)
 
     def reduce_update(
         self, op: Any, arrays: Arrays, begin: Begin, update: Update, *, everywhere: bool = True
@@ -250,7 +249,7 @@ class Communicator:
         backend = self._backend if everywhere else self._local
         # Error messages name the method that users call.
         with self._numbered("apply_gradients", op.name, signature) as call:
-            return backend.reduce_update(call, inputs, op, begin, update, self._timeout)
+            return backend.reduce_update(call, inputs, op, begin, update)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates, among the replicas of its memory."""
@@ -294,9 +293,9 @@ class Communicator:
         return tree.unflatten(value, results)
 
     def _numbered(
-        self, kind: str, op: str | None, signature: Signature, *, counts: bool = True
+        self, kind: str, op: str | None, signature: Signature, wait: float = 0, counts: bool = True
     ) -> _Guard:
-        """Return a context that yields the next call.
+        """Return a context that yields the next call, which waits for `wait` seconds if given.
 
         Recovery compares its completion if `counts`: if every replica receives from all others in
         it, or if it writes variables.
@@ -305,8 +304,8 @@ class Communicator:
             self.calls_made += 1
         guard = self.guard
         guard.is_part, guard.counts = self.part_of is not None, counts
-        number = self.part_of or self.calls_made
-        guard.history.append(Call(number, kind, op, signature, self.purpose))
+        number, wait = self.part_of or self.calls_made, wait or self._timeout
+        guard.history.append(Call(number, kind, op, signature, self.purpose, wait))
         return guard
 
 

@@ -46,11 +46,11 @@ class WaitMonitor:
     every call, which records on the sender that it has made the call.
     """
 
-    def __init__(self, plane: ControlPlane, call: Call, timeout: float) -> None:
-        self._plane, self._call, self._timeout = plane, call, timeout
+    def __init__(self, plane: ControlPlane, call: Call) -> None:
+        self._plane, self._call = plane, call
         self._place = plane.where.made = plane.where.position, call.sequence
         start = time.monotonic()
-        self._deadline, self._ask_at = start + timeout, start + _ASK_SECONDS
+        self._deadline, self._ask_at = start + call.timeout, start + _ASK_SECONDS
 
     def check(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if the group is broken, a rank in `missing()` is gone, or the timeout is over."""
@@ -71,8 +71,8 @@ class WaitMonitor:
                 raise error
         if now >= self._deadline:
             late = plane.where.late(self._place, absent, sorted(plane.others))
-            what = f"worker {plane.rank} waited {self._timeout:g} s for worker(s)"
-            text = f"{what} {', '.join(map(str, late))}.{plane.obstacles or _LATE}"
+            what = f"worker {plane.rank} waited {self._call.timeout:g} s for worker(s)"
+            text = f"{what} {', '.join(map(str, late))}.{plane.star.obstacles or _LATE}"
             raise self._call.error(errors.CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
@@ -81,12 +81,6 @@ class WaitMonitor:
 
 class ControlPlane:
     """The control plane of one process; all processes must start within `timeout` seconds."""
-
-    generation: int  # The number of recoveries.
-    cause: star.StepFailure | None  # The failure that broke the current generation.
-    raised: bool  # Whether the user's code in this process has raised since `enter`.
-    _origin: BaseException | None  # The exception, if the cause is in this process.
-    _failed_at: Place  # The last call before the user's code raised.
 
     def __init__(self, info: ProcessInfo, timeout: float = 300.0) -> None:
         self.rank, self.size = info.rank, info.size
@@ -107,8 +101,8 @@ class ControlPlane:
         self._begin(0)
         deadline = time.monotonic() + timeout
         try:
-            self._star = star.Star(info, self._on_message, timeout)
-            self._data.report, self._data.cut_off = self._star.report, self._cut_off
+            self.star = star.Star(info, self._on_message, timeout)
+            self._data.report, self._data.cut_off = self.star.report, self._cut_off
         except BaseException:
             self._data.close()
             raise
@@ -120,6 +114,22 @@ class ControlPlane:
             raise
         self.hosts = tuple(str(member["host"]) for member in self._members)
 
+    def _begin(self, generation: int) -> None:
+        """Begin a generation of the group; the state of the last one is dropped."""
+        self.generation = generation  # The number of recoveries.
+        self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
+        # The failure that broke the current generation, and the exception if it is of this process.
+        self.cause = self._broken.get(generation)
+        self._origin: BaseException | None = None
+        self._raised_cause: star.StepFailure | None = None  # What this process has raised.
+        self.raised = False  # Whether the user's code in this process has raised since `enter`.
+        self._failed_at = BEFORE_ALL  # The last call before the user's code raised.
+        self._asked: set[Place] = set()  # Calls that others ask about.
+        self._exchanges = Counter[str]()  # Started exchanges by kind.
+        self._passed: dict[_Key, dict[int, bytes]] = {}  # Pending exchanges.
+        self.where.start_over()
+        self._catch_up()
+
     @property
     def is_broken_here(self) -> bool:
         """Whether the group broke in the current or the last step of this process, not later."""
@@ -129,11 +139,6 @@ class ControlPlane:
     def has_failure(self) -> bool:
         """Whether `check` may raise."""
         return self.cause is not None or bool(self._failures)
-
-    @property
-    def obstacles(self) -> str:
-        """Sentences, each after a space, about the connections that could not be made."""
-        return self._star.obstacles
 
     def check(self) -> None:
         """Raise the failure of the group, unless all processes complete the current call."""
@@ -188,7 +193,7 @@ class ControlPlane:
             self.abort(cause)
         elif self.where.inside and not self.raised and self.cause is None:
             self._failed_at = self.where.last
-            self._star.post(self._failure(cause, self._failed_at))
+            self.star.post(self._failure(cause, self._failed_at))
             self._asked.add((self._failed_at[0], END))  # `leave` answers, and asks the others.
         self.raised = True  # Even if another process failed first.
 
@@ -204,7 +209,7 @@ class ControlPlane:
     def announce(self, place: Place, *, made: bool) -> None:
         """Report whether this process made or skipped a call; ask the processes that have not."""
         blob = star.MADE if made else star.SKIPPED
-        self._star.post(star.Exchange(star.CALL, self.generation, place, {self.rank: blob}))
+        self.star.post(star.Exchange(star.CALL, self.generation, place, {self.rank: blob}))
 
     def error_for(self, call: Call, rank: int) -> errors.DistributeError:
         """Return the error of a wait for a process that cannot make the call."""
@@ -264,21 +269,6 @@ class ControlPlane:
         else:
             self._part()
 
-    def _begin(self, generation: int) -> None:
-        """Begin a generation of the group; the state of the last one is dropped."""
-        self.generation = generation
-        self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
-        self.cause = self._broken.get(generation)
-        self._origin = None
-        self._raised_cause: star.StepFailure | None = None  # What this process has raised.
-        self.raised = False
-        self._failed_at = BEFORE_ALL
-        self._asked: set[Place] = set()  # Calls that others ask about.
-        self._exchanges = Counter[str]()  # Started exchanges by kind.
-        self._passed: dict[_Key, dict[int, bytes]] = {}  # Pending exchanges.
-        self.where.start_over()
-        self._catch_up()
-
     def _settle(self, timeout: float) -> None:
         """Wait until all others left the step in which this process failed, or the group breaks."""
         end, deadline = (self._failed_at[0], END), time.monotonic() + timeout
@@ -317,11 +307,11 @@ class ControlPlane:
                     continue
                 what = f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
                 check = f"Check that all {self.size} processes were started with the same secret,"
-                text = f"{what}{self.obstacles} {check} and that they can reach worker 0 at"
+                text = f"{what}{self.star.obstacles} {check} and that they can reach worker 0 at"
                 text = f"{text} {info.first}."
                 raise errors.CollectiveTimeoutError(text, rank=error.rank, op="start") from error
         self._members = [json.loads(text) for text in members]
-        self._star.stop_accepting()
+        self.star.stop_accepting()
         addresses = [member["address"] for member in self._members]
         self._data.open(addresses, self._members[0]["started"])  # Rank 0 chose this id.
 
@@ -342,7 +332,7 @@ class ControlPlane:
         reason = f"ended with {type(failure).__name__}: {failure}" if failed else "has finished"
         farewell = star.GoodBye(sendable(reason[:_REASON_CHARACTERS]), failed, self.where.made)
         try:
-            self._star.close(farewell, broken=self.cause is not None)
+            self.star.close(farewell, broken=self.cause is not None)
         finally:
             self._data.close()
 
@@ -369,7 +359,7 @@ class ControlPlane:
                     text = f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) {late}."
                     raise errors.CollectiveTimeoutError(text, rank=missing[0], op=kind)
                 if now >= ask_at or not missing:
-                    self._star.post(star.Exchange(*key, {self.rank: blob}))
+                    self.star.post(star.Exchange(*key, {self.rank: blob}))
                     ask_at = now + pause
                 self._changed.wait(timeout=ask_at - now)
             passed = self._passed.pop(key)
@@ -492,7 +482,7 @@ class ControlPlane:
             if failed.generation < self.generation or (known and failed.place >= known.place):
                 return
             if notify:
-                self._star.post(star.GroupFailure(failed))
+                self.star.post(star.GroupFailure(failed))
             if failed.generation == self.generation:
                 self._origin = origin
                 self._raised_cause = self._raised_cause if origin is None else failed

@@ -34,10 +34,10 @@ def check_calls(calls: Sequence[Call]) -> None:
     """
     first = calls[0]
     for rank, call in enumerate(calls):
-        if call != first:
+        if call.agreed != first.agreed:
             number = "" if call.sequence == first.sequence else f" as its call {call.sequence}"
             what = f"replica {rank} called {call}{number}, replica 0 called {first}."
-            alike = call._replace(signature=first.signature) == first
+            alike = call._replace(signature=first.signature).agreed == first.agreed
             raise _mismatch(first, rank, what, alike=alike)
 
 
@@ -82,10 +82,8 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
     shown, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
     call = Call(sequence, shown.partition("(")[0])
     if theirs[:4] != mine[:4]:  # Other data, or the message of a failed call.
-        text = (
-            f"worker {their_rank} sent no collective's header to worker {my_rank}, which called "
-            f"{shown}. Do both run the same version of ndistribute?"
-        )
+        about = f"worker {their_rank} sent no collective's header to worker {my_rank},"
+        text = f"{about} which called {shown}. Do both run the same version of ndistribute?"
         raise call.error(CollectiveMismatchError, text, their_rank)
     in_place = (step, sequence, number) == (their_step, their_sequence, their_number)
     difference = ""

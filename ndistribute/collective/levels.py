@@ -59,24 +59,22 @@ class _TwoLevelBackend(Backend):
         self._inside, self._outside = inside, outside
         self._readers = 1  # The replicas that read the same totals.
 
-    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
-        return self._inside.merge(call, value, combine, timeout)
+    def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
+        return self._inside.merge(call, value, combine)
 
-    def all_reduce(
-        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
-    ) -> None:
+    def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
         """Reduce in each group, then over the groups, and copy the result."""
-        totals, _ = self._reduce(call, inputs, op, lambda: None, timeout)
+        totals, _ = self._reduce(call, inputs, op, lambda: None)
         for total, output in zip(totals, outputs, strict=True):
             narrow = total.astype(result_dtype(op, output.dtype), copy=False)
             write_to(output, copy_to(narrow, self.device))
 
     def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
     ) -> Any:
         """Reduce in each group, then over the groups, and update the part of this replica."""
         try:
-            totals, prepared = self._reduce(call, inputs, op, begin, timeout)
+            totals, prepared = self._reduce(call, inputs, op, begin)
             # Owners in several memories read the same total, and `update` may change it.
             read_by_others = self.owners < self._readers
             with span("update", call.title):
@@ -84,19 +82,19 @@ class _TwoLevelBackend(Backend):
                     dtype = result_dtype(op, inputs[leaf].dtype)
                     total = totals[leaf][part].astype(dtype, copy=read_by_others)
                     update(prepared, leaf, part.start, part.stop, total)
-            self._inside.merge(call, None, lambda _: None, timeout)
+            self._inside.merge(call, None, lambda _: None)
             return prepared
         except BaseException as error:
             # The other processes may already update.
             (self._inside if self._outside is None else self._outside).abort(error)
             raise
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Broadcast as a sum of the root's bytes and zeros, in which all members take part."""
         flats = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
         for flat in flats if self.rank != root else ():
             flat[...] = 0
-        totals, _ = self._reduce(call, flats, ReduceOp.SUM, lambda: None, timeout)
+        totals, _ = self._reduce(call, flats, ReduceOp.SUM, lambda: None)
         for buffer, total in zip(buffers, totals, strict=True):
             write_to(buffer, copy_to(total.view(buffer.dtype), self.device))
 
@@ -104,15 +102,15 @@ class _TwoLevelBackend(Backend):
         self._inside.abort(cause)  # This involves no other group.
 
     def _reduce(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin
     ) -> tuple[list[Array], Any]:
         """Return the totals, valid until the next call, and the result of `begin`."""
         raise NotImplementedError
 
-    def _reduce_outside(self, call: Call, sums: list[Array], op: ReduceOp, timeout: float) -> None:
+    def _reduce_outside(self, call: Call, sums: list[Array], op: ReduceOp) -> None:
         """Reduce the sums of this group over all groups, if this member does so."""
         if self._outside is not None:
-            self._outside.all_reduce(call, sums, sums, _summed(op), timeout)
+            self._outside.all_reduce(call, sums, sums, _summed(op))
             for total in sums:
                 finish(op, total, self.size)
 
@@ -136,19 +134,19 @@ class ReplicaLevelBackend(_TwoLevelBackend):
         self._reduce_parts, self._gather = threads.reduce_parts, processes.all_gather
         self._sums = sums
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Concatenate the rows of each process, then those of all processes, in rank order."""
 
         def join(everyone: Sequence[Sequence[Array]]) -> list[Array]:
             rows = [np.concatenate(parts) for parts in zip(*everyone, strict=True)]
-            return self._gather(call, rows, timeout)
+            return self._gather(call, rows)
 
-        joined = self.merge(call, [to_host(rows) for rows in inputs], join, timeout)
+        joined = self.merge(call, [to_host(rows) for rows in inputs], join)
         alone = self._readers == 1
         return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
 
     def _reduce(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin
     ) -> tuple[list[Array], Any]:
         arrays = [to_host(array) for array in inputs]
         leaves = _leaves(op, arrays)
@@ -157,15 +155,15 @@ class ReplicaLevelBackend(_TwoLevelBackend):
             sums = self._sums(leaves)
             return [(arrays, sums) for arrays in everyone]
 
-        everyone = self.merge(call, arrays, open_sums, timeout)
+        everyone = self.merge(call, arrays, open_sums)
         sums: list[Array] = everyone[0][1]
         self._reduce_parts(_summed(op), everyone)
 
         def meet(_: Sequence[Any]) -> Any:
-            self._reduce_outside(call, sums, op, timeout)
+            self._reduce_outside(call, sums, op)
             return begin()
 
-        return sums, self.merge(call, None, meet, timeout)
+        return sums, self.merge(call, None, meet)
 
 
 class HostLevelBackend(_TwoLevelBackend):
@@ -179,15 +177,15 @@ class HostLevelBackend(_TwoLevelBackend):
         self._levels = [inside] if outside is None else [inside, outside]
         self._sums = reused_sums(self.allocate)
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Gather the rows of each host, then those of all hosts by one process of each."""
         lengths = np.array([[len(rows) for rows in inputs]], np.int64)
-        joined = self._inside.all_gather(call, [*inputs, lengths], timeout)
+        joined = self._inside.all_gather(call, [*inputs, lengths])
         if self._outside is not None:
-            joined = self._outside.all_gather(call, joined, timeout)
+            joined = self._outside.all_gather(call, joined)
         else:  # The communicating process has all rows.
             joined = [rows[:0] for rows in joined]
-        *joined, lengths = self._inside.all_gather(call, joined, timeout)
+        *joined, lengths = self._inside.all_gather(call, joined)
         if self._order == sorted(self._order):
             return joined
         results = []
@@ -205,13 +203,13 @@ class HostLevelBackend(_TwoLevelBackend):
             level.close()
 
     def _reduce(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin
     ) -> tuple[list[Array], Any]:
         sums = self._sums(_leaves(op, inputs))
         wide = [a.astype(into.dtype, copy=False) for a, into in zip(inputs, sums, strict=True)]
-        self._inside.all_reduce(call, wide, sums, _summed(op), timeout)
-        self._reduce_outside(call, sums, op, timeout)
-        self._inside.broadcast(call, sums, 0, timeout)
+        self._inside.all_reduce(call, wide, sums, _summed(op))
+        self._reduce_outside(call, sums, op)
+        self._inside.broadcast(call, sums, 0)
         return sums, begin()  # Last, so that an earlier failure changes nothing.
 
 

@@ -55,7 +55,7 @@ def make_nccl_backends(
     """
     group = _Group(rendezvous, streams, workers)
     if workers is None:
-        group.connect(Call(0, "connect"), time.monotonic() + _CONNECT_SECONDS)
+        group.connect(Call(0, "connect", timeout=_CONNECT_SECONDS))
     return [NcclBackend(group, index) for index in range(len(streams))]
 
 
@@ -69,6 +69,7 @@ _REFUSED = {"f": ("MIN", "MAX"), "c": ("MIN", "MAX", "PROD")}
 
 # A method of a communicator and its arguments without the stream; constants are names.
 Launch = tuple[str, *tuple[int | str, ...]]
+Launches = Sequence[Sequence[Launch]]  # Of each replica.
 
 
 class Wire(NamedTuple):
@@ -174,7 +175,7 @@ class NcclBackend(Backend):
     def close(self) -> None:
         self._group.close()
 
-    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
+    def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
         """Run `combine` once, after the GPUs have finished the work of all replicas."""
 
         def settled(values: Sequence[Any]) -> T:
@@ -182,54 +183,47 @@ class NcclBackend(Backend):
             settle(self._group.streams)  # Other streams may use the result at once.
             return combined
 
-        self._group.drain([self._index], call, timeout)
-        return self._exchange(call, value, settled, timeout)
+        self._group.drain([self._index], call)
+        return self._exchange(call, value, settled)
 
     def all_reduce(
-        self,
-        call: Call,
-        inputs: Arrays,
-        outputs: Arrays,
-        op: ReduceOp,
-        timeout: float,
-        begin: Begin | None = None,
+        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, begin: Begin | None = None
     ) -> Any:
         """Reduce all leaves in one launch; then run `begin` once, and return its result."""
-        launch = functools.partial(self._group.launch, call, timeout=timeout, begin=begin)
+        launch = functools.partial(self._group.launch, call, begin=begin)
         with self._stream.use():
             with span("pack", call.title):
                 pairs = zip(inputs, outputs, strict=True)
                 staged = [_stage(op, source, output, self.size) for source, output in pairs]
             launches = [launch for leaf, _ in staged for launch in leaf]
-            prepared = self._exchange(call, launches, launch, timeout)
+            prepared = self._exchange(call, launches, launch)
             for _, complete in staged:
                 complete()
         return prepared
 
     def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
     ) -> Any:
         """Reduce; each replica updates the whole copy on its GPU."""
         with self._stream.use():
             totals = [array_namespace(source).empty_like(source) for source in inputs]
-            prepared = self.all_reduce(call, inputs, totals, op, timeout, begin)
+            prepared = self.all_reduce(call, inputs, totals, op, begin)
             with span("update", call.title):
                 for leaf, total in enumerate(totals):
                     update(prepared, leaf, 0, total.size, total)
-        self.merge(call, None, lambda _: None, timeout)
+        self.merge(call, None, lambda _: None)
         return prepared
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Concatenate the rows of all replicas; the last to arrive allocates memory for all."""
-        gather = functools.partial(self._group.gather, call, timeout=timeout)
-        return self._exchange(call, inputs, gather, timeout)[self._index]
+        gather = functools.partial(self._group.gather, call)
+        return self._exchange(call, inputs, gather)[self._index]
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Copy from the root's GPU."""
         places = [(_address(buffer), buffer.nbytes) for buffer in buffers if buffer.size]
         launches = [("broadcast", at, at, size, "NCCL_UINT8", root) for at, size in places]
-        launch = functools.partial(self._group.launch, call, timeout=timeout)
-        self._exchange(call, launches, launch, timeout)
+        self._exchange(call, launches, functools.partial(self._group.launch, call))
 
 
 class _Group:
@@ -255,52 +249,45 @@ class _Group:
         self.close: Callable[[], Any] = lambda: None  # Ends the communicators, with a deadline.
 
     def launch(
-        self,
-        call: Call,
-        everyone: Sequence[Sequence[Launch]],
-        timeout: float,
-        begin: Begin | None = None,
-        compared: bool = False,
+        self, call: Call, everyone: Launches, begin: Begin | None = None, compared: bool = False
     ) -> Any:
         """Enqueue each replica's launches in its stream, all of them or none.
 
         `begin` runs after the reduction, so that a failure changes no variable. `compared` is
         True if the calls of all processes have been compared.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + call.timeout
         with self._guarded():
             if not self._is_connected:
                 # NCCL must not wait for a process that makes a different call.
                 if not compared:
-                    self._compare(call, deadline)
-                self.connect(call, deadline)
+                    self._compare(call)
+                self.connect(_rest(call, deadline))
                 compared = True
             if any(everyone):
                 self._comms.enqueue(everyone)
             # If the calls differ, the kernels wait or mix up data until they are aborted; nobody
             # has used their results, and the inputs are unchanged.
             if not compared:
-                self._compare(call, deadline)
+                self._compare(_rest(call, deadline))
             if self._peers is not None or begin is not None:
                 with span("reduce", call.title):
-                    self.drain(range(len(self.streams)), call, _left(deadline))
+                    self.drain(range(len(self.streams)), _rest(call, deadline))
             if begin is None:
                 return None
             prepared = begin()
             settle(self.streams)
             return prepared
 
-    def gather(
-        self, call: Call, everyone: Sequence[Sequence[Array]], timeout: float
-    ) -> list[list[Array]]:
+    def gather(self, call: Call, everyone: Sequence[Sequence[Array]]) -> list[list[Array]]:
         """Allocate and launch an all-gather of matrices; return the results of each replica."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + call.timeout
         joined: list[list[Array]] = [[] for _ in everyone]
         launches: list[list[Launch]] = [[] for _ in everyone]
         with self._guarded():
             counts = np.array([[len(rows) for rows in matrix] for matrix in everyone], np.int64)
             if self._host is not None:  # This also compares the calls.
-                (counts,) = self._host.all_gather(call, [counts], _left(deadline))
+                (counts,) = self._host.all_gather(call, [counts])
             for index, matrices in enumerate(everyone):
                 for matrix, rows in zip(matrices, counts.T.tolist(), strict=True):
                     with self.streams[index].use():
@@ -310,13 +297,13 @@ class _Group:
                     part = sizes, self.first + index, _address(matrix), _address(whole)
                     launches[index] += gather_launches(*part)
                     joined[index].append(whole)
-            self.launch(call, launches, _left(deadline), compared=True)
+            self.launch(_rest(call, deadline), launches, compared=True)
         return joined
 
-    def drain(self, indices: Sequence[int], call: Call, timeout: float) -> None:
+    def drain(self, indices: Sequence[int], call: Call) -> None:
         """Wait until these replicas' streams are done."""
         with self._guarded():
-            check = self._watch(call, time.monotonic() + timeout)
+            check = self._watch(call)
             for index in indices:
                 pause, longest = _POLL_SECONDS
                 while not self.streams[index].is_done:
@@ -331,17 +318,17 @@ class _Group:
         if self._peers is not None:  # Otherwise the kernels end by themselves.
             self._disconnect(cause)
 
-    def connect(self, call: Call, deadline: float) -> None:
+    def connect(self, call: Call) -> None:
         """Connect the GPUs of all processes; all processes call this together."""
         self._comms.end("abort")  # Communicators of an earlier generation.
         self.close()
-        peers, check = self._peers, self._watch(call, deadline)
+        peers, check = self._peers, self._watch(call)
         unique_id = b"" if peers is not None and peers.rank else _make_unique_id()
         if peers is not None:
             self._generation = peers.generation
             # A key per generation, because an earlier exchange may have failed halfway.
             key = f"nccl {peers.generation}"
-            unique_id = peers.exchange(key, unique_id, _left(deadline))[0]
+            unique_id = peers.exchange(key, unique_id, call.timeout)[0]
         comms = _Communicators(unique_id, self.streams, self.first, self.size)
         # Also at exit, while CUDA still works.
         self.close = weakref.finalize(self, _end_orderly, comms, peers)
@@ -354,24 +341,24 @@ class _Group:
         current = self._peers is None or self._generation == self._peers.generation
         return current and bool(self._comms.open)
 
-    def _compare(self, call: Call, deadline: float) -> None:
+    def _compare(self, call: Call) -> None:
         """Compare the calls of all processes in a reduction on the host."""
         if self._host is not None:
             nothing = np.zeros(1, np.int8)
-            self._host.all_reduce(call, [nothing], [nothing.copy()], ReduceOp.SUM, _left(deadline))
+            self._host.all_reduce(call, [nothing], [nothing.copy()], ReduceOp.SUM)
 
-    def _watch(self, call: Call, deadline: float) -> Callable[[], None]:
+    def _watch(self, call: Call) -> Callable[[], None]:
         """Return a function that raises if a process failed or the deadline has passed."""
-        left = _left(deadline)
+        deadline = time.monotonic() + call.timeout
         if self._peers is not None:
-            patience = WaitMonitor(self._peers, call, left)
+            patience = WaitMonitor(self._peers, call)
             return lambda: patience.check(tuple)  # No rank is missing: all have launched.
 
         def check() -> None:
             if time.monotonic() > deadline:
-                what = f"the GPUs were not done within {left:g} s. Work that takes longer needs"
-                text = f"{what} CommunicationOptions(timeout_seconds=...)."
-                raise call.error(CollectiveTimeoutError, text)
+                what = f"the GPUs were not done within {call.timeout:g} s."
+                how = "Work that takes longer needs CommunicationOptions(timeout_seconds=...)."
+                raise call.error(CollectiveTimeoutError, f"{what} {how}")
 
         return check
 
@@ -428,7 +415,7 @@ class _Communicators(threading.Thread):
                 "there are several workers, CommunicationOptions(implementation='ring')."
             ) from self._error
 
-    def enqueue(self, everyone: Sequence[Sequence[Launch]]) -> None:
+    def enqueue(self, everyone: Launches) -> None:
         """Enqueue the launches of all GPUs in their streams, as one NCCL group."""
         library = nccl_module()
         with self._mutex, _failures_named():
@@ -517,6 +504,7 @@ def _failures_named() -> Iterator[None]:
         raise WorkerLostError(f"NCCL failed: {error}") from error
 
 
-def _left(deadline: float) -> float:
-    """Return the seconds until the deadline, rounded up to tenths for messages."""
-    return max(0.0, math.ceil(10 * (deadline - time.monotonic())) / 10)
+def _rest(call: Call, deadline: float) -> Call:
+    """Return a call that waits until the deadline, in seconds rounded up to tenths for messages."""
+    left = math.ceil(10 * (deadline - time.monotonic())) / 10
+    return call._replace(timeout=max(0.0, left))

@@ -73,18 +73,16 @@ class RingBackend(Backend):
         small = SMALL_BYTES_OF_TWO if self.size == 2 else SMALL_BYTES
         self._small_bytes = min(small, self._block_bytes)
 
-    def all_reduce(
-        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
-    ) -> None:
+    def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
         """Reduce bucket by bucket; pack one while the one before is in flight."""
-        with self._begin(call, timeout) as runner:
+        with self._begin(call) as runner:
             self._reduce(runner, inputs, outputs, op)
 
     def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
     ) -> Any:
         """Reduce everything, then update all of it, because this process owns all of its copies."""
-        with self._begin(call, timeout) as runner:
+        with self._begin(call) as runner:
             layout, buckets = self._reduce(runner, inputs, [None] * len(inputs), op)
             totals = list(inputs)  # Arrays without elements are in no bucket.
             for packed, bucket in zip(layout, buckets, strict=True):
@@ -92,9 +90,9 @@ class RingBackend(Backend):
                     totals[leaf] = bucket.target[place]
             return update_in_blocks(call, inputs, totals, begin, update)
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Exchange the numbers of rows, then send the rows around the ring."""
-        with self._begin(call, timeout) as runner:
+        with self._begin(call) as runner:
             counts = np.zeros((self.size, len(inputs)), np.int64)
             counts[self.rank] = [len(array) for array in inputs]
             flat = counts.reshape(-1)
@@ -109,9 +107,9 @@ class RingBackend(Backend):
             self._gather(runner, [whole.reshape(-1) for whole in joined], lengths)
         return joined
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Send the root's bytes around the ring; add small buffers to zeros of the other ranks."""
-        with self._begin(call, timeout) as runner:
+        with self._begin(call) as runner:
             flats = [array.view(np.uint8) for array in buffers]
             small = [flat for flat in flats if flat.size <= self._small_bytes]
             large = [flat for flat in flats if flat.size > self._small_bytes]
@@ -140,11 +138,11 @@ class RingBackend(Backend):
         self.space: _Space = {}
         self._packing = functools.lru_cache(_PACKINGS)(self._make_packing)
 
-    def _begin(self, call: Call, timeout: float) -> Runner:
+    def _begin(self, call: Call) -> Runner:
         peers = self.peers
         peers.check()
         self.count += 1
-        self.transport.begin(WaitMonitor(peers, call, timeout))
+        self.transport.begin(WaitMonitor(peers, call))
         header = encode_header(call, self.count, peers.where.position, peers.generation)
         return Runner(self, header, call.title)
 

@@ -110,7 +110,7 @@ class Segment:
         if self._awaited[0] == self._arrived:
             self._wake_all()
 
-    def wait(self, call: Call, timeout: float) -> None:
+    def wait(self, call: Call) -> None:
         """Wait until the counters of all processes have reached the counter of this one.
 
         Raises:
@@ -122,7 +122,7 @@ class Segment:
                 looks -= 1
                 if looks < 0:
                     with span("wait", call.title):
-                        self._wait_long(call, timeout)
+                        self._wait_long(call)
         if self._fence:
             self._fence()
         if self._header is not None:
@@ -132,12 +132,12 @@ class Segment:
                     compare_headers(self._header, theirs, self._ranks[self.rank], self._ranks[rank])
             self._header = None
 
-    def _wait_long(self, call: Call, timeout: float) -> None:
+    def _wait_long(self, call: Call) -> None:
         def missing() -> list[int]:
             pairs = zip(self._ranks, self._counters, strict=True)
             return [rank for rank, counter in pairs if counter[0] < self._arrived]
 
-        patience = WaitMonitor(self._peers, call, timeout)
+        patience = WaitMonitor(self._peers, call)
         start = checked = time.monotonic()
         while not self._is_complete():
             count = self._futex.count

@@ -75,15 +75,13 @@ class SharedMemoryBackend(Backend):
         if error is not None:
             self.abort(error)
 
-    def all_reduce(
-        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
-    ) -> None:
+    def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
         """Reduce chunk by chunk; reduce arrays of `allocate` in place."""
         with self:
             if all(map(operator.is_, inputs, outputs)) and _nbytes(inputs) > SMALL_BYTES:
-                everyone, _ = self._show_whole(call, inputs, timeout, copy=False)
+                everyone, _ = self._show_whole(call, inputs, copy=False)
                 if any(everyone):
-                    self._add_slices(call, [terms for terms in everyone if terms], op, timeout)
+                    self._add_slices(call, [terms for terms in everyone if terms], op)
                 rest = [a for a, terms in zip(inputs, everyone, strict=True) if not terms]
                 if not rest:
                     return
@@ -92,9 +90,9 @@ class SharedMemoryBackend(Backend):
             in_slices = self.size > 2 and _nbytes(inputs) > SMALL_BYTES
             title = call.title
             for chunk in self._chunks(tuple(map(_key, inputs)), self._window):
-                self._show(call, title, chunk, inputs, timeout)
+                self._show(call, title, chunk, inputs)
                 if in_slices:
-                    self._add_slices(call, [everyone for _, _, everyone in chunk], op, timeout)
+                    self._add_slices(call, [everyone for _, _, everyone in chunk], op)
                 with span("reduce", title):
                     for leaf, part, everyone in chunk:
                         if in_slices:
@@ -107,7 +105,7 @@ class SharedMemoryBackend(Backend):
                         reduce_arrays(op, terms, out=outputs[leaf][part])
 
     def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
     ) -> Any:
         """Reduce and update; two processes add each block where they update it.
 
@@ -116,12 +114,12 @@ class SharedMemoryBackend(Backend):
         """
         with self:
             if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
-                totals = self._sum(call, inputs, op, timeout)
+                totals = self._sum(call, inputs, op)
                 return update_in_blocks(call, inputs, totals, begin, update)
-            everyone, lends = self._show_whole(call, inputs, timeout)
+            everyone, lends = self._show_whole(call, inputs)
             rest = [leaf for leaf, terms in enumerate(everyone) if not terms]
             if rest:
-                totals = self._sum(call, [inputs[leaf] for leaf in rest], op, timeout)
+                totals = self._sum(call, [inputs[leaf] for leaf in rest], op)
                 for leaf, total in zip(rest, totals, strict=True):
                     everyone[leaf] = [total]
             with span("update", call.title):
@@ -141,14 +139,14 @@ class SharedMemoryBackend(Backend):
                 where.finished = where.exchanged = call.sequence
                 self._segment.arrive()
                 if lends:  # The caller may write to its arrays at once.
-                    self._segment.wait(call, timeout)
+                    self._segment.wait(call)
             return prepared
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Exchange the numbers of rows, then concatenate the rows of all processes."""
         with self:
             self._segment.begin(call)
-            lengths_of_all = self._exchange(call, [len(rows) for rows in inputs], timeout)
+            lengths_of_all = self._exchange(call, [len(rows) for rows in inputs])
             flats = [_bytes_of(rows) for rows in inputs]
             joined, places, longest = [], [], []
             for rows, *lengths in zip(inputs, *lengths_of_all, strict=True):
@@ -160,7 +158,7 @@ class SharedMemoryBackend(Backend):
                 longest.append((flat.dtype, width * max(lengths)))
             whole = sum([padded(nbytes) for _, nbytes in longest]) <= WHOLE_BYTES
             for chunk in self._chunks(tuple(longest), self._window, whole):
-                self._show(call, call.title, chunk, flats, timeout)
+                self._show(call, call.title, chunk, flats)
                 with span("reduce", call.title):
                     for leaf, part, everyone in chunk:
                         shown = list(everyone)
@@ -172,13 +170,13 @@ class SharedMemoryBackend(Backend):
                 self._segment.arrive()
             return joined
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Copy from the root's bucket."""
         with self:
             self._segment.begin(call)
             buffers = list(map(_bytes_of, buffers))
             for chunk in self._chunks(tuple(map(_key, buffers)), self._window):
-                self._show(call, call.title, chunk, buffers if self.rank == root else (), timeout)
+                self._show(call, call.title, chunk, buffers if self.rank == root else ())
                 if self.rank != root:
                     with span("reduce", call.title):
                         for leaf, part, everyone in chunk:
@@ -224,9 +222,7 @@ class SharedMemoryBackend(Backend):
             chunks.append(pieces)
         return chunks
 
-    def _show(
-        self, call: Call, title: str, chunk: list[_Piece], leaves: Arrays, timeout: float
-    ) -> None:
+    def _show(self, call: Call, title: str, chunk: list[_Piece], leaves: Arrays) -> None:
         """Write a chunk of leaves, or nothing, into the bucket; wait until all have done so."""
         self._window = 1 - self._window  # Nobody reads that window any more.
         with span("pack", title):
@@ -235,10 +231,10 @@ class SharedMemoryBackend(Backend):
                     data = leaves[leaf][part]
                     everyone[self.rank][: data.size] = data
             self._segment.arrive()
-        self._segment.wait(call, timeout)
+        self._segment.wait(call)
 
     def _show_whole(
-        self, call: Call, arrays: Arrays, timeout: float, *, copy: bool = True
+        self, call: Call, arrays: Arrays, *, copy: bool = True
     ) -> tuple[list[list[Array]], bool]:
         """Make flat arrays readable to the others until this process arrives again.
 
@@ -247,7 +243,7 @@ class SharedMemoryBackend(Backend):
         the others read arrays to which the caller may write.
         """
         segment, free, end = self._segment, _WHOLE, _WHOLE + WHOLE_BYTES
-        segment.wait(call, timeout)  # Until nobody reads the earlier data.
+        segment.wait(call)  # Until nobody reads the earlier data.
         segment.begin(call)
         offsets = []
         with span("pack", call.title):
@@ -258,7 +254,7 @@ class SharedMemoryBackend(Backend):
                     segment.view(self.rank, place, array.dtype, array.size)[...] = array
                 offsets.append(-1 if place is None else place)
         everyone: list[list[Array]] = []
-        for array, *places in zip(arrays, *self._exchange(call, offsets, timeout), strict=True):
+        for array, *places in zip(arrays, *self._exchange(call, offsets), strict=True):
             shown = []
             if min(places) >= 0:
                 key = array.dtype, array.size
@@ -267,26 +263,24 @@ class SharedMemoryBackend(Backend):
             everyone.append(shown)
         return everyone, max(offsets, default=0) >= end
 
-    def _sum(self, call: Call, inputs: Arrays, op: ReduceOp, timeout: float) -> list[Array]:
+    def _sum(self, call: Call, inputs: Arrays, op: ReduceOp) -> list[Array]:
         """Return the reduced inputs, in arrays that the next call overwrites."""
         totals = self._totals(tuple(map(_key, inputs)))
-        self.all_reduce(call, inputs, totals, op, timeout)
+        self.all_reduce(call, inputs, totals, op)
         return totals
 
-    def _exchange(self, call: Call, numbers: Sequence[int], timeout: float) -> list[list[int]]:
+    def _exchange(self, call: Call, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each process."""
         sent = np.array(numbers, np.int64)
         received: list[list[int]] = [[] for _ in range(self.size)]
         for chunk in self._chunks((_key(sent),), self._window):
-            self._show(call, call.title, chunk, [sent], timeout)
+            self._show(call, call.title, chunk, [sent])
             for _, _, everyone in chunk:
                 for numbers_of_one, theirs in zip(received, everyone, strict=True):
                     numbers_of_one.extend(theirs.tolist())
         return received
 
-    def _add_slices(
-        self, call: Call, everyone: Sequence[Sequence[Array]], op: ReduceOp, timeout: float
-    ) -> None:
+    def _add_slices(self, call: Call, everyone: Sequence[Sequence[Array]], op: ReduceOp) -> None:
         """Add everyone's part of this process's slice, for everyone, as all others do."""
         sizes = tuple([terms[0].size for terms in everyone])
         with span("reduce", call.title):
@@ -299,7 +293,7 @@ class SharedMemoryBackend(Backend):
                     for part in parts[1:]:
                         part[...] = total
             self._segment.arrive()
-        self._segment.wait(call, timeout)
+        self._segment.wait(call)
 
 
 def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[tuple[int, int, int, int]]]:

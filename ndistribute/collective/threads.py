@@ -56,7 +56,7 @@ class Rendezvous:
     If a replica returns, raises or is too late, the waits of the others raise at once.
 
     >>> alone = Rendezvous(1)
-    >>> alone.exchange(0, Call(1, "merge_call"), 20, lambda values: values[0] + 1, timeout=1.0)
+    >>> alone.exchange(0, Call(1, "merge_call"), 20, lambda values: values[0] + 1)
     21
     """
 
@@ -77,7 +77,7 @@ class Rendezvous:
         self.reset()
         self._cause = cause
 
-    def exchange(self, rank: int, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
+    def exchange(self, rank: int, call: Call, value: Any, combine: Combine[T]) -> T:
         """Wait for all replicas, and return the combination of their values.
 
         The last replica to arrive calls `combine` once, with the values in replica order.
@@ -87,7 +87,7 @@ class Rendezvous:
             CollectiveTimeoutError: not all replicas arrived in time.
             WorkerLostError: another replica failed; its exception is the ``__cause__``.
         """
-        meeting = self._join(rank, call, value, timeout)
+        meeting = self._join(rank, call, value)
         if meeting.last == rank:
             try:
                 if meeting.calls.count(call) < self.size:
@@ -102,7 +102,7 @@ class Rendezvous:
         return meeting.result  # type: ignore[no-any-return]
 
     @recorded(lambda meeting, self, rank, call, *_: ("wait", call.title))
-    def _join(self, rank: int, call: Call, value: Any, timeout: float) -> Meeting:
+    def _join(self, rank: int, call: Call, value: Any) -> Meeting:
         """Return the meeting at its end, but at once to the last to arrive, which must end it."""
         with self._mutex:
             if self._cause is not None:
@@ -118,7 +118,7 @@ class Rendezvous:
             if meeting.arrived == self.size:
                 meeting.last = rank
                 return meeting
-        self._wait(meeting, rank, call, timeout)
+        self._wait(meeting, rank, call)
         return meeting
 
     def leave(self, rank: int, calls_made: int) -> None:
@@ -146,8 +146,8 @@ class Rendezvous:
                 self._meeting = None
                 meeting.done.release()
 
-    def _wait(self, meeting: Meeting, rank: int, call: Call, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    def _wait(self, meeting: Meeting, rank: int, call: Call) -> None:
+        deadline = time.monotonic() + call.timeout
         while (left := deadline - time.monotonic()) > 0:
             # In slices: an interrupt just before a sleep is handled only after it, and may prevent
             # another replica from releasing the lock.
@@ -157,11 +157,9 @@ class Rendezvous:
             if meeting is not self._meeting:
                 return
         absent = [other for other, held in enumerate(meeting.calls) if held is None]
-        text = (
-            f"replica {rank} waited {timeout:g} s for replica(s) "
-            f"{', '.join(map(str, absent)) or 'in the reduction'}. If they need more time, "
-            "raise CommunicationOptions(timeout_seconds=...)."
-        )
+        whom = ", ".join(map(str, absent)) or "in the reduction"
+        what = f"replica {rank} waited {call.timeout:g} s for replica(s) {whom}."
+        text = f"{what} If they need more time, raise CommunicationOptions(timeout_seconds=...)."
         error = call.error(CollectiveTimeoutError, text, absent[0] if absent else None)
         with self._mutex:
             if meeting is self._meeting:
@@ -170,10 +168,8 @@ class Rendezvous:
 
     def _skipped(self, call: Call, waiting: int) -> CollectiveMismatchError:
         rank, made = self._returned or (0, 0)
-        text = (
-            f"replica {rank} returned after {made} collective call(s) while replica {waiting} "
-            f"called {call}. Every replica must make the same calls in the same order."
-        )
+        what = f"replica {rank} returned after {made} collective call(s) while replica {waiting}"
+        text = f"{what} called {call}. Every replica must make the same calls in the same order."
         return call.error(CollectiveMismatchError, text, rank)
 
 
@@ -183,10 +179,8 @@ def _for_waiter(error: BaseException) -> BaseException:
         copied = copy.copy(error)
         copied.__notes__ = []  # A shallow copy shares the list, and each replica adds its own note.
         return copied
-    lost = WorkerLostError(
-        f"another replica failed with {type(error).__name__}: {error}. This replica was waiting "
-        "for it in a collective."
-    )
+    what = f"another replica failed with {type(error).__name__}: {error}."
+    lost = WorkerLostError(f"{what} This replica was waiting for it in a collective.")
     lost.__cause__ = error
     return lost
 
@@ -214,8 +208,10 @@ class ThreadBackend(Backend):
         self._gpus = [stream for stream in streams if stream.on_gpu]
         self._one_device = one_device
 
-    def merge(self, call: Call, value: Any, combine: Combine[T], timeout: float) -> T:
+    def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
         """Run `combine` once, on the thread of the last replica to arrive."""
+        if not self._gpus:
+            return self._rendezvous.exchange(self.rank, call, value, combine)
 
         def settled(values: Sequence[Any]) -> T:
             combined = combine(values)
@@ -223,11 +219,9 @@ class ThreadBackend(Backend):
             return combined
 
         self._stream.synchronize()  # Other streams read what this one has computed.
-        return self._rendezvous.exchange(self.rank, call, value, settled, timeout)
+        return self._rendezvous.exchange(self.rank, call, value, settled)
 
-    def all_reduce(
-        self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp, timeout: float
-    ) -> None:
+    def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
         """Reduce by slice owners, or by the last replica to arrive if that is faster."""
         alone = self._one_device or sum([array.nbytes for array in inputs]) <= SMALL_BYTES
 
@@ -236,10 +230,10 @@ class ThreadBackend(Backend):
                 self.reduce_parts(op, everyone, whole=True)
             return everyone
 
-        everyone = self.merge(call, (inputs, outputs), combine, timeout)
+        everyone = self.merge(call, (inputs, outputs), combine)
         if not alone:
             self.reduce_parts(op, everyone)
-            self._meet_again(call, timeout)
+            self._meet_again(call)
 
     @recorded(lambda *_, **__: ("reduce", ""))
     def reduce_parts(self, op: ReduceOp, everyone: Sequence[Any], *, whole: bool = False) -> None:
@@ -266,14 +260,14 @@ class ThreadBackend(Backend):
 
     @recorded(lambda prepared, self, call, *_: ("update", call.title))
     def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update, timeout: float
+        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
     ) -> Any:
         """Reduce the owned ranges in blocks, and update each block while it is in the cache."""
 
         def combine(everyone: Sequence[Any]) -> tuple[Sequence[Any], Any]:
             return everyone, begin()
 
-        everyone, prepared = self.merge(call, inputs, combine, timeout)
+        everyone, prepared = self.merge(call, inputs, combine)
         scratch: dict[Any, Array] = {}
         for leaf, part in owned_blocks(inputs, self.owners, self.owner):
             terms = [self._here(arrays[leaf][part]) for arrays in everyone]
@@ -282,33 +276,33 @@ class ThreadBackend(Backend):
                 scratch[key] = array_namespace(terms[0]).empty(terms[0].size, terms[0].dtype)
             total = reduce_arrays(op, terms, out=scratch[key])
             update(prepared, leaf, part.start, part.stop, total)
-        self._meet_again(call, timeout)
+        self._meet_again(call)
         return prepared
 
-    def all_gather(self, call: Call, inputs: Arrays, timeout: float) -> list[Array]:
+    def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Concatenate the rows of all replicas; each replica makes its own copy."""
-        everyone = self.merge(call, inputs, list, timeout)
+        everyone = self.merge(call, inputs, list)
         joined = [
             array_namespace(rows).concatenate([self._here(arrays[leaf]) for arrays in everyone])
             for leaf, rows in enumerate(inputs)
         ]
-        self._meet_again(call, timeout)
+        self._meet_again(call)
         return joined
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int, timeout: float) -> None:
+    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Copy from the root's buffers."""
-        everyone = self.merge(call, buffers, list, timeout)
+        everyone = self.merge(call, buffers, list)
         if self.rank != root:
             for buffer, theirs in zip(buffers, everyone[root], strict=True):
                 buffer[...] = self._here(theirs)
-        self._meet_again(call, timeout)
+        self._meet_again(call)
 
     def abort(self, cause: BaseException) -> None:
         self._rendezvous.abort(cause)
 
-    def _meet_again(self, call: Call, timeout: float) -> None:
+    def _meet_again(self, call: Call) -> None:
         """Wait until no replica reads the arrays of another."""
-        self.merge(call, None, lambda _: None, timeout)
+        self.merge(call, None, lambda _: None)
 
     def _here(self, array: Array) -> Array:
         """Return the array in the memory of this replica's device, copied if necessary."""

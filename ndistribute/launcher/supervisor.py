@@ -244,10 +244,8 @@ class Supervisor:
         host = "" if task.start.host is None else task.start.host.name
         task.restarts += 1
         self.restarts -= 1
-        self.console.say(
-            f"{label} ended ({exit_text(task.code or 0, host, self.silence)}); "
-            f"starting it again in {delay:g} s ({self.restarts} left)."
-        )
+        what = f"{label} ended ({exit_text(task.code or 0, host, self.silence)});"
+        self.console.say(f"{what} starting it again in {delay:g} s ({self.restarts} left).")
         self.console.forget(label)
         task.running = task.code = None
         self._due[partial(self._start, task)] = time.monotonic() + delay

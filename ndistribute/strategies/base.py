@@ -28,6 +28,7 @@ from ndistribute.data import Topology, distribute, distribute_from_function
 from ndistribute.devices import Array, Device, copy_to, device_of, to_host
 from ndistribute.strategies import reductions
 from ndistribute.strategies.replicas import ReplicaPool
+from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable, ShardedVariable, SyncOnReadVariable
 from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
@@ -66,7 +67,7 @@ class Strategy:
     """
 
     _internal = frozenset(
-        "across_workers agree_on input_topology is_default make_group "
+        "across_workers agree_on input_topology is_default let_go make_group "
         "make_variable numbers replica_contexts running_on serial variable_kinds".split()
     )
     """Names that `dir` and completion omit: only the package and extensions of it use them."""
@@ -102,6 +103,7 @@ class Strategy:
             _warn_if_alone(type(self).__name__)
         if self.num_replicas_in_sync > 1:
             context.register_strategy_of_several(self)
+            not_for_forks.add(self)
 
     # Methods that a subclass may override.
 
@@ -393,7 +395,7 @@ class Strategy:
                 finally:
                     pool.close()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Make `run` raise in a forked child, which has no threads of other replicas."""
         self._turn, self.running_on = threading.RLock(), None  # Its owner may not exist here.
         self._refusal = (
@@ -444,14 +446,6 @@ class Strategy:
                 f"{frame.strategy!r}. Leave that scope first."
             )
         return frame
-
-
-def _refuse_in_fork() -> None:
-    for strategy in context.strategies_of_several():
-        strategy._let_go()
-
-
-os.register_at_fork(after_in_child=_refuse_in_fork)
 
 
 def _warn_if_alone(what: str) -> None:

@@ -92,10 +92,9 @@ os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 
 def _own_strategy(token: str, namespace: str, how: dict[str, Any]) -> ParameterServerStrategy:
     """Return this process's strategy for an unpickled one; a worker creates it once."""
-    with _process.lock:
-        found: ParameterServerStrategy | None = _process.made.get(token)
-    if found is not None:
-        return found
+    made: ParameterServerStrategy | None = _process.made.get(token)
+    if made is not None:
+        return made
     task = current_task()
     if task is None:
         raise RuntimeError(
@@ -200,8 +199,7 @@ class ParameterServerStrategy(Strategy):
         """The prefix of all names of this strategy on the servers."""
         self._mode.namespace = self.namespace
         if _sent is None:
-            with _process.lock:
-                _process.made[self._token] = self
+            _process.made[self._token] = self
         self._forgotten = weakref.finalize(self, forget, self._token)
 
     @property

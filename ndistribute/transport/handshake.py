@@ -299,10 +299,8 @@ def _mismatch(server: Hello, client: Hello, check: Check) -> str:
             f"{server.version}. Install the same version for all processes of the job."
         )
     if client.audience not in ("", name):
-        return (
-            f"it looks for {client.audience}, and this is {name}. Every process needs the same "
-            "cluster, and an index of its own."
-        )
+        what = f"it looks for {client.audience}, and this is {name}."
+        return f"{what} Every process needs the same cluster, and an index of its own."
     reason = check(client)  # First, because its reason is more specific than that of the job.
     # A client without a job names the server by its address alone, as graph sessions do.
     if not reason and client.job and client.job != server.job:

@@ -400,7 +400,7 @@ def exchanged(rank, size):
 
 def wait_for(missing):
     """Wait in a call for a rank that does not come."""
-    patience = WaitMonitor(joined_peers(), Call(1, "all_reduce", "SUM"), 30.0)
+    patience = WaitMonitor(joined_peers(), Call(1, "all_reduce", "SUM", timeout=30.0))
     while True:
         patience.check(lambda: [missing])
         time.sleep(0.001)
@@ -445,7 +445,7 @@ def left_behind(rank, size):
     wait_until(lambda: peers.cut_off_at <= time.monotonic())
     if rank == 1:
         return ""
-    patience = WaitMonitor(peers, Call(1, "all_reduce", "SUM"), 50.0)
+    patience = WaitMonitor(peers, Call(1, "all_reduce", "SUM", timeout=50.0))
     try:
         while True:
             patience.check(lambda: [1])
@@ -508,7 +508,7 @@ def aborted_twice(rank, size):
     peers = joined_peers()
     peers.enter(nothing, 50.0)
     if rank == 0:
-        post, told = peers._star.post, []
+        post, told = peers.star.post, []
 
         def interrupted(message):
             if not told:
@@ -516,7 +516,7 @@ def aborted_twice(rank, size):
                 raise KeyboardInterrupt
             post(message)
 
-        peers._star.post = interrupted
+        peers.star.post = interrupted
         with pytest.raises(KeyboardInterrupt):
             peers.abort(ValueError("first"))
         peers.abort(ValueError("second"))

@@ -357,7 +357,7 @@ def check_little_room(rank, size, megabytes):
     reduced_in_place(small, [array])
     assert array[-1] == size
     call = Call(2, "all_gather", "axis=0", ((array.dtype, ("*", 1)),))
-    (joined,) = small.all_gather(call, [array[:, None]], TIMEOUT)
+    (joined,) = small.all_gather(call, [array[:, None]])
     assert joined.shape == (size << 24, 1)
     small.close()
 

@@ -295,6 +295,6 @@ def test_an_abort_releases_who_is_just_about_to_wait(monkeypatch):
 
     monkeypatch.setattr(threads, "Meeting", begun_while_another_aborts)
     with pytest.raises(nd.WorkerLostError, match="elsewhere"):
-        place.exchange(0, Call(1, "merge_call"), None, len, 20.0)
+        place.exchange(0, Call(1, "merge_call", timeout=20.0), None, len)
     aborting.join(20.0)
     assert not aborting.is_alive()

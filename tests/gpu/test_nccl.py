@@ -84,8 +84,8 @@ def fake(kind, cupy):
     return cupy.cuda.nccl
 
 
-def call(name, op=None):
-    return Call(1, name, op)
+def call(name, op=None, timeout=9.0):
+    return Call(1, name, op, timeout=timeout)
 
 
 def test_one_group_launches_all_leaves(fake, replicas):
@@ -93,7 +93,7 @@ def test_one_group_launches_all_leaves(fake, replicas):
         hosts = [np.ones(4, np.float32), np.ones(0, np.float32), np.ones(4, np.complex64)]
         inputs = [copy_to(host, backend.device) for host in hosts]
         outputs = [copy_to(np.empty_like(host), backend.device) for host in hosts]
-        backend.all_reduce(call("all_reduce"), inputs, outputs, PROD, 9)
+        backend.all_reduce(call("all_reduce"), inputs, outputs, PROD)
 
     replicas.must(body)
     assert fake.launched == ["allReduce", "allGather"] * 2
@@ -103,7 +103,7 @@ def test_a_mismatch_launches_nothing(fake, replicas):
     def body(backend):
         data = copy_to(np.ones(3), backend.device)
         name = ["SUM", "MAX"][backend.rank]
-        backend.all_reduce(call("all_reduce", name), [data], [data.copy()], SUM, 9)
+        backend.all_reduce(call("all_reduce", name), [data], [data.copy()], SUM)
 
     assert [type(e) for e in replicas.run(body)] == [CollectiveMismatchError] * 2
     assert fake.launched == []
@@ -112,7 +112,8 @@ def test_a_mismatch_launches_nothing(fake, replicas):
 def test_a_missing_replica_is_a_timeout_and_launches_nothing(fake, replicas):
     def body(backend):
         if backend.rank == 0:
-            backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0, 0.05)
+            soon = call("broadcast", timeout=0.05)
+            backend.broadcast(soon, [copy_to(np.ones(3), backend.device)], 0)
 
     assert [type(e) for e in replicas.run(body)] == [CollectiveTimeoutError, type(None)]
     assert fake.launched == []
@@ -121,7 +122,7 @@ def test_a_missing_replica_is_a_timeout_and_launches_nothing(fake, replicas):
 def test_after_a_failure_of_nccl_the_next_call_connects_again(fake, replicas):
     def body(backend):
         buffer = copy_to(np.full(3, float(backend.rank)), backend.device)
-        backend.broadcast(call("broadcast"), [buffer], 1, 9)
+        backend.broadcast(call("broadcast"), [buffer], 1)
         return to_host(buffer).tolist()
 
     fake.fail_launching = "a link is down"
@@ -152,9 +153,9 @@ def test_an_error_of_nccl_ends_the_wait_for_a_gpu(fake, replicas):
 
 def merged_after_a_broadcast(backend, timeout):
     """Wait for what is launched, which `broadcast` does not."""
-    backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0, 9)
+    backend.broadcast(call("broadcast"), [copy_to(np.ones(3), backend.device)], 0)
     try:
-        backend.merge(call("merge_call"), None, list, timeout)
+        backend.merge(call("merge_call", timeout=timeout), None, list)
     except BaseException as error:
         backend.abort(error)
         raise
@@ -164,7 +165,7 @@ def test_an_error_of_cuda_ends_the_wait_for_a_gpu(fake, replicas, cupy, monkeypa
     """An illegal address, say, leaves a stream that is never done."""
     monkeypatch.setattr(cupy.cuda.runtime, "streamQuery", lambda stream: 700)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
-        replicas.backends[0].merge(call("merge_call"), None, list, 30.0)
+        replicas.backends[0].merge(call("merge_call", timeout=30.0), None, list)
 
 
 @pytest.mark.parametrize("version", [13, 14])

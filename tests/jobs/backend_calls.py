@@ -72,33 +72,34 @@ def noise(rank, length, dtype=np.float32):
     return np.random.default_rng([rank, length]).standard_normal(length).astype(dtype)
 
 
-def call_of(kind, op, arrays, sequence=1):
-    return Call(sequence, kind, op, tuple((a.dtype, a.shape) for a in arrays))
+def call_of(kind, op, arrays, sequence=1, timeout=TIMEOUT):
+    return Call(sequence, kind, op, tuple((a.dtype, a.shape) for a in arrays), timeout=timeout)
 
 
 def all_reduced(backend, arrays, op=ReduceOp.SUM, sequence=1, timeout=TIMEOUT):
     outputs = [np.empty_like(a) for a in arrays]
-    call = call_of("all_reduce", op.name, arrays, sequence)
-    backend.all_reduce(call, arrays, outputs, op, timeout)
+    call = call_of("all_reduce", op.name, arrays, sequence, timeout)
+    backend.all_reduce(call, arrays, outputs, op)
     return outputs
 
 
 def reduced_in_place(backend, arrays, op=ReduceOp.SUM):
-    backend.all_reduce(call_of("all_reduce", op.name, arrays), arrays, arrays, op, TIMEOUT)
+    backend.all_reduce(call_of("all_reduce", op.name, arrays), arrays, arrays, op)
 
 
 def reduce_updated(backend, arrays, op, prepare=lambda: None, update=lambda *_: None):
     call = call_of("reduce_update", op.name, arrays)
-    return backend.reduce_update(call, arrays, op, prepare, update, TIMEOUT)
+    return backend.reduce_update(call, arrays, op, prepare, update)
 
 
 def all_gathered(backend, arrays):
     signature = tuple((a.dtype, ("*", *a.shape[1:])) for a in arrays)
-    return backend.all_gather(Call(1, "all_gather", "axis=0", signature), arrays, TIMEOUT)
+    call = Call(1, "all_gather", "axis=0", signature, timeout=TIMEOUT)
+    return backend.all_gather(call, arrays)
 
 
 def broadcasted(backend, buffers, root):
-    backend.broadcast(call_of("broadcast", f"root={root}", buffers), buffers, root, TIMEOUT)
+    backend.broadcast(call_of("broadcast", f"root={root}", buffers), buffers, root)
 
 
 def updated(backend, arrays, op):
@@ -180,7 +181,7 @@ def arrays_let_go(rank, size):
             array, output = noise(rank, length), np.empty(length, np.float32)
             held = sys.getrefcount(array), sys.getrefcount(output)
             call = call_of("all_reduce", "SUM", [array])
-            group_backend().all_reduce(call, [array], [output], ReduceOp.SUM, TIMEOUT)
+            group_backend().all_reduce(call, [array], [output], ReduceOp.SUM)
             assert (sys.getrefcount(array), sys.getrefcount(output)) == held
             updated(group_backend(), [array], ReduceOp.SUM)
             broadcasted(group_backend(), [array], 0)
