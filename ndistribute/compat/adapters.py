@@ -318,6 +318,17 @@ def _holder(optimizer: Any) -> Any:
     return _holder(optimizer.inner) if "inner" in vars(optimizer) else optimizer
 
 
+def _only_grpc(init: Any) -> Any:
+    """Return the constructor of a server, which has one protocol and no options for sessions."""
+
+    def call(self: Any, *args: Any, protocol: Any = None, config: Any = None, **named: Any) -> None:
+        if protocol not in (None, "grpc") or config is not None:
+            raise ValueError("Server: protocol is 'grpc', and config None: pass it to Session.")
+        init(self, *args, **named)
+
+    return call
+
+
 rate = property(
     adapted(lambda self: vars(_holder(self))["learning_rate"]),
     lambda self, rate: vars(_holder(self)).update(
@@ -352,7 +363,7 @@ ADAPTERS: dict[str, Any] = {
     "random": random,
     "reduction": reduction,
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),
-    "server": lambda kind: subclass(kind, "protocol", "config"),
+    "server": lambda kind: subclass(kind, __init__=_only_grpc(kind.__init__)),
     "strategy": lambda kind: subclass(
         kind,
         reduce=lambda *args, **options: map_leaves(tensor_if_array, kind.reduce(*args, **options)),
@@ -375,11 +386,9 @@ def _set_option(options: Any, name: str, value: Any) -> None:
     options.__post_init__()
 
 
+_itself = property(lambda self: self)
 Options = subclass(
-    nd.InputOptions,
-    __setattr__=_set_option,
-    experimental_distribute=property(lambda self: self),
-    threading=property(lambda self: self),
+    nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
 )
 PreemptionCheckpointHandler = adapted(
     lambda cluster_resolver, manager: models.PreemptionCheckpointHandler(manager),
@@ -387,10 +396,8 @@ PreemptionCheckpointHandler = adapted(
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
 TensorSpec = unary(lambda shape, dtype=np.float32: SimpleNamespace(shape=shape, dtype=dtype), 0)
-Variable = graphs.either(
-    adapted(graph.Variable, "validate_shape", "caching_device", "shape"),
-    adapted(eager_variable, "validate_shape", "caching_device", "shape"),
-)
+_HINTS = "validate_shape", "caching_device", "shape"
+Variable = graphs.either(adapted(graph.Variable, *_HINTS), adapted(eager_variable, *_HINTS))
 add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
 cast = unary(lambda tensor, dtype: tensor.astype(graphs.dtype_of(dtype)))
 cond = graphs.either(
@@ -450,18 +457,19 @@ gather = unary(
 )
 
 
-def _whole(params: Any) -> Any:
-    """Return a table, which may be the only one of a list."""
-    if isinstance(params, list | tuple) and len(params) != 1:
-        raise ValueError(f"embedding_lookup needs one table, got {len(params)}: concat them.")
-    return params[0] if isinstance(params, list | tuple) else params
+def _embedding_lookup(params: Any, ids: Any, partition_strategy: str = "mod") -> Any:
+    """Return rows of a table, which is in one part, so that both strategies find the same."""
+    tables = params if isinstance(params, list | tuple) else [params]
+    if len(tables) != 1:
+        raise ValueError(f"embedding_lookup needs one table, got {len(tables)}: concat them.")
+    if partition_strategy not in ("mod", "div"):
+        raise ValueError(f"partition_strategy must be 'mod' or 'div', got {partition_strategy!r}.")
+    return gather(tables[0], ids)
 
 
-embedding_lookup = adapted(
-    lambda params, ids, partition_strategy="mod", name=None, validate_indices=True: gather(
-        _whole(params), ids, name=name
-    )
-)
+embedding_lookup = adapted(_embedding_lookup, "name", "validate_indices")
+
+
 expand_dims = unary(np.expand_dims, input="a", dim="axis")
 identity = unary(lambda x: graph.identity(x) if isinstance(x, Symbolic) else x)
 l2_loss = unary(lambda tensor: np.sum(np.square(tensor)) / 2)

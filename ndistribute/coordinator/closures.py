@@ -47,20 +47,19 @@ class Closure:
     attempt: int = 0  # How often it was sent, as a worker that counts as lost may still run it.
     lost_on: list[str] = field(default_factory=list)  # The workers that were lost while running it.
 
+    def dump(self, arguments: Any) -> Pickled:
+        """Return pickled arguments, and record what they refer to."""
+        before = _pickled_for.set(self)
+        try:
+            return dump(arguments)
+        finally:
+            _pickled_for.reset(before)
+
     def __str__(self) -> str:
         return f"closure {self.number} ({self.result.name})"
 
 
 _pickled_for: ContextVar[Closure | None] = ContextVar("_pickled_for", default=None)
-
-
-def dump_for(closure: Closure, arguments: Any) -> Pickled:
-    """Return pickled arguments; record in the closure what they refer to."""
-    before = _pickled_for.set(closure)
-    try:
-        return dump(arguments)
-    finally:
-        _pickled_for.reset(before)
 
 
 def keep_until_run(thing: object) -> None:

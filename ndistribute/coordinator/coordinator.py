@@ -26,13 +26,7 @@ from msgspec.structs import replace
 
 from ndistribute import tree
 from ndistribute.cluster.resolvers import ClusterResolver
-from ndistribute.coordinator.closures import (
-    Closure,
-    ClosureQueue,
-    PerWorkerDataset,
-    RemoteValue,
-    dump_for,
-)
+from ndistribute.coordinator.closures import Closure, ClosureQueue, PerWorkerDataset, RemoteValue
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, Stuck, WorkerService
 from ndistribute.timeline import recorded
@@ -136,7 +130,7 @@ class ClusterCoordinator:
         named = dict(kwargs or {})
         closure = Closure(RemoteValue(self._queue, name), {key: function}, [fn])
         try:
-            closure.arguments = dump_for(closure, (tuple(args), named))
+            closure.arguments = closure.dump((tuple(args), named))
         except Exception as error:
             raise _unpicklable(closure, args, named, error) from error
         for value in closure.inputs:
@@ -438,7 +432,7 @@ def _unpicklable(
     what = f"the arguments of {closure.result.name}"
     for place, value in places.items():
         try:
-            dump_for(closure, value)
+            closure.dump(value)
         except Exception as problem:
             what, error = f"{place} of {closure.result.name}, a {type(value).__name__},", problem
             break

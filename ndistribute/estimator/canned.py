@@ -7,22 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute import graph as g
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.feature_column import dtype_of, input_layer, linear_model, sorted_columns
 from ndistribute.estimator.heads import Head, class_head, regression_head
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
-from ndistribute.graph import optimizers
-from ndistribute.graph.graph import get_default_graph
-from ndistribute.graph.operations import random_uniform
-from ndistribute.graph.scopes import glorot_uniform, variable_scope
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.scopes import glorot_uniform
 
 _NAMED = {
-    "Adagrad": optimizers.AdagradOptimizer,
-    "Adam": optimizers.AdamOptimizer,
-    "RMSProp": optimizers.RMSPropOptimizer,
-    "SGD": optimizers.GradientDescentOptimizer,
+    "Adagrad": g.AdagradOptimizer,
+    "Adam": g.AdamOptimizer,
+    "RMSProp": g.RMSPropOptimizer,
+    "SGD": g.GradientDescentOptimizer,
 }
 
 
@@ -157,13 +154,13 @@ def _dense(
     dtype = dtype_of(known)
 
     def layer(values: Any, width: int, units: int) -> Any:
-        kernel = Variable(glorot_uniform((width, units), dtype), name="kernel")
-        return values @ kernel + Variable(np.zeros(units, dtype), name="bias")
+        kernel = g.Variable(glorot_uniform((width, units), dtype), name="kernel")
+        return values @ kernel + g.Variable(np.zeros(units, dtype), name="bias")
 
     def logits(features: Any, units: int, mode: str) -> Any:
-        graph = get_default_graph()
-        with variable_scope("dnn"):
-            with variable_scope("input_from_feature_columns"):
+        graph = g.get_default_graph()
+        with g.variable_scope("dnn"):
+            with g.variable_scope("input_from_feature_columns"):
                 values = input_layer(features, known)
             width = sum(column.width for column in known)
             for k, size in enumerate(hidden):
@@ -171,7 +168,7 @@ def _dense(
                     values = layer(values, width, size)
                     values = activation(values) if activation else np.maximum(values, 0)
                     if mode == ModeKeys.TRAIN and rate:
-                        kept = random_uniform(np.shape(values), dtype=dtype) >= rate
+                        kept = g.random_uniform(np.shape(values), dtype=dtype) >= rate
                         values = np.where(kept, values / (1 - rate), 0)
                 width = size
             with graph.name_scope("logits"):
@@ -185,7 +182,7 @@ def _linear(head: Head, columns: Iterable[Any], optimizer: Any) -> Callable[...,
     known = sorted_columns(columns)
 
     def logits(features: Any, units: int, mode: str) -> Any:
-        with variable_scope("linear"):
+        with g.variable_scope("linear"):
             return linear_model(features, known, units)
 
     return _model_fn(head, logits, optimizer, min(0.2, len(known) ** -0.5))

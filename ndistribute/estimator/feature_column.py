@@ -8,6 +8,7 @@ them into ids below `buckets`; -1 stands for a missing value, which counts for n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -17,12 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute import graph as g
 from ndistribute.devices import to_host
 from ndistribute.exports import export as _export
-from ndistribute.graph.graph import Tensor, apply_named, as_tensor
-from ndistribute.graph.operations import truncated_normal
-from ndistribute.graph.scopes import get_variable, variable_scope
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.graph import apply_named
 from ndistribute.numpy_functions import register
 
 Features = Mapping[str, Any]
@@ -200,12 +199,9 @@ def embedding_column(
     shape = (source.width, dimension)
 
     def values(features: Features, trains: bool) -> Any:
-        initial: Any = (
-            truncated_normal(shape, stddev=dimension**-0.5, dtype=dtype)
-            if initializer is None
-            else initializer(shape, np.dtype(dtype))
-        )
-        table = get_variable("embedding_weights", None, dtype, initial, trains and trainable)
+        draw = functools.partial(g.truncated_normal, stddev=dimension**-0.5, dtype=dtype)
+        initial = draw(shape) if initializer is None else initializer(shape, np.dtype(dtype))
+        table = g.get_variable("embedding_weights", None, dtype, initial, trains and trainable)
         return _combined(table, ids(features), combiner)
 
     return Column(f"{source.name}_embedding", dimension, np.dtype(dtype), values)
@@ -233,13 +229,13 @@ def input_layer(
            [0. , 0. , 1. , 2. ]], dtype=float32)
     """
     parts = []
-    with variable_scope(None, "input_layer"):
+    with g.variable_scope(None, "input_layer"):
         for column in sorted_columns(feature_columns):
             values = column.values
             if values is None:
                 why = "wrap it in indicator_column or embedding_column."
                 raise ValueError(f"input_layer got the categorical column {column.name!r}: {why}")
-            with variable_scope(None, column.name):
+            with g.variable_scope(None, column.name):
                 parts.append(values(features, trainable))
         return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
@@ -262,17 +258,17 @@ def linear_model(features: Features, feature_columns: Any, units: int = 1) -> An
     """
     columns = sorted_columns(feature_columns)
     dtype = dtype_of(columns)
-    with variable_scope(None, "linear_model"):
-        total: Any = get_variable("bias_weights", initializer=np.zeros(units, dtype))
+    with g.variable_scope(None, "linear_model"):
+        total: Any = g.get_variable("bias_weights", initializer=np.zeros(units, dtype))
         for column in columns:
-            with variable_scope(None, column.name):
+            with g.variable_scope(None, column.name):
                 start = np.zeros((column.width, units), dtype)
                 if column.ids is not None:
                     ids = column.ids(features)
-                    part = _combined(get_variable("weights", initializer=start), ids, "sum")
+                    part = _combined(g.get_variable("weights", initializer=start), ids, "sum")
                 else:
                     values = column.values(features, True)
-                    part = values @ get_variable("weights", initializer=start)
+                    part = values @ g.get_variable("weights", initializer=start)
                 total = total + part
     return total
 
@@ -314,14 +310,14 @@ def _check_size(value: int, what: str) -> None:
         raise ValueError(f"{what} must be 1 or more, got {value}.")
 
 
-def _feature(features: Features, key: str) -> Tensor:
+def _feature(features: Features, key: str) -> g.Tensor:
     if not isinstance(features, Mapping) or key not in features:
         there = ", ".join(map(repr, features)) if isinstance(features, Mapping) else "one array"
         raise KeyError(f"there is no feature {key!r} for a feature column; input_fn gave {there}.")
-    return as_tensor(features[key])
+    return g.as_tensor(features[key])
 
 
-def _combined(table: Variable, ids: Any, combiner: str) -> Any:
+def _combined(table: g.Variable, ids: Any, combiner: str) -> Any:
     """Return the rows of a table for the ids of each example, combined into one."""
     present = np.greater_equal(ids, 0).astype(table.dtype)[..., None]
     total = np.sum(table[np.maximum(ids, 0)] * present, axis=1)

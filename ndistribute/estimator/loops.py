@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute import graph as g
 from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset, InputContext
@@ -28,18 +29,10 @@ from ndistribute.data.dataset import as_dataset
 from ndistribute.devices import to_host
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
-from ndistribute.graph import metrics
-from ndistribute.graph.devices import replica_device_setter
-from ndistribute.graph.graph import Graph, Tensor, as_tensor
-from ndistribute.graph.hooks import LoggingTensorHook, NanTensorHook, StopAtStepHook
 from ndistribute.graph.iterators import iterator_of
-from ndistribute.graph.monitored import MonitoredTrainingSession, Scaffold
-from ndistribute.graph.operations import placeholder
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
-from ndistribute.graph.saver import latest_checkpoint
-from ndistribute.graph.session import Session
-from ndistribute.graph.variables import GLOBAL_VARIABLES, get_or_create_global_step
+from ndistribute.graph.variables import GLOBAL_VARIABLES
 from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 
 _log = logging.getLogger("ndistribute")
@@ -57,7 +50,7 @@ class GraphLoops:
         params: for the model function and for input functions.
     """
 
-    latest_checkpoint = staticmethod(latest_checkpoint)
+    latest_checkpoint = staticmethod(g.latest_checkpoint)
 
     def __init__(
         self, model_fn: Callable[..., Any], config: RunConfig, params: Mapping[str, Any]
@@ -81,7 +74,7 @@ class GraphLoops:
         if max_steps is not None and start >= max_steps:
             _log.info("no training: step %d is at or after max_steps=%d", start, max_steps)
             return
-        stop = [] if steps is max_steps is None else [StopAtStepHook(steps, max_steps)]
+        stop = [] if steps is max_steps is None else [g.StopAtStepHook(steps, max_steps)]
         session = functools.partial(self._training_session, spec, stop)
         with self._opened(strategy, spec.input_fn, ModeKeys.TRAIN, session) as (batches, replicas):
             replicas.run(replicas.full(batches), after_step)
@@ -97,7 +90,7 @@ class GraphLoops:
 
         with self._opened(strategy, spec.input_fn, ModeKeys.EVAL, session) as (batches, replicas):
             replicas.run(itertools.islice(batches, spec.steps))
-            variables = metrics.METRIC_VARIABLES
+            variables = g.metrics.METRIC_VARIABLES
             replicas.exchange(variables, lambda values, ctx: ctx.all_reduce("sum", values))
             values = replicas.first.raw.run(replicas.first.results)
         return {name: value if np.ndim(value) else value.item() for name, value in values.items()}
@@ -125,17 +118,17 @@ class GraphLoops:
         """Return the session of the first replica, which the hooks watch."""
         config, spec = self._config, replicas.first.spec
         chief = config.is_chief and replicas.strategy.is_chief
-        step = get_or_create_global_step()
-        watching = [NanTensorHook(spec.loss), *stop, *train.hooks, *(spec.training_hooks or ())]
+        step = g.get_or_create_global_step()
+        watching = [g.NanTensorHook(spec.loss), *stop, *train.hooks, *(spec.training_hooks or ())]
         if config.log_step_count_steps:
             shown = {"loss": spec.loss, "step": step}
-            watching.append(LoggingTensorHook(shown, every_n_iter=config.log_step_count_steps))
-        scaffold = spec.scaffold or Scaffold()
+            watching.append(g.LoggingTensorHook(shown, every_n_iter=config.log_step_count_steps))
+        scaffold = spec.scaffold or g.Scaffold()
         scaffold.max_to_keep = config.keep_checkpoint_max
         scaffold.listeners = train.saving_listeners
         # Without servers, another worker's session is a chief's that keeps no files.
         keeps_files = chief or bool(config.master)
-        return MonitoredTrainingSession(
+        return g.MonitoredTrainingSession(
             master=config.master,
             is_chief=chief or not keeps_files,
             checkpoint_dir=config.model_dir if keeps_files else None,
@@ -185,13 +178,13 @@ class GraphLoops:
 
         Each replica draws other random numbers.
         """
-        graph, seed = Graph(), self._config.tf_random_seed
+        graph, seed = g.Graph(), self._config.tf_random_seed
         graph.replicated = is_replicated
         if seed is not None:
             numbers = np.random.SeedSequence([seed, rank]).generate_state(1)
             graph.seed = int(numbers[0]) if rank else seed
         with graph.as_default(), graph.device(self._device() if mode == ModeKeys.TRAIN else None):
-            get_or_create_global_step()
+            g.get_or_create_global_step()
             features, labels = _split(batch)
             features = tree.map_leaves(_input, features)
             labels = None if labels is None else tree.map_leaves(_input, labels)
@@ -207,10 +200,10 @@ class GraphLoops:
         if config.device_fn or not config.master:
             return config.device_fn
         worker = f"/job:{config.task_type}/task:{config.task_id}"
-        return replica_device_setter(cluster=config.cluster_spec, worker_device=worker)
+        return g.replica_device_setter(cluster=config.cluster_spec, worker_device=worker)
 
     def _global_step(self) -> int:
-        path = latest_checkpoint(str(self._config.model_dir))
+        path = g.latest_checkpoint(str(self._config.model_dir))
         return 0 if path is None else int(read_newest(Path(path))[1]["global_step"])
 
     def _dataset(self, input_fn: InputFn, mode: str, context: InputContext) -> Dataset:
@@ -252,18 +245,18 @@ def _add_metrics(replica: Replica) -> None:
     for name in {"loss", "global_step"} & {*pairs}:
         raise ValueError(f"a metric cannot have the name {name!r}: estimators add it.")
     with replica.graph.as_default():
-        pairs["loss"] = metrics.mean(spec.loss, name="loss")
+        pairs["loss"] = g.metrics.mean(spec.loss, name="loss")
         replica.results = {name: value for name, (value, _) in pairs.items()}
-        replica.results["global_step"] = get_or_create_global_step()
+        replica.results["global_step"] = g.get_or_create_global_step()
     replica.fetches = {name: update for name, (_, update) in pairs.items()}
 
 
 def _restored(spec: EstimatorSpec, path: str | None, hooks: Sequence[Any]) -> Any:
     """Return a session of the default graph with the values of a checkpoint, if there is one."""
-    scaffold = spec.scaffold or Scaffold()
+    scaffold = spec.scaffold or g.Scaffold()
     if path is not None:
         scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
-    return MonitoredTrainingSession(scaffold=scaffold, hooks=hooks)
+    return g.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks)
 
 
 def features_of(batch: Any) -> Any:
@@ -286,8 +279,8 @@ def chosen(predictions: Any, keys: Sequence[str] | None) -> Any:
 class Replica:
     """The graph of a replica, and its session once it is open."""
 
-    graph: Graph
-    inputs: Sequence[Tensor]
+    graph: g.Graph
+    inputs: Sequence[g.Tensor]
     spec: EstimatorSpec
     fetches: Any = None  # What each step computes.
     results: Any = None  # What the last one has computed: the metrics of an evaluation.
@@ -331,7 +324,7 @@ class Replicas:
         self.first.session = stack.enter_context(session)
         for replica in self.all[1:]:
             with replica.graph.as_default():
-                replica.session = stack.enter_context(MonitoredTrainingSession())
+                replica.session = stack.enter_context(g.MonitoredTrainingSession())
         self.exchange(GLOBAL_VARIABLES, lambda values, ctx: ctx.communicator.broadcast(values))
 
     def run(self, batches: Iterable[Any], after_step: AfterStep = lambda: None) -> None:
@@ -372,7 +365,7 @@ def dataset_from(
     input_fn: Callable[..., Any], mode: str, context: InputContext, config: Any, params: Any
 ) -> Dataset:
     """Return what an input function gives, as a dataset of batches; one is repeated in training."""
-    with Graph().as_default():  # The graph of a training that is under way is final.
+    with g.Graph().as_default():  # The graph of a training that is under way is final.
         known = {"mode": mode, "input_context": context, "config": config, "params": params}
         return dataset_of(called(input_fn, known), repeated=mode == ModeKeys.TRAIN)
 
@@ -403,7 +396,7 @@ def dataset_of(data: Any, *, repeated: bool) -> Dataset:
             batch: an array, a dict of arrays, or a tuple of features and labels.
         repeated: whether one batch is given again and again.
     """
-    if any(isinstance(leaf, Tensor) for leaf in tree.flatten(data)):
+    if any(isinstance(leaf, g.Tensor) for leaf in tree.flatten(data)):
         return _dataset_behind(data, repeated)
     if not isinstance(data, tuple | dict) and not hasattr(data, "dtype"):
         return as_dataset(data)
@@ -415,7 +408,7 @@ def dataset_of(data: Any, *, repeated: bool) -> Dataset:
 def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
     """Return the dataset of batches like a nest of tensors: of an iterator, or of constants."""
     leaves = tree.flatten(nest)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, g.Tensor)]
     sources = {iterator_of(leaf) for leaf in tensors}
     iterator = sources.pop()
     if iterator is None or sources or len(tensors) < len(leaves):
@@ -428,8 +421,8 @@ def _dataset_behind(nest: Any, repeated: bool) -> Dataset:
                 "get_next(): compute with them in the model function, or with arrays in "
                 "dataset.map()."
             )
-        with graph.as_default(), contextlib.closing(Session()) as session:
-            return dataset_of(session.run(tree.map_leaves(as_tensor, nest)), repeated=repeated)
+        with graph.as_default(), contextlib.closing(g.Session()) as session:
+            return dataset_of(session.run(tree.map_leaves(g.as_tensor, nest)), repeated=repeated)
 
     def like_nest(*batch: Any) -> Any:
         arrays = tree.flatten(batch)
@@ -457,9 +450,9 @@ def _arrays(batch: Any) -> list[Any]:
     return [*tree.flatten(features), *([] if labels is None else tree.flatten(labels))]
 
 
-def _input(example: Any) -> Tensor:
+def _input(example: Any) -> g.Tensor:
     """Return the placeholder for batches like an example."""
     array = example if hasattr(example, "dtype") else np.asarray(example)
     dtype = np.dtype(object) if array.dtype.kind in "US" else array.dtype
     shape = (None, *array.shape[1:]) if array.ndim else ()
-    return placeholder(dtype, shape, name="input")
+    return g.placeholder(dtype, shape, name="input")

@@ -132,9 +132,8 @@ class Evaluations(CheckpointSaverListener):
         if path != self._evaluated:
             self._evaluated = path
             self._timer.mark()
-            self._metrics = self._estimator.evaluate(
-                spec.input_fn, spec.steps, spec.hooks, checkpoint_path=path, name=spec.name
-            )
+            options = spec.input_fn, spec.steps, spec.hooks, path, spec.name
+            self._metrics = self._estimator.evaluate(*options)
         return self._metrics
 
     def follow(self, max_steps: int | None) -> Any:

@@ -110,15 +110,9 @@ def _optimizer_step(options: dict[str, Any], gradient: Any, learning_rate: Any) 
     else:
         array = as_array(dense(gradient))
         part = m.Gradient(array.astype(np.float64) if array.dtype.kind in "biu" else array)
-    return m.Apply(
-        names=(options["variable"],),
-        gradients=(part,),
-        slots=(tuple(options["slots"]),),
-        counter=options["count"],
-        rule=options["rule"],
-        learning_rate=float(learning_rate),
-        hyperparameters=options["hyperparameters"],
-    )
+    names, slots, rate = (options["variable"],), (tuple(options["slots"]),), float(learning_rate)
+    rule, hyperparameters = options["rule"], options["hyperparameters"]
+    return m.Apply(names, (part,), slots, options["count"], rule, rate, hyperparameters)
 
 
 class _Collected(Aggregation):

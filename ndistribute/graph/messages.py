@@ -97,11 +97,8 @@ Request = Run | Close | Reset | Register | Forget | RunPart | Abort | Deliver
 Reply = Values | Failure
 
 
-_KINDS: failures.Kinds = {"": errors.OperationError} | {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.OperationError)
-}
+_ERRORS: list[type[Exception]] = [errors.OperationError, *errors.OperationError.__subclasses__()]
+_KINDS: failures.Kinds = {"": errors.OperationError} | {kind.__name__: kind for kind in _ERRORS}
 
 
 def failure_of(error: BaseException, task: str) -> Failure:

@@ -240,9 +240,8 @@ class MonitoredTrainingSession:
         self._target, self._max_wait = master, max_wait_secs
         self._grace = stop_grace_period_secs
         self._scaffold = scaffold or Scaffold()
-        self._open = functools.partial(
-            open_session, self._scaffold, master, config, checkpoint_dir, max_wait_secs, is_chief
-        )
+        start = config, checkpoint_dir, max_wait_secs, is_chief
+        self._open = functools.partial(open_session, self._scaffold, master, *start)
         self._hooks = list(hooks or [])
         self.graph = get_default_graph()
         if is_chief:

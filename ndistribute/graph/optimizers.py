@@ -190,19 +190,15 @@ class GraphOptimizer:
         rule, prefix = self._rule, f"{variable.op.name}/{self._name}"
         dtype = None if variable.dtype is None else computing_dtype(variable.dtype)
         graph = variable.graph
-        with (
-            graph.name_scope(None),
-            graph.control_dependencies(None),
-            graph.colocate_with(variable.op),
-        ):
+        op = variable.op
+        with graph.name_scope(None), graph.control_dependencies(None), graph.colocate_with(op):
             for name in rule.slot_names:
                 start: Any = self._starts.get(name, rule.initial_slot(name))
                 start = start if dtype is None else slot_start(start, dtype)
                 # Only a run may know the shape of the variable.
                 value: Any = np.zeros_like(variable.initial_value) + start
-                slots[name] = Variable(
-                    value if dtype is None else value.astype(dtype), False, f"{prefix}/{name}"
-                )
+                value = value if dtype is None else value.astype(dtype)
+                slots[name] = Variable(value, False, f"{prefix}/{name}")
                 slots[name].shape = variable.shape
             # The rate of Adam depends on the number of updates, which its variable's task counts.
             if type(rule).rate is not Rule.rate:

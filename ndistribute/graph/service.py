@@ -30,7 +30,7 @@ from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
 from ndistribute.parameter_server.server import StoreService
 from ndistribute.task.server import ServedTask, TaskService
-from ndistribute.transport.rpc import Call, ClientCount, Peer
+from ndistribute.transport.rpc import ClientCount, Peer, PendingCall
 
 _ENDED = 4096  # Steps of which late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
@@ -116,7 +116,7 @@ class GraphService(TaskService):
         with self._lock:
             if not self._clients.remove(peer, died):
                 return
-            ended = [one.name for one in self._sessions.values() if one.client == peer.name]
+            ended = [each.name for each in self._sessions.values() if each.client == peer.name]
             orphaned = [name for name, master in self._masters.items() if master == peer.name]
         for name in ended:
             self._close(name)
@@ -194,7 +194,7 @@ class GraphService(TaskService):
 
     def end(self) -> None:
         """End all steps, and say good-bye to the other tasks."""
-        for address in [address for address, one in _here.items() if one is self]:
+        for address in [address for address, service in _here.items() if service is self]:
             del _here[address]
         with self._lock:
             self.is_closed = True
@@ -210,16 +210,16 @@ class GraphService(TaskService):
     def _session(self, peer: Requester, name: str) -> _Session:
         left: list[str] = []
         with self._lock:
-            found = self._sessions.get(name)
-            if found is None:
+            session = self._sessions.get(name)
+            if session is None:
                 if peer.name not in self._clients:
                     self._near[peer.name] = peer
                 clients = {*self._clients, *self._near}
-                left = [one.name for one in self._sessions.values() if one.client not in clients]
-                found = self._sessions[name] = _Session(self, name, peer.name)
-        for one in left:
-            self._close(one)
-        return found
+                left = [each.name for each in self._sessions.values() if each.client not in clients]
+                session = self._sessions[name] = _Session(self, name, peer.name)
+        for other in left:
+            self._close(other)
+        return session
 
     def _run_part(self, peer: Requester, request: m.RunPart) -> m.Reply:
         session = request.part.partition("/")[0]
@@ -331,19 +331,17 @@ class _Session:
                 new = request.operations[len(self._operations) - request.known :]
                 if request.known > len(self._operations):
                     raise restarted(self.service.task)
-                self._operations.update({one.name: one for one in new})
-            found = self._cuts.get(key)
-            if found is None:
-                found = self._cuts[key] = self._cut(request)
-            return found
+                self._operations.update({op.name: op for op in new})
+            if key not in self._cuts:
+                self._cuts[key] = self._cut(request)
+            return self._cuts[key]
 
     def _cut(self, request: m.Run) -> _Cut:
         service = self.service
         feeds, fetches = list(request.feeds), list(request.fetches)
         needed = pruned(self._operations, fetches, request.targets, feeds)
-        tasks = placed(
-            needed, lambda one: task_of(one, service.tasks, service.task, soft=request.soft)
-        )
+        where = service.tasks, service.task
+        tasks = placed(needed, lambda op: task_of(op, *where, soft=request.soft))
         for name, task in tasks.items() if request.log else ():
             _log.info("%s: %s", name, task)
         made = _Cut(request.fetches)
@@ -356,14 +354,8 @@ class _Session:
                 made.own_feeds = at
                 continue
             name = f"{self.name}/{number}"
-            registers[task] = m.Register(
-                part=name,
-                session=self.name,
-                operations=tuple(part.operations),
-                feeds=tuple(part.feeds),
-                fetches=tuple(part.fetches),
-                soft=request.soft,
-            )
+            lists = tuple(part.operations), tuple(part.feeds), tuple(part.fetches)
+            registers[task] = m.Register(name, self.name, *lists, request.soft)
             made.others.append((task, name, at, part.fetches))
         self._register(registers, request.timeout)
         return made
@@ -372,7 +364,7 @@ class _Session:
         """Give tasks their parts; those that are stopped are not waited for as long as others."""
         seconds = _REGISTER_SECONDS if timeout is None else timeout + _GIVE_UP_SECONDS
         until = time.monotonic() + min(_REGISTER_SECONDS, seconds)
-        pending: dict[str, Call] = {}
+        pending: dict[str, PendingCall] = {}
         try:
             for task, request in requests.items():
                 # Aborts take this connection, which also keeps the task from forgetting its parts.
@@ -401,7 +393,7 @@ class _Running:
         self._session, self._service = session, session.service
         self._cut, self._number = cut_, number
         self._peer, self._ends = peer, ends
-        self._pending: dict[str, Call] = {}
+        self._pending: dict[str, PendingCall] = {}
         self._replies: dict[str, m.Values] = {}
         self._failure: m.Failure | None = None
         self._looking = threading.Lock()
@@ -430,12 +422,11 @@ class _Running:
                 seconds = self._ends - time.monotonic()
                 self._pending[task] = service.client(task).start(request, seconds)
             if made.own is not None:
-                given = [unpack(values[k]) for k in made.own_feeds]
+                fed = [unpack(values[k]) for k in made.own_feeds]
                 functions = self._peer.functions if isinstance(self._peer, SessionClient) else None
-                found = service.run_plan(
-                    made.own, self._number, given, self._check, self._ends, functions
-                )
-                return dict(zip(made.own.fetches, found, strict=True))
+                options = self._check, self._ends, functions
+                results = service.run_plan(made.own, self._number, fed, *options)
+                return dict(zip(made.own.fetches, results, strict=True))
         except Exception as error:
             self._check_ends(str(error))
             self._fail(m.failure_of(error, service.task))
@@ -522,15 +513,19 @@ class _OtherTasks:
     service: GraphService
     number: str
     check: Callable[[Step], None]
+    """Aborts the step if another task has failed or has ended."""
     ends: float
     sources: Container[Any]
+    """The tasks that send values to this one."""
 
     def send(self, task: str, values: Mapping[str, Any]) -> None:
+        """Send values, by their keys, to another task."""
         packed = {key: sendable(key, value) for key, value in values.items()}
         delivery = m.Deliver(self.number, packed)
         self.service.client(task).send_one_way(delivery, until=self.ends)
 
     def receive(self, key: str, then: Callable[[Any], None]) -> None:
+        """Call a function with a value once another task has sent it."""
         self.service.rendezvous.receive(self.number, key, then)
 
 

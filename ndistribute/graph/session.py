@@ -209,18 +209,10 @@ class _Remote:
         known = self._known
         added = graph.get_operations()[known:] if graph.version > known else []
         new = [op.definition for op in added]
-        request = m.Run(
-            session=self._session,
-            known=known,
-            operations=tuple(new),
-            fetches=tuple(wanted),
-            targets=tuple(targets),
-            feeds=tuple(feeds),
-            values=tuple(map(sendable, feeds, feeds.values())),
-            timeout=self._timeout,
-            soft=self._soft,
-            log=self._log,
-        )
+        values = tuple(map(sendable, feeds, feeds.values()))
+        names = tuple(new), tuple(wanted), tuple(targets), tuple(feeds)
+        options = self._timeout, self._soft, self._log
+        request = m.Run(self._session, known, *names, values, *options)
         # The master ends a step that takes too long, unless it is stopped itself.
         seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
         results = map(unpack, m.values_of(self._call(request, seconds)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ndistribute.autodiff.tape import Pullback
@@ -59,22 +59,6 @@ class Resources:
         self.variables.clear()
 
 
-class Outside(Protocol):
-    """The other tasks that take part in a step."""
-
-    sources: Container[Any]
-    """Those that send values to this one."""
-
-    def send(self, task: str, values: Mapping[str, Any]) -> None:
-        """Send values, by their keys, to another task."""
-
-    def receive(self, key: str, then: Callable[[Any], None]) -> None:
-        """Call a function with a value once another task has sent it."""
-
-    def check(self, step: Step) -> None:
-        """Abort the step if another task has failed or has ended."""
-
-
 class Step:
     """One run of a plan: what its kernels need to know, and the way to end it early."""
 
@@ -84,13 +68,12 @@ class Step:
         *,
         session: str = "",
         functions: Mapping[str, Callable[..., Any]] | None = None,
-        outside: Outside | None = None,
+        outside: Any = None,
         timeout: float | None = None,
     ) -> None:
-        self.resources = resources
-        self.session = session
+        self.resources, self.session = resources, session
         self.functions = functions or {}
-        self.outside = outside
+        self.outside = outside  # The other tasks that take part; None: there are none.
         self.pullbacks: dict[str, tuple[Sequence[Any], Pullback, bool]] = {}
         """By operation: its inputs, the function that computes its gradients, if several do so."""
         self.error: BaseException | None = None

@@ -74,18 +74,12 @@ class FileWriter(EventFile):
 
     def add_graph(self, graph: Graph, global_step: int | None = None) -> None:
         """Write the operations of a graph, with their inputs and devices."""
-        self.graph(
-            (
-                op.name,
-                op.type,
-                [
-                    *(tensor.name.removesuffix(":0") for tensor in op.inputs),
-                    *(f"^{before.name}" for before in op.control_inputs),
-                ],
-                op.device,
-            )
-            for op in graph.get_operations()
-        )
+        nodes = []
+        for op in graph.get_operations():
+            inputs = [tensor.name.removesuffix(":0") for tensor in op.inputs]
+            controls = [f"^{before.name}" for before in op.control_inputs]
+            nodes.append((op.name, op.type, [*inputs, *controls], op.device))
+        self.graph(nodes)
 
     def add_summary(self, summary: Any, global_step: int | None = None) -> None:
         """Write the value of a summary that a session returned."""

@@ -85,15 +85,11 @@ class Supervisor(Coordinator):
         self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
             self.global_step = find_global_step(self.graph) if global_step is None else global_step
-            self._scaffold = scaffold = Scaffold(
-                init_op,
-                init_feed_dict,
-                None if init_fn is None else lambda _, session: init_fn(session),
-                ready_op,
-                local_init_op,
-                saver=None if saver is UNSET else saver,
-                ready_for_local_init_op=ready_for_local_init_op,
-            ).finalize()
+            start = None if init_fn is None else lambda _, session: init_fn(session)
+            ops = init_op, init_feed_dict, start, ready_op, local_init_op
+            scaffold = Scaffold(*ops, ready_for_local_init_op=ready_for_local_init_op)
+            scaffold.saver = None if saver is UNSET else saver
+            self._scaffold = scaffold.finalize()
         self.saver: Saver | None = None if saver is None else scaffold.saver
         """What saves and restores."""
         scaffold.saver = self.saver

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.graph.graph import (
-    Graph,
-    Operation,
-    Symbolic,
-    Tensor,
-    apply_named,
-    as_tensor,
-    default_session,
-    get_default_graph,
-)
+from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import within
 from ndistribute.graph.shapes import Known, Shape, narrowed
@@ -126,17 +117,16 @@ class Variable(Symbolic):
 
     def load(self, value: Any, session: Any = None) -> None:
         """Assign a value in a session now."""
-        session = session or default_session()
-        session.run(self.initializer, {self.initial_value: value})
+        self.initializer.run({self.initial_value: value}, session)
 
     def eval(self, session: Any = None) -> Any:
         """Return its value in the default session, or another one."""
-        return (session or default_session()).run(self)
+        return self.graph_element.eval(session=session)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a part of it; only the part leaves its task."""
         with self.graph.colocate_with(self.op):
-            return apply_named("getitem", (self, index), {})
+            return super().__getitem__(index)
 
     def __repr__(self) -> str:
         return f"<graph.Variable {self.name!r}, shape={self.shape}, dtype={self.dtype}>"

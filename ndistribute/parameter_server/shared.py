@@ -18,13 +18,7 @@ from ndistribute.devices import copy_to, device_of, is_gpu_array, to_host
 from ndistribute.dtypes import PORTABLE
 from ndistribute.ownership import read_only
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.variables import (
-    Cell,
-    OptimizerStep,
-    Refused,
-    Variables,
-    plan_update,
-)
+from ndistribute.parameter_server.variables import Cell, OptimizerStep, Refused, Variables
 from ndistribute.transport.codec import Array
 
 
@@ -99,7 +93,7 @@ class SharedVariables(Variables):
             if indices is None and values.shape != cell.array.shape:
                 values = np.broadcast_to(values, cell.array.shape)
             change = m.Update(name, how, values, indices)
-            made = plan_update(self, change)
+            made = self.plan_update(change)
             self.log(change)
             made()
             return cell.snapshot()
@@ -181,11 +175,8 @@ def unpacked(array: Any, dtype: str) -> Any:
 
 
 def _without_value(name: str) -> Refused:
-    return Refused(
-        f"variable {name!r} has no value: run global_variables_initializer(), or restore a "
-        "checkpoint, before you use it.",
-        "unknown",
-    )
+    why = "run global_variables_initializer(), or restore a checkpoint, before you use it."
+    return Refused(f"variable {name!r} has no value: {why}", "unknown")
 
 
 def _check_same(name: str, old: Any, value: Any, keeps_shape: bool) -> None:

@@ -104,6 +104,42 @@ class Variables:
             states.append("found" if held else "wanted" if value is None else "made")
         return made, m.Created(tuple(states))
 
+    def plan_update(self, change: m.Update) -> Planned:
+        """Return a function that writes to a variable, or refuse the change."""
+        cell, values, indices = self.cell(change.name), change.values, change.indices
+        dtype = cell.array.dtype if self.casts else values.dtype
+        check_fits(change.name, cell.array, values.shape, dtype, indices)
+        if change.how != "assign" and not _can_add(values.dtype, cell.array.dtype):
+            what = f"variable {change.name!r} of {cell.array.dtype}"
+            raise Refused(f"{what} cannot {change.how} {values.dtype}.")
+        fresh: Array | None = None
+        if indices is not None:
+            cell.open()
+            values = values.astype(cell.array.dtype, copy=False)
+        elif change.how != "assign":
+            fresh = np.empty_like(cell.array) if cell.is_shared() else None
+        elif self.adopts and values.flags.writeable:
+            fresh = values
+        elif cell.is_shared():  # Otherwise write in place, which needs no memory.
+            fresh = owned(values)
+        combine = np.add if change.how == "assign_add" else np.subtract
+
+        def make() -> Done:
+            if change.how != "assign" and indices is not None:
+                combine.at(cell.array, indices, values)
+            elif change.how != "assign":
+                total = cell.array if fresh is None else fresh
+                combine(cell.array, values, out=total, casting="unsafe")
+                cell.array = total
+            elif fresh is not None:
+                cell.array = fresh
+            else:
+                cell.array[... if indices is None else indices] = values
+            cell.version += 1
+            return Done((cell.version,))
+
+        return make
+
     def delete(self, names: Sequence[str]) -> int:
         found = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
         # A variable that is created again must have a higher version than before.
@@ -165,7 +201,7 @@ def plan(
     """Return a function that makes a client's change, or refuse the change."""
     match change:
         case m.Update():
-            return plan_update(variables, change)
+            return variables.plan_update(change)
         case Apply():
             step = OptimizerStep(variables, change)
             step.open()
@@ -175,51 +211,14 @@ def plan(
             return _plan_aggregate(variables, held, client, change)
 
 
-def plan_update(variables: Variables, change: m.Update) -> Planned:
-    """Return a function that writes to a variable, or refuse the change."""
-    cell, values, indices = variables.cell(change.name), change.values, change.indices
-    dtype = cell.array.dtype if variables.casts else values.dtype
-    check_fits(change.name, cell.array, values.shape, dtype, indices)
-    if change.how != "assign" and not _can_add(values.dtype, cell.array.dtype):
-        what = f"variable {change.name!r} of {cell.array.dtype}"
-        raise Refused(f"{what} cannot {change.how} {values.dtype}.")
-    fresh: Array | None = None
-    if indices is not None:
-        cell.open()
-        values = values.astype(cell.array.dtype, copy=False)
-    elif change.how != "assign":
-        fresh = np.empty_like(cell.array) if cell.is_shared() else None
-    elif variables.adopts and values.flags.writeable:
-        fresh = values
-    elif cell.is_shared():  # Otherwise write in place, which needs no memory.
-        fresh = owned(values)
-    combine = np.add if change.how == "assign_add" else np.subtract
-
-    def make() -> Done:
-        if change.how != "assign" and indices is not None:
-            combine.at(cell.array, indices, values)
-        elif change.how != "assign":
-            total = cell.array if fresh is None else fresh
-            combine(cell.array, values, out=total, casting="unsafe")
-            cell.array = total
-        elif fresh is not None:
-            cell.array = fresh
-        else:
-            cell.array[... if indices is None else indices] = values
-        cell.version += 1
-        return Done((cell.version,))
-
-    return make
-
-
 @functools.lru_cache(maxsize=64)
-def _can_add(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+def _can_add(added: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return False if an addition would fail while it writes, when it is in the log already."""
     try:
-        np.result_type(given, dtype)
+        np.result_type(added, dtype)
     except TypeError:
         return False
-    return kind_of(given) in "biufc" and kind_of(dtype) in "iufc"
+    return kind_of(added) in "biufc" and kind_of(dtype) in "iufc"
 
 
 def _plan_aggregate(

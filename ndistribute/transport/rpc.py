@@ -37,7 +37,7 @@ _MOST_CONNECTIONS = 4096
 _log = logging.getLogger("ndistribute")
 
 
-class Call:
+class PendingCall:
     """A request that was sent once; it has a connection for itself until its reply."""
 
     connection: Connection
@@ -106,7 +106,7 @@ class Call:
         self._client.give_back(self.connection)
 
 
-class RepeatedCall(Call):
+class RepeatedCall(PendingCall):
     """A request that is sent again after each loss of the connection, until a deadline."""
 
     def __init__(self, client: Client, request: Record, deadline: float) -> None:
@@ -240,10 +240,10 @@ class Client:
             raise self.lost(f"it did not answer within {seconds:g} s")
         return reply
 
-    def start(self, request: Record, timeout: float | None = None) -> Call:
+    def start(self, request: Record, timeout: float | None = None) -> PendingCall:
         """Send a request, whose reply the caller will wait for."""
         seconds = self._timeout if timeout is None else timeout
-        kind = RepeatedCall if self._repeats else Call
+        kind = RepeatedCall if self._repeats else PendingCall
         return kind(self, request, time.monotonic() + seconds)
 
     def send_one_way(self, *requests: Record, until: float = float("inf")) -> None:
