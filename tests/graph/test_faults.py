@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -56,25 +55,16 @@ class Endless:
 
     def run(self, tasks: Tasks, harm: Callable[[], Any], **options: Any) -> Any:
         """Do harm in the middle of a step, and return the step's error."""
-        found: list[Any] = []
         config = g.ConfigProto(**options)
         with (
             initialized(tasks, self.initialize) as other,
             g.Session(target_of(tasks), config=config) as session,
+            ThreadPoolExecutor(1) as threads,
         ):
-
-            def work() -> None:
-                try:
-                    session.run(self.step)
-                except errors.OperationError as error:
-                    found.append(error)
-
-            thread = threading.Thread(target=work)
-            thread.start()
+            run = threads.submit(session.run, self.step)
             wait_until(lambda: other.run(self.begun) == 1.0)
             harm()
-            thread.join(HANG_SECONDS)
-        return found[0] if found else None
+            return run.exception(HANG_SECONDS)
 
 
 def test_a_step_over_two_processes_and_clients_that_share_its_variables(tasks):

@@ -34,15 +34,6 @@ def test_all_tensors_of_a_step_are_of_one_batch() -> None:
     assert caught.value.op == "get_next"
 
 
-def test_the_initializer_begins_again() -> None:
-    iterator = g.DatasetIterator(NUMBERS.batch(4))
-    x, begin = iterator.get_next()["x"], iterator.initializer
-    with g.Session() as session:
-        for _ in range(2):
-            assert [session.run(x).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5]]
-            session.run(begin)
-
-
 def test_training_ends_with_the_dataset() -> None:
     x = g.DatasetIterator(NUMBERS.repeat(3).batch(2)).get_next()["x"]
     step = g.get_or_create_global_step()
@@ -69,7 +60,7 @@ def test_a_worker_takes_batches_beside_its_server() -> None:
                 session.run(update)
 
 
-def test_each_session_begins_with_the_first_batch_and_a_hook_may_begin_again() -> None:
+def test_each_session_and_initializer_begins_with_the_first_batch() -> None:
     iterator = g.DatasetIterator(NUMBERS.batch(4))
     x = iterator.get_next()["x"]
 
@@ -79,6 +70,8 @@ def test_each_session_begins_with_the_first_batch_and_a_hook_may_begin_again() -
 
     for _ in range(2):
         with g.Session() as session:
+            assert [session.run(x).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5]]
+            session.run(iterator.initializer)
             assert session.run(x).tolist() == [0, 1, 2, 3]
     g.get_or_create_global_step()
     with g.MonitoredTrainingSession(hooks=[Again()]) as monitored:

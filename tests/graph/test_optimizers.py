@@ -133,8 +133,8 @@ def test_the_gradient_of_the_loss_may_be_given_and_a_rate_may_fall_again_and_aga
     assert found == [1.0, 0.5, 0.0, 0.25, 0.0]
 
 
-def test_mistakes_say_what_to_do(session):
-    w, other = g.Variable([1.0], name="w"), g.Variable([1.0, 2.0], name="other")
+def test_an_update_of_another_shape_or_before_the_initializer_says_what_to_do(session):
+    other = g.Variable([1.0, 2.0], name="other")
     descent = optimizers.GradientDescentOptimizer(0.1)
     step = descent.apply_gradients([(g.constant([1.0]), other)])
     with pytest.raises(errors.FailedPreconditionError, match="'other' has no value"):
@@ -142,14 +142,12 @@ def test_mistakes_say_what_to_do(session):
     session.run(g.global_variables_initializer())
     with pytest.raises(errors.InvalidArgumentError, match=r"'other' has shape \(2,\).* got \(1,"):
         session.run(step)
-    assert session.run(w) == [1.0]
 
 
 @pytest.fixture
 def server() -> Iterator[nd.Server]:
-    server = nd.Server.create_local_server()
-    yield server
-    server.stop()
+    with nd.Server.create_local_server() as server:
+        yield server
 
 
 def program(needed: int, total: int | None = None, gradient: float = 1.0) -> tuple[Any, ...]:
