@@ -42,32 +42,24 @@ def digits() -> tuple[Any, Any, Any, Any]:
     return x[:1500], y[:1500], x[1500:], y[1500:]
 
 
-@pytest.mark.parametrize("kind", [GradientDescentOptimizer, nd.optimizers.SGD])
-def test_linear_regression_finds_the_least_squares_solution(kind):
-    model = est.LinearRegressor([COLUMN], optimizer=lambda: kind(0.1))
+@pytest.mark.parametrize(
+    ("kind", "weight_column"),
+    [(GradientDescentOptimizer, None), (nd.optimizers.SGD, None), (GradientDescentOptimizer, "w")],
+)
+def test_linear_regression_finds_the_least_squares_solution(kind, weight_column):
+    weights = RNG.uniform(size=64) if weight_column else np.ones(64)
     noisy = Y + RNG.standard_normal(Y.shape)
-    model.train(lambda: ({"x": X}, noisy), steps=300)
-    solution, *_ = np.linalg.lstsq(np.c_[X, np.ones(64)], noisy, rcond=None)
-    weights = model.get_variable_value("linear/linear_model/x/weights")
-    np.testing.assert_allclose(weights, solution[:3], atol=1e-6)
-    found = model.evaluate(once({"x": X}, noisy))
-    expected = np.mean(np.square(np.c_[X, np.ones(64)] @ solution - noisy))
-    assert found["average_loss"] == pytest.approx(expected, rel=1e-6)
-    assert found["label/mean"] == pytest.approx(noisy.mean())
-
-
-def test_weights_of_examples_count_in_the_loss_and_in_metrics():
-    weights = RNG.uniform(size=64)
-    noisy = Y + RNG.standard_normal(Y.shape)
-    model = est.LinearRegressor(
-        [COLUMN], weight_column="w", optimizer=GradientDescentOptimizer(0.2)
-    )
-    model.train(lambda: ({"x": X, "w": weights}, noisy), steps=400)
+    options = {"weight_column": weight_column, "optimizer": lambda: kind(0.2)}
+    model = est.LinearRegressor([COLUMN], **options)
+    model.train(lambda: ({"x": X, "w": weights}, noisy), steps=600)
     roots, rows = np.sqrt(weights)[:, None], np.c_[X, np.ones(64)]
     solution, *_ = np.linalg.lstsq(rows * roots, noisy * roots, rcond=None)
+    kernel = model.get_variable_value("linear/linear_model/x/weights")
+    np.testing.assert_allclose(kernel, solution[:3], atol=1e-6)
     found = model.evaluate(once({"x": X, "w": weights}, noisy))
     errors = np.square(rows @ solution - noisy)[:, 0]
-    assert found["average_loss"] == pytest.approx(np.average(errors, weights=weights), rel=1e-4)
+    assert found["average_loss"] == pytest.approx(np.average(errors, weights=weights), rel=1e-6)
+    assert found["label/mean"] == pytest.approx(np.average(noisy[:, 0], weights=weights))
 
 
 def test_linear_classification_of_digits_is_as_good_as_a_softmax_regression():
