@@ -32,44 +32,14 @@ def test_the_smallest_program_runs() -> None:
     server.stop()
 
 
-def test_names_of_both_generations_train() -> None:
-    tf.disable_eager_execution()
-    x = tf.placeholder(tf.float32, [None, 2])
-    w = tf.Variable(tf.zeros([2, 2]), name="w")
-    with tf.variable_scope("output"):
-        b = tf.get_variable("b", [2], initializer=tf.constant([1.0, -1.0]))
-    images = tf.reshape(x, [-1, 1, 2, 1])
-    pooled = tf.nn.max_pool(images, ksize=[1, 1, 2, 1], strides=[1, 1, 2, 1], padding="SAME")
-    logits = tf.add(tf.matmul(x, w), b)
-    labels = tf.constant([0, 1], tf.int64)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-    loss = tf.reduce_mean(losses) + 0.01 * tf.nn.l2_loss(w)
-    right = tf.equal(tf.argmax(logits, 1), labels)
-    accuracy = tf.reduce_mean(tf.cast(right, tf.float32))
-    step = tf.contrib.framework.get_or_create_global_step()
-    train = tf.train.AdamOptimizer(0.5).minimize(loss, global_step=step)
-    tf.scalar_summary("loss", loss)
-    with tf.control_dependencies([train]), tf.name_scope("after"):
-        later = tf.identity(step.read_value())
-    assert (b.name, later.name) == ("output/b:0", "after/identity:0")
-    with tf.Session(config=tf.ConfigProto(allow_soft_placement=True)) as session:
-        session.run(tf.initialize_all_variables())
-        feeds = {x: np.eye(2)}
-        assert session.run(pooled, feeds).ravel().tolist() == [1.0, 1.0]
-        assert session.run(later, feeds) == 1
-        for _ in range(30):
-            session.run(train, feeds)
-        assert session.run(accuracy, feeds) == 1.0
-        assert isinstance(session.run(tf.merge_all_summaries(), feeds), bytes)
-
-
 def test_names_of_classic_networks_compute_what_they_say() -> None:
     tf.disable_v2_behavior()
     tf.set_random_seed(3)
     x, keep = tf.placeholder(tf.float32, [None, 8]), tf.placeholder(tf.float32)
     y = tf.placeholder(tf.int64, [None])
     w = tf.get_variable("w", [8, 4], initializer=tf.truncated_normal_initializer(stddev=0.1))
-    b = tf.get_variable("b", [4], initializer=tf.constant_initializer(0.5, dtype=tf.float32))
+    with tf.variable_scope("output"):
+        b = tf.get_variable("b", [4], initializer=tf.constant_initializer(0.5, dtype=tf.float32))
     c = tf.get_variable("c", [4], initializer=tf.zeros_initializer)
     e = tf.get_variable("e", [4, 4], initializer=tf.contrib.layers.xavier_initializer(seed=1))
     hidden = tf.nn.dropout(tf.nn.relu(tf.matmul(x, w) + b + c), keep)
@@ -78,18 +48,32 @@ def test_names_of_classic_networks_compute_what_they_say() -> None:
     optimizer = tf.train.GradientDescentOptimizer(0.1)
     gradients, variables = zip(*optimizer.compute_gradients(loss), strict=True)
     clipped, norm = tf.clip_by_global_norm(gradients, 0.01)
-    train = optimizer.apply_gradients(zip(clipped, variables, strict=True))
+    step = tf.contrib.framework.get_or_create_global_step()
+    train = optimizer.apply_gradients(zip(clipped, variables, strict=True), global_step=step)
+    tf.scalar_summary("loss", loss)
+    with tf.control_dependencies([train]), tf.name_scope("after"):
+        later = tf.identity(step.read_value())
+    assert (b.name, later.name) == ("output/b:0", "after/identity:0")
+    images, whole = tf.reshape(x, [-1, 2, 4, 1]), [1, 2, 4, 1]
+    pooled = tf.nn.max_pool(images, ksize=whole, strides=whole, padding="SAME")
     right = tf.reduce_mean(tf.to_float(tf.nn.in_top_k(logits, y, 2)))
     n = tf.Variable(0)
-    with tf.Session(config=tf.ConfigProto(gpu_options=tf.GPUOptions(allow_growth=True))) as session:
-        session.run(tf.global_variables_initializer())
+    gpus = tf.GPUOptions(allow_growth=True)
+    config = tf.ConfigProto(allow_soft_placement=True, gpu_options=gpus)
+    with tf.Session(config=config) as session:
+        session.run(tf.initialize_all_variables())
         feeds = {x: np.linspace(0, 1, 40).reshape(5, 8), y: [0, 1, 2, 3, 0], keep: 1.0}
         found, scores = session.run([right, logits], feeds)
         best = np.argsort(-scores, 1)[:, :2]
         among = [target in row for target, row in zip(feeds[y], best, strict=True)]
         assert found == pytest.approx(np.mean(among))
         assert session.run(tf.global_norm(clipped), feeds) == pytest.approx(0.01)
-        assert session.run([train, norm, loss], feeds)[2].dtype == np.float32
+        assert session.run([later, norm, loss], feeds)[2].dtype == np.float32
+        assert session.run(step) == 1
+        assert isinstance(session.run(tf.merge_all_summaries(), feeds), bytes)
+        values = session.run([pooled, tf.nn.l2_loss(x)], feeds)
+        np.testing.assert_allclose(values[0].ravel(), feeds[x].max(1))
+        assert values[1] == pytest.approx(np.sum(feeds[x] ** 2) / 2)
         kept = session.run(hidden, {x: np.ones((1000, 8)), keep: 0.25})
         assert 0.2 < np.mean(kept > 0) < 0.3
         assert session.run(tf.nn.zero_fraction(tf.constant([0.0, 1.0]))) == 0.5

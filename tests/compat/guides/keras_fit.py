@@ -112,21 +112,3 @@ with strategy.scope():
     )
     eval_loss, eval_acc = replicated_model.evaluate(eval_dataset)
     np.testing.assert_allclose(eval_loss, eval_before, rtol=1e-5)
-
-# The overview of the strategies: lists as tensors, string losses and optimizers, arrays.
-with strategy.scope():
-    model = tf.keras.Sequential(
-        [
-            tf.keras.layers.Dense(
-                1, input_shape=(1,), kernel_regularizer=tf.keras.regularizers.L2(1e-4)
-            )
-        ]
-    )
-    model.compile(loss="mse", optimizer="sgd")
-
-dataset = tf.data.Dataset.from_tensors(([1.0], [1.0])).repeat(100).batch(10)
-model.fit(dataset, epochs=2)
-model.evaluate(dataset)
-inputs, targets = np.ones((100, 1)), np.ones((100, 1))
-model.fit(inputs, targets, epochs=2, batch_size=10)
-print("Done at learning rate", model.optimizer.lr.numpy())
