@@ -258,12 +258,12 @@ def test_a_variable_keeps_its_dtype_and_shape_for_all_clients(cluster, tmp_path)
                 with g.Session(graph=session.graph) as here:
                     here.run(other.initializer)
                     path = saver.save(here, tmp_path / "v")
-                for change in (
-                    lambda s=session, o=other: s.run(o.initializer),
-                    lambda s=session, saver=saver, path=path: saver.restore(s, path),
+                for change, *args in (
+                    (session.run, other.initializer),
+                    (saver.restore, session, path),
                 ):
                     with pytest.raises(errors.InvalidArgumentError) as caught:
-                        change()
+                        change(*args)
                     assert "'v' is float64 of shape (1000,)" in str(caught.value)
                     assert f"float32 of shape {other.shape}" in str(caught.value)
         np.testing.assert_array_equal(first.run(v), np.ones(1000))
