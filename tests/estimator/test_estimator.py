@@ -283,8 +283,7 @@ def test_a_training_with_variables_of_hooks_goes_on_and_keeps_its_checkpoints(tm
         model.train(inputs(12, repeated=True), steps=4, hooks=[Counting()])
     assert model.get_variable_value("global_step") == 8
     assert len(list(tmp_path.glob("model.ckpt-*"))) == 2
-    everything = est.RunConfig(save_checkpoints_steps=1, keep_checkpoint_max=0)
-    model = est.Estimator(linear, tmp_path / "all", everything, {"rate": RATE})
+    model = estimator(tmp_path / "all", save_checkpoints_steps=1, keep_checkpoint_max=0)
     model.train(inputs(12, repeated=True), steps=7)
     assert len(list((tmp_path / "all").glob("model.ckpt-*"))) == 8
 

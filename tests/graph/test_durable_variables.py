@@ -5,11 +5,13 @@ FAULTS_KILLS says how often a server is killed.
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,88 +58,83 @@ def kill_in_the_middle(tasks: Tasks, clients: list[Updates]) -> None:
     """Kill the server and start it again, each time in the middle of the clients' updates."""
     for kill in range(KILLS):
         wanted = [len(client.acknowledged) + 3 + kill % 5 for client in clients]
-        wait_until(lambda wanted=wanted: all(map(has_made, clients, wanted)))
+        made = [client.acknowledged for client in clients]
+        wait_until(lambda made=made, wanted=wanted: all(map(operator.ge, map(len, made), wanted)))
         tasks.kill("ps", 0)
         tasks.start("ps", 0)
 
 
-def has_made(client: Updates, updates: int) -> bool:
-    return len(client.acknowledged) >= updates
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tasks]:
+    """Start a server that keeps each change, and one for a worker; use a new graph."""
+    kept = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_SNAPSHOT_SECONDS": "0.3"}
+    with Tasks(1, 1, chief=False, **kept, NDISTRIBUTE_DURABILITY="log") as tasks:
+        monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
+        tasks.start_all()
+        with g.Graph().as_default():
+            yield tasks
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_loses_no_acknowledged_update(tmp_path, monkeypatch):
-    kept = {
-        "NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path),
-        "NDISTRIBUTE_SNAPSHOT_SECONDS": "0.3",
-        "NDISTRIBUTE_DURABILITY": "log",
-    }
-    with Tasks(1, 1, chief=False, **kept) as tasks, g.Graph().as_default() as graph:
-        monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
-        with g.device(PS):
-            number = g.placeholder(np.int64, [])
-            added = g.Variable(np.zeros(MARKS, np.float32), name="added")
-            descended = g.Variable(np.zeros(MARKS, np.float32), name="descended")
-            steps = g.Variable(np.int64(0), trainable=False, name="steps")
-            add = added.assign_add(one_hot(number)).op
-        optimizer = g.MomentumOptimizer(-1.0, 0.0)
-        descend = optimizer.apply_gradients([(one_hot(number), descended)], steps)
-        initialize = g.global_variables_initializer()
-        tasks.start_all()
-        targets = {job: f"grpc://{tasks.cluster[job][0]}" for job in ("ps", "worker")}
-        with g.Session(targets["worker"]) as session:
-            wait_until(lambda: reaches(session, initialize))
-        clients = [
-            Updates(targets["ps"], graph, add, number),
-            Updates(targets["worker"], graph, descend, number),
-        ]
-        threads = [threading.Thread(target=client.run) for client in clients]
-        for thread in threads:
-            thread.start()
+def test_a_server_that_is_killed_loses_no_acknowledged_update(tasks):
+    with g.device(PS):
+        number = g.placeholder(np.int64, [])
+        added = g.Variable(np.zeros(MARKS, np.float32), name="added")
+        descended = g.Variable(np.zeros(MARKS, np.float32), name="descended")
+        steps = g.Variable(np.int64(0), trainable=False, name="steps")
+        add = added.assign_add(one_hot(number)).op
+    optimizer = g.MomentumOptimizer(-1.0, 0.0)
+    descend = optimizer.apply_gradients([(one_hot(number), descended)], steps)
+    initialize = g.global_variables_initializer()
+    targets = {job: f"grpc://{tasks.cluster[job][0]}" for job in ("ps", "worker")}
+    with g.Session(targets["worker"]) as session:
+        wait_until(lambda: reaches(session, initialize))
+    clients = [
+        Updates(targets["ps"], number.graph, add, number),
+        Updates(targets["worker"], number.graph, descend, number),
+    ]
+    with ThreadPoolExecutor() as threads:
+        runs = [threads.submit(client.run) for client in clients]
         try:
             kill_in_the_middle(tasks, clients)
         finally:
             for client in clients:
                 client.is_over.set()
-            for thread in threads:
-                thread.join(HANG_SECONDS)
-        with g.Session(targets["ps"]) as session:
-            wait_until(lambda: reaches(session, steps.value().op))
-        with g.Session(targets["ps"]) as session:
-            count = session.run(steps)
-            for client, variable in zip(clients, (added, descended), strict=True):
-                marks = session.run(variable)
-                lost = [k for k in client.acknowledged if marks[k] != 1]
-                if "FAULTS_KILLS" in os.environ:
-                    made = f"{len(client.acknowledged)} of {client.begun} updates"
-                    sys.stdout.write(f"{KILLS} kills, {made} acknowledged, {len(lost)} lost\n")
-                assert not lost
-                assert marks.max() == 1
-                assert not marks[client.begun :].any()
-            assert len(clients[1].acknowledged) <= count <= clients[1].begun
+        for run in runs:
+            run.result(HANG_SECONDS)
+    with g.Session(targets["ps"]) as session:
+        wait_until(lambda: reaches(session, steps.value().op))
+    with g.Session(targets["ps"]) as session:
+        count = session.run(steps)
+        for client, variable in zip(clients, (added, descended), strict=True):
+            marks = session.run(variable)
+            lost = [k for k in client.acknowledged if marks[k] != 1]
+            if "FAULTS_KILLS" in os.environ:
+                made = f"{len(client.acknowledged)} of {client.begun} updates"
+                sys.stdout.write(f"{KILLS} kills, {made} acknowledged, {len(lost)} lost\n")
+            assert not lost
+            assert marks.max() == 1
+            assert not marks[client.begun :].any()
+        assert len(clients[1].acknowledged) <= count <= clients[1].begun
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_with_the_variables_of_a_killed_server(tmp_path, monkeypatch):
-    kept = {"NDISTRIBUTE_SNAPSHOT_DIR": str(tmp_path), "NDISTRIBUTE_DURABILITY": "log"}
-    with Tasks(1, 1, chief=False, **kept) as tasks, g.Graph().as_default():
-        monkeypatch.setenv("NDISTRIBUTE_SECRET", tasks.environ["NDISTRIBUTE_SECRET"])
-        with g.device(PS):
-            w = g.Variable(np.random.default_rng().standard_normal(3), name="w")
-            steps = g.get_or_create_global_step()
-            count = g.AdamOptimizer(0.1).minimize(np.sum(w * w), steps)
-        tasks.start_all()
-        with g.MonitoredTrainingSession(f"grpc://{tasks.cluster['worker'][0]}") as session:
-            for made in range(1, 13):
-                session.run(count)
-                reached = session.run(steps)
-                assert reached >= made
-                if made % 5 == 0:
-                    before = session.run(w)
-                    tasks.kill("ps", 0)
-                    tasks.start("ps", 0)
-                    np.testing.assert_array_equal(session.run(w), before)
-                    assert session.run(steps) == reached
+def test_a_training_goes_on_with_the_variables_of_a_killed_server(tasks):
+    with g.device(PS):
+        w = g.Variable(np.random.default_rng().standard_normal(3), name="w")
+        steps = g.get_or_create_global_step()
+        count = g.AdamOptimizer(0.1).minimize(np.sum(w * w), steps)
+    with g.MonitoredTrainingSession(f"grpc://{tasks.cluster['worker'][0]}") as session:
+        for made in range(1, 13):
+            session.run(count)
+            reached = session.run(steps)
+            assert reached >= made
+            if made % 5 == 0:
+                before = session.run(w)
+                tasks.kill("ps", 0)
+                tasks.start("ps", 0)
+                np.testing.assert_array_equal(session.run(w), before)
+                assert session.run(steps) == reached
 
 
 @pytest.fixture
