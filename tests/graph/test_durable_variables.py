@@ -5,7 +5,6 @@ FAULTS_KILLS says how often a server is killed.
 
 from __future__ import annotations
 
-import operator
 import os
 import shutil
 import sys
@@ -58,10 +57,13 @@ def kill_in_the_middle(tasks: Tasks, clients: list[Updates]) -> None:
     """Kill the server and start it again, each time in the middle of the clients' updates."""
     for kill in range(KILLS):
         wanted = [len(client.acknowledged) + 3 + kill % 5 for client in clients]
-        made = [client.acknowledged for client in clients]
-        wait_until(lambda made=made, wanted=wanted: all(map(operator.ge, map(len, made), wanted)))
+        wait_until(lambda wanted=wanted: all(map(has_made, clients, wanted)))
         tasks.kill("ps", 0)
         tasks.start("ps", 0)
+
+
+def has_made(client: Updates, updates: int) -> bool:
+    return len(client.acknowledged) >= updates
 
 
 @pytest.fixture
