@@ -11,6 +11,7 @@ import pytest
 from tests.jobs.launched import lasting, read_pids, real_mpi, run, started
 
 SHOW_SECRET = "print(os.environ.get('NDISTRIBUTE_SECRET'))"
+LOSE_ANOTHER = "if rank == 0:\n    raise WorkerLostError('rank 1 is gone')"
 PRINT_FOREVER = """
 if rank == 1:
     sys.exit(3)
@@ -23,21 +24,9 @@ while True:
 @pytest.mark.parametrize(
     ("options", "text", "code", "out", "err"),
     [
-        (
-            "-n 2",
-            "if rank == 0:\n    sys.exit(7)\nwait()",
-            7,
-            "",
-            "rank 0 failed first (exit code 7)",
-        ),
+        ("-n 2", "rank == 0 and sys.exit(7)\nwait()", 7, "", "rank 0 failed first (exit code 7)"),
         # All ranks lost each other.
-        (
-            "-n 2",
-            "if rank == 0:\n    raise WorkerLostError('rank 1 is gone')",
-            1,
-            "",
-            "rank 0 failed first (exit code 1)",
-        ),
+        ("-n 2", LOSE_ANOTHER, 1, "", "rank 0 failed first (exit code 1)"),
         # A rank that never stops printing does not hide that another failed.
         ("-n 3", PRINT_FOREVER, 3, None, "rank 1 failed first (exit code 3)"),
         ("-n 2 --timeout 0.5", "wait()", 124, "", "run: stopped after --timeout 0.5 s.\n"),
@@ -182,6 +171,7 @@ wait()
         assert lasting(orphans) == []
 
 
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 WAYS = [
     pytest.param("-n 2", id="here"),
     pytest.param("--hosts far:1,farther:1", id="other hosts"),
@@ -203,13 +193,7 @@ def test_no_rank_outlives_the_launcher(script, fake_ssh, way):
     ("way", "failing", "code", "said"),
     [
         ("-n 2", "os.kill(os.getpid(), signal.SIGSEGV)", 139, ["(signal 11)"]),
-        pytest.param(
-            "--mpi -n 2",
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            137,
-            ["(signal 9)"],
-            marks=real_mpi,
-        ),
+        pytest.param("--mpi -n 2", KILLED, 137, ["(signal 9)"], marks=real_mpi),
         (
             "--hosts far:1,farther:1",
             "raise ValueError('boo')",
