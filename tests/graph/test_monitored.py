@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute import errors
+from ndistribute import errors, event_files
 from ndistribute import graph as g
 from ndistribute.graph import hooks, monitored, summary
 from tests.graph.conftest import PS
@@ -116,7 +116,7 @@ def test_files_are_closed_when_a_hook_fails_at_the_end(tmp_path):
         s.run(step)
     assert counting._writer is not None
     with pytest.raises(ValueError, match="closed"):
-        counting._writer.add_summary(b"", 1)
+        counting._writer.add_summary(event_files.scalar("late", 1.0), 1)
 
 
 def test_none_for_both_of_two_intervals_writes_nothing(tmp_path):
