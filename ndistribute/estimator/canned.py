@@ -42,7 +42,7 @@ class LinearRegressor(Estimator):
     >>> column = nd.estimator.feature_column.numeric_column("x")
     >>> model = LinearRegressor([column], optimizer=nd.graph.AdagradOptimizer(1.0))
     >>> trained = model.train(lambda: ({"x": x}, 3 * x - 1), steps=400)
-    >>> [one["predictions"].round(1) for one in model.predict(lambda: {"x": x[:2]})]
+    >>> [each["predictions"].round(1) for each in model.predict(lambda: {"x": x[:2]})]
     [array([-1.], dtype=float32), array([2.], dtype=float32)]
     """
 

@@ -57,7 +57,7 @@ class Estimator:
     >>> x = np.array([[1.0, 0.0], [0.0, 1.0]])
     >>> estimator.train(lambda: (x, x @ [[2.0], [3.0]]), steps=200).latest_checkpoint() is not None
     True
-    >>> [one["y"].round(2) for one in estimator.predict(lambda: x)]
+    >>> [each["y"].round(2) for each in estimator.predict(lambda: x)]
     [array([2.]), array([3.])]
     """
 

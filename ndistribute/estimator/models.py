@@ -48,7 +48,7 @@ def model_to_estimator(
     >>> estimator = model_to_estimator(model)
     >>> x = np.array([[0.0], [1.0]], np.float32)
     >>> trained = estimator.train(lambda: (x, 2 * x + 1), steps=200)
-    >>> [one["predictions"].round(1) for one in estimator.predict(lambda: x)]
+    >>> [each["predictions"].round(1) for each in estimator.predict(lambda: x)]
     [array([1.], dtype=float32), array([3.], dtype=float32)]
     """
     if not isinstance(keras_model, Model) or keras_model.loss is None:

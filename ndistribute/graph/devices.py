@@ -73,7 +73,7 @@ def replica_device_setter(
     >>> with device(replica_device_setter(ps_tasks=2, worker_device="/job:worker/task:0")):
     ...     variables = [Variable(0.0) for _ in range(3)]
     ...     total = variables[0] + variables[1]
-    >>> [one.device for one in variables], total.device
+    >>> [each.device for each in variables], total.device
     (['/job:ps/task:0', '/job:ps/task:1', '/job:ps/task:0'], '/job:worker/task:0')
     """
     job = parse_device(ps_device).get("job")
@@ -112,7 +112,7 @@ class GreedyLoadBalancingStrategy:
     >>> balanced = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
     >>> with device(replica_device_setter(2, ps_strategy=balanced)):
     ...     variables = [Variable(np.zeros(n)) for n in (9, 3, 3, 3, 1)]
-    >>> [one.device for one in variables]
+    >>> [each.device for each in variables]
     ['/job:ps/task:0', '/job:ps/task:1', '/job:ps/task:1', '/job:ps/task:1', '/job:ps/task:0']
     """
 

@@ -64,7 +64,7 @@ class ExponentialMovingAverage:
                         self._averages[value] = self._made(value)
                 average, rate = self._averages[value], 1.0 - decay
                 if self.zero_debias and not isinstance(value, Variable):
-                    rate = self._rate(average, decay, rate)
+                    rate = self._rate(average, rate)
                 changes.append(average.assign_sub((average - value) * rate))
         return group(*changes, name=self.name)
 
@@ -97,7 +97,7 @@ class ExponentialMovingAverage:
         with get_default_graph().name_scope(None):
             return Variable(initial, trainable=False, name=self.average_name(value))
 
-    def _rate(self, average: Variable, decay: Any, rate: Any) -> Tensor:
+    def _rate(self, average: Variable, rate: Any) -> Tensor:
         """Return the part of a tensor's value in its average after this update."""
         with get_default_graph().control_dependencies(None):
             weight = Variable(np.float64(0.0), trainable=False, name=f"{average.op.name}/weight")

@@ -288,8 +288,8 @@ class _Cut:
     """A step that was placed and cut: the part of each task."""
 
     fetches: tuple[str, ...]
-    own: Plan | None = None
-    own_feeds: list[int] = field(default_factory=list)  # Positions among the feeds of the step.
+    here: Plan | None = None
+    feeds_here: list[int] = field(default_factory=list)  # Positions among the feeds of the step.
     others: list[tuple[str, str, list[int], list[str]]] = field(default_factory=list)
     """Of the other tasks: the task, its part, the positions of its feeds, and its fetches."""
 
@@ -350,8 +350,8 @@ class _Session:
         for task, part in cut(needed, tasks, fetches, feeds).items():
             at = [feeds.index(name) for name in part.feeds]
             if task == service.task:
-                made.own = Plan(part.operations, part.feeds, part.fetches, request.soft)
-                made.own_feeds = at
+                made.here = Plan(part.operations, part.feeds, part.fetches, request.soft)
+                made.feeds_here = at
                 continue
             name = f"{self.name}/{number}"
             lists = tuple(part.operations), tuple(part.feeds), tuple(part.fetches)
@@ -421,12 +421,12 @@ class _Running:
                 request = m.RunPart(part, self._number, tuple(values[k] for k in feeds))
                 seconds = self._ends - time.monotonic()
                 self._pending[task] = service.client(task).start(request, seconds)
-            if made.own is not None:
-                fed = [unpack(values[k]) for k in made.own_feeds]
+            if made.here is not None:
+                fed = [unpack(values[k]) for k in made.feeds_here]
                 functions = self._peer.functions if isinstance(self._peer, SessionClient) else None
                 options = self._check, self._ends, functions
-                results = service.run_plan(made.own, self._number, fed, *options)
-                return dict(zip(made.own.fetches, results, strict=True))
+                results = service.run_plan(made.here, self._number, fed, *options)
+                return dict(zip(made.here.fetches, results, strict=True))
         except Exception as error:
             self._check_ends(str(error))
             self._fail(m.failure_of(error, service.task))

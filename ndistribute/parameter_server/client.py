@@ -154,8 +154,8 @@ class _WriteBuffer:
         running = self._running
         sent: dict[int, list[tuple[m.Change, m.Mark]]] = defaultdict(list)
         for some, mark, _ in buffered:
-            for i, own in some.items():
-                sent[i] += [(change, mark) for change in own]
+            for i, held in some.items():
+                sent[i] += [(change, mark) for change in held]
         orders = {}
         for i, pairs in sent.items():
             changes, marks = zip(*pairs, strict=True)
@@ -334,7 +334,7 @@ class Servers:
 
     def create(self, initial: Mapping[int, Sequence[tuple[str, Array]]]) -> None:
         """Create variables with names and values, except those that exist."""
-        asked = {i: tuple(_described(*one) for one in some) for i, some in initial.items()}
+        asked = {i: tuple(_described(*new) for new in some) for i, some in initial.items()}
         wanted = {}
         for i, reply in self.ask({i: m.Create(some) for i, some in asked.items()}).items():
             sent = tuple(

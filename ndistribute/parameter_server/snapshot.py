@@ -301,8 +301,8 @@ class Disk:
         return self._directory / f"{self._stem}.{number:06d}.log"
 
     def _log_paths(self) -> dict[int, Path]:
-        found = self._directory.glob(f"{self._stem}.*.log")
-        return {int(n): path for path in found if (n := path.name.split(".")[-2]).isdecimal()}
+        files = self._directory.glob(f"{self._stem}.*.log")
+        return {int(n): path for path in files if (n := path.name.split(".")[-2]).isdecimal()}
 
 
 def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, int]]:
@@ -322,8 +322,8 @@ def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, 
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = data[: len(_MARK)]
         start = len(_MARK) if begin == _MARK else 0
-        while start and (found := _request_at(memoryview(data), start, checksum)):
-            control, buffers, start, checksum = found
+        while start and (request := _request_at(memoryview(data), start, checksum)):
+            control, buffers, start, checksum = request
             yield decoder.decode(control, buffers), checksum
         if start == size:
             return

@@ -145,8 +145,8 @@ class Store:
                 applied.attempts[sequence] = max(attempt, applied.attempts.get(sequence, 1))
                 return m.Marks(tuple(applied.last.get(sequence, {}).values()))
             case m.Read(items):
-                found = [self.variables.read(item) for item in items]
-                return m.Values(tuple(v for v, _ in found), tuple(array for _, array in found))
+                read = [self.variables.read(item) for item in items]
+                return m.Values(tuple(v for v, _ in read), tuple(array for _, array in read))
             case m.Create(wanted):
                 made, reply = self.variables.plan(wanted)
                 if made:

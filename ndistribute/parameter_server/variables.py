@@ -141,10 +141,10 @@ class Variables:
         return make
 
     def delete(self, names: Sequence[str]) -> int:
-        found = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
+        deleted = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
         # A variable that is created again must have a higher version than before.
-        self.floor = max([self.floor, *(cell.version for cell in found)])
-        return len(found)
+        self.floor = max([self.floor, *(cell.version for cell in deleted)])
+        return len(deleted)
 
     def read(self, item: m.Item) -> tuple[int, Array | None]:
         """Return the version, and a copy of the rows, or the whole value if it is newer."""
@@ -173,11 +173,11 @@ def check_fits(
 def check_indices(name: str, array: Array, indices: Array) -> None:
     """Refuse indices that are not valid row numbers of the array."""
     if not array.ndim or indices.ndim != 1 or indices.dtype.kind not in "iu":
-        given = f"got {indices.dtype} of shape {indices.shape}"
-        raise Refused(f"rows of {name!r} {array.shape} need integers of one dimension, {given}.")
+        got = f"got {indices.dtype} of shape {indices.shape}"
+        raise Refused(f"rows of {name!r} {array.shape} need integers of one dimension, {got}.")
     if len(indices) and not (indices.min() >= 0 and indices.max() < len(array)):
-        given = f"got indices {indices.min()} to {indices.max()}"
-        raise Refused(f"{name!r} has rows 0 to {len(array) - 1}, {given}.")
+        got = f"got indices {indices.min()} to {indices.max()}"
+        raise Refused(f"{name!r} has rows 0 to {len(array) - 1}, {got}.")
 
 
 def owned(array: Array) -> Array:
@@ -318,17 +318,17 @@ class Aggregation:
         """Collect for a step, and drop what was collected."""
         self.step, self.contributors = step, set()
 
-    def check(self, given: Apply, at_step: int) -> None:
+    def check(self, change: Apply, at_step: int) -> None:
         """Refuse gradients of other shapes or dtypes than the first ones of the step."""
         if at_step != self.step or not self.contributors:
             return
         first = {name: _kind_of(parts[0]) for name, parts in self.sums.items()}
-        these = dict(zip(given.names, map(_kind_of, given.gradients), strict=True))
+        these = dict(zip(change.names, map(_kind_of, change.gradients), strict=True))
         if these != first:
             unlike = sorted(these.items() ^ first.items())
             raise Refused(f"gradients for step {self.step} are unlike the first ones in {unlike}.")
 
-    def add(self, client: str, given: Apply, at_step: int) -> bool:
+    def add(self, client: str, change: Apply, at_step: int) -> bool:
         """Add checked gradients; return False if they are late or the client's second ones."""
         if at_step < self.step or (at_step == self.step and client in self.contributors):
             return False
@@ -336,7 +336,7 @@ class Aggregation:
             self.begin(at_step)
         self.sums = {
             name: _added(self.sums.get(name, []), gradient, first=not self.contributors)
-            for name, gradient in zip(given.names, given.gradients, strict=True)
+            for name, gradient in zip(change.names, change.gradients, strict=True)
         }
         self.contributors.add(client)
         return True
