@@ -103,7 +103,7 @@ def between_processes(
     size: int, way: str, call: str, compared: bool = True, wire_dtype: str | None = None
 ) -> Iterator[Prepared]:
     """Sum by a backend of ours; an update is that of an optimizer, which leaves the total alone."""
-    from ndistribute.collective.backend import Call
+    from ndistribute.collective.backend import Call, Update
     from ndistribute.collective.reduce_op import ReduceOp
 
     if not compared:
@@ -124,7 +124,7 @@ def between_processes(
                 total[start:stop] = part
 
         def step(keep: bool = False) -> None:
-            chosen.reduce_update(made, [gradient], ReduceOp.SUM, lambda: keep, update)
+            chosen.reduce_update(made, [gradient], ReduceOp.SUM, Update(lambda: keep, update))
 
         step(keep=True)
         yield Prepared(step, check(total, chosen.size))

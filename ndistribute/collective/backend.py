@@ -25,10 +25,6 @@ Arrays = Sequence[Array]
 Begin = Callable[[], Any]
 Combine = Callable[[Sequence[Any]], T]
 
-Update = Callable[[Any, int, int, int, Array], None]
-"""Called as ``update(prepared, leaf, start, stop, total)`` with a reduced range of a leaf that this
-replica owns; it may change `total`."""
-
 
 class Call(NamedTuple):
     """A collective call of one replica; the calls of all replicas must agree.
@@ -70,6 +66,19 @@ class Call(NamedTuple):
         return f"{what} for {self.purpose}" if self.purpose else what
 
 
+class Update(NamedTuple):
+    """What is done with reduced arrays.
+
+    Args:
+        begin: called once in each process, when all of its replicas are in the call.
+        apply: called as ``apply(prepared, leaf, start, stop, total)`` with the result of `begin`
+            and a reduced range of a leaf that this replica owns; it may change `total`.
+    """
+
+    begin: Begin
+    apply: Callable[[Any, int, int, int, Array], None]
+
+
 class Backend(Protocol):
     """The collectives of one replica over flat buffers.
 
@@ -91,14 +100,11 @@ class Backend(Protocol):
     def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
         """Reduce each input over all replicas into the output of the same index, on all of them."""
 
-    def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
-    ) -> Any:
-        """Reduce, and call `update` on each replica with the ranges of the result that it owns.
+    def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
+        """Reduce, and apply the update on each replica to the ranges of the result that it owns.
 
-        `begin` runs once in each process, when all of its replicas are in this call. Its result
-        is passed to every `update` and returned. No replica of a process returns before all updates
-        of that process are done.
+        Return the result of its `begin`. No replica of a process returns before all updates of that
+        process are done.
         """
 
     def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:

@@ -12,12 +12,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, Signature, Update
+from ndistribute.collective.backend import Arrays, Backend, Call, Combine, Signature, T, Update
 from ndistribute.collective.reduce_op import ReduceOp, reduce_rows, result_dtype
 from ndistribute.collective.step_tracker import StepTracker
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
@@ -25,8 +25,6 @@ from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.transport.buffers import ReusedMemory
-
-T = TypeVar("T")
 
 # The allocator reuses the memory of smaller results.
 SMALL_BYTES = 128 * 1024
@@ -226,30 +224,27 @@ class Communicator:
             return self._backend.merge(call, value, combine)
 
     def reduce_update(
-        self, op: Any, arrays: Arrays, begin: Begin, update: Update, *, everywhere: bool = True
+        self, op: Any, arrays: Arrays, update: Update, *, everywhere: bool = True
     ) -> Any:
-        """Reduce arrays, and call `update` with the ranges of the totals that this replica owns.
+        """Reduce arrays, and update with the ranges of the totals that this replica owns.
 
         Unlike an all-reduce, it does not copy the totals to all replicas.
 
         Args:
             op: the reduction.
             arrays: arrays of the same shapes and dtypes on all replicas.
-            begin: called once in each process before the first update.
-            update: called as ``update(prepared, leaf, start, stop, total)`` with the result of
-                `begin` and with the total of the elements ``[start, stop)`` of the flattened
-                array number `leaf`; it may change `total`.
+            update: applied to the totals of ranges of the flattened arrays.
             everywhere: True: reduce over all replicas; False: over those of this process.
 
         Returns:
-            The result of `begin`.
+            The result of the update's `begin`.
         """
         op = ReduceOp.parse(op)
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
         # Error messages name the method that users call.
         with self._numbered("apply_gradients", op.name, signature) as call:
-            return backend.reduce_update(call, inputs, op, begin, update)
+            return backend.reduce_update(call, inputs, op, update)
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates, among the replicas of its memory."""

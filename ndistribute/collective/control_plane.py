@@ -307,8 +307,8 @@ class ControlPlane:
                     continue
                 what = f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
                 check = f"Check that all {self.size} processes were started with the same secret,"
-                text = f"{what}{self.star.obstacles} {check} and that they can reach worker 0 at"
-                text = f"{text} {info.first}."
+                reach = f"and that they can reach worker 0 at {info.first}."
+                text = f"{what}{self.star.obstacles} {check} {reach}"
                 raise errors.CollectiveTimeoutError(text, rank=error.rank, op="start") from error
         self._members = [json.loads(text) for text in members]
         self.star.stop_accepting()

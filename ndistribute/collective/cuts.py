@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ndistribute.collective.backend import Arrays, Begin, Call, Update
+from ndistribute.collective.backend import Arrays, Call, Update
 from ndistribute.timeline import span
 
 # The total and the variable that it updates stay in a core's second-level cache.
@@ -65,14 +65,12 @@ def blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + block, stop)) for first in range(start, stop, block))
 
 
-def update_in_blocks(
-    call: Call, inputs: Arrays, totals: Arrays, begin: Begin, update: Update
-) -> Any:
-    """Call `update` with complete totals, in the inputs' dtypes; return the result of `begin`."""
+def update_in_blocks(call: Call, inputs: Arrays, totals: Arrays, update: Update) -> Any:
+    """Apply an update to complete totals, in the inputs' dtypes; return the result of `begin`."""
     with span("update", call.title):
-        prepared = begin()
+        prepared = update.begin()
         for leaf, (array, total) in enumerate(zip(inputs, totals, strict=True)):
             for start, stop in blocks(0, total.size, _UPDATE_ELEMENTS):
                 part = total[start:stop].astype(array.dtype, copy=False)
-                update(prepared, leaf, start, stop, part)
+                update.apply(prepared, leaf, start, stop, part)
     return prepared

@@ -20,6 +20,7 @@ from ndistribute.stream import write_to
 from ndistribute.timeline import span
 
 Sums = Callable[[tuple[LeafKey, ...]], list[Array]]
+Reduced = tuple[list[Array], Any]  # The totals, and what `begin` returned.
 
 # A sum and the variable that it updates fit into a core's second-level cache.
 BLOCK_BYTES = 256 * 1024
@@ -69,19 +70,17 @@ class _TwoLevelBackend(Backend):
             narrow = total.astype(result_dtype(op, output.dtype), copy=False)
             write_to(output, copy_to(narrow, self.device))
 
-    def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
-    ) -> Any:
+    def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         """Reduce in each group, then over the groups, and update the part of this replica."""
         try:
-            totals, prepared = self._reduce(call, inputs, op, begin)
-            # Owners in several memories read the same total, and `update` may change it.
+            totals, prepared = self._reduce(call, inputs, op, update.begin)
+            # Owners in several memories read the same total, and the update may change it.
             read_by_others = self.owners < self._readers
             with span("update", call.title):
                 for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
                     dtype = result_dtype(op, inputs[leaf].dtype)
                     total = totals[leaf][part].astype(dtype, copy=read_by_others)
-                    update(prepared, leaf, part.start, part.stop, total)
+                    update.apply(prepared, leaf, part.start, part.stop, total)
             self._inside.merge(call, None, lambda _: None)
             return prepared
         except BaseException as error:
@@ -101,9 +100,7 @@ class _TwoLevelBackend(Backend):
     def abort(self, cause: BaseException) -> None:
         self._inside.abort(cause)  # This involves no other group.
 
-    def _reduce(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin
-    ) -> tuple[list[Array], Any]:
+    def _reduce(self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin) -> Reduced:
         """Return the totals, valid until the next call, and the result of `begin`."""
         raise NotImplementedError
 
@@ -145,9 +142,7 @@ class ReplicaLevelBackend(_TwoLevelBackend):
         alone = self._readers == 1
         return [copy_to(rows if alone else rows.copy(), self.device) for rows in joined]
 
-    def _reduce(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin
-    ) -> tuple[list[Array], Any]:
+    def _reduce(self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin) -> Reduced:
         arrays = [to_host(array) for array in inputs]
         leaves = _leaves(op, arrays)
 
@@ -202,9 +197,7 @@ class HostLevelBackend(_TwoLevelBackend):
         for level in self._levels:
             level.close()
 
-    def _reduce(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin
-    ) -> tuple[list[Array], Any]:
+    def _reduce(self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin) -> Reduced:
         sums = self._sums(_leaves(op, inputs))
         wide = [a.astype(into.dtype, copy=False) for a, into in zip(inputs, sums, strict=True)]
         self._inside.all_reduce(call, wide, sums, _summed(op))

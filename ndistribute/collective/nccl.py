@@ -201,16 +201,14 @@ class NcclBackend(Backend):
                 complete()
         return prepared
 
-    def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
-    ) -> Any:
+    def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         """Reduce; each replica updates the whole copy on its GPU."""
         with self._stream.use():
             totals = [array_namespace(source).empty_like(source) for source in inputs]
-            prepared = self.all_reduce(call, inputs, totals, op, begin)
+            prepared = self.all_reduce(call, inputs, totals, op, update.begin)
             with span("update", call.title):
                 for leaf, total in enumerate(totals):
-                    update(prepared, leaf, 0, total.size, total)
+                    update.apply(prepared, leaf, 0, total.size, total)
         self.merge(call, None, lambda _: None)
         return prepared
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
+from ndistribute.collective.backend import Arrays, Backend, Call, LeafKey, Update
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
 from ndistribute.collective.cuts import update_in_blocks
@@ -78,9 +78,7 @@ class RingBackend(Backend):
         with self._begin(call) as runner:
             self._reduce(runner, inputs, outputs, op)
 
-    def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
-    ) -> Any:
+    def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         """Reduce everything, then update all of it, because this process owns all of its copies."""
         with self._begin(call) as runner:
             layout, buckets = self._reduce(runner, inputs, [None] * len(inputs), op)
@@ -88,7 +86,7 @@ class RingBackend(Backend):
             for packed, bucket in zip(layout, buckets, strict=True):
                 for leaf, place in packed.places.items():
                     totals[leaf] = bucket.target[place]
-            return update_in_blocks(call, inputs, totals, begin, update)
+            return update_in_blocks(call, inputs, totals, update)
 
     def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         """Exchange the numbers of rows, then send the rows around the ring."""
@@ -185,7 +183,7 @@ class RingBackend(Backend):
         """Send the chunks of all ranks around the ring; `lengths` has their elements per array."""
         chunks = [(each, flat.itemsize) for each, flat in zip(lengths, flats, strict=True)]
         moves = plan_gather(self.rank, chunks, self._block_bytes)
-        runner.run(moves, [Bucket(flat, flat) for flat in flats])
+        runner.run(moves, [Bucket(flat, flat) for flat in flats], ReduceOp.SUM)
 
 
 class Packed(NamedTuple):
@@ -237,9 +235,7 @@ class Runner:
         if error is not None:
             self._peers.abort(error)
 
-    def run(
-        self, moves: Sequence[Move], buckets: Sequence[Bucket], op: ReduceOp = ReduceOp.SUM
-    ) -> None:
+    def run(self, moves: Sequence[Move], buckets: Sequence[Bucket], op: ReduceOp) -> None:
         """Execute the moves in order, and start messages of later moves early.
 
         Without moves, the ranks still compare their calls.

@@ -7,6 +7,7 @@ memory, and uses memory only where it was written, so it is never mapped again.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import json
@@ -16,6 +17,7 @@ import os
 import platform
 import resource
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +28,6 @@ import numpy as np
 from ndistribute.blas import cores
 from ndistribute.collective.backend import Call
 from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
-from ndistribute.collective.futex import Futex
 from ndistribute.collective.headers import HEADER_BYTES, compare_headers, encode_header
 from ndistribute.devices import Array
 from ndistribute.errors import DistributeError
@@ -52,6 +53,19 @@ _CHECK_SECONDS = 0.05
 _ORDERED = {"x86_64", "amd64", "i386", "i686"}
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, missing in the module mmap.
+
+# Linux's futex wakes sleeping processes: the locks of Python and of the C library either do not
+# reach other processes, or need an owner that lives. Where the number of its system call is
+# unknown, a process wakes up regularly instead.
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_NUMBER = _NUMBERS.get(platform.machine()) if sys.maxsize > 1 << 32 else None
+_WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
+_SLEEP_SECONDS = 1e-3  # Where nobody can wake this process.
+
+_call = ctypes.CDLL(None).syscall
+_word, _time = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_long * 2)
+_call.argtypes = [ctypes.c_long, _word, ctypes.c_int, ctypes.c_uint32, _time]
+_call.restype = ctypes.c_long
 
 
 class Segment:
@@ -226,6 +240,34 @@ class Segment:
         self._memory = self._futex = self._awaited = None
         self._buckets = np.empty((self.size, 0), np.uint8)
         self._counters, self._headers = [], []
+
+
+class Futex:
+    """A count of wake-ups, at an offset in shared memory.
+
+    A process sleeps until another one changes the count.
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._count = ctypes.c_uint32.from_buffer(memory, offset)
+
+    @property
+    def count(self) -> int:
+        return self._count.value
+
+    def sleep(self, count: int, seconds: float) -> None:
+        """Sleep for less than a second until a wake-up, unless the count is another one already."""
+        if _NUMBER is None:
+            time.sleep(min(seconds, _SLEEP_SECONDS))
+            return
+        left = (ctypes.c_long * 2)(0, int(seconds * 1e9))
+        _call(_NUMBER, self._count, _WAIT, count, left)
+
+    def wake(self) -> None:
+        """Wake all processes that sleep."""
+        self._count.value += 1  # Several processes may do so at once: any other number will do.
+        if _NUMBER is not None:
+            _call(_NUMBER, self._count, _WAKE, _ALL, None)
 
 
 def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap.mmap:

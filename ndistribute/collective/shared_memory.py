@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, LeafKey, Update
+from ndistribute.collective.backend import Arrays, Backend, Call, LeafKey, Update
 from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.cuts import blocks, owned_ranges, update_in_blocks
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
@@ -104,9 +104,7 @@ class SharedMemoryBackend(Backend):
                             terms = [mine, everyone[1]] if self.rank == 0 else [everyone[0], mine]
                         reduce_arrays(op, terms, out=outputs[leaf][part])
 
-    def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
-    ) -> Any:
+    def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         """Reduce and update; two processes add each block where they update it.
 
         All data of the others is there before the first update, so a failure of another process
@@ -115,7 +113,7 @@ class SharedMemoryBackend(Backend):
         with self:
             if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
                 totals = self._sum(call, inputs, op)
-                return update_in_blocks(call, inputs, totals, begin, update)
+                return update_in_blocks(call, inputs, totals, update)
             everyone, lends = self._show_whole(call, inputs)
             rest = [leaf for leaf, terms in enumerate(everyone) if not terms]
             if rest:
@@ -123,7 +121,7 @@ class SharedMemoryBackend(Backend):
                 for leaf, total in zip(rest, totals, strict=True):
                     everyone[leaf] = [total]
             with span("update", call.title):
-                prepared = begin()
+                prepared = update.begin()
                 for leaf, terms in enumerate(everyone):
                     block = BLOCK_BYTES // terms[0].itemsize
                     scratch = np.empty_like(terms[0][:block])
@@ -132,7 +130,7 @@ class SharedMemoryBackend(Backend):
                         if len(terms) > 1:
                             parts = [term[start:stop] for term in terms]
                             total = reduce_arrays(op, parts, out=scratch[: stop - start])
-                        update(prepared, leaf, start, stop, total)
+                        update.apply(prepared, leaf, start, stop, total)
             if len(rest) < len(inputs):
                 # A failure from here on does not undo the update; recovery must know that.
                 where = self._peers.where

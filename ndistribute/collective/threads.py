@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ndistribute.collective.backend import Arrays, Backend, Begin, Call, Combine, T, Update
+from ndistribute.collective.backend import Arrays, Backend, Call, Combine, T, Update
 from ndistribute.collective.cuts import blocks, owned_ranges
 from ndistribute.collective.headers import check_calls
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
@@ -259,13 +259,11 @@ class ThreadBackend(Backend):
                     target[...] = total
 
     @recorded(lambda prepared, self, call, *_: ("update", call.title))
-    def reduce_update(
-        self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin, update: Update
-    ) -> Any:
+    def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         """Reduce the owned ranges in blocks, and update each block while it is in the cache."""
 
         def combine(everyone: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-            return everyone, begin()
+            return everyone, update.begin()
 
         everyone, prepared = self.merge(call, inputs, combine)
         scratch: dict[Any, Array] = {}
@@ -275,7 +273,7 @@ class ThreadBackend(Backend):
             if key not in scratch:  # Reused by the next block.
                 scratch[key] = array_namespace(terms[0]).empty(terms[0].size, terms[0].dtype)
             total = reduce_arrays(op, terms, out=scratch[key])
-            update(prepared, leaf, part.start, part.stop, total)
+            update.apply(prepared, leaf, part.start, part.stop, total)
         self._meet_again(call)
         return prepared
 

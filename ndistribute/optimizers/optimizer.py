@@ -19,6 +19,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import numpy as np
 
 from ndistribute import update_rules
+from ndistribute.collective.backend import Update
 from ndistribute.context import current_frame, told_apart
 from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
@@ -373,13 +374,9 @@ class Optimizer(Explaining, Shown):
                 update_rules.update_block(self.rule, parts, copy_to(total, device), rate)
 
         # Summed gradients take part in the call too, but only the owner's own are used.
-        copies, rate = communicator.reduce_update(
-            "sum",
-            [gradients[i] for i in dense],
-            lambda: self._open(variables),
-            update,
-            everywhere=not summed,
-        )
+        terms = [gradients[i] for i in dense]
+        step = Update(lambda: self._open(variables), update)
+        copies, rate = communicator.reduce_update("sum", terms, step, everywhere=not summed)
         if not sparse and not shards:
             return
         for index in shards:

@@ -66,9 +66,5 @@ def sendable(value: object) -> str:
     return str(value)[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
-_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
-    "rank": int,
-    "op": sendable,
-    "sequence": int,
-    "task": sendable,
-}
+_Convert = Callable[[Any], Any]
+_ATTRIBUTES: dict[str, _Convert] = {"rank": int, "op": sendable, "sequence": int, "task": sendable}

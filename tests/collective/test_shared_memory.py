@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ndistribute.collective import futex, segment
+from ndistribute.collective import segment
 from ndistribute.collective.backend import Call
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.collective.shared_memory import (
@@ -287,14 +287,14 @@ def test_of_many_who_wait_for_one_each_is_woken_once():
 
 def check_unknown_system_call(rank, size):
     group_backend()
-    native, futex._NUMBER = futex._NUMBER, None
+    native, segment._NUMBER = segment._NUMBER, None
     try:
         for call in range(size):
             if rank == call:
                 time.sleep(0.01)  # It computes.
             (total,) = all_reduced(group_backend(), [noise(rank, 3)])
     finally:
-        futex._NUMBER = native
+        segment._NUMBER = native
     return digest([total])
 
 

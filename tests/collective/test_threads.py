@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ndistribute as nd
 from ndistribute import tree
 from ndistribute.collective import threads
-from ndistribute.collective.backend import Call
+from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.communicator import SMALL_BYTES as SMALL_OUTPUT
 from ndistribute.collective.communicator import Outputs
 from ndistribute.collective.threads import BLOCK_BYTES, SMALL_BYTES, Meeting, Rendezvous
@@ -198,7 +198,7 @@ def test_reduce_update_touches_every_element_once(strategy, sizes):
 
     def step():
         arrays = [np.arange(size) + float(rank()) for size in sizes]
-        return context().communicator.reduce_update("sum", arrays, lambda: "ready", update)
+        return context().communicator.reduce_update("sum", arrays, Update(lambda: "ready", update))
 
     count = strategy.num_replicas_in_sync
     assert set(strategy.local_results(strategy.run(step))) == {"ready"}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ndistribute.cluster import MPIClusterResolver
-from ndistribute.collective.backend import Call
+from ndistribute.collective.backend import Call, Update
 from ndistribute.collective.bootstrap import info_from_addresses, info_from_exchange
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.control_plane import ControlPlane
@@ -89,7 +89,7 @@ def reduced_in_place(backend, arrays, op=ReduceOp.SUM):
 
 def reduce_updated(backend, arrays, op, prepare=lambda: None, update=lambda *_: None):
     call = call_of("reduce_update", op.name, arrays)
-    return backend.reduce_update(call, arrays, op, prepare, update)
+    return backend.reduce_update(call, arrays, op, Update(prepare, update))
 
 
 def all_gathered(backend, arrays):

@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 import ndistribute as nd
+from ndistribute.collective.backend import Update
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.devices import to_host
 from tests.gpu.imitation.module import imitated_gpus
@@ -86,7 +87,7 @@ def updates(rank, size):
             total[...] = 0
 
         own = [here(a) for a in (everyone[communicator.rank], np.ones(3, "f2"))]
-        assert communicator.reduce_update("mean", own, prepare, update) == "ready"
+        assert communicator.reduce_update("mean", own, Update(prepare, update)) == "ready"
         return given
 
     results = step(rank, body)
@@ -162,7 +163,7 @@ def failing_prepare(rank, size, odd):
 
     def body(communicator):
         own = [here(np.ones(3))]
-        communicator.reduce_update("sum", own, prepare, lambda *_: None)
+        communicator.reduce_update("sum", own, Update(prepare, lambda *_: None))
         communicator.all_reduce("sum", own)
 
     step(rank, body)
