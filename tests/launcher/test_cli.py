@@ -15,46 +15,36 @@ from ndistribute.launcher.commands import Host
 from ndistribute.launcher.launch import JobOptions
 from tests.jobs.launched import ROOT
 
-HERE = Host("localhost", 2)
+HERE, FAR = Host("localhost", 2), [Host("a", 2), Host("b", 1)]
+
+
+LIMITED = {"port": 4000, "max_restarts": 2, "log_dir": Path("d"), "timeout": 5.0}
+DURABLE = {"snapshot_dir": Path("d"), "snapshot_seconds": 5.0, "durable": True}
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "script", "hosts", "options"),
     [
+        ("-n 2 -- x.py", "x.py", [HERE], {}),
+        ("-n 2 --mpi -m package -x", "-m package -x", [HERE], {"mpi": True}),
+        ("-n 3 --hosts a:2,b:2 --max-restarts 2 x.py", "x.py", FAR, {"max_restarts": 2}),
+        ("--hostfile hosts x.py -n 9", "x.py -n 9", FAR, {}),
+        ("-n 2 --log-dir d --timeout 5 --max-restarts 2 --port 4000 x", "x", [HERE], LIMITED),
+        ("--workers 2 --ps 3 --chief x.py", "x.py", [HERE], {"servers": 3, "chief": True}),
         (
-            "-n 3 --hosts a:2,b:2 --max-restarts 2 --log-dir d --timeout 5 --port 4000 x.py -n 9",
-            JobOptions(
-                ("x.py", "-n", "9"),
-                (Host("a", 2), Host("b", 1)),
-                port=4000,
-                max_restarts=2,
-                log_dir=Path("d"),
-                timeout=5.0,
-            ),
+            "--workers 2 --ps 1 --snapshot-dir d --snapshot-seconds 5 --durable x",
+            "x",
+            [HERE],
+            {"servers": 1, **DURABLE},
         ),
-        ("-n 2 --mpi -m package -x", JobOptions(("-m", "package", "-x"), (HERE,), mpi=True)),
-        ("-n 2 -- x.py", JobOptions(("x.py",), (HERE,))),
-        (
-            "--workers 2 --ps 3 --chief --snapshot-dir d --snapshot-seconds 5 --durable x.py",
-            JobOptions(
-                ("x.py",),
-                (HERE,),
-                servers=3,
-                chief=True,
-                snapshot_dir=Path("d"),
-                snapshot_seconds=5.0,
-                durable=True,
-            ),
-        ),
-        ("--hostfile hosts x.py", JobOptions(("x.py",), (Host("a", 2), Host("b", 1)))),
     ],
 )
-def test_the_options_of_a_job(tmp_path, monkeypatch, text, expected):
+def test_the_options_of_a_job(tmp_path, monkeypatch, text, script, hosts, options):
     (tmp_path / "hosts").write_text("a slots=2\nb\n")
     monkeypatch.chdir(tmp_path)
     job = cli.job_options(cli.parser().parse_args(["run", *text.split()]))
-    assert job == expected
-    assert job.is_local == (job.hosts == (HERE,))
+    assert job == JobOptions(tuple(script.split()), tuple(hosts), **options)
+    assert job.is_local == (hosts == [HERE])
 
 
 @pytest.mark.parametrize(
