@@ -12,15 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.blas import cores
-from ndistribute.launcher import reaper
-from ndistribute.launcher.commands import (
-    Host,
-    assign,
-    is_this_machine,
-    parse_hosts,
-    remote_script,
-    ssh_command,
-)
+from ndistribute.launcher import commands, reaper
+from ndistribute.launcher.commands import Host, assign, parse_hosts, ssh_command
 from tests.jobs.launched import lasting, run, started
 from tests.processes import HANG_SECONDS
 
@@ -66,8 +59,8 @@ def test_malformed_hosts_are_named():
 def test_a_name_alone_takes_one_process_and_this_machine_is_known_by_its_names():
     assert parse_hosts("me@a,[::1]:2") == [Host("me@a", 1), Host("[::1]", 2)]
     for name in ("localhost", "127.0.0.1", "[::1]", socket.gethostname()):
-        assert is_this_machine(name)
-    assert not is_this_machine("elsewhere.example")
+        assert commands.is_this_machine(name)
+    assert not commands.is_this_machine("elsewhere.example")
 
 
 SHOW = """
@@ -109,7 +102,7 @@ def test_a_job_runs_on_other_hosts_in_the_same_folder(script, tmp_path, fake_ssh
 
 
 def test_an_order_to_end_that_arrives_with_the_script_is_heeded():
-    script = remote_script(["/bin/sleep", "1000"], {}, {}, 1).encode()
+    script = commands.remote_script(["/bin/sleep", "1000"], {}, {}, 1).encode()
     command = ["/bin/sh", "-c", ssh_command("far", 60)[-1]]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         os.write(process.stdin.fileno(), script + reaper.ASK)

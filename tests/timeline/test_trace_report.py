@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndistribute import trace_report
-from ndistribute.trace_report import (
-    UNTRACED,
-    Event,
-    Trace,
-    calls,
-    exclusive,
-    lateness,
-    merged,
-    offsets,
-    shares,
-)
+from ndistribute.trace_report import Event, Trace, exclusive, lateness, offsets
 
 STEP = 10_000.0
 
@@ -61,7 +51,7 @@ def test_a_span_does_not_count_what_stands_in_it():
         Event("compute", "", 120, 130, 1),
         Event("compute", "", 0, 50, 2),
     ]
-    expected = {"update": 70, "wait": 20, "pack": 10, UNTRACED: 20, "compute": 60}
+    expected = {"update": 70, "wait": 20, "pack": 10, trace_report.UNTRACED: 20, "compute": 60}
     assert exclusive(events) == expected
 
 
@@ -76,7 +66,7 @@ def test_shares_add_up_to_the_time_between_the_first_and_the_last_event(spans):
         own = [event for event in events if event.thread == thread]
         whole += max(event.end for event in own) - min(event.start for event in own)
     assert sum(exclusive(events).values()) == pytest.approx(whole)
-    assert sum(shares(events).values()) == pytest.approx(1 if whole else 0)
+    assert sum(trace_report.shares(events).values()) == pytest.approx(1 if whole else 0)
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=5), st.randoms(use_true_random=False))
@@ -121,7 +111,7 @@ def test_titles_that_come_back_in_each_step_are_told_apart():
             spans.append(Event(name, "all_reduce #1", start + at, start + at + 5, 1))
             spans.append(Event(name, "all_reduce #2", start + at + 2, start + at + 8, 2))
         spans.append(Event("wait", "broadcast #1", start + 60, start + 65, 1))
-    found = calls(spans)
+    found = trace_report.calls(spans)
     assert len(found) == 3 * 2
     assert found["all_reduce #1", 2] == (110, 135)
     assert found["all_reduce #2", 2] == (112, 138)
@@ -131,7 +121,7 @@ def test_a_process_has_come_when_the_last_of_its_replicas_has():
     spans = [Event("compute", "", 0, 50, thread) for thread in (1, 2)]
     spans += [Event("wait", "all_reduce #1", 10, 40, 1), Event("wait", "all_reduce #1", 30, 41, 2)]
     spans.append(Event("pack", "all_reduce #1", 31, 32, 3))
-    assert calls(spans) == {("all_reduce #1", 1): (30, 41)}
+    assert trace_report.calls(spans) == {("all_reduce #1", 1): (30, 41)}
 
 
 def test_the_late_rank_is_named_with_what_it_costs():
@@ -191,7 +181,7 @@ def test_ranks_in_step_are_not_blamed_and_the_wire_is():
 
 
 def test_merged_times_start_at_zero_and_put_a_call_of_all_ranks_at_one_place():
-    entries = merged(job([STEP, STEP / 2], skews=[0, 7e8]))["traceEvents"]
+    entries = trace_report.merged(job([STEP, STEP / 2], skews=[0, 7e8]))["traceEvents"]
     spans = [entry for entry in entries if entry["ph"] == "X"]
     assert min(entry["ts"] for entry in spans) == 0
     left = [
