@@ -105,29 +105,22 @@ def test_a_network_fits_what_no_linear_model_can():
 
 def test_words_are_classified_by_embeddings_and_by_weights():
     words = np.array([["good", "film"], ["bad", "film"], ["fine", ""], ["bad", "awful"]] * 4)
-    labels = np.array(["yes", "no", "yes", "no"] * 4)
-    column = fc.categorical_column_with_vocabulary_list(
-        "words", ["good", "bad", "fine", "awful", "film"]
-    )
-    embedded = fc.embedding_column(column, 4)
-    for model in (
-        est.LinearClassifier([column], label_vocabulary=["no", "yes"]),
-        est.DNNClassifier(
-            [8],
-            [embedded],
-            label_vocabulary=["no", "yes"],
-            optimizer=AdamOptimizer(0.05),
-            config=SEEDED,
-        ),
-    ):
+    labels, answers = np.array(["yes", "no", "yes", "no"] * 4), ["no", "yes"]
+    vocabulary = ["good", "bad", "fine", "awful", "film"]
+    column = fc.categorical_column_with_vocabulary_list("words", vocabulary)
+    columns = [fc.embedding_column(column, 4)]
+    options = {"optimizer": AdamOptimizer(0.05), "config": SEEDED}
+    models = [
+        est.LinearClassifier([column], label_vocabulary=answers),
+        est.DNNClassifier([8], columns, label_vocabulary=answers, **options),
+    ]
+    asked = {"words": np.array([["good", ""], ["awful", "film"]])}
+    for model in models:
         model.train(lambda: ({"words": words}, labels), steps=100)
         found = model.evaluate(once({"words": words}, labels))
         assert (found["accuracy"], found["precision"], found["recall"]) == (1, 1, 1)
-        asked = {"words": np.array([["good", ""], ["awful", "film"]])}
-        assert [one["classes"][0] for one in model.predict(lambda asked=asked: asked)] == [
-            "yes",
-            "no",
-        ]
+        predicted = [one["classes"][0] for one in model.predict(lambda: asked)]
+        assert predicted == ["yes", "no"]
 
 
 def test_replicas_train_a_network_with_embeddings_as_one_process_does(tmp_path):
