@@ -80,9 +80,7 @@ class IndexedSlices:
         return IndexedSlices(values, indices, self.dense_shape)
 
     def __repr__(self) -> str:
-        return (
-            f"IndexedSlices(indices={self.indices}, shape={self.dense_shape}, dtype={self.dtype})"
-        )
+        return f"IndexedSlices(indices={self.indices}, shape={self.shape}, dtype={self.dtype})"
 
 
 def dense(gradient: Any) -> Any:

@@ -88,9 +88,7 @@ def _explained(init: Callable[..., None]) -> Any:
                 raise
             kind, name = type(self), unknown[1]
             inits = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
-            known = dict.fromkeys(
-                each for one in inits for each in inspect.signature(one).parameters
-            )
+            known = {each: None for init in inits for each in inspect.signature(init).parameters}
             near = [f"use {each}" for each in difflib.get_close_matches(name, known, 1)]
             hint = [_INSTEAD[name]] if name in _INSTEAD else near or [f"see help({kind.__name__})"]
             raise TypeError(f"{kind.__name__} takes no argument {name!r}: {hint[0]}.") from error

@@ -32,9 +32,8 @@ def all_reduce(graph: Any, communicator: Any, op: Any, value: Any, options: Any)
 
         def backward(gradients: Arrays) -> Arrays:
             # A replica needs no other one's array: it learns how many have a zero, or the extreme.
-            marks = [
-                np.equal(x, 0 if is_product else y) for x, y in zip(inputs, results, strict=True)
-            ]
+            both = zip(inputs, results, strict=True)
+            marks = [np.equal(x, 0 if is_product else y) for x, y in both]
             told = [mark.astype(g.dtype) for mark, g in zip(marks, gradients, strict=True)]
             sent = [*gradients, *told]
             summed = all_reduce(graph, communicator, ReduceOp.SUM, sent, options)

@@ -45,11 +45,8 @@ def single(tensors: Any) -> Node:
 def slices(tensors: Any) -> Node:
     """Return a node of the rows of a nest of arrays."""
     columns = read_only(as_element(tensors))
-    length = elements.leading_length(
-        tree.flatten(columns),
-        "from_tensor_slices",
-        "Check the arrays, or use from_tensors for one element.",
-    )
+    remedy = "Check the arrays, or use from_tensors for one element."
+    length = elements.leading_length(tree.flatten(columns), "from_tensor_slices", remedy)
     node = _of_rows("from_tensor_slices", Rows.of(columns, length), _like(columns, 1))
     return dataclasses.replace(node, arrays=tuple(tree.flatten(columns)))
 

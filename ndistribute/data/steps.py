@@ -154,11 +154,9 @@ def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[Step]:
             leaves = tree.flatten(batch)
             length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             pieces = replica_slices(length, topology.replica_counts, topology.worker_index)
-            placed = list(zip(pieces, topology.devices, strict=True))
+            pairs = list(zip(pieces, topology.devices, strict=True))
             # On the CPU these are views.
-            parts = [
-                PerReplica([copy_to(leaf[piece], at) for piece, at in placed]) for leaf in leaves
-            ]
+            parts = [PerReplica([copy_to(leaf[rows], at) for rows, at in pairs]) for leaf in leaves]
             value = tree.unflatten(batch, parts)
             begins = compares and number == position.batches + 1
             first = _note_of(leaves, digest=loads) if begins else None
@@ -196,9 +194,8 @@ def _deal(
         reached = {shard: position for shard, position, _ in dealt}
         pieces = [piece for *_, piece in dealt]
         if missing := len(devices) - len(pieces):
-            leading_length(
-                tree.flatten(pieces[0]), "distribute_datasets_from_function", COMPLETE_IT
-            )
+            leaves = tree.flatten(pieces[0])
+            leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
             pieces += [tree.map_leaves(lambda leaf: leaf[:0], pieces[0])] * missing
         placed = [
             tree.map_leaves(lambda leaf, device=device: copy_to(leaf, device), piece)

@@ -178,11 +178,8 @@ class Checkpoint:
             by_all(self.strategy, encode)
             generators = contents.generators_of(self.strategy)
         seed: Any = current_seed()
-        random = {
-            "entropy": str(seed.entropy),
-            "children": seed.n_children_spawned,
-            "generators": generators,
-        }
+        random = {"entropy": str(seed.entropy), "children": seed.n_children_spawned}
+        random["generators"] = generators
         inputs = {
             path: contents.encoded(part.input_spec, path, tensors) for path, part in self._layers()
         }

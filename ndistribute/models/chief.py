@@ -7,6 +7,7 @@ see the steps in the order in which they end.
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +24,8 @@ _STEPS_AHEAD = 32  # For each worker.
 def schedules_steps(strategy: Any) -> bool:
     """Return True on the chief of a cluster of parameter servers and workers."""
     resolver = strategy.cluster_resolver
-    return (
-        hasattr(type(strategy), "servers")
-        and resolver is not None
-        and (resolver.task_type == "chief")
-    )
+    is_chief = resolver is not None and resolver.task_type == "chief"
+    return is_chief and hasattr(type(strategy), "servers")
 
 
 class Chief:
@@ -62,12 +60,8 @@ class Chief:
         model.optimizer.build(model.position.trained)
         self._model = model
         self._coordinator = ClusterCoordinator(strategy)
-        repeated = data.repeat()
-        self._batches = iter(
-            self._coordinator.create_per_worker_dataset(
-                lambda: strategy.distribute_dataset(repeated)
-            )
-        )
+        distribute = functools.partial(strategy.distribute_dataset, data.repeat())
+        self._batches = iter(self._coordinator.create_per_worker_dataset(distribute))
 
         def step(batches: Any, rate: float | None) -> None:
             if rate is not None:  # The worker has the model as it was at the first step.

@@ -49,9 +49,8 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
 def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set[str]:
     """Return the names below some paths, but not below others."""
     inside, outside = (tuple(f"{path}/" for path in each) for each in (paths, but))
-    return {
-        one for one in names if f"{one}/".startswith(inside) and not f"{one}/".startswith(outside)
-    }
+    under = {name for name in names if f"{name}/".startswith(inside)}
+    return {name for name in under if not f"{name}/".startswith(outside)}
 
 
 def encoded(state: Any, path: str, tensors: dict[str, Any]) -> Any:

@@ -174,6 +174,5 @@ class _Reader:
         return found
 
 
-_OBJECTS: dict[str, Any] = {
-    kind.__name__: kind for kind in (*initializers.NAMED.values(), *regularizers.NAMED.values())
-}
+_KINDS: tuple[Any, ...] = (*initializers.NAMED.values(), *regularizers.NAMED.values())
+_OBJECTS = {kind.__name__: kind for kind in _KINDS}

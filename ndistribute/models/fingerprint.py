@@ -53,11 +53,8 @@ def _text(value: Any) -> str:
     else:
         text, code = re.sub(_OWN_NAMES, "", repr(value)), getattr(value, "__code__", None)
         return f"{text} of code {_checksum(code)}" if isinstance(code, CodeType) else text
-    texts = [
-        f"{name.lstrip('_')}={_text(argument)}"
-        for name, argument in config.items()
-        if name != "name"
-    ]
+    config.pop("name", None)
+    texts = [f"{name.lstrip('_')}={_text(argument)}" for name, argument in config.items()]
     return f"{type(value).__name__}({', '.join(texts)})"
 
 

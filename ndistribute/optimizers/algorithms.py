@@ -309,11 +309,8 @@ class RMSpropRule(Rule):
     @property
     def slot_names(self) -> tuple[str, ...]:
         """The names of the means, and of the velocity with momentum."""
-        return (
-            "square",
-            *(("mean",) if self.centered else ()),
-            *(("momentum",) if self.momentum else ()),
-        )
+        kept = {"square": True, "mean": self.centered, "momentum": self.momentum}
+        return tuple(name for name, is_kept in kept.items() if is_kept)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
         """Update the means and subtract the scaled ratio, in place."""

@@ -168,11 +168,8 @@ class Optimizer(Explaining, Shown):
     @property
     def slots(self) -> dict[Variable, dict[str, Variable]]:
         """The slots of each trained variable, by name, once the optimizer is built."""
-        names = self.rule.slot_names
-        return {
-            variable: dict(zip(names, slots, strict=True))
-            for variable, slots in self._slots.items()
-        }
+        names, slots_of = self.rule.slot_names, self._slots.items()
+        return {variable: dict(zip(names, slots, strict=True)) for variable, slots in slots_of}
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the optimizer's own variables; otherwise the first `apply_gradients` does.

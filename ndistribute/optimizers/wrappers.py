@@ -211,11 +211,8 @@ class LossScale(_Wrapper):
         """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
         pairs = list(grads_and_vars)
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        gradients = [
-            map_values(lambda array: widened(as_array(array)), gradient)
-            for gradient, _ in pairs
-            if gradient is not None
-        ]
+        given = [gradient for gradient, _ in pairs if gradient is not None]
+        gradients = [map_values(lambda array: widened(as_array(array)), each) for each in given]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
             gradients = sum_over(replica, gradients, variables)  # So all replicas decide alike.
@@ -228,9 +225,8 @@ class LossScale(_Wrapper):
             self._states[me] = max(1.0, scale / 2), 0
             return
         unscaled = [map_values(lambda array: array / scale, gradient) for gradient in gradients]
-        self.inner.apply_gradients(
-            zip(unscaled, variables, strict=True), skip_gradients_aggregation=True
-        )
+        scaled_back = zip(unscaled, variables, strict=True)
+        self.inner.apply_gradients(scaled_back, skip_gradients_aggregation=True)
         grows = steps + 1 == self._growth_steps
         self._states[me] = (2 * scale, 0) if grows else (scale, steps + 1)
 

@@ -242,10 +242,8 @@ class ShardedVariable(MirroredVariable):
         contexts = strategy.replica_contexts
         self.home_of = list(range(len(contexts)))
         self._cuts = [self.cut(context.replica_id_in_sync_group) for context in contexts]
-        self._cells = [
-            Cell(array[cut], context.device)
-            for cut, context in zip(self._cuts, contexts, strict=True)
-        ]
+        pairs = zip(self._cuts, contexts, strict=True)
+        self._cells = [Cell(array[cut], context.device) for cut, context in pairs]
 
     def cut(self, rank: int) -> tuple[slice, ...]:
         """Return the index of a replica's shard in the whole."""
@@ -326,9 +324,8 @@ def sharded_variable(
     ...     strategy.local_results(strategy.run(lambda: w + 0)), w.numpy()
     ((array([0., 1., 2.]), array([3., 4., 5.])), array([0., 1., 2., 3., 4., 5.]))
     """
-    policy = replace(
-        VariablePolicy.parse(name, True, "auto", "none"), shard_axis=operator.index(axis)
-    )
+    policy = VariablePolicy.parse(name, True, "auto", "none")
+    policy = replace(policy, shard_axis=operator.index(axis))
     made: Variable = create_variable(initial_value, dtype, policy)
     return made
 

@@ -139,11 +139,8 @@ class ServedVariable(Variable):
 
     def _read_rows(self, rows: Array) -> Array:
         """Return some rows from the servers; `rows` must be rising and unique."""
-        asked = [
-            (shard, Item(shard.place.name, rows=own))
-            for shard, (_, own) in zip(self.cached, self.shards.locate(rows), strict=True)
-            if len(own)
-        ]
+        pairs = zip(self.cached, self.shards.locate(rows), strict=True)
+        asked = [(shard, Item(shard.place.name, rows=at)) for shard, (_, at) in pairs if len(at)]
         if not asked:
             return np.empty((0, *self.shape[1:]), self.dtype)
         answers = self._strategy.copies.ask(asked)

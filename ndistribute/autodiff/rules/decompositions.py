@@ -107,9 +107,8 @@ def _linspace(
     xp = array_namespace(*(getattr(end, "value", end) for end in (start, stop)))
     shares = xp.arange(num) / max(1, num - bool(endpoint))
     shares = shares.reshape(-1, *(1,) * max(np.ndim(start), np.ndim(stop)))
-    return np.moveaxis(
-        start + (stop - start) * shares.astype(np.result_type(start, stop, 1.0)), 0, axis
-    )
+    points = start + (stop - start) * shares.astype(np.result_type(start, stop, 1.0))
+    return np.moveaxis(points, 0, axis)
 
 
 def _full_like(a: Value, fill_value: Value, dtype: Any = None, **kwargs: Any) -> Value:
@@ -127,10 +126,8 @@ def _tensordot(a: Value, b: Value, axes: Any = 2) -> Value:
     shape_a, shape_b = np.shape(a), np.shape(b)
     if isinstance(axes, int):
         axes = (range(len(shape_a) - axes, len(shape_a)), range(axes))
-    first, second = (
-        [int(axis) % ndim for axis in np.ravel(one)]
-        for one, ndim in zip(axes, (len(shape_a), len(shape_b)), strict=True)
-    )
+    pairs = zip(axes, (len(shape_a), len(shape_b)), strict=True)
+    first, second = ([int(axis) % ndim for axis in np.ravel(some)] for some, ndim in pairs)
     lengths = [shape_a[axis] for axis in first]
     if lengths != [shape_b[axis] for axis in second]:
         return NotImplemented

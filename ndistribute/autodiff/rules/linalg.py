@@ -162,18 +162,15 @@ def _without_ellipsis(formula: str, operands: Sequence[Any]) -> str:
     free = "".join(sorted(set(string.ascii_letters) - set(formula)))
     inputs, arrow, output = formula.partition("->")
     terms = inputs.split(",")
-    counts = [
-        np.ndim(x) - len(term) + 3 if "..." in term else 0
-        for term, x in zip(terms, operands, strict=True)
-    ]
+    pairs = zip(terms, operands, strict=True)
+    counts = [np.ndim(x) - len(term) + 3 if "..." in term else 0 for term, x in pairs]
     # Broadcasting aligns axes from the last one.
     most = max(counts)
     letters = free[:most]
     terms = [t.replace("...", letters[most - n :]) for t, n in zip(terms, counts, strict=True)]
     if not arrow:
-        output = "..." + "".join(
-            sorted(c for c in set(inputs) - {",", "."} if inputs.count(c) == 1)
-        )
+        once = sorted(c for c in set(inputs) - {",", "."} if inputs.count(c) == 1)
+        output = "..." + "".join(once)
     return ",".join(terms) + "->" + output.replace("...", letters)
 
 
@@ -203,9 +200,7 @@ def _fft(function: Callable[..., Array]) -> Callable[..., Vjp]:
 
     def maker(out: Array, a: Array, n: Any = None, axis: int = -1, norm: Any = None) -> Vjp:
         shape, dtype = a.shape, a.dtype
-        return lambda g: unbroadcast(
-            _resized(function(g, axis=axis, norm=norm), shape), shape, dtype
-        )
+        return lambda g: unbroadcast(_resized(function(g, None, axis, norm), shape), shape, dtype)
 
     return maker
 

@@ -80,9 +80,8 @@ class SparseGradient:
         length, rest = self.shape[0], self.shape[1:]
         flat = [np.where(index < 0, index + length, index).reshape(-1) for index, *_ in self.parts]
         # A reshape to -1 rows is undefined if the rows are empty.
-        values = [
-            part[1].reshape(len(index), *rest) for index, part in zip(flat, self.parts, strict=True)
-        ]
+        pairs = zip(flat, self.parts, strict=True)
+        values = [part[1].reshape(len(index), *rest) for index, part in pairs]
         return IndexedSlices(np.concatenate(values), np.concatenate(flat), self.shape)
 
 
@@ -412,9 +411,7 @@ def _sort(out: Array, a: Array, axis: Any = -1, *args: Any, **kwargs: Any) -> Vj
 
     def vjp(g: Array) -> Array:
         # Stable, so that the order of the gradients of equal elements is fixed.
-        source, target = (
-            np.argsort(one.reshape(shape), axis=along, kind="stable") for one in (a, out)
-        )
+        source, target = (np.argsort(x.reshape(shape), axis=along, kind="stable") for x in (a, out))
         back = np.argsort(source, axis=along)
         ordered = np.take_along_axis(g, target, along)
         return np.take_along_axis(ordered, back, along).reshape(a.shape)

@@ -314,9 +314,8 @@ class Layer(Explaining):
         def build(_: Any = None) -> None:
             if self.built:
                 return
-            self._refuse_uncalled(
-                name for name, attribute in vars(self).items() if attribute is not None
-            )
+            attributes = vars(self).items()
+            self._refuse_uncalled(name for name, value in attributes if value is not None)
             self._builds = True
             try:
                 self.build(tree.map_leaves(np.shape, args[0]) if args else None)

@@ -198,11 +198,8 @@ def _conv2d(
     def of_kernel(g: Array, out: Array | None) -> Array:
         return columns.product(lambda rows: after.part(g, rows), weights, out)
 
-    return y.astype(dtype, copy=False), [
-        of_x,
-        KernelRule(of_kernel, kernel, weights),
-        after.of_bias,
-    ]
+    rule_of_kernel = KernelRule(of_kernel, kernel, weights)
+    return y.astype(dtype, copy=False), [of_x, rule_of_kernel, after.of_bias]
 
 
 class _Columns:

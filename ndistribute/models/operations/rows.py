@@ -206,11 +206,7 @@ def _dense(x: Any, kernel: Any, bias: Any, *, rule: InPlace | None) -> Any:
         return (g @ matrix.T).reshape(x.shape)
 
     y = y.astype(dtype, copy=False).reshape(*x.shape[:-1], y.shape[-1])
-    return y, [
-        of_x,
-        KernelRule(of_kernel, kernel, matrix),
-        after.of_bias,
-    ]
+    return y, [of_x, KernelRule(of_kernel, kernel, matrix), after.of_bias]
 
 
 def _plain_cross_entropy(logits: Any, labels: Any) -> Any:
@@ -408,9 +404,7 @@ def normalized_by(
     """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, with constant statistics."""
     x = as_array(x)
     rows = _rows(x)
-    mean, variance = (
-        as_array(moment).astype(rows.dtype, copy=False) for moment in (mean, variance)
-    )
+    mean, variance = (as_array(each).astype(rows.dtype, copy=False) for each in (mean, variance))
     factor = 1 / np.sqrt(variance + epsilon)
     scale = factor if gamma is None else factor * gamma
     shift = -mean * scale if beta is None else beta - mean * scale
