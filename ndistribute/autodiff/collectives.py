@@ -8,6 +8,7 @@ an unused result. If its target does not depend on the call at all, it makes no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,9 @@ def all_reduce(graph: Any, communicator: Any, op: Any, value: Any, options: Any)
             pairs = zip(marks, inputs, strict=True)
             factors = [np.where(zero, np.ones_like(x), x) for zero, x in pairs]
             products = communicator.all_reduce(ReduceOp.PROD, factors, options)
-            return [
-                total * (product / factor) * np.equal(count, zero)
-                for (total, count, zero), product, factor in zip(
-                    rows, products, factors, strict=True
-                )
-            ]
+            others = [product / x for product, x in zip(products, factors, strict=True)]
+            each = zip(rows, others, strict=True)
+            return [total * other * np.equal(count, zero) for (total, count, zero), other in each]
 
         return backward
 
@@ -97,16 +95,13 @@ def _recorded(
         return results
     leaves = tree.flatten(results)
     inputs, outputs = [pairs[k][0] for k in tracked], [leaves[k] for k in tracked]
-    like = [(np.shape(output), output.dtype) for output in outputs]
+    both = zip(inputs, outputs, strict=True)
+    zeros = [partial(np.zeros_like, x, shape=np.shape(y), dtype=y.dtype) for x, y in both]
     backward = backward_of(inputs, outputs)
 
     def joint(gradients: Sequence[Array | None]) -> Arrays:
-        return backward(
-            [
-                np.zeros_like(array, shape=shape, dtype=dtype) if g is None else g
-                for g, (shape, dtype), array in zip(gradients, like, inputs, strict=True)
-            ]
-        )
+        pairs = zip(gradients, zeros, strict=True)
+        return backward([make() if g is None else g for g, make in pairs])
 
     def again() -> Backward:
         if op is ReduceOp.PROD:  # All others are linear almost everywhere.

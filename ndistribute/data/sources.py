@@ -77,12 +77,8 @@ def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
         return zip(values if like is None else map(_conform, values, repeat(like)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
-    return Node(
-        name=f"from_generator({pipeline.name_of(make)})",
-        chunks=chunks,
-        spec=ElementSpec(like=like),
-        runs_user_code=True,
-    )
+    name = f"from_generator({pipeline.name_of(make)})"
+    return Node(name=name, chunks=chunks, spec=ElementSpec(like=like), runs_user_code=True)
 
 
 def iterable(batches: Any) -> Node:
@@ -110,13 +106,8 @@ def iterable(batches: Any) -> Node:
         left = islice(batches, start - epoch.loaded, None)
         return zip(as_element(batch, lists_nest=True) for batch in left)
 
-    return Node(
-        name=kind,
-        chunks=chunks,
-        spec=ElementSpec(_length(batches)),
-        loader=batches,
-        runs_user_code=not isinstance(batches, Sequence),
-    )
+    spec, runs = ElementSpec(_length(batches)), not isinstance(batches, Sequence)
+    return Node(name=kind, chunks=chunks, spec=spec, loader=batches, runs_user_code=runs)
 
 
 def has_state(loader: Any) -> bool:
@@ -140,13 +131,8 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
         read = (_read(path, by) for path, by in parts[number::count])
         return drop(chain.from_iterable(read), start)
 
-    return Node(
-        name=f"from_files({len(found)} file(s))",
-        chunks=chunks,
-        spec=ElementSpec(batched=False),
-        files=found,
-        runs_user_code=True,
-    )
+    name, spec = f"from_files({len(found)} file(s))", ElementSpec(batched=False)
+    return Node(name=name, chunks=chunks, spec=spec, files=found, runs_user_code=True)
 
 
 def _length(batches: Any) -> int:
@@ -179,9 +165,8 @@ def _conform(element: Element, specs: Any) -> Element:
 
 def _conform_leaf(leaf: Any, spec: ArraySpec) -> Any:
     wanted = leaf.shape if spec.shape is None else spec.shape
-    if len(wanted) != leaf.ndim or any(
-        want not in (None, have) for want, have in zip(wanted, leaf.shape, strict=True)
-    ):
+    pairs = zip(wanted, leaf.shape, strict=True)
+    if len(wanted) != leaf.ndim or any(want not in (None, have) for want, have in pairs):
         raise ValueError(
             f"from_generator: the generator yielded shape {leaf.shape} where output_signature says "
             f"{wanted}. Yield arrays of that shape, or write None for a length that varies."

@@ -71,14 +71,11 @@ class Progress:
         return range(topology.worker_index, len(self.positions), topology.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "sharding": self.sharding.value,
-            "files": self.files,
-            "shards": [
-                {**position._asdict(), "shuffles": [list(seed) for seed in seeds]}
-                for position, seeds in zip(self.positions, self.seeds, strict=True)
-            ],
-        }
+        pairs = zip(self.positions, self.seeds, strict=True)
+        shards = [
+            {**at._asdict(), "shuffles": [list(seed) for seed in seeds]} for at, seeds in pairs
+        ]
+        return {"sharding": self.sharding.value, "files": self.files, "shards": shards}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
@@ -89,12 +86,9 @@ class Progress:
                 f"'shards'; got {sorted(state)}."
             )
         shards = state["shards"]
-        return cls(
-            Sharding(state["sharding"]),
-            int(state["files"]),
-            [[ShuffleSeed(int(e), int(i)) for e, i in shard["shuffles"]] for shard in shards],
-            [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards],
-        )
+        seeds = [[ShuffleSeed(int(e), int(i)) for e, i in shard["shuffles"]] for shard in shards]
+        positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
+        return cls(Sharding(state["sharding"]), int(state["files"]), seeds, positions)
 
     def fit(self, own: Progress) -> Progress:
         """Return this progress for an iterator that began with its `own`, or raise a ValueError."""

@@ -37,13 +37,8 @@ class Metric(Explaining, Shown):
 
     def __init__(self, name: str | None = None, *, size: int = 2) -> None:
         self.name = name or snake_case(type(self).__name__)
-        self.state = Variable(
-            np.zeros(size),
-            trainable=False,
-            name=f"metrics/{self.name}",
-            synchronization="on_read",
-            aggregation="sum",
-        )
+        kind: Any = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
+        self.state = Variable(np.zeros(size), name=f"metrics/{self.name}", **kind)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
         """Add the examples of a batch."""

@@ -100,15 +100,12 @@ class GradientAccumulation(_Wrapper):
         wanted = list(variables)
         check_whole(wanted, "its gradients cannot be accumulated.")
         self.inner.build(wanted)
+        kind: Any = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
         for variable in wanted:
             if variable not in self._sums:
-                self._sums[variable] = Variable(
-                    np.zeros(variable.shape, variable.dtype),
-                    trainable=False,
-                    name=f"{variable.name}/{self.name}/gradient_sum",
-                    synchronization="on_read",
-                    aggregation="sum",
-                )
+                name = f"{variable.name}/{self.name}/gradient_sum"
+                zeros = np.zeros(variable.shape, variable.dtype)
+                self._sums[variable] = Variable(zeros, name=name, **kind)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of calls, and how many make a step."""

@@ -332,9 +332,5 @@ def sharded_variable(
 
 def divided(variables: Sequence[Any]) -> list[int]:
     """Return which variables are divided among replicas: each replica has its shard's gradient."""
-    return [
-        index
-        for index, variable in enumerate(variables)
-        if isinstance(variable, ShardedVariable)
-        and variable.distribute_strategy.num_replicas_in_sync > 1
-    ]
+    sharded = [k for k, variable in enumerate(variables) if isinstance(variable, ShardedVariable)]
+    return [k for k in sharded if variables[k].distribute_strategy.num_replicas_in_sync > 1]

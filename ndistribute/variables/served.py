@@ -117,16 +117,12 @@ class ServedVariable(Variable):
         count = len(self.cached)
         if count == 1:
             return (self,)
-        return tuple(
-            attached(
-                self._strategy,
-                self.shards.shape_of(k),
-                self.dtype,
-                dataclasses.replace(self._policy, name=_part_name(self._policy, k, count)),
-                (place,),
-            )
-            for k, place in enumerate(self.places)
-        )
+        shards = []
+        for k, place in enumerate(self.places):
+            policy = dataclasses.replace(self._policy, name=_part_name(self._policy, k, count))
+            shape = self.shards.shape_of(k)
+            shards.append(attached(self._strategy, shape, self.dtype, policy, (place,)))
+        return tuple(shards)
 
     def component(self) -> Array:
         """Return a snapshot in this replica's memory, from this step or later."""

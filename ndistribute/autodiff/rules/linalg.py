@@ -28,7 +28,7 @@ Gradients = Sequence[Array | None]
 JointVjp = Callable[[Gradients], list[Array]]
 
 # For the norm of a real transform, the norm of the inverse one in its derivative.
-INVERSE_NORMS: dict[Any, Any] = {
+INVERSE_NORMS: Any = {
     None: "forward",
     "backward": "forward",
     "ortho": "ortho",

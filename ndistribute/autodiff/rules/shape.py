@@ -316,11 +316,8 @@ def _extreme(result: Array, a: Array, axis: Any = None, out: Any = None, keepdim
     def vjp(g: Array) -> Array:
         kept = g.shape if g.ndim == len(shape) else kept_shape(shape, axis)
         holds = np.equal(a, result.reshape(kept))
-        if (
-            isinstance(a, np.ndarray)
-            and np.count_nonzero(holds) == result.size
-            and holds.any(axis=axis).all()
-        ):
+        are_as_many = isinstance(a, np.ndarray) and np.count_nonzero(holds) == result.size
+        if are_as_many and holds.any(axis=axis).all():
             # The common case without ties. On a GPU this check costs more than it saves.
             return g.reshape(kept) * holds
         share = holds.astype(a.dtype)

@@ -77,16 +77,10 @@ class Conv2D(KernelLayer):
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, filters)``."""
         _check_images(self, inputs.shape)
-        return operations.conv2d(
-            self.checked(inputs, self.kernel.shape[2] * self.groups, "channels"),
-            self.kernel,
-            self.bias,
-            self.activation,
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation_rate,
-            groups=self.groups,
-        )
+        x = self.checked(inputs, self.kernel.shape[2] * self.groups, "channels")
+        options: Any = {"strides": self.strides, "dilation": self.dilation_rate}
+        options |= {"padding": self.padding, "groups": self.groups}
+        return operations.conv2d(x, self.kernel, self.bias, self.activation, **options)
 
 
 class _ImageLayer(Layer):

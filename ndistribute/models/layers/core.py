@@ -320,12 +320,8 @@ class _ParallelDense(Dense):
                 "penalize a part of the weights."
             )
         make = initializers.get(initializer)
-        return sharded_variable(
-            lambda: make(tuple(shape), self.dtype),
-            axis,
-            name=f"{self.name}/{name}",
-            dtype=self.dtype,
-        )
+        dtype, name = self.dtype, f"{self.name}/{name}"
+        return sharded_variable(lambda: make(tuple(shape), dtype), axis, name=name, dtype=dtype)
 
 
 class ColumnParallelDense(_ParallelDense):
@@ -472,13 +468,10 @@ class MultiHeadAttention(Layer):
         heads = self._heads(self.query, query), self._heads(self.key, key)
         values = self._heads(self.value, value)
         shape = query.shape[0], self.num_heads, query.shape[1], key.shape[1]
-        means = operations.attention(
-            *heads,
-            values,
-            mask=self._mask(attention_mask, shape),
-            is_causal=use_causal_mask,
-            kept=dropout_factors(values, shape, self.dropout) if training else None,
-        )
+        mask = self._mask(attention_mask, shape)
+        kept = dropout_factors(values, shape, self.dropout) if training else None
+        options = {"mask": mask, "is_causal": use_causal_mask, "kept": kept}
+        means = operations.attention(*heads, values, **options)
         return self.output(means.reshape(*query.shape[:2], self.num_heads * self.value_dim))
 
     def _heads(self, projection: Layer, x: Any) -> Any:

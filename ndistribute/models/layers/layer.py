@@ -215,12 +215,8 @@ class Layer(Explaining):
     @property
     def trainable_variables(self) -> list[Variable]:
         """The variables to train: those that tapes watch, of layers that are not frozen."""
-        frozen = {
-            id(variable)
-            for layer in self.walk()
-            if not layer.trainable
-            for variable in layer.variables
-        }
+        layers = [layer for layer in self.walk() if not layer.trainable]
+        frozen = {id(variable) for layer in layers for variable in layer.variables}
         return [v for v in self.variables if v.trainable and id(v) not in frozen]
 
     @property
