@@ -428,11 +428,9 @@ class ControlPlane:
                     self._asked.remove(place)
                     self.announce(place, made=made)
             here = self.generation, self.where.position
-            self._failures = {
-                rank: failed
-                for rank, failed in self._failures.items()
-                if (failed.generation, failed.place[0]) >= here
-            }
+            for rank, failed in list(self._failures.items()):
+                if (failed.generation, failed.place[0]) < here:
+                    del self._failures[rank]
 
     def _take_leave(self, rank: int, message: star.GoodBye) -> None:
         self.where.note_departed(rank, message.reason, message.made)

@@ -170,10 +170,8 @@ class _World:
         return int(tag % (self.comm.Get_attr(_mpi().TAG_UB) + 1))
 
 
-@functools.cache
-def _world() -> _World:
-    """Return this process in MPI; the first call waits for all processes."""
-    return _World()
+# Returns this process in MPI; the first call waits for all processes.
+_world = functools.cache(_World)
 
 
 @functools.cache

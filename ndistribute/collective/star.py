@@ -27,10 +27,10 @@ from ndistribute.transport.handshake import Accepted, Hello
 from ndistribute.transport.listener import Listener, listen_unix
 from ndistribute.transport.waiting import WaitReport
 
+# The kind of the first exchange: names and addresses.
 JOIN = "join"
-"""The kind of the first exchange: names and addresses."""
+# The kind of an exchange about a call, and its values: made, or skipped by leaving the step.
 CALL, MADE, SKIPPED = "call", b"+", b"-"
-"""The kind of an exchange about a call, and its values: made, or skipped by leaving the step."""
 
 _KEYS = 100  # The most pending exchanges, more than are needed; a dropped one starts again.
 _POLL_SECONDS = 0.1  # Between two questions about the same call.

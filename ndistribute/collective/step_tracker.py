@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# A call: the position of its step, as in `StepTracker.position`, and its number in the step.
 Place = tuple[int, int]
-"""A call: the position of its step, as in `StepTracker.position`, and its number in the step."""
 
 BEFORE_ALL: Place = (0, 0)
 END = 1 << 30  # Above the calls of any step: every process that leaves a step has skipped it.

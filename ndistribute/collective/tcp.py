@@ -50,10 +50,10 @@ class Transport(Protocol):
     spins for a while. A subclass moves the messages.
     """
 
+    # The best size of messages: smaller ones cost more, larger ones exceed the cache.
     block_bytes: int
-    """The best size of messages: smaller ones cost more, larger ones exceed the cache."""
+    # How long a rank spins before it sleeps.
     spin_seconds: float
-    """How long a rank spins before it sleeps."""
 
     _peers: ControlPlane
     _patience: WaitMonitor

@@ -90,8 +90,8 @@ class Writer:
 class Console:
     """Prints lines with their rank or task, keeps the last lines of each, and writes logs."""
 
+    # Whether a traceback that another rank has printed is printed in one line.
     short = False
-    """Whether a traceback that another rank has printed is printed in one line."""
 
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:

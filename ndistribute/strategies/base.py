@@ -66,18 +66,18 @@ class Strategy:
     True
     """
 
+    #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
         "across_workers agree_on input_topology is_default let_go make_group "
         "make_variable numbers replica_contexts running_on serial variable_kinds".split()
     )
-    """Names that `dir` and completion omit: only the package and extensions of it use them."""
     is_default = False
     _refusal = ""  # Why `run` refuses, once it does.
+    #: The class of variable for each synchronization.
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
         VariableSynchronization.ON_WRITE: MirroredVariable,
         VariableSynchronization.ON_READ: SyncOnReadVariable,
     }
-    """The class of variable for each synchronization."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class Strategy:
         cluster_resolver: ClusterResolver | None = None,
         workers: Workers | None = None,
     ) -> None:
+        #: The device of each replica of this process.
         self.devices = tuple(devices)
-        """The device of each replica of this process."""
+        #: The resolver that describes the job; None for kinds of strategies with one process.
         self.cluster_resolver = cluster_resolver
-        """The resolver that describes the job; None for kinds of strategies with one process."""
         self._workers = workers
         self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()

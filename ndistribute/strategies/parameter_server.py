@@ -168,8 +168,8 @@ class ParameterServerStrategy(Strategy):
         resolver = resolver_of_job(cluster_resolver)
         self._role = _Role.of(resolver)
         self._cluster = resolver.cluster_spec() or None
+        #: How long it waits for servers, and its coordinator for workers, in seconds.
         self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)
-        """How long it waits for servers, and its coordinator for workers, in seconds."""
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
         limits = replicas_to_aggregate, total_num_replicas, max_staleness
@@ -181,8 +181,8 @@ class ParameterServerStrategy(Strategy):
         self._lock = threading.Lock()
         self._names: dict[str, int] = {}  # For each name, how many more variables had it.
         self.handles: weakref.WeakValueDictionary[str, ServedVariable]
+        #: The variables of this process, by their names on the servers.
         self.handles = weakref.WeakValueDictionary()
-        """The variables of this process, by their names on the servers."""
         super().__init__(resolve_devices(devices), resolver)
         held = contextlib.ExitStack()
         self._give_cores_back = weakref.finalize(self, held.close)
@@ -195,8 +195,8 @@ class ParameterServerStrategy(Strategy):
         self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
         self._await_servers(durability)
+        #: The prefix of all names of this strategy on the servers.
         self._token, self.namespace = _sent or (secrets.token_hex(8), self._new_namespace(restore))
-        """The prefix of all names of this strategy on the servers."""
         self._mode.namespace = self.namespace
         if _sent is None:
             _process.made[self._token] = self

@@ -19,10 +19,10 @@ Applies = Mapping[int, Apply]
 class UpdateMode:
     """The asynchronous mode: a worker sends each update and waits for no other worker."""
 
+    #: Whether one step combines the updates of several workers.
     together = False
-    """Whether one step combines the updates of several workers."""
+    #: The prefix of the strategy's names on the servers, which the strategy sets later.
     namespace = ""
-    """The prefix of the strategy's names on the servers, which the strategy sets later."""
 
     def push(self, servers: Servers, name: str, applies: Applies, then: Then) -> None:
         """Send an update of the optimizer `name`, and call `then` with the servers' outcomes."""
@@ -118,10 +118,8 @@ class _Synchronous(UpdateMode):
             servers.change(given, name, outcomes.update)
             lacking = ()
             awaited = {i: AwaitStep(aggregate, step + 1, needed) for i, step in waiting.items()}
-            with (
-                _naming(f"{needed} workers' gradients for a step of {name!r}"),
-                contextlib.closing(servers.replies(awaited)) as replies,
-            ):
+            named = _naming(f"{needed} workers' gradients for a step of {name!r}")
+            with named, contextlib.closing(servers.replies(awaited)) as replies:
                 for server, reply in replies:
                     if reply.value <= waiting[server]:
                         # The server was restored from a snapshot and lost this worker's gradients.

@@ -46,8 +46,8 @@ class _Described(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shape: _Shape
 
 
+# `now`: the buffers of the record that the current thread encodes or decodes.
 _buffers = threading.local()
-"""`now`: the buffers of the record that the current thread encodes or decodes."""
 
 
 def encode(record: Record) -> tuple[bytes, list[Buffer]]:

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -63,6 +64,7 @@ _PADDING = bytes(ALIGNMENT)
 _CLOSED = "it closed the connection, as a process that ends does."
 _CUT = "it closed the connection, and had not acknowledged what was sent: the network is cut."
 _CLOSED_HERE = "this process closed it."
+_NO_MAC: Any = SimpleNamespace(update=lambda data: None, digest=bytes)  # Of frames without one.
 _FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # Room for one descriptor.
 
 
@@ -140,7 +142,7 @@ class Connection:
         self._macs = macs
         keys = accepted.sending_key, accepted.receiving_key
         self._sending_mac, self._receiving_mac = (
-            _macs_of(key) if macs else lambda head: _NoMac() for key in keys
+            _macs_of(key) if macs else lambda head: _NO_MAC for key in keys
         )
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
@@ -383,7 +385,7 @@ class Connection:
                 left[first] = left[first][sent:]
 
     def _send_pieces(
-        self, buffers: Sequence[Buffer], ring: Ring | None, mac: hmac.HMAC | _NoMac, deadline: float
+        self, buffers: Sequence[Buffer], ring: Ring | None, mac: hmac.HMAC, deadline: float
     ) -> None:
         for buffer in buffers:
             for start in range(0, len(buffer), _PIECE_BYTES):
@@ -446,7 +448,7 @@ class Connection:
         self._used = time.monotonic()
         return call, self._kinds.decode(head[start:], buffers)
 
-    def _verify(self, mac: hmac.HMAC | _NoMac, deadline: float) -> None:
+    def _verify(self, mac: hmac.HMAC, deadline: float) -> None:
         expected = mac.digest()
         received = memoryview(bytearray(len(expected)))
         self._read_whole(received, deadline)
@@ -545,11 +547,3 @@ def _macs_of(key: bytes) -> Callable[[bytes | memoryview], hmac.HMAC]:
     """Return a function that begins the MAC of a frame of one direction; it counts the frames."""
     numbers = itertools.count(1)
     return lambda head: hmac.new(key, next(numbers).to_bytes(8, "little") + head, "sha256")
-
-
-class _NoMac:
-    def update(self, data: Buffer) -> None:
-        """Ignore data."""
-
-    def digest(self) -> bytes:
-        return b""

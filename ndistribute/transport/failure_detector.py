@@ -135,11 +135,11 @@ class FailureDetector:
             del watched, connection  # Keep no connection alive.
 
 
+# The failure detector of this process.
 detector = FailureDetector()
-"""The failure detector of this process."""
 
+# Objects whose descriptors a forked child closes; else they outlive the parent.
 not_for_forks: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects whose descriptors a forked child closes; else they outlive the parent."""
 
 
 def _start_over() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from ndistribute.transport.codec import Record
 
 _MOST_CHARACTERS = 1 << 16
+# The classes that a receiver raises, by name; under an empty name, the one for all others.
 Kinds = Mapping[str, type[Exception]]
-"""The classes that a receiver raises, by name; under an empty name, the one for all others."""
 
 
 class Failure(Record, frozen=True):

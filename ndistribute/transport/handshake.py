@@ -76,8 +76,8 @@ class Accepted:
 
 
 Steps = Generator[bytes | int, bytes, Accepted]
+# Returns the reason to refuse an authenticated peer, or an empty string to accept it.
 Check = Callable[[Hello], str]
-"""Returns the reason to refuse an authenticated peer, or an empty string to accept it."""
 
 _hello = Decoder[Hello](Hello)
 
@@ -284,10 +284,9 @@ class _Transcript:
         return payload
 
     def wrong_secret(self) -> AuthenticationError:
-        return AuthenticationError(
-            f"The peer {self._peer} has another secret than this process. Give all processes of "
-            "the job the same NDISTRIBUTE_SECRET (or NDISTRIBUTE_SECRET_FILE)."
-        )
+        what = f"The peer {self._peer} has another secret than this process. Give all processes of"
+        names = "NDISTRIBUTE_SECRET (or NDISTRIBUTE_SECRET_FILE)"
+        return AuthenticationError(f"{what} the job the same {names}.")
 
 
 def _mismatch(server: Hello, client: Hello, check: Check) -> str:
