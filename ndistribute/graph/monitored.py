@@ -161,9 +161,8 @@ def open_session(
     except _RECOVERABLE as error:
         if is_chief:
             raise
-        raise errors.DeadlineExceededError(
-            f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Does the chief run?"
-        ) from error
+        why = f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Does the chief run?"
+        raise errors.DeadlineExceededError(why) from error
 
 
 def _restore_or_initialize(

@@ -5,29 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ndistribute.autodiff.tape import Pullback
 from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
 from ndistribute.parameter_server.shared import SharedVariables
 
 T = TypeVar("T")
+Node = Any
+"""An operation as its kernel sees it: a `PlanNode`, whose module imports the kernels."""
 _LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes long.
-
-
-class Node(Protocol):
-    """An operation as its kernel sees it."""
-
-    name: str
-    type: str
-    attributes: dict[str, Any]
-    outputs: int
-    constant: Any
-    bodies: Sequence[Any]
-    op: Any  # The facts of its type: an `Op`.
-    gradients: int  # The number of operations that compute its gradients.
-    is_nested: bool  # Whether gradients of its gradients are computed.
-    compute: Callable[[Step, Any, Sequence[Any]], Any]
 
 
 class Resources:

@@ -6,6 +6,7 @@ A lock protects the store. Snapshots are written, and the log is synced, without
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -70,9 +71,8 @@ class StoreService(TaskService):
         self.store.shared.keep(self._lock, self._log_shared, self._sync_shared)
         self._changed = self._disk.replayed
         expires = time.monotonic() + return_seconds if self.store.clients else math.inf
-        self._writer = threading.Thread(
-            target=self._live, args=(self._disk, expires), name="ndistribute snapshots", daemon=True
-        )
+        live, name = functools.partial(self._live, self._disk, expires), "ndistribute snapshots"
+        self._writer = threading.Thread(target=live, name=name, daemon=True)
         self._writer.start()
 
     def connected(self, peer: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.shared import SharedVariables
-from ndistribute.parameter_server.variables import Aggregation, Refused, Variables, plan
+from ndistribute.parameter_server.variables import Aggregation, Refused, Variables
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
@@ -180,7 +180,7 @@ class Store:
         fresh: dict[str, Aggregation] = {}
         aggregates = ChainMap(fresh, self.aggregates)
         planned = [
-            plan(self.variables, aggregates, request.client, change)
+            self.variables.plan_change(aggregates, request.client, change)
             if mark is not None
             else functools.partial(self._outcome_now, change)
             for change, mark in zip(request.changes, missing, strict=True)

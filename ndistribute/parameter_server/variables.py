@@ -140,6 +140,21 @@ class Variables:
 
         return make
 
+    def plan_change(
+        self, aggregates: ChainMap[str, Aggregation], client: str, change: m.Change
+    ) -> Planned:
+        """Return a function that makes a client's change, or refuse the change."""
+        match change:
+            case m.Update():
+                return self.plan_update(change)
+            case Apply():
+                step = OptimizerStep(self, change)
+                step.open()
+                return step.prepare(change.gradients)
+            case m.Aggregate():
+                held = aggregates.setdefault(change.name, Aggregation())
+                return self._plan_aggregate(held, client, change)
+
     def delete(self, names: Sequence[str]) -> int:
         deleted = [cell for name in names if (cell := self.cells.pop(name, None)) is not None]
         # A variable that is created again must have a higher version than before.
@@ -153,6 +168,25 @@ class Variables:
             check_indices(item.name, cell.array, item.rows)
             return cell.version, cell.array[item.rows]
         return cell.version, cell.snapshot() if cell.version > item.known else None
+
+    def _plan_aggregate(self, aggregate: Aggregation, client: str, change: m.Aggregate) -> Planned:
+        if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
+            numbers = f"got {change.count} and {change.at_step}"
+            raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
+        step = OptimizerStep(self, change.apply)
+        aggregate.check(change.apply, change.at_step)
+        others = len(aggregate.contributors) if change.at_step == aggregate.step else 0
+        if others + 1 >= change.count:
+            step.open()
+
+        def add() -> m.Accumulated:
+            aggregate.join(client)
+            taken = aggregate.add(client, change.apply, change.at_step)
+            if taken and len(aggregate.contributors) >= change.count:
+                step.prepare(aggregate.finish())()
+            return m.Accumulated(taken, aggregate.step)
+
+        return add
 
 
 def check_fits(
@@ -195,22 +229,6 @@ def _initial(new: m.NewVariable, dtype: np.dtype[Any]) -> Array | None:
         return np.full(new.shape, new.fill, dtype)
 
 
-def plan(
-    variables: Variables, aggregates: ChainMap[str, Aggregation], client: str, change: m.Change
-) -> Planned:
-    """Return a function that makes a client's change, or refuse the change."""
-    match change:
-        case m.Update():
-            return variables.plan_update(change)
-        case Apply():
-            step = OptimizerStep(variables, change)
-            step.open()
-            return step.prepare(change.gradients)
-        case m.Aggregate():
-            held = aggregates.setdefault(change.name, Aggregation())
-            return _plan_aggregate(variables, held, client, change)
-
-
 @functools.lru_cache(maxsize=64)
 def _can_add(added: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return False if an addition would fail while it writes, when it is in the log already."""
@@ -219,28 +237,6 @@ def _can_add(added: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     except TypeError:
         return False
     return kind_of(added) in "biufc" and kind_of(dtype) in "iufc"
-
-
-def _plan_aggregate(
-    variables: Variables, aggregate: Aggregation, client: str, change: m.Aggregate
-) -> Planned:
-    if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
-        numbers = f"got {change.count} and {change.at_step}"
-        raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
-    step = OptimizerStep(variables, change.apply)
-    aggregate.check(change.apply, change.at_step)
-    others = len(aggregate.contributors) if change.at_step == aggregate.step else 0
-    if others + 1 >= change.count:
-        step.open()
-
-    def add() -> m.Accumulated:
-        aggregate.join(client)
-        taken = aggregate.add(client, change.apply, change.at_step)
-        if taken and len(aggregate.contributors) >= change.count:
-            step.prepare(aggregate.finish())()
-        return m.Accumulated(taken, aggregate.step)
-
-    return add
 
 
 class OptimizerStep:
