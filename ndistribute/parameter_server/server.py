@@ -64,7 +64,7 @@ class StoreService(TaskService):
         self._failed_last_snapshot = False
         self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
         self.store = Store() if self._disk is None else self._disk.store
-        self.store.variables.adopts = True
+        self.store.variables.may_keep_arrays = True
         self.resumed = self._disk is not None and self._disk.resumed
         if self._disk is None:
             return
@@ -258,7 +258,7 @@ class LocalServer(StoreService):
 
     def __init__(self) -> None:
         super().__init__(None, "the server in this process")
-        self.store.variables.adopts = False
+        self.store.variables.may_keep_arrays = False
 
     def connect(self, name: str, timeout: float) -> LocalClient:
         return LocalClient(self, name, timeout)

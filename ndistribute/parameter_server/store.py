@@ -83,7 +83,7 @@ class Store:
     """Hold the state of a server, and execute requests one at a time.
 
     The caller holds a lock. Replies may be encoded without the lock, because their arrays never
-    change. The store keeps no array of a request, except values if `variables.adopts` is True.
+    change. The store keeps no array of a request, except values if its variables may keep arrays.
     """
 
     def __init__(self, floor: int = 0) -> None:

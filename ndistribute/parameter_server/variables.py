@@ -69,7 +69,7 @@ class Variables:
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
-        self.adopts = False  # Whether the store may keep writable arrays of requests.
+        self.may_keep_arrays = False  # Whether the store may keep writable arrays of requests.
         self.cells: dict[str, Cell] = {}
 
     def cell(self, name: str) -> Cell:
@@ -118,7 +118,7 @@ class Variables:
             values = values.astype(cell.array.dtype, copy=False)
         elif change.how != "assign":
             fresh = np.empty_like(cell.array) if cell.is_shared() else None
-        elif self.adopts and values.flags.writeable:
+        elif self.may_keep_arrays and values.flags.writeable:
             fresh = values
         elif cell.is_shared():  # Otherwise write in place, which needs no memory.
             fresh = owned(values)
