@@ -26,34 +26,25 @@ def computed(make: Any) -> Any:
         return session.run(tensor)
 
 
+PAIR = fc.numeric_column("pair", shape=2)
+LOG = fc.numeric_column("age", normalizer_fn=lambda x: np.log(x / 5))
+INTEGER = fc.numeric_column("age", dtype=np.int64)
+ANY_WORD = fc.categorical_column_with_vocabulary_list("word", ["a", "b"], default_value=1)
+ANY_ID = fc.categorical_column_with_identity("id", 2, default_value=1)
 DENSE = {
     "numeric": (AGE, [[5], [18], [70]]),
-    "pair": (fc.numeric_column("pair", shape=2), [[0, 1], [2, 3], [4, 5]]),
-    "normalized": (
-        fc.numeric_column("age", normalizer_fn=lambda x: np.log(x / 5)),
-        np.log([[1], [3.6], [14]]),
-    ),
+    "pair": (PAIR, [[0, 1], [2, 3], [4, 5]]),
+    "normalized": (LOG, np.log([[1], [3.6], [14]])),
     "bucketized": (fc.bucketized_column(AGE, [18, 65]), [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
     "bucketized pair": (
-        fc.bucketized_column(fc.numeric_column("pair", shape=2), [2]),
+        fc.bucketized_column(PAIR, [2]),
         [[1, 0, 1, 0], [0, 1, 0, 1], [0, 1, 0, 1]],
     ),
     "words": (fc.indicator_column(WORD), [[1, 0, 1], [0, 1, 0], [1, 0, 0]]),
-    "words with a default": (
-        fc.indicator_column(
-            fc.categorical_column_with_vocabulary_list("word", ["a", "b"], default_value=1)
-        ),
-        [[1, 1], [0, 1], [1, 1]],
-    ),
-    "bucketized integers": (
-        fc.bucketized_column(fc.numeric_column("age", dtype=np.int64), [5.5, 17.5]),
-        [[1, 0, 0], [0, 0, 1], [0, 0, 1]],
-    ),
+    "words with a default": (fc.indicator_column(ANY_WORD), [[1, 1], [0, 1], [1, 1]]),
+    "integers": (fc.bucketized_column(INTEGER, [5.5, 17.5]), [[1, 0, 0], [0, 0, 1], [0, 0, 1]]),
     "a matrix of another form": (fc.numeric_column("pair", shape=(2, 1)), [[0, 1], [2, 3], [4, 5]]),
-    "ids with a default": (
-        fc.indicator_column(fc.categorical_column_with_identity("id", 2, default_value=1)),
-        [[1, 1], [0, 1], [2, 0]],
-    ),
+    "ids with a default": (fc.indicator_column(ANY_ID), [[1, 1], [0, 1], [2, 0]]),
     "ids": (fc.indicator_column(ID), [[1, 0, 1], [0, 1, 0], [2, 0, 0]]),
 }
 

@@ -65,7 +65,8 @@ LINE = op("line", "numpy.zeros_like", "one:0", call=[[["input", 0]], {"shape": 1
 BYTES = op("bytes", "constant", value=pack(np.array([b"x"], object)))
 FOREVER = 1 << 60  # As an exponent of Python's integers.
 OBJECTS = "computes with Python objects"
-WAIT = "wait for each other"
+WAIT, CLIENT_ALONE = "wait for each other", "client's process alone"
+BODIES = (BodyDef(("x",), (), ("y:0",)),) * 2
 # The operations of a graph, and what the error says.
 MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
     "unknown operation": ([op("a", "os.system")], "'os.system', which is not known"),
@@ -88,14 +89,8 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
     "no bodies": ([ONE, op("a", "cond", "one:0")], "'a' .cond.* failed"),
     "device": ([op("a", "identity", device="/nowhere")], "not the name of a device"),
     "other task": ([op("a", "group", device="/job:x")], "tasks are /job:ps/task:0"),
-    "Python function": (
-        [op("a", "py_function", attributes={"function": "f"})],
-        "client's process alone",
-    ),
-    "body without its input": (
-        [ONE, op("a", "cond", "one:0", bodies=(BodyDef(("x",), (), ("y:0",)),) * 2)],
-        "no tensor 'y:0'",
-    ),
+    "Python function": ([op("a", "py_function", attributes={"function": "f"})], CLIENT_ALONE),
+    "body without its input": ([ONE, op("a", "cond", "one:0", bodies=BODIES)], "no tensor 'y:0'"),
     "feeds without values": ([ONE, op("a", "identity", "one:0")], "1 feeds have 0 values"),
     "integers among bytes": (
         [

@@ -41,17 +41,12 @@ def test_a_metric_counts_all_examples_however_they_are_batched(session, name, we
 
 
 PAIR = np.array([2, 0, 1, 3]), np.array([1, 1, 2, 0])  # Numbers other than zero are true.
+RIGHT, NINE = np.mean(LABELS == PREDICTIONS), np.arange(9.0).reshape(3, 3)
 SHAPES: dict[str, tuple[Callable[[], Any], float]] = {
-    "labels without the last axis": (
-        lambda: metrics.accuracy(LABELS.ravel(), PREDICTIONS),
-        np.mean(LABELS == PREDICTIONS),
-    ),
+    "labels without an axis": (lambda: metrics.accuracy(LABELS.ravel(), PREDICTIONS), RIGHT),
     "precision of one weight": (lambda: metrics.precision(*PAIR, weights=0.5), 2 / 3),
     "recall of one weight": (lambda: metrics.recall(*PAIR, weights=0.5), 2 / 3),
-    "weights of rows": (
-        lambda: metrics.mean(np.arange(9.0).reshape(3, 3), np.array([1.0, 0.0, 0.0])),
-        1.0,
-    ),
+    "weights of rows": (lambda: metrics.mean(NINE, np.array([1.0, 0.0, 0.0])), 1.0),
     "weights with one more axis": (
         lambda: metrics.accuracy(np.array([1, 0, 3]), np.array([1, 2, 3]), np.eye(3)[:, :1]),
         1.0,

@@ -78,9 +78,9 @@ SETTERS = {
     "other operations": ({"ps_tasks": 2, "ps_ops": ["constant"]}, "", "/job:worker"),
     "a strategy": ({"ps_tasks": 2, "ps_strategy": lambda op: 1}, "", "/job:ps/task:1"),
     "another device": (
-        {"ps_tasks": 2, "ps_device": "/job:server/gpu:0"},
+        {"ps_tasks": 2, "ps_device": "/job:x/gpu:0"},
         "",
-        "/job:server/task:0/device:GPU:0",
+        "/job:x/task:0/device:GPU:0",
     ),
 }
 
