@@ -171,6 +171,7 @@ wait()
         assert lasting(orphans) == []
 
 
+FIRST = "rank 1 failed first (exit code 1)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 WAYS = [
     pytest.param("-n 2", id="here"),
@@ -194,12 +195,7 @@ def test_no_rank_outlives_the_launcher(script, fake_ssh, way):
     [
         ("-n 2", "os.kill(os.getpid(), signal.SIGSEGV)", 139, ["(signal 11)"]),
         pytest.param("--mpi -n 2", KILLED, 137, ["(signal 9)"], marks=real_mpi),
-        (
-            "--hosts far:1,farther:1",
-            "raise ValueError('boo')",
-            1,
-            ["rank 1 failed first (exit code 1)", "[1] ValueError: boo\n"],
-        ),
+        ("--hosts far:1,farther:1", "raise ValueError('boo')", 1, [FIRST, "[1] ValueError: boo\n"]),
     ],
 )
 def test_a_rank_that_fails_is_reported_and_ends_the_others(
