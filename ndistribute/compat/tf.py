@@ -27,7 +27,8 @@ _TABLE = """
 [distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
         HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp
         ReductionToOneDevice ReplicaContext Strategy get_replica_context get_strategy has_strategy
-        in_cross_replica_context  ndistribute/server: Server
+        in_cross_replica_context
+    ndistribute/server: Server
     ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
         OneDeviceStrategy ParameterServerStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver
@@ -36,7 +37,8 @@ _TABLE = """
 [distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
         MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
-        CommunicationOptions  .compat.adapters: PreemptionCheckpointHandler
+        CommunicationOptions
+    .compat.adapters: PreemptionCheckpointHandler
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.adapters: cast
     numpy/dtype: bool=bool_ complex64 complex128 double=float64 float16 float32 float64 half=float16
@@ -53,18 +55,21 @@ _TABLE = """
         linear_model numeric_column
 [flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
         DEFINE_integer DEFINE_string FLAGS
-[GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
+[GraphKeys]
+    text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
         LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
         TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
 [io]
 [io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
     .compat.adapters: makedirs rmtree
-[gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob
+[gfile] .compat.tf.io.gfile: *
+    builtins: FastGFile=open Open=open  glob: Glob=glob
     os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
     .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
 [keras] .compat.adapters: Input Model Sequential
 [keras.activations] .models.activations: * swish=silu
-[keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
+[keras.callbacks] .models.callbacks/callback: *
+    .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator/graph: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
@@ -74,8 +79,8 @@ _TABLE = """
     text/activation: ELU=elu ReLU=relu Softmax=softmax
     .compat.adapters: Input InputLayer=Input SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
-[keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
-        SUM_OVER_BATCH_SIZE=sum_over_batch_size
+[keras.losses.Reduction]
+    text: AUTO=sum_over_batch_size NONE=none SUM=sum SUM_OVER_BATCH_SIZE=sum_over_batch_size
 [keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
@@ -93,7 +98,8 @@ _TABLE = """
     numpy.linalg/binary: solve  .compat.adapters: eye matmul norm
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
     .compat.graphs: debug error info set_verbosity warn=warning warning
-[losses] .compat.graphs/graph: get_regularization_loss get_total_loss mean_squared_error
+[losses]
+    .compat.graphs/graph: get_regularization_loss get_total_loss mean_squared_error
         sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
 [math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
         logical_not negative round sign sin sinh sqrt square tan tanh
@@ -107,8 +113,9 @@ _TABLE = """
 [metrics] .graph.metrics/graph: accuracy mean mean_absolute_error mean_squared_error precision
         recall root_mean_squared_error
 [nest] .tree: flatten map_structure=map_leaves
-[nn] .models.activations/unary: elu softplus  .models.nn/unary: gelu relu sigmoid silu swish=silu
-    numpy/unary: tanh  .compat.adapters: bias_add
+[nn] .models.activations/unary: elu softplus
+    .models.nn/unary: gelu relu sigmoid silu swish=silu  numpy/unary: tanh
+    .compat.adapters: bias_add
     .compat.graphs/operation: avg_pool conv2d dropout in_top_k max_pool xw_plus_b zero_fraction
     .models.losses: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
@@ -122,48 +129,56 @@ _TABLE = """
 [summary] .graph.summary/graph: histogram image merge merge_all scalar
     .graph.summary/writer: FileWriter
 [train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
-    .compat.adapters: Checkpoint start_queue_runners=nothing  .compat.graphs: latest_checkpoint
+    .compat.adapters: Checkpoint start_queue_runners=nothing
+    .compat.graphs: latest_checkpoint
     .compat.graphs/graph: MonitoredTrainingSession global_step
     .graph.variables/graph: get_global_step=find_global_step
     .compat.tf.summary: SummaryWriter=FileWriter
     .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator
         ExponentialMovingAverage FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer
-        LoggingTensorHook MomentumOptimizer NanLossDuringTrainingError NanTensorHook Optimizer
-        RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook
-        SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
+        LoggingTensorHook MomentumOptimizer NanLossDuringTrainingError
+        NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext
+        SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
         get_checkpoint_state get_or_create_global_step piecewise_constant polynomial_decay
         replica_device_setter
-[] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
+[] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm
+        tensordot
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization
         custom_gradient stop_gradient
     .compat.adapters: Tensor TensorSpec Variable clip_by_value cond constant convert_to_tensor
         executing_eagerly expand_dims fill function gather identity one_hot range=numbers
-        slice=slice_ split squeeze tile transpose where  numpy/unary: ones_like reshape zeros_like
+        slice=slice_ split squeeze tile transpose where
+    numpy/unary: ones_like reshape zeros_like
     numpy/joining: concat=concatenate stack  .compat.adapters: ones zeros
     numpy/counted: rank=ndim shape size  numpy: newaxis  builtins: TensorShape=tuple print
     contextlib: init_scope=nullcontext
-    .compat.graphs: device disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
-        enable_eager_execution=use_arrays group name_scope while_loop
+    .compat.graphs: device disable_eager_execution=use_graphs
+        disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
+        while_loop
     .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
-        control_dependencies get_collection glorot_uniform_initializer no_op placeholder py_func
-        py_function=py_func random_normal_initializer random_uniform_initializer set_random_seed
-        truncated_normal_initializer  .compat.graphs/operation: to_float to_int32 to_int64
+        control_dependencies get_collection glorot_uniform_initializer no_op
+        placeholder py_func py_function=py_func random_normal_initializer
+        random_uniform_initializer set_random_seed truncated_normal_initializer
+    .compat.graphs/operation: to_float to_int32 to_int64
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
-        zeros_initializer=Zeros  .compat.graphs: RunOptions  types: RunMetadata=SimpleNamespace
-    .graph.session/graph: GPUOptions  .graph: AUTO_REUSE Graph Operation
+        zeros_initializer=Zeros
+    .compat.graphs: RunOptions  types: RunMetadata=SimpleNamespace
+    .graph.session/graph: GPUOptions
+    .graph: AUTO_REUSE Graph Operation
     .graph/graph: ConfigProto all_variables=global_variables clip_by_global_norm global_norm
         get_default_graph get_variable get_variable_scope global_variables gradients
-        global_variables_initializer initialize_all_variables=global_variables_initializer
-        local_variables random_normal random_uniform report_uninitialized_variables
-        reset_default_graph trainable_variables truncated_normal variable_scope
-        variables_initializer
+        global_variables_initializer
+        initialize_all_variables=global_variables_initializer local_variables
+        random_normal random_uniform
+        report_uninitialized_variables reset_default_graph
+        trainable_variables truncated_normal variable_scope variables_initializer
     .graph.summary/graph: histogram_summary=histogram image_summary=image
         merge_all_summaries=merge_all merge_summary=merge scalar_summary=scalar
     .compat.graphs/graph: initialize_local_variables=local_variables_initializer
-        local_variables_initializer  numpy/binary: mul=multiply sub=subtract truediv=divide
-    numpy/unary: diag neg=negative  numpy/joining: pack=stack
-    .compat.adapters: div unpack=unstack unstack
+        local_variables_initializer
+    numpy/binary: mul=multiply sub=subtract truediv=divide  numpy/unary: diag neg=negative
+    numpy/joining: pack=stack  .compat.adapters: div unpack=unstack unstack
 [compat]
 [compat.v1] .compat.tf/graph: *
 """
