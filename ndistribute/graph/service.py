@@ -332,9 +332,10 @@ class _Session:
                 if request.known > len(self._operations):
                     raise restarted(self.service.task)
                 self._operations.update({op.name: op for op in new})
-            if key not in self._cuts:
-                self._cuts[key] = self._cut(request)
-            return self._cuts[key]
+            prepared = self._cuts.get(key)
+            if prepared is None:
+                prepared = self._cuts[key] = self._cut(request)
+            return prepared
 
     def _cut(self, request: m.Run) -> _Cut:
         service = self.service
