@@ -17,14 +17,9 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.autodiff.tracked import refuse_tracked
+from ndistribute.collective import reduce_op
 from ndistribute.collective.objects import all_gather_object
-from ndistribute.collective.reduce_op import (
-    ReduceOp,
-    accumulation_dtype,
-    reduce_arrays,
-    reduce_rows,
-    result_dtype,
-)
+from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.workers import Workers
 from ndistribute.devices import Array, Device, array_namespace, as_array, copy_to
 from ndistribute.indexed_slices import IndexedSlices
@@ -131,9 +126,9 @@ def _reduce_leaf(op: ReduceOp, axis: Any, device: Device, replicas: int, leaf: A
         reduced = _reduce_axes(op, arrays, axis)
     elif parts is not None:
         _check_equal(op, [array.shape for array in arrays], "shape")
-        reduced = reduce_arrays(op, arrays)
+        reduced = reduce_op.reduce_arrays(op, arrays)
     else:
-        reduced = arrays[0].astype(result_dtype(op, arrays[0].dtype), copy=True)
+        reduced = arrays[0].astype(reduce_op.result_dtype(op, arrays[0].dtype), copy=True)
     # One multiplication or power rounds less than combining equal values replica by replica.
     if parts is None and op is ReduceOp.SUM:
         reduced = reduced * reduced.dtype.type(replicas)
@@ -163,7 +158,7 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
     kept = [tuple(n for i, n in enumerate(array.shape) if i not in axes) for array in arrays]
     _check_equal(op, kept, f"without axes {axes} the shape")
     counts = [math.prod([array.shape[axis] for axis in axes]) for array in arrays]
-    wide, options = accumulation_dtype(op, arrays[0].dtype), {}
+    wide, options = reduce_op.accumulation_dtype(op, arrays[0].dtype), {}
     inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         arrays = [array for array, count in zip(arrays, counts, strict=True) if count]
@@ -174,11 +169,11 @@ def _reduce_axes(op: ReduceOp, arrays: Sequence[Array], axis: Any) -> Array:
     # These are array methods, because only CuPy's ufuncs for sum and product have `reduce`.
     method = inner.name.lower()
     parts = [as_array(getattr(array, method)(axis=axes, **options)) for array in arrays]
-    total = reduce_arrays(inner, parts)
+    total = reduce_op.reduce_arrays(inner, parts)
     if op is ReduceOp.MEAN:
         with np.errstate(invalid="ignore", divide="ignore"):
             total = as_array(total / wide.type(sum(counts)))
-    return total.astype(result_dtype(op, arrays[0].dtype), copy=False)
+    return total.astype(reduce_op.result_dtype(op, arrays[0].dtype), copy=False)
 
 
 def _reduce_rows(
@@ -195,7 +190,7 @@ def _reduce_rows(
     )
     joined = IndexedSlices(values, indices, parts[0].dense_shape)
     # These are the rows of all replicas already.
-    return reduce_rows(joined, op, len(parts), lambda nest: nest)
+    return reduce_op.reduce_rows(joined, op, len(parts), lambda nest: nest)
 
 
 def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, ...]:
