@@ -85,10 +85,8 @@ class Strategy:
         cluster_resolver: ClusterResolver | None = None,
         workers: Workers | None = None,
     ) -> None:
-        #: The device of each replica of this process.
-        self.devices = tuple(devices)
-        #: The resolver that describes the job; None for kinds of strategies with one process.
-        self.cluster_resolver = cluster_resolver
+        self._devices = tuple(devices)
+        self._resolver = cluster_resolver
         self._workers = workers
         self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()
@@ -143,6 +141,16 @@ class Strategy:
         return Topology(self.devices, workers.replica_counts, workers.rank, workers)
 
     # Methods that users call.
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each replica of this process."""
+        return self._devices
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that describes the job; None for kinds of strategies with one process."""
+        return self._resolver
 
     @property
     def num_replicas_in_sync(self) -> int:
