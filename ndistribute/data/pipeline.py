@@ -155,10 +155,8 @@ class Node:
     @functools.cached_property
     def contents(self) -> list[str]:
         """The dtype, the shape and the checksum of each array of a source."""
-        return [
-            f"{array.dtype}{list(array.shape)} with the checksum {checksum(array):08x}"
-            for array in map(as_array, self.arrays)
-        ]
+        arrays = map(as_array, self.arrays)
+        return [f"{x.dtype}{list(x.shape)} with the checksum {checksum(x):08x}" for x in arrays]
 
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         """Yield the elements one at a time, starting at number `start`."""

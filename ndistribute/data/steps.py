@@ -72,9 +72,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         pairs = zip(self.positions, self.seeds, strict=True)
-        shards = [
-            {**at._asdict(), "shuffles": [list(seed) for seed in seeds]} for at, seeds in pairs
-        ]
+        shards = [{**at._asdict(), "shuffles": [*map(list, seeds)]} for at, seeds in pairs]
         return {"sharding": self.sharding.value, "files": self.files, "shards": shards}
 
     @classmethod

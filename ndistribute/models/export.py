@@ -97,10 +97,8 @@ class _Writer:
         if isinstance(value, np.dtype):
             return {"dtype": value.name}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {
-                field.name: self.described(getattr(value, field.name), f"{where}.{field.name}")
-                for field in dataclasses.fields(value)
-            }
+            names = [field.name for field in dataclasses.fields(value)]
+            fields = {n: self.described(getattr(value, n), f"{where}.{n}") for n in names}
             return {"object": type(value).__name__, "fields": fields}
         if isinstance(value, np.ndarray) and not value.size:
             return {"empty": list(value.shape), "dtype": value.dtype.name}

@@ -78,10 +78,8 @@ class Model(Trainer):
         room = max(_LEAST, _WIDTH - 4 - sum(max(len(row[k]) for row in rows) for k in (0, 2)))
         rows = [line for row in rows for line in _wrapped(*row, room)]
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
-        lines = [
-            f"{name:<{widths[0]}}  {shapes:<{widths[1]}}  {count:>{widths[2]}}".rstrip()
-            for name, shapes, count in rows
-        ]
+        layout = "{{:<{}}}  {{:<{}}}  {{:>{}}}".format(*widths)
+        lines = [layout.format(*row).rstrip() for row in rows]
         rule = "-" * len(lines[0])
         trained = sum(variable.size for variable in self.trainable_variables)
         total = f"Parameters: {self.count_params():,}, to train: {trained:,}"

@@ -28,12 +28,8 @@ Gradients = Sequence[Array | None]
 JointVjp = Callable[[Gradients], list[Array]]
 
 # For the norm of a real transform, the norm of the inverse one in its derivative.
-INVERSE_NORMS: Any = {
-    None: "forward",
-    "backward": "forward",
-    "ortho": "ortho",
-    "forward": "backward",
-}
+INVERSE_NORMS: Any = {None: "forward", "backward": "forward"}
+INVERSE_NORMS |= {"ortho": "ortho", "forward": "backward"}
 
 
 class RightFactor:

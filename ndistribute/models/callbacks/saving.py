@@ -396,10 +396,9 @@ class TensorBoard(Callback):
         steps, speed = made - (self._timer.last_step or 0), self._timer.mark(made)
         if not steps:
             return {}
-        times = {
-            f"step_ms/{name}": (seconds - self._spans.get(name, 0.0)) * 1000 / steps
-            for name, seconds in timeline.totals().items()
-        }
+        totals, before = timeline.totals(), self._spans
+        ms = {name: (totals[name] - before.get(name, 0.0)) * 1000 / steps for name in totals}
+        times = {f"step_ms/{name}": each for name, each in ms.items()}
         if self._speed and speed is not None:
             times["epoch_steps_per_second"] = speed
         return times
