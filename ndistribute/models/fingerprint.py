@@ -62,8 +62,5 @@ def _checksum(code: CodeType) -> int:
     """Return a checksum of a function's code, wherever it stands."""
     # The order of a set in a text differs between processes.
     constants = [constant for constant in code.co_consts if not isinstance(constant, frozenset)]
-    inner = [
-        _checksum(constant) if isinstance(constant, CodeType) else constant
-        for constant in constants
-    ]
+    inner = [_checksum(each) if isinstance(each, CodeType) else each for each in constants]
     return zlib.crc32(repr((code.co_code, code.co_names, inner)).encode())

@@ -48,10 +48,8 @@ def clipped(
             norms[index] = math.sqrt(square)
     if kind == "global_clipnorm":
         norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
-    return [
-        gradient if norm <= bound else map_values(partial(mul, bound / norm), gradient)
-        for gradient, norm in zip(wide, norms, strict=True)
-    ]
+    pairs = zip(wide, norms, strict=True)
+    return [g if norm <= bound else map_values(partial(mul, bound / norm), g) for g, norm in pairs]
 
 
 def _cut(bound: float, array: Array) -> Array:

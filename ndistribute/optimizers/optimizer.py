@@ -421,26 +421,21 @@ class Optimizer(Explaining, Shown):
         counter, rate = self._counter.places[0], self._rate()
         title, numbers = update_rules.hyperparameters_of(self.rule)
         # All servers count the step, including those without a variable.
-        parts: dict[int, list[Any]] = {server: [] for server in counter.servers}
+        parts: dict[int, Any] = {server: ([], [], []) for server in counter.servers}
         for variable, gradient in zip(variables, gradients, strict=True):
             slots = [slot.places for slot in self._slots[variable]]
             pieces = zip(variable.cached, variable.shards.cut(gradient), *slots, strict=True)
             for shard, piece, *kept in pieces:
-                names = tuple(place.name for place in kept)
-                parts[shard.place.servers[0]].append((shard, Gradient(*on_host(piece)), names))
-        applies = {
-            server: Apply(
-                names=tuple(shard.place.name for shard, _, _ in some),
-                gradients=tuple(gradient for _, gradient, _ in some),
-                slots=tuple(slots for _, _, slots in some),
-                counter=counter.name,
-                rule=title,
-                learning_rate=rate,
-                hyperparameters=numbers,
-            )
-            for server, some in parts.items()
-        }
-        return applies, {server: [shard for shard, *_ in some] for server, some in parts.items()}
+                shards, sent, kept_in = parts[shard.place.servers[0]]
+                shards.append(shard)
+                sent.append(Gradient(*on_host(piece)))
+                kept_in.append(tuple(place.name for place in kept))
+        applies = {}
+        for server, (shards, sent, kept_in) in parts.items():
+            names = tuple(shard.place.name for shard in shards)
+            update = names, tuple(sent), tuple(kept_in)
+            applies[server] = Apply(*update, counter.name, title, rate, numbers)
+        return applies, {server: shards for server, (shards, *_) in parts.items()}
 
 
 def _checked(
@@ -541,11 +536,7 @@ def _unique_name(label: str, strategy: Any) -> str:
     Each strategy has its own numbers, so one that restores another's variables finds their slots.
     """
     with _naming:
-        taken = {
-            name
-            for name, owner in _given_names
-            if owner is None or strategy is None or owner() is strategy
-        }
+        taken = {n for n, of in _given_names if strategy is None or of is None or of() is strategy}
         numbered = (f"{label}_{number}" if number else label for number in itertools.count())
         name = next(candidate for candidate in numbered if candidate not in taken)
         _given_names.append((name, None if strategy is None else weakref.ref(strategy)))

@@ -89,11 +89,8 @@ class GradientAccumulation(_Wrapper):
     @property
     def slots(self) -> dict[Variable, dict[str, Variable]]:
         """The slots of the inner optimizer, and the sums of the gradients."""
-        return {
-            variable: {**slots, "gradient_sum": self._sums[variable]}
-            for variable, slots in self.inner.slots.items()
-            if variable in self._sums
-        }
+        built = [(v, slots) for v, slots in self.inner.slots.items() if v in self._sums]
+        return {v: {**slots, "gradient_sum": self._sums[v]} for v, slots in built}
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the slots and the sums; otherwise the first call does."""

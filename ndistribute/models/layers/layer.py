@@ -187,14 +187,9 @@ class Layer(Explaining):
         """
         wanted = np.dtype(self.dtype if dtype is None else dtype)
         make = initializers.get(initializer)
-        return Variable(
-            lambda: make(tuple(shape), wanted),
-            trainable=trainable and self.trainable,
-            name=f"{self.name}/{name}",
-            dtype=wanted,
-            synchronization=synchronization,
-            aggregation=aggregation,
-        )
+        path, trainable = f"{self.name}/{name}", trainable and self.trainable
+        kind = synchronization, aggregation
+        return Variable(lambda: make(tuple(shape), wanted), trainable, path, wanted, *kind)
 
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this layer and of its layers by path, each once.

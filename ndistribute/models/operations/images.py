@@ -233,14 +233,9 @@ class _Columns:
             inside = source[:, above : above + height, left : left + width]
         image, row, column, channel = source.strides
         (sy, sx), (dy, dx) = windows.strides, windows.dilation
-        view = xp.lib.stride_tricks.as_strided(
-            source,
-            (self._groups, len(source), *self._shape),
-            (
-                *(self._shape[-1] * channel, image, row * sy, column * sx),
-                *(row * dy, column * dx, channel),
-            ),
-        )
+        shape, group = (self._groups, len(source), *self._shape), self._shape[-1] * channel
+        strides = group, image, row * sy, column * sx, row * dy, column * dx, channel
+        view = xp.lib.stride_tricks.as_strided(source, shape, strides)
         for block in self._slices():
             filled = memory[:, : len(self._images[block])]
             if inside is None:
