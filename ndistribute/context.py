@@ -54,6 +54,10 @@ class StrategyLike(Protocol):
     def close(self) -> None: ...
 
 
+Generators = dict[int, tuple[np.random.SeedSequence, Any]]
+"""For each replica, the seed and the generator."""
+
+
 @dataclass(slots=True)
 class Frame:
     """An entry of a thread's context stack."""
@@ -103,11 +107,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self,
-        strategy: StrategyLike,
-        communicator: Any,
-        device: Device,
-        generators: dict[int, tuple[np.random.SeedSequence, Any]],
+        self, strategy: StrategyLike, communicator: Any, device: Device, generators: Generators
     ) -> None:
         self.strategy = strategy
         self.communicator = communicator
@@ -115,7 +115,7 @@ class ReplicaContext:
         self.replica_id_in_sync_group: int = communicator.rank
         self.num_replicas_in_sync: int = communicator.size
         self.local_replica_id: int = communicator.local_rank
-        self._generators = generators  # For each replica, the seed and the generator.
+        self._generators = generators
 
     @property
     def rng(self) -> Any:

@@ -140,8 +140,6 @@ def _outline(tree: Tree) -> str:
     if _nesting(type(tree)) is None:
         return "a leaf"
     named = not isinstance(tree, list | tuple)
-    inside = [
-        f"{key}: {_outline(child)}" if named else _outline(child)
-        for key, child in zip(*_children(tree), strict=True)
-    ]
+    pairs = zip(*_children(tree), strict=True)
+    inside = [f"{key}: {_outline(child)}" if named else _outline(child) for key, child in pairs]
     return f"{type(tree).__name__}({', '.join(inside)})"

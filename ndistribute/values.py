@@ -29,11 +29,9 @@ class Shown:
 
     def __repr__(self) -> str:
         told = vars(self) | vars(self).get("_parameters", {})
-        shown = [
-            f"{name}={one!r}"
-            for name, one in told.items()
-            if name[0] != "_" and (callable(one) or isinstance(one, str | int | float | Shown))
-        ]
+        kinds = str | int | float | Shown
+        public = {name: value for name, value in told.items() if name[0] != "_"}
+        shown = [f"{n}={v!r}" for n, v in public.items() if callable(v) or isinstance(v, kinds)]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

@@ -189,10 +189,8 @@ def _deal(
             leaves = tree.flatten(pieces[0])
             leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
             pieces += [tree.map_leaves(lambda leaf: leaf[:0], pieces[0])] * missing
-        placed = [
-            tree.map_leaves(lambda leaf, device=device: copy_to(leaf, device), piece)
-            for piece, device in zip(pieces, devices, strict=True)
-        ]
+        moves = [functools.partial(copy_to, device=device) for device in devices]
+        placed = [*map(tree.map_leaves, moves, pieces)]
         yield Step(tree.regroup(placed, PerReplica), reached)
 
 

@@ -441,11 +441,7 @@ def layer_normalization(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any
         change *= factor
         return change.reshape(x.shape)
 
-    return y, [
-        of_x,
-        lambda g: column_sums(_rows(g) * normalized),
-        lambda g: column_sums(_rows(g)),
-    ]
+    return y, [of_x, lambda g: column_sums(_rows(g) * normalized), lambda g: column_sums(_rows(g))]
 
 
 def _moments(mean: Array, centred: Array, total: Total | None) -> tuple[Array, Array, float]:
