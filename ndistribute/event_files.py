@@ -54,9 +54,8 @@ class EventFile:
         self.add(b"".join(scalar(tag, value) for tag, value in values.items()), step)
 
     def add(self, summary: bytes, step: int) -> None:
-        """Write what `scalar`, `histogram` and `image` return, joined; nothing if it is empty."""
-        if summary:
-            self._write(_text(5, summary), step)
+        """Write what `scalar`, `histogram` and `image` return, joined."""
+        self._write(_text(5, summary), step)
 
     def graph(self, operations: Iterable[tuple[str, str, Sequence[str], str]]) -> None:
         """Write a graph: the name, type, inputs and device of each operation."""

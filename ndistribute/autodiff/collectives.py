@@ -20,6 +20,7 @@ from ndistribute.devices import Array
 
 Arrays = list[Array]
 Backward = Callable[[Arrays], Arrays]
+Maker = Callable[[Arrays, Arrays], Backward]  # From the inputs and the results.
 
 
 def all_reduce(graph: Any, communicator: Any, op: Any, value: Any, options: Any) -> Any:
@@ -81,11 +82,7 @@ def all_gather(graph: Any, communicator: Any, value: Any, axis: int, options: An
 
 
 def _recorded(
-    graph: Any,
-    value: Any,
-    call: Callable[[Any], Any],
-    backward_of: Callable[[Arrays, Arrays], Backward],
-    op: ReduceOp = ReduceOp.SUM,
+    graph: Any, value: Any, call: Callable[[Any], Any], backward_of: Maker, op: Any = ReduceOp.SUM
 ) -> Any:
     """Run a collective on raw arrays, and record its tracked leaves as one operation."""
     pairs = [operand(leaf, graph) for leaf in tree.flatten(value)]

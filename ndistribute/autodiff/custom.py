@@ -167,10 +167,7 @@ def _checked(
 
 
 def _joint(
-    function: Callable[..., Any],
-    derivative: Callable[[Any], Sequence[Any]],
-    arguments: Sequence[Any],
-    wanted: Sequence[int],
+    function: Callable[..., Any], derivative: Any, arguments: Sequence[Any], wanted: Sequence[int]
 ) -> Callable[[Any], list[Any]]:
     """Return the rule of all arguments; it keeps their shapes and dtypes only."""
     expected = [(k, arguments[k].shape, arguments[k].dtype) for k in wanted]

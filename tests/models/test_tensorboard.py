@@ -159,7 +159,7 @@ def test_an_image_is_a_png_file_of_the_pixels():
 
 def test_values_that_are_not_finite_are_left_out_of_a_histogram(tmp_path):
     with EventFile(tmp_path) as file:
-        file.add(histogram("none", [np.nan]), 1)
+        assert not histogram("none", [np.nan])
         file.add(histogram("some", [np.nan, np.inf, 3.0]), 1)
         file.scalars({"huge": 1e300, "lost": np.nan}, -1)
     (_, some), (step, values) = events(tmp_path)
@@ -172,7 +172,8 @@ def test_values_that_are_not_finite_are_left_out_of_a_histogram(tmp_path):
 def test_values_that_hardly_differ_have_a_histogram(tmp_path):
     with EventFile(tmp_path) as file:
         for step, close in enumerate(([1.0, np.nextafter(1.0, 2.0)], [1e20] * 2, [-1e300, 1e308])):
-            file.add(histogram("close", close), step)
+            if summary := histogram("close", close):  # There is none of too large numbers.
+                file.add(summary, step)
     counts = [np.frombuffer(fields(one["close"][5][0])[7][0]) for _, one in events(tmp_path)]
     assert [one.sum() for one in counts] == [2.0, 2.0]
 

@@ -409,7 +409,8 @@ class TensorBoard(Callback):
             if not self.model.strategy.is_chief:
                 continue
             file = self._file("train")
-            file.add(histogram(f"{name}/histogram", value), epoch)
+            if summary := histogram(f"{name}/histogram", value):
+                file.add(summary, epoch)
             if self._images:
                 for number, pixels in enumerate(_images(value)):
                     file.add(image(f"{name}/image/{number}", pixels), epoch)
