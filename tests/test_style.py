@@ -25,26 +25,26 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2900,
-    "cluster": 510,
-    "collective": 4090,
-    "compat": 1140,
-    "coordinator": 920,
-    "data": 1800,
-    "estimator": 1380,
-    "graph": 4740,
-    "launcher": 1490,
-    "models": 4130,
-    "optimizers": 920,
-    "parameter_server": 1610,
-    "strategies": 1160,
-    "task": 310,
-    "top level": 2650,
-    "transport": 2020,
-    "variables": 1080,
+    "autodiff": 2820,
+    "cluster": 500,
+    "collective": 3870,
+    "compat": 1110,
+    "coordinator": 900,
+    "data": 1730,
+    "estimator": 1290,
+    "graph": 4570,
+    "launcher": 1460,
+    "models": 3950,
+    "optimizers": 880,
+    "parameter_server": 1600,
+    "strategies": 1110,
+    "task": 300,
+    "top level": 2610,
+    "transport": 1990,
+    "variables": 1050,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33400
+TESTS_BUDGET = 32350
 
 
 def long_file(source: str) -> Iterator[str]:
