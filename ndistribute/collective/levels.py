@@ -7,6 +7,7 @@ Levels can be nested. One member communicates for its group, so each group sends
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,9 +101,9 @@ class _TwoLevelBackend(Backend):
     def abort(self, cause: BaseException) -> None:
         self._inside.abort(cause)  # This involves no other group.
 
+    @abstractmethod
     def _reduce(self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin) -> Reduced:
         """Return the totals, valid until the next call, and the result of `begin`."""
-        raise NotImplementedError
 
     def _reduce_outside(self, call: Call, sums: list[Array], op: ReduceOp) -> None:
         """Reduce the sums of this group over all groups, if this member does so."""
