@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute import tensor_files
+from ndistribute import models, tensor_files
 from ndistribute.errors import CheckpointCorruptError, InvalidArgumentError, NotFoundError
 from ndistribute.graph.graph import Tensor
 from ndistribute.graph.operations import group
@@ -48,13 +47,9 @@ class Saver:
         if not chosen:
             raise ValueError("there are no variables to save: make the Saver after the model.")
         self._variables = dict(chosen)
-        self._keep = max_to_keep or 0
-        self._spare_seconds = keep_checkpoint_every_n_hours * 3600
-        self._spare_after = time.monotonic() + self._spare_seconds
-        self._saved: dict[str, tuple[Path, float]] = {}
+        spare_seconds = keep_checkpoint_every_n_hours * 3600
+        self._retention = tensor_files.Retention("saver", max_to_keep, spare_seconds)
         self._lock = threading.Lock()
-        self.last_checkpoints: list[str] = []
-        """The paths of the checkpoints that this saver wrote and kept, the newest last."""
         graph = next(iter(self._variables.values())).graph
         with graph.as_default(), graph.name_scope("save"), graph.control_dependencies(None):
             self._values: dict[str, Tensor] = {}
@@ -89,11 +84,7 @@ class Saver:
             tensor_files.clear(folder.parent, rf"{re.escape(Path(save_path).name)}-\d+")
             with tensor_files.exclusive(folder.parent, folder.name):
                 written = tensor_files.write(folder.parent, folder.name, tensors, data, 1, "saver")
-            self._saved[path] = written, time.monotonic()
-            self.last_checkpoints = [each for each in self.last_checkpoints if each != path]
-            self.last_checkpoints.append(path)
-            while self._keep and len(self.last_checkpoints) > self._keep:
-                self._remove(self.last_checkpoints.pop(0))
+            self._retention.add(path, written)
         return path
 
     def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
@@ -155,25 +146,21 @@ class Saver:
                 if path in _checkpoints(directory):
                     raise
                 return self.restore_latest(sess, directory)  # It was deleted meanwhile.
-            same = [each for each in paths if _series(each) == _series(path) and _folders(each)]
-            self.recover_last_checkpoints(same)
+            self.recover_last_checkpoints([p for p in paths if _series(p) == _series(path)])
             return path
         if damaged is not None:
             raise damaged
         return None
 
-    def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
-        """Count the checkpoints of an earlier process among those to keep."""
-        self.last_checkpoints = list(checkpoint_paths)
+    @property
+    def last_checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that this saver wrote and kept, the newest last."""
+        return self._retention.names
 
-    def _remove(self, path: str) -> None:
-        written, saved_at = self._saved.pop(path, (None, 0.0))
-        if saved_at > self._spare_after:
-            self._spare_after += self._spare_seconds
-            return
-        for folder in _folders(path):
-            if written in (None, folder):  # Another process may have written the step again.
-                tensor_files.delete(folder)
+    def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
+        """Count the checkpoints of an earlier process among those to keep, if they are there."""
+        folders = {path: _folders(path) for path in checkpoint_paths}
+        self._retention.count({path: found[-1] for path, found in folders.items() if found})
 
 
 class CheckpointState(NamedTuple):
@@ -187,8 +174,8 @@ class CheckpointState(NamedTuple):
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest checkpoint in a folder; None if it has none."""
-    state = get_checkpoint_state(checkpoint_dir)
-    return None if state is None else state.model_checkpoint_path
+    folder = models.latest_checkpoint(checkpoint_dir)
+    return None if folder is None else _path_of(folder)
 
 
 def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointState | None:
@@ -199,8 +186,12 @@ def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointSt
 
 def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the checkpoints in a folder, without numbers of generations."""
-    paths = [str(path.with_suffix("")) for path in reversed(tensor_files.written(directory))]
+    paths = map(_path_of, reversed(tensor_files.written(directory)))
     return list(dict.fromkeys(paths))[::-1]
+
+
+def _path_of(folder: Path) -> str:
+    return str(folder.with_suffix(""))
 
 
 def _folders(path: str) -> list[Path]:
