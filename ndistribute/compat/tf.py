@@ -132,13 +132,14 @@ _TABLE = """
     .compat.adapters: Checkpoint start_queue_runners=nothing
     .compat.graphs: latest_checkpoint
     .compat.graphs/graph: MonitoredTrainingSession global_step
+    .compat.graph_supervisor/graph: Supervisor
     .graph.variables/graph: get_global_step=find_global_step
     .compat.tf.summary: SummaryWriter=FileWriter
     .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator
         ExponentialMovingAverage FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer
         LoggingTensorHook MomentumOptimizer NanLossDuringTrainingError
         NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext
-        SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
+        SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
         get_checkpoint_state get_or_create_global_step piecewise_constant polynomial_decay
         replica_device_setter

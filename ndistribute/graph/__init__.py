@@ -1,9 +1,10 @@
 """Graph programs: operations on the tasks of a cluster, and sessions that run them."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ndistribute.exports import export as _export
 from ndistribute.graph import metrics as metrics
 from ndistribute.graph import summary as summary
-from ndistribute.graph.coordinator import Coordinator as Coordinator
 from ndistribute.graph.devices import GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy
 from ndistribute.graph.devices import byte_size_load_fn as byte_size_load_fn
 from ndistribute.graph.devices import device as device
@@ -32,6 +33,7 @@ from ndistribute.graph.hooks import StepCounterHook as StepCounterHook
 from ndistribute.graph.hooks import StopAtStepHook as StopAtStepHook
 from ndistribute.graph.hooks import SummarySaverHook as SummarySaverHook
 from ndistribute.graph.iterators import DatasetIterator as DatasetIterator
+from ndistribute.graph.monitored import Coordinator as Coordinator
 from ndistribute.graph.monitored import MonitoredTrainingSession as MonitoredTrainingSession
 from ndistribute.graph.monitored import Scaffold as Scaffold
 from ndistribute.graph.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
@@ -64,7 +66,6 @@ from ndistribute.graph.scopes import get_variable_scope as get_variable_scope
 from ndistribute.graph.scopes import variable_scope as variable_scope
 from ndistribute.graph.session import ConfigProto as ConfigProto
 from ndistribute.graph.session import Session as Session
-from ndistribute.graph.supervisor import Supervisor as Supervisor
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
 from ndistribute.graph.variables import Variable as Variable
 from ndistribute.graph.variables import get_or_create_global_step as get_or_create_global_step
@@ -79,3 +80,10 @@ from ndistribute.graph.variables import variables_initializer as variables_initi
 from ndistribute.numpy_functions import register as register
 
 _export(vars(), "metrics summary")
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Say where to find what is not here any more."""
+        hint = ": it is ndistribute.compat.tf.train.Supervisor" if name == "Supervisor" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -1,4 +1,8 @@
-"""`Supervisor`: it initialises or restores a model, and saves it from threads of its own."""
+"""`tf.train.Supervisor`: a session of a graph, with threads that save it and write its summaries.
+
+Its session is opened and its variables restored as those of a `MonitoredTrainingSession`, whose
+hooks do between steps what these threads do by the clock.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import write_speed
-from ndistribute.graph.monitored import Scaffold, open_session
+from ndistribute.graph.monitored import Coordinator, Scaffold, open_session
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
