@@ -31,7 +31,7 @@ BUDGETS = {
     "compat": 1260,
     "coordinator": 900,
     "data": 1730,
-    "estimator": 1290,
+    "estimator": 1271,
     "graph": 4400,
     "launcher": 1460,
     "models": 3950,
