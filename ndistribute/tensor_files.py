@@ -194,8 +194,8 @@ def clear(directory: Path, pattern: str, claimed: str = "") -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
-    """Return the newest intact generation, or None if there are no generations.
+def newest(directory: str | os.PathLike[str], name: str | None = None) -> Saved | None:
+    """Return the newest intact generation of a series, or of all; None if there are none.
 
     Newer ones that are damaged are renamed to end in ``.broken``, with a warning.
 
@@ -204,7 +204,8 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
         DistributeError: a later version of the package wrote the generation.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
-    for path in reversed(paths(Path(directory), name)):
+    folders = written(directory) if name is None else paths(Path(directory), name)
+    for path in reversed(folders):
         try:
             saved = read(path)
         except CheckpointCorruptError as error:
@@ -214,13 +215,14 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
             continue
         for bad, reason in broken:
             _log.warning("%s is damaged, using %s instead: %s", bad, path.name, reason)
-            with contextlib.suppress(FileNotFoundError):  # Another reader was faster.
+            with contextlib.suppress(OSError):  # Another was faster, or this one may only read.
                 bad.rename(bad.with_name(f"{bad.name}.broken"))  # `keep` must not count it.
         return saved
     if broken:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in broken)
         raise CheckpointCorruptError(
-            f"All generations of {name!r} are damaged. Move them away to start anew. {reasons}"
+            f"All generations {f'of {name!r}' if name else f'in {directory}'} are damaged. Move "
+            f"them away to start anew. {reasons}"
         )
     return None
 

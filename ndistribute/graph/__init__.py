@@ -1,6 +1,6 @@
 """Graph programs: operations on the tasks of a cluster, and sessions that run them."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from ndistribute.exports import export as _export
 from ndistribute.graph import metrics as metrics
@@ -81,7 +81,7 @@ from ndistribute.numpy_functions import register as register
 
 _export(vars(), "metrics summary")
 
-if not _TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):
         """Say where to find what is not here any more."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute import models, tensor_files
-from ndistribute.errors import CheckpointCorruptError, InvalidArgumentError, NotFoundError
+from ndistribute.errors import InvalidArgumentError, NotFoundError
 from ndistribute.graph.graph import Tensor
 from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
@@ -105,22 +105,7 @@ class Saver:
         saved = tensor_files.read(path) if path.is_dir() else tensor_files.newest(folder, name)
         if saved is None:
             raise NotFoundError(f"there is no checkpoint {os.fspath(save_path)!r}.")
-        missing = [name for name in self._values if name not in saved.tensors]
-        if missing:
-            raise NotFoundError(
-                f"checkpoint {os.fspath(save_path)!r} lacks {', '.join(missing)}: it has "
-                f"{', '.join(sorted(saved.tensors))}."
-            )
-        values = {}
-        for name, variable in self._variables.items():
-            value = saved.tensors[name]
-            values[self._values[name]] = fitting = fitted(value, variable.dtype or value.dtype)
-            if fitting is None:
-                raise InvalidArgumentError(
-                    f"{name!r} is {value.dtype} in checkpoint {os.fspath(save_path)!r}, which its "
-                    f"dtype here, {variable.dtype}, would cut. Nothing has changed."
-                )
-        sess.run(self._restore, values)
+        self._load(sess, os.fspath(save_path), saved)
 
     def restore_latest(self, sess: Any, directory: str | os.PathLike[str]) -> str | None:
         """Restore the newest checkpoint of a folder that is not damaged.
@@ -134,23 +119,14 @@ class Saver:
         Raises:
             CheckpointCorruptError: there are checkpoints, and all are damaged.
         """
-        damaged: CheckpointCorruptError | None = None
-        paths = _checkpoints(directory)
-        for path in reversed(paths):
-            try:
-                self.restore(sess, path)
-            except CheckpointCorruptError as error:
-                damaged = error
-                continue
-            except NotFoundError:
-                if path in _checkpoints(directory):
-                    raise
-                return self.restore_latest(sess, directory)  # It was deleted meanwhile.
-            self.recover_last_checkpoints([p for p in paths if _series(p) == _series(path)])
-            return path
-        if damaged is not None:
-            raise damaged
-        return None
+        saved = tensor_files.newest(directory)
+        if saved is None:
+            return None
+        path = _path_of(saved.path)
+        self._load(sess, path, saved)
+        there = _checkpoints(directory)
+        self.recover_last_checkpoints([each for each in there if _series(each) == _series(path)])
+        return path
 
     @property
     def last_checkpoints(self) -> list[str]:
@@ -161,6 +137,25 @@ class Saver:
         """Count the checkpoints of an earlier process among those to keep, if they are there."""
         folders = {path: _folders(path) for path in checkpoint_paths}
         self._retention.count({path: found[-1] for path, found in folders.items() if found})
+
+    def _load(self, sess: Any, path: str, saved: tensor_files.Saved) -> None:
+        """Set the variables to what a checkpoint has that was read from a path."""
+        missing = [name for name in self._values if name not in saved.tensors]
+        if missing:
+            raise NotFoundError(
+                f"checkpoint {path!r} lacks {', '.join(missing)}: it has "
+                f"{', '.join(sorted(saved.tensors))}."
+            )
+        values = {}
+        for name, variable in self._variables.items():
+            value = saved.tensors[name]
+            values[self._values[name]] = fitting = fitted(value, variable.dtype or value.dtype)
+            if fitting is None:
+                raise InvalidArgumentError(
+                    f"{name!r} is {value.dtype} in checkpoint {path!r}, which its dtype here, "
+                    f"{variable.dtype}, would cut. Nothing has changed."
+                )
+        sess.run(self._restore, values)
 
 
 class CheckpointState(NamedTuple):
