@@ -279,7 +279,7 @@ _ALONE = _count_alone()
 _new: Any = object.__new__
 
 
-class Graph:
+class TapeGraph:
     """The recorder of a frame while a tape records, which variables and contexts call."""
 
     __slots__ = (
@@ -354,7 +354,7 @@ class Graph:
                 return self.leaf(value)
         return value
 
-    def around_step(self) -> Graph:
+    def around_step(self) -> TapeGraph:
         """Return the recorder of a step of `strategy.run`, in which these tapes do not record."""
         return _AroundStep(self)
 
@@ -372,11 +372,11 @@ class Graph:
     all_gather = collectives.all_gather
 
     @classmethod
-    def joined(cls, tape: Any) -> Graph:
+    def joined(cls, tape: Any) -> TapeGraph:
         """Return the graph of this thread, or a new one, in which a tape now records."""
         frame = current_frame()
         graph = frame.recorder
-        if not isinstance(graph, Graph) or not graph._open:
+        if not isinstance(graph, TapeGraph) or not graph._open:
             graph = cls(frame)
         graph.nested = graph._open > 0
         graph._open += 1
@@ -407,12 +407,12 @@ class Graph:
             self.entries, self.leaves, self.again = [], {}, {}
 
 
-class _AroundStep(Graph):
+class _AroundStep(TapeGraph):
     """The recorder of a step inside an open tape: it records nothing, and refuses lost reads."""
 
     __slots__ = ("_around",)
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: TapeGraph) -> None:
         super().__init__(Frame(None, None))
         self._around = graph
 

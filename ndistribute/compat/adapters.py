@@ -207,7 +207,7 @@ def random(draw: str) -> Any:
     return unary(drawn, 0, mean="low", minval="low", stddev="high", maxval="high")
 
 
-class Dataset(nd.Dataset):
+class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")

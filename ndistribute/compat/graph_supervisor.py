@@ -50,7 +50,7 @@ class Supervisor(Coordinator):
         summary_writer: what writes summaries; None: none does.
         init_fn: called as ``init_fn(session)`` after `init_op`.
 
-    >>> from ndistribute.graph.variables import Variable
+    >>> from ndistribute.graph import Variable
     >>> with Graph().as_default():
     ...     w = Variable(2.0)
     ...     with Supervisor().managed_session() as session:

@@ -19,7 +19,7 @@ from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, facts, upstream
-from ndistribute.data.steps import COMPLETE_IT, Position, Progress, Step
+from ndistribute.data.steps import COMPLETE_IT, PipelineStep, Position, Progress
 from ndistribute.devices import Device, copy_to
 from ndistribute.errors import DistributeError
 from ndistribute.values import PerReplica
@@ -115,7 +115,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
 
 
-def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
+def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[PipelineStep]:
     """Yield steps, after checking that with DATA all workers have the same first batch.
 
     At the end the workers compare the number of rows. A worker whose input fails before its first
@@ -143,8 +143,8 @@ def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
 
 
 def joint(
-    steps: Iterator[Step], workers: ProcessGroup, devices: Sequence[Device]
-) -> Iterator[Step]:
+    steps: Iterator[PipelineStep], workers: ProcessGroup, devices: Sequence[Device]
+) -> Iterator[PipelineStep]:
     """Yield steps until all workers have finished: empty ones after the last of this worker.
 
     At each step the workers agree whether there is one. A worker whose input failed takes part
@@ -172,7 +172,7 @@ def joint(
             value = tree.map_leaves(
                 lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), template
             )
-        yield Step(value, reached) if step is None else step._replace(reached=reached)
+        yield PipelineStep(value, reached) if step is None else step._replace(reached=reached)
 
 
 def _tell(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from ndistribute.data.options import InputContext, InputOptions, Sharding, Topol
 from ndistribute.data.pipeline import Epoch, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
-from ndistribute.data.steps import BATCH_IT, Progress, Step, steps_of
+from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
 from ndistribute.devices import Device
 from ndistribute.timeline import recorded
 
@@ -163,7 +163,7 @@ class DistributedIterator(Iterator[Any]):
         self._over = False
         self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
-        self._source: Iterator[Step] | None = None
+        self._source: Iterator[PipelineStep] | None = None
 
     @recorded(lambda *_: ("input", ""))
     def __next__(self) -> Any:
@@ -262,7 +262,7 @@ class DistributedIterator(Iterator[Any]):
     def _first_shard(self) -> int:
         return next(iter(self._progress.shards_of(self._topology)), 0)
 
-    def _open(self) -> Iterator[Step]:
+    def _open(self) -> Iterator[PipelineStep]:
         progress, topology = self._progress, self._topology
         sharding, workers = progress.sharding, topology.workers
         nodes = upstream(self._node)
@@ -348,13 +348,13 @@ def loader_of(node: Node) -> Any:
     return node.loader if has_state(node.loader) else None
 
 
-def _with_states(steps: Iterator[Step], loader: Any) -> Iterator[Step]:
+def _with_states(steps: Iterator[PipelineStep], loader: Any) -> Iterator[PipelineStep]:
     """Yield steps with the loader's state after each, which the loader may change later."""
     for step in steps:
         yield step._replace(loader_state=copy.deepcopy(loader.state_dict()))
 
 
-def _noting_the_end(steps: Iterator[Step], end: threading.Event) -> Iterator[Step]:
+def _noting_the_end(steps: Iterator[PipelineStep], end: threading.Event) -> Iterator[PipelineStep]:
     """Yield steps, and set an event after the last one."""
     yield from steps
     end.set()

@@ -95,20 +95,20 @@ class Epoch:
         return replace(self, seeds=first, path=())
 
 
-class ArraySpec:
+class LeafSpec:
     """The dtype and the shape of a leaf; a None as length or as shape means that it varies."""
 
     def __init__(self, dtype: Any, shape: Sequence[int | None] | None) -> None:
         self.dtype = dtype
         self.shape = shape
 
-    def led_by(self, length: int | None) -> ArraySpec:
+    def led_by(self, length: int | None) -> LeafSpec:
         """Return the spec of a batch of these leaves."""
-        return ArraySpec(self.dtype, None if self.shape is None else (length, *self.shape))
+        return LeafSpec(self.dtype, None if self.shape is None else (length, *self.shape))
 
-    def row(self) -> ArraySpec:
+    def row(self) -> LeafSpec:
         """Return the spec of an element of this batch."""
-        return ArraySpec(self.dtype, None if self.shape is None else self.shape[1:])
+        return LeafSpec(self.dtype, None if self.shape is None else self.shape[1:])
 
     def __repr__(self) -> str:
         return f"{self.dtype}{'' if self.shape is None else list(self.shape)}"
@@ -121,7 +121,7 @@ class ElementSpec:
     cardinality: int = UNKNOWN_CARDINALITY
     batched: bool | None = None  # Whether the elements are batches.
     batch_size: int | None = None  # The number of elements of each batch except short ones.
-    like: Any = None  # A nest of `ArraySpec`.
+    like: Any = None  # A nest of `LeafSpec`.
 
     def __str__(self) -> str:
         words = {INFINITE_CARDINALITY: "endless ", UNKNOWN_CARDINALITY: ""}

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
-from ndistribute.data.pipeline import ArraySpec, ElementSpec, Epoch, Node
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
 
 Reader = Callable[[str], Any]
 
@@ -54,7 +54,7 @@ def slices(tensors: Any) -> Node:
 def numbers(values: range) -> Node:
     """Return a node of the numbers of a range."""
     rows = Rows(0, [([values], range(len(values)))])
-    return _of_rows(repr(values), rows, ArraySpec(np.dtype(np.int64), ()))
+    return _of_rows(repr(values), rows, LeafSpec(np.dtype(np.int64), ()))
 
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
@@ -143,14 +143,14 @@ def _length(batches: Any) -> int:
 
 
 def _like(columns: Element, axis: int) -> Any:
-    return tree.map_leaves(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[axis:]), columns)
+    return tree.map_leaves(lambda leaf: LeafSpec(leaf.dtype, leaf.shape[axis:]), columns)
 
 
-def _spec_of(leaf: Any) -> ArraySpec:
+def _spec_of(leaf: Any) -> LeafSpec:
     """Return the spec for a leaf of a signature; a dtype alone matches any shape."""
     if isinstance(leaf, type | np.dtype | str):
-        return ArraySpec(np.dtype(leaf), None)
-    return ArraySpec(np.dtype(leaf.dtype), tuple(leaf.shape))
+        return LeafSpec(np.dtype(leaf), None)
+    return LeafSpec(np.dtype(leaf.dtype), tuple(leaf.shape))
 
 
 def _conform(element: Element, specs: Any) -> Element:
@@ -163,7 +163,7 @@ def _conform(element: Element, specs: Any) -> Element:
     return tree.map_leaves(_conform_leaf, element, specs)
 
 
-def _conform_leaf(leaf: Any, spec: ArraySpec) -> Any:
+def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:
     wanted = leaf.shape if spec.shape is None else spec.shape
     pairs = zip(wanted, leaf.shape, strict=True)
     if len(wanted) != leaf.ndim or any(want not in (None, have) for want, have in pairs):

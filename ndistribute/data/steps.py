@@ -45,7 +45,7 @@ Epochs = Mapping[int, tuple[Epoch, Position]]
 """The epoch and the start position of each shard."""
 
 
-class Step(NamedTuple):
+class PipelineStep(NamedTuple):
     """The parts of the replicas, and the position of each used shard after this step."""
 
     value: Any
@@ -127,7 +127,9 @@ class Progress:
         return fitted
 
 
-def steps_of(node: Node, topology: Topology, sharding: Sharding, epochs: Epochs) -> Iterator[Step]:
+def steps_of(
+    node: Node, topology: Topology, sharding: Sharding, epochs: Epochs
+) -> Iterator[PipelineStep]:
     """Yield the steps of this worker from the start positions of its shards."""
     if sharding is Sharding.DATA:
         return _cut(node, topology, epochs)
@@ -136,7 +138,7 @@ def steps_of(node: Node, topology: Topology, sharding: Sharding, epochs: Epochs)
     return _deal(topology.devices, _dealt(node, pieces, full, epochs))
 
 
-def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[Step]:
+def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[PipelineStep]:
     """Yield steps of this worker's slices of every global batch."""
     compares = topology.num_workers > 1
     loads = any(step.loader is not None for step in upstream(node))
@@ -152,7 +154,7 @@ def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[Step]:
             value = tree.unflatten(batch, parts)
             begins = compares and number == position.batches + 1
             first = _note_of(leaves, digest=loads) if begins else None
-            yield Step(value, {shard: Position(number)}, length, first)
+            yield PipelineStep(value, {shard: Position(number)}, length, first)
 
 
 def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
 
 def _deal(
     devices: Sequence[Device], source: Iterator[tuple[int, Position, Element]]
-) -> Iterator[Step]:
+) -> Iterator[PipelineStep]:
     """Yield steps in which each replica gets the next piece of this worker's shards."""
     while dealt := list(islice(source, len(devices))):
         reached = {shard: position for shard, position, _ in dealt}
@@ -191,7 +193,7 @@ def _deal(
             pieces += [tree.map_leaves(lambda leaf: leaf[:0], pieces[0])] * missing
         moves = [functools.partial(copy_to, device=device) for device in devices]
         placed = [*map(tree.map_leaves, moves, pieces)]
-        yield Step(tree.regroup(placed, PerReplica), reached)
+        yield PipelineStep(tree.regroup(placed, PerReplica), reached)
 
 
 def _dealt(

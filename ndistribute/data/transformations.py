@@ -19,7 +19,7 @@ from ndistribute.context import current_seed
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, join, pick, read_only
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import ArraySpec, ElementSpec, Epoch, Node, SeedCounter, upstream
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
 
@@ -113,7 +113,7 @@ def unbatched(child: Node) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return drop(map(rows, child.iterate(epoch)), start)
 
-    like = _like(child, ArraySpec.row)
+    like = _like(child, LeafSpec.row)
     return child.then("unbatch()", chunks, spec=ElementSpec(batched=False, like=like))
 
 
@@ -395,5 +395,5 @@ def _common(parts: tuple[Node, ...]) -> bool | None:
     return True if all(batched) else None
 
 
-def _like(child: Node, change: Callable[[ArraySpec], ArraySpec]) -> Any:
+def _like(child: Node, change: Callable[[LeafSpec], LeafSpec]) -> Any:
     return None if child.spec.like is None else tree.map_leaves(change, child.spec.like)

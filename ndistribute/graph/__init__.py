@@ -67,7 +67,7 @@ from ndistribute.graph.scopes import variable_scope as variable_scope
 from ndistribute.graph.session import ConfigProto as ConfigProto
 from ndistribute.graph.session import Session as Session
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
-from ndistribute.graph.variables import Variable as Variable
+from ndistribute.graph.variables import GraphVariable as GraphVariable
 from ndistribute.graph.variables import get_or_create_global_step as get_or_create_global_step
 from ndistribute.graph.variables import global_variables as global_variables
 from ndistribute.graph.variables import global_variables_initializer as global_variables_initializer
@@ -79,8 +79,8 @@ from ndistribute.graph.variables import trainable_variables as trainable_variabl
 from ndistribute.graph.variables import variables_initializer as variables_initializer
 from ndistribute.numpy_functions import register as register
 
-_export(vars(), "metrics summary")
-
+Variable = GraphVariable
+_export(vars(), "metrics summary", but="GraphVariable")
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):

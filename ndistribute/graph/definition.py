@@ -61,19 +61,19 @@ class OperationDef(Record, frozen=True):
     source: str = ""  # The line of the program that made it.
 
 
-class Input(NamedTuple):
+class OperationInput(NamedTuple):
     """An operation's k-th input, in the arguments of a function."""
 
     k: int
 
 
 def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the template of a call whose arguments contain `Input`.
+    """Return the template of a call whose arguments contain `OperationInput`.
 
     Raises:
         TypeError: an argument is something that cannot be sent.
 
-    >>> call_template((Input(0), slice(1, None)), {"axis": 0})
+    >>> call_template((OperationInput(0), slice(1, None)), {"axis": 0})
     [[['input', 0], ['slice', 1, None, None]], {'axis': 0}]
     """
     return [[*map(_encoded, args)], {name: _encoded(value) for name, value in kwargs.items()}]
@@ -125,7 +125,7 @@ def _is_of_objects(text: str) -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, Input):
+    if isinstance(value, OperationInput):
         return ["input", value.k]
     if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
         return value.item()

@@ -16,7 +16,7 @@ from ndistribute.errors import InvalidArgumentError, NotFoundError
 from ndistribute.graph.graph import Tensor
 from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
-from ndistribute.graph.variables import Variable, global_variables
+from ndistribute.graph.variables import GraphVariable, global_variables
 from ndistribute.mistakes import accepting
 from ndistribute.variables.policy import fitted
 
@@ -37,7 +37,7 @@ class Saver:
     @accepting("name", "restore_sequentially", "save_relative_paths", "sharded", "write_version")
     def __init__(
         self,
-        var_list: Sequence[Variable] | Mapping[str, Variable] | None = None,
+        var_list: Sequence[GraphVariable] | Mapping[str, GraphVariable] | None = None,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float = 10_000.0,
     ) -> None:

@@ -28,7 +28,7 @@ from ndistribute.launcher import commands, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
-from ndistribute.launcher.supervisor import Outcome, Process, Start, Supervisor, restart_delay
+from ndistribute.launcher.supervisor import JobEnd, Process, Start, TaskSupervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
 # Below the ports of outgoing connections on Linux; used only if there are several hosts.
@@ -136,7 +136,9 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         probes = [] if mpi else _probes(options, silence)
         signals = opened.enter_context(supervisor.signals_as_bytes())
         begin = partial(Process, environ)
-        supervise = partial(Supervisor, begin, console, deadline, signals=signals, silence=silence)
+        supervise = partial(
+            TaskSupervisor, begin, console, deadline, signals=signals, silence=silence
+        )
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
@@ -261,7 +263,7 @@ def _mpi_start(
 
 
 def _report(
-    options: JobOptions, outcome: Outcome, console: Console, attempt: int, silence: float
+    options: JobOptions, outcome: JobEnd, console: Console, attempt: int, silence: float
 ) -> None:
     """Print how an attempt ended, unless it succeeded."""
     label = outcome.label

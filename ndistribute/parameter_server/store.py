@@ -159,7 +159,7 @@ class Store:
                 return m.Number(self.variables.delete(names))
             case m.Status("memory"):
                 return self.totals
-            case m.Assign() | m.Update() | m.Apply():
+            case m.Assign() | m.VariableUpdate() | m.Apply():
                 with np.errstate(all="ignore"):
                     self.shared.replay(request)
                 return self.totals

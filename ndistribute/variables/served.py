@@ -27,7 +27,7 @@ from ndistribute.devices import Array, copy_to, to_host
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.parameter_server.client import Servers
-from ndistribute.parameter_server.messages import Change, Item, Update
+from ndistribute.parameter_server.messages import Change, Item, VariableUpdate
 from ndistribute.timeline import span
 from ndistribute.variables.mirrored import DeviceCopies
 from ndistribute.variables.partitioners import Shards, joined, select_rows
@@ -155,7 +155,7 @@ class ServedVariable(Variable):
             if write.sparse and not len(value.indices) and len(self.places) > 1:
                 continue
             for server in place.servers:
-                changes[server].append(Update(place.name, how, *on_host(value)))
+                changes[server].append(VariableUpdate(place.name, how, *on_host(value)))
         self._strategy.servers.change(changes, how, replica=replica)
         self._strategy.copies.changed(self.cached)
 

@@ -19,7 +19,7 @@ from ndistribute import tensor_files
 from ndistribute.graph.graph import Graph
 from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.graph.session import Session
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.variables import GraphVariable
 from tests.processes import Ranks
 
 
@@ -27,7 +27,7 @@ from tests.processes import Ranks
 def graph_saver(value: float, **options: Any) -> Iterator[Callable[..., str]]:
     """Give the method `save` of a saver of one variable, without its first argument."""
     with Graph().as_default(), Session() as session:
-        Variable(np.full(3, value), name="v").load(np.full(3, value), session)
+        GraphVariable(np.full(3, value), name="v").load(np.full(3, value), session)
         yield functools.partial(Saver(**options).save, session)
 
 
@@ -141,7 +141,7 @@ def test_a_saver_that_goes_on_counts_no_checkpoints_of_other_kinds(tmp_path):
     for step in (1, 2):
         nd.Checkpoint(v=nd.Variable(np.zeros(3))).save(tmp_path / f"run-{step}")
     with Graph().as_default(), Session() as session:
-        Variable(np.zeros(3), name="v")
+        GraphVariable(np.zeros(3), name="v")
         saver = Saver(max_to_keep=1)
         assert saver.restore_latest(session, tmp_path) == str(tmp_path / "run-2")
         for step in (3, 4):
@@ -192,9 +192,9 @@ def test_a_saver_reads_the_next_one_if_the_newest_is_deleted_meanwhile(tmp_path,
 
     monkeypatch.setattr(tensor_files, "read", late)
     with Graph().as_default(), Session() as session:
-        Variable(np.zeros(3), name="v")
+        GraphVariable(np.zeros(3), name="v")
         assert Saver().restore_latest(session, tmp_path) == paths[0]
-        Variable(np.zeros(3), name="more")
+        GraphVariable(np.zeros(3), name="more")
         with pytest.raises(nd.errors.NotFoundError, match="lacks more"):
             Saver().restore_latest(session, tmp_path)
 
@@ -228,7 +228,7 @@ def test_a_reader_sees_a_whole_checkpoint_while_others_replace_it(tmp_path):
 def restored_by_saver(path: Path) -> None:
     """Restore the variables of a graph."""
     with Graph().as_default(), Session() as session:
-        Variable(np.zeros(3), name="v")
+        GraphVariable(np.zeros(3), name="v")
         Saver().restore(session, path)
 
 
