@@ -1,7 +1,7 @@
 """What stands between names of TensorFlow and this package where arguments or results differ.
 
 Lists and numbers become float32 and int32 tensors, which are NumPy arrays with a method `numpy`;
-tracked arrays stay tracked. `tf.py` and `names.py` refer to the names here.
+tracked arrays stay tracked. `tf.py` and `namespaces.py` refer to the names here.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ table, a namespace is in brackets; `Names` tells how the words after it are read
 
 import sys as _sys
 
-from ndistribute.compat.names import Names as _Names
+from ndistribute.compat.namespaces import Names as _Names
 from ndistribute.version import __version__ as _version
 
 _TABLE = """
@@ -110,8 +110,8 @@ _TABLE = """
         reduce_prod=prod reduce_std=std reduce_sum=sum reduce_variance=var
     numpy/index: argmax argmin  .models.nn/reduction: reduce_logsumexp=logsumexp
     .models.activations/unary: softplus  .models.nn/unary: sigmoid  .compat.adapters: add_n cumsum
-[metrics] .graph.metrics/graph: accuracy mean mean_absolute_error mean_squared_error precision
-        recall root_mean_squared_error
+[metrics] .graph.streaming_metrics/graph: accuracy mean mean_absolute_error mean_squared_error
+        precision recall root_mean_squared_error
 [nest] .tree: flatten map_structure=map_leaves
 [nn] .models.activations/unary: elu softplus
     .models.nn/unary: gelu relu sigmoid silu swish=silu  numpy/unary: tanh

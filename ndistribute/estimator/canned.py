@@ -17,7 +17,7 @@ from ndistribute.devices import to_host
 from ndistribute.estimator import feature_column as fc
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
+from ndistribute.estimator.specs import EstimatorSpec, ModeKeys
 from ndistribute.graph.graph import apply_named
 from ndistribute.graph.scopes import glorot_uniform
 from ndistribute.models import nn

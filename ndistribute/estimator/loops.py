@@ -28,7 +28,7 @@ from ndistribute.data import Dataset, InputContext
 from ndistribute.data.dataset import as_dataset
 from ndistribute.devices import to_host
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
+from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned

@@ -16,7 +16,7 @@ from ndistribute.data import Dataset, InputContext
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.loops import AfterStep, InputFn, chosen, dataset_from
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
+from ndistribute.estimator.specs import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.batches import unpacked
 from ndistribute.models.callbacks.callback import Callback, LambdaCallback
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, latest_checkpoint

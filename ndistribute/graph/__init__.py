@@ -3,12 +3,14 @@
 import typing as _typing
 
 from ndistribute.exports import export as _export
-from ndistribute.graph import metrics as metrics
+from ndistribute.graph import streaming_metrics
 from ndistribute.graph import summary as summary
-from ndistribute.graph.devices import GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy
-from ndistribute.graph.devices import byte_size_load_fn as byte_size_load_fn
-from ndistribute.graph.devices import device as device
-from ndistribute.graph.devices import replica_device_setter as replica_device_setter
+from ndistribute.graph.device_functions import (
+    GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy,
+)
+from ndistribute.graph.device_functions import byte_size_load_fn as byte_size_load_fn
+from ndistribute.graph.device_functions import device as device
+from ndistribute.graph.device_functions import replica_device_setter as replica_device_setter
 from ndistribute.graph.gradients import clip_by_global_norm as clip_by_global_norm
 from ndistribute.graph.gradients import global_norm as global_norm
 from ndistribute.graph.gradients import gradients as gradients
@@ -79,6 +81,7 @@ from ndistribute.graph.variables import trainable_variables as trainable_variabl
 from ndistribute.graph.variables import variables_initializer as variables_initializer
 from ndistribute.numpy_functions import register as register
 
+metrics = streaming_metrics
 Variable = GraphVariable
 _export(vars(), "metrics summary", but="GraphVariable")
 if not _typing.TYPE_CHECKING:

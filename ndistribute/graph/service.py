@@ -21,14 +21,14 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from ndistribute import errors
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
-from ndistribute.parameter_server.server import StoreService
+from ndistribute.parameter_server.store_service import StoreService
 from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.rpc import ClientCount, Peer, PendingCall
 

@@ -16,7 +16,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.devices import as_array
 from ndistribute.errors import CancelledError, InvalidArgumentError, OperationError
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_default_session, get_default_graph

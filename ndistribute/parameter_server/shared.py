@@ -18,7 +18,7 @@ from ndistribute.devices import copy_to, device_of, is_gpu_array, to_host
 from ndistribute.dtypes import PORTABLE
 from ndistribute.ownership import read_only
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.variables import Cell, OptimizerStep, Refused, Variables
+from ndistribute.parameter_server.stored_variables import Cell, OptimizerStep, Refused, Variables
 from ndistribute.transport.codec import Array
 
 

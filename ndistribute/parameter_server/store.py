@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.shared import SharedVariables
-from ndistribute.parameter_server.variables import Aggregation, Refused, Variables
+from ndistribute.parameter_server.stored_variables import Aggregation, Refused, Variables
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20

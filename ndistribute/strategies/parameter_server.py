@@ -30,7 +30,7 @@ from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.store_service import LocalServer
 from ndistribute.strategies.base import Strategy, T
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import identify, span

@@ -12,7 +12,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.errors import DistributeError
 from ndistribute.parameter_server.client import RunningClosure, closure
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.store_service import LocalServer
 from tests.strategies.on_servers import served
 
 OTHER_UPDATES = "function 7 runs again, and its updates are not of the same variables in the same"

@@ -21,7 +21,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute import graph as g
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph.definition import BodyDef, OperationDef, pack
 from ndistribute.graph.ops import KERNELS
 from ndistribute.graph.pool import TaskClient

@@ -18,7 +18,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute import graph as g
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph import service
 from ndistribute.graph import session as session_module
 from ndistribute.graph.definition import OperationDef, pack
