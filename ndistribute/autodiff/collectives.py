@@ -107,6 +107,6 @@ def _recorded(
 
     graph.again[len(graph.entries)] = all_reduce, again
     parents = tuple(place for _, place in pairs if place is not None)
-    for k, one in zip(tracked, graph.record_many(outputs, parents, joint), strict=True):
-        leaves[k] = one
+    for k, output in zip(tracked, graph.record_many(outputs, parents, joint), strict=True):
+        leaves[k] = output
     return tree.unflatten(value, leaves)

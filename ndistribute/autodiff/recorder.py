@@ -105,9 +105,9 @@ def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans:
             entries[index] = parents, constant
             _step(index, walk, None, keep=True)
     known = {source: walk.gradients[source] for source in walk.reached}
-    graph.has_rows = any(getattr(one, "is_rows", False) for one in known.values())
+    graph.has_rows = any(getattr(g, "is_rows", False) for g in known.values())
     # Nothing else may refer to an array that the user gets.
-    return {source: np.copy(dense(one)) for source, one in known.items() if one is not None}
+    return {source: np.copy(dense(g)) for source, g in known.items() if g is not None}
 
 
 def _not_kept() -> Any:
@@ -120,15 +120,15 @@ def _constant(
     graph: Any, parents: Any, rules: Any, needed: bytearray, refusal: Any, upstream: Any
 ) -> list[Any]:
     """Return the gradients of the arguments of one operation, whose own gradient is refused."""
-    given = upstream if type(upstream) is list else [upstream]
-    tied = (*parents, *(one.index for one in given if is_tracked(one)))
-    raw = [one.value if is_tracked(one) else one for one in given]
+    gradients = upstream if type(upstream) is list else [upstream]
+    tied = (*parents, *(g.index for g in gradients if is_tracked(g)))
+    raw = [g.value if is_tracked(g) else g for g in gradients]
     if type(rules) is tuple:
         pairs = zip(parents, rules, strict=True)
         changes = [rule(raw[0]) if needed[parent] else None for parent, rule in pairs]
     else:
         changes = rules(raw if type(upstream) is list else raw[0])
-    return [None if one is None else graph.record(dense(one), tied, refusal) for one in changes]
+    return [None if g is None else graph.record(dense(g), tied, refusal) for g in changes]
 
 
 def _step(index: int, walk: _Pass, memory: Memory | None, keep: bool) -> None:
@@ -331,10 +331,10 @@ class TapeGraph:
         results = tree.flatten(values)
         base = self.leaf(None).index
         self.entries[base] = (parents, joint)
-        for k, one in enumerate(results):
-            if is_differentiable(one):
+        for k, result in enumerate(results):
+            if is_differentiable(result):
                 rule = functools.partial(Component, k, len(results))
-                results[k] = self.record(one, (base,), (rule,))
+                results[k] = self.record(result, (base,), (rule,))
         return tree.unflatten(values, results)
 
     def leaf(self, value: Any) -> Tracked:

@@ -169,11 +169,11 @@ class GradientTape:
             graph.askers -= 1
         spans = [(start, len(entries) if stop is None else stop) for start, stop in self._spans]
         if graph.entries is entries and graph is current_frame().recorder:
-            found = recorder.tracked_pass(graph, seeds, set(places), spans)
+            gradients = recorder.tracked_pass(graph, seeds, set(places), spans)
         else:
-            found = _backward(entries, seeds, places, spans, free=graph.askers == 0)
-        results = _results(leaves, places, found, zero == "zero")
-        if leaves and not found:
+            gradients = _backward(entries, seeds, places, spans, free=graph.askers == 0)
+        results = _results(leaves, places, gradients, zero == "zero")
+        if leaves and not gradients:
             _check_order(graph, entries, leaves, set(seeds))
         return results if flat else tree.unflatten(sources, results)
 
@@ -239,7 +239,7 @@ class GradientTape:
         results: list[Any] = []
         for source, *parts in zip(leaves, *rows, strict=True):
             zero = np.zeros_like(_raw(source))
-            stack = [zero if one is None else dense(one) for one in parts] or [zero[None][:0]]
+            stack = [zero if part is None else dense(part) for part in parts] or [zero[None][:0]]
             joined = np.stack(stack, axis).reshape(value.shape + zero.shape[axis:])
             known = not size or any(part is not None for part in parts)
             results.append(joined if known else None)
@@ -285,14 +285,14 @@ class GradientTape:
     def _seeds(self, targets: Any, output_gradients: Any) -> dict[int, Any]:
         """Return the gradients at the start of the backward pass, by entry."""
         flat = tree.flatten(targets)
-        given: list[Any] = [None] * len(flat)
+        gradients: list[Any] = [None] * len(flat)
         if output_gradients is not None:
             if not tree.same_structure(targets, output_gradients):
                 raise ValueError("output_gradients must have the same structure as the target.")
-            given = tree.flatten(output_gradients)
+            gradients = tree.flatten(output_gradients)
         seeds: dict[int, Any] = {}
         place: int | None
-        for target, gradient in zip(flat, given, strict=True):
+        for target, gradient in zip(flat, gradients, strict=True):
             if target is None:
                 raise TypeError(
                     "GradientTape.gradient: a target is None, such as the gradient of a source "
@@ -347,13 +347,13 @@ def vjp(
     frame = current_frame()
     outer: Any = frame.recorder
     if isinstance(outer, TapeGraph) and outer.nested and not outer.is_recording:
-        leaves = [_separate(outer, one) for one in arguments]
+        leaves = [_separate(outer, x) for x in arguments]
         start, result = len(outer.entries), function(leaves)
         return result, Pullback(outer, leaves, result, [(start, len(outer.entries))])
     graph = TapeGraph(frame)
     if nested:
         graph.nested, graph.lock = True, threading.Lock()
-    leaves = [graph.leaf(one) if is_differentiable(one) else one for one in arguments]
+    leaves = [graph.leaf(x) if is_differentiable(x) else x for x in arguments]
     frame.recorder = graph
     try:
         result = function(leaves)
@@ -392,16 +392,16 @@ class Pullback:
             if gradient is not None and isinstance(target, Tracked):
                 _add_seed(seeds, target.index, _seed(target.value, gradient, copied=False))
         sources, graph = [self._arguments[k] for k in positions], self._graph
-        places = [one.index if isinstance(one, Tracked) else None for one in sources]
+        places = [source.index if isinstance(source, Tracked) else None for source in sources]
         if graph.nested and graph is current_frame().recorder:
-            found = recorder.tracked_pass(graph, seeds, set(places), self._spans)
+            changes = recorder.tracked_pass(graph, seeds, set(places), self._spans)
         elif self._rules and seeds and current_frame().replica is None:
             (seed,) = seeds.values()
-            found = {k: finished(rule(seed)) for k, rule in self._rules.items() if k in places}
+            changes = {k: finished(rule(seed)) for k, rule in self._rules.items() if k in places}
         else:
             free = not (again or graph.nested)
-            found = _backward(graph.entries, seeds, places, self._spans, free=free)
-        return _results(sources, places, found, zero=True)
+            changes = _backward(graph.entries, seeds, places, self._spans, free=free)
+        return _results(sources, places, changes, zero=True)
 
     def recorded(
         self, gradients: Sequence[Any], positions: Sequence[int]
@@ -414,12 +414,12 @@ class Pullback:
         outer, frame.recorder = frame.recorder, graph
         try:
             with graph.lock:  # Several threads may differentiate the same results.
-                given = [None if one is None else _separate(graph, one) for one in gradients]
-                start, tracked = len(graph.entries), self(given, positions)
+                upstream = [None if g is None else _separate(graph, g) for g in gradients]
+                start, tracked = len(graph.entries), self(upstream, positions)
                 spans, has_rows = [*self._spans, (start, len(graph.entries))], graph.has_rows
         finally:
             frame.recorder = outer
-        arguments = [*(one for one in given if one is not None), *self._arguments]
+        arguments = [*(g for g in upstream if g is not None), *self._arguments]
         # Rows stay rows, so that who uses them computes the same whether or not this is recorded.
         plain = self(gradients, positions, again=True) if has_rows else untrack(tracked)
         return tracked if outer is graph else plain, Pullback(graph, arguments, tracked, spans)
@@ -453,12 +453,12 @@ def _add_seed(seeds: dict[int, Any], place: int, seed: Any) -> None:
 
 
 def _results(
-    sources: Sequence[Any], places: Sequence[int | None], found: dict[Any, Any], zero: bool
+    sources: Sequence[Any], places: Sequence[int | None], gradients: dict[Any, Any], zero: bool
 ) -> list[Any]:
     """Return the gradient of each source, each in a separate array."""
     results: list[Any] = []
     for k, (source, place) in enumerate(zip(sources, places, strict=True)):
-        gradient = found.get(place)
+        gradient = gradients.get(place)
         if gradient is None:
             results.append(np.zeros_like(_raw(source)) if zero else None)
             continue

@@ -105,9 +105,9 @@ class DistributedDataset:
         self._node = node
         self._topology = topology
         self._sharding = sharding
-        given = options.prefetch
-        self._depth = _default_depth(node, topology.devices) if given is None else given
-        if given is None and any(has_state(step.loader) for step in upstream(node)):
+        depth = options.prefetch
+        self._depth = _default_depth(node, topology.devices) if depth is None else depth
+        if depth is None and any(has_state(step.loader) for step in upstream(node)):
             self._depth = 0  # Reading ahead would take a state from it after every batch.
 
     def cardinality(self) -> int:
@@ -218,8 +218,8 @@ class DistributedIterator(Iterator[Any]):
                 )
             over, worker = self._used_up.is_set(), self._topology.worker_index
             ahead = self._loader_state is not None and not over
-            own = self._loader_state if ahead else self._loader.state_dict()
-            state["loader"] = {"worker": worker, "state": own, "over": over}
+            loader_state = self._loader_state if ahead else self._loader.state_dict()
+            state["loader"] = {"worker": worker, "state": loader_state, "over": over}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,8 +237,8 @@ class DistributedIterator(Iterator[Any]):
         """
         _check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
-        own = state.get("loader")
-        self._check_shared_alike(progress, own)
+        loader = state.get("loader")
+        self._check_shared_alike(progress, loader)
         self.close()
         self._progress = progress
         seeds = progress.seeds[self._first_shard]
@@ -246,11 +246,11 @@ class DistributedIterator(Iterator[Any]):
         self._source = self._loader_state = None
         self._over = False
         self._used_up.clear()
-        if own is not None:
-            self._loader.load_state_dict(own["state"])
+        if loader is not None:
+            self._loader.load_state_dict(loader["state"])
             batches = progress.positions[self._first_shard].batches
             self._epoch = replace(self._epoch, loaded=batches)
-            if own["over"]:  # Others may go on, and this worker takes part.
+            if loader["over"]:  # Others may go on, and this worker takes part.
                 self._used_up.set()
 
     def close(self) -> None:
@@ -306,13 +306,13 @@ class DistributedIterator(Iterator[Any]):
                 "load_state_dict: only one of the saved input and this input is a loader with a "
                 "state of its own. Distribute the same input as when the state was saved."
             )
-        own = self._topology.worker_index
+        number = self._topology.worker_index
         by_worker = progress.sharding is not Sharding.DATA
-        if loader is not None and by_worker and loader["worker"] != own:
+        if loader is not None and by_worker and loader["worker"] != number:
             raise ValueError(
                 f"load_state_dict: the state is of the loader of worker {loader['worker']}, but "
-                f"this is worker {own}. Each worker has its own loader here: save a state on every "
-                "worker, and load that one."
+                f"this is worker {number}. Each worker has its own loader here: save a state on "
+                "every worker, and load that one."
             )
 
 

@@ -119,20 +119,20 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
     """Return a node of the elements in files, one file after another."""
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
-        found = tuple(path for item in several for path in _matches(os.fspath(item)))
+        names = tuple(path for item in several for path in _matches(os.fspath(item)))
     except TypeError:
         raise TypeError(f"from_files needs paths or patterns, got {paths!r}.") from None
-    if not found:
+    if not names:
         raise ValueError("from_files needs at least one path, or a pattern such as 'train-*.npy'.")
-    parts = [(path, _reader_for(path) if reader is None else reader) for path in found]
+    parts = [(path, _reader_for(path) if reader is None else reader) for path in names]
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         number, count = epoch.shard
         read = (_read(path, by) for path, by in parts[number::count])
         return drop(chain.from_iterable(read), start)
 
-    name, spec = f"from_files({len(found)} file(s))", ElementSpec(batched=False)
-    return Node(name=name, chunks=chunks, spec=spec, files=found, runs_user_code=True)
+    name, spec = f"from_files({len(names)} file(s))", ElementSpec(batched=False)
+    return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)
 
 
 def _length(batches: Any) -> int:
@@ -177,13 +177,13 @@ def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:
 def _matches(path: str) -> list[str]:
     if _WILDCARDS.isdisjoint(path) or os.path.exists(path):
         return [path]
-    found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    if not found:
+    names = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not names:
         raise ValueError(
             f"from_files: no file matches {path!r} in the directory {os.getcwd()!r}. Every worker "
             "must see all files under the same names."
         )
-    return found
+    return names
 
 
 def _reader_for(path: str) -> Reader:

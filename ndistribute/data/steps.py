@@ -88,26 +88,27 @@ class Progress:
         positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
         return cls(Sharding(state["sharding"]), int(state["files"]), seeds, positions)
 
-    def fit(self, own: Progress) -> Progress:
-        """Return this progress for an iterator that began with its `own`, or raise a ValueError."""
-        fitted, saved, now = self, len(self.positions), len(own.positions)
+    def fit(self, start: Progress) -> Progress:
+        """Return this progress for an iterator that began at `start`, or raise a ValueError."""
+        fitted, saved, now = self, len(self.positions), len(start.positions)
         if self.sharding is Sharding.OFF:  # Each worker reads everything, also a new one.
             chosen = [worker % saved for worker in range(now)]
             seeds = [self.seeds[number] for number in chosen]
             positions = [self.positions[number] for number in chosen]
             fitted = replace(self, seeds=seeds, positions=positions)
-        have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, own))
+        have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, start))
         refused = (
             (
-                self.files != own.files,
-                f"a pipeline of {self.files} file(s), this one reads {own.files}. Give it the same "
-                "files in the same order.",
+                self.files != start.files,
+                f"a pipeline of {self.files} file(s), this one reads {start.files}. Give it the "
+                "same files in the same order.",
             ),
             (
-                self.sharding is not own.sharding
-                and {Sharding.OFF, Sharding.FUNCTION} & {self.sharding, own.sharding},
+                self.sharding is not start.sharding
+                and {Sharding.OFF, Sharding.FUNCTION} & {self.sharding, start.sharding},
                 f"input that workers share by {self.sharding.name}, this one by "
-                f"{own.sharding.name}. Distribute the dataset as it was when the state was saved.",
+                f"{start.sharding.name}. Distribute the dataset as it was when the state was "
+                "saved.",
             ),
             (
                 self.sharding is Sharding.FUNCTION and saved != now,

@@ -284,9 +284,9 @@ def shuffled(child: Node, buffer_size: int, seed: int | None, reshuffles: bool) 
     seeds = SeedCounter(_entropy_of(seed))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        own = epoch.seeds[seeds]
-        key = (own.iteration, *epoch.path) if reshuffles else ()
-        rng = np.random.default_rng(np.random.SeedSequence(own.entropy, spawn_key=key))
+        shuffle_seed = epoch.seeds[seeds]
+        key = (shuffle_seed.iteration, *epoch.path) if reshuffles else ()
+        rng = np.random.default_rng(np.random.SeedSequence(shuffle_seed.entropy, spawn_key=key))
         return drop(through_buffer(child.chunks(epoch, 0), rng, buffer_size), start)
 
     name = f"shuffle({buffer_size})" if seed is None else f"shuffle({buffer_size}, seed={seed})"
@@ -298,8 +298,8 @@ def _entropy_of(seed: int | None) -> int:
     if seed is not None:
         return integer(seed, "shuffle: seed") & (1 << 64) - 1
     # A grandchild, because replicas derive their generators from children of the same seed.
-    own = current_seed().spawn(1)[0].spawn(1)[0]
-    return int(own.generate_state(1, np.uint64)[0])
+    sequence = current_seed().spawn(1)[0].spawn(1)[0]
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def through_buffer(

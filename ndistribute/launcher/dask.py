@@ -50,8 +50,8 @@ def run(
     def host() -> str:
         """Return the host of the Dask worker in which this runs."""
         address = distributed.get_worker().address
-        found: str = distributed.comm.get_address_host(address)
-        return "127.0.0.1" if address.startswith("inproc://") else found
+        ip: str = distributed.comm.get_address_host(address)
+        return "127.0.0.1" if address.startswith("inproc://") else ip
 
     @contextlib.contextmanager
     def place(types: list[str]) -> Iterator[list[Any]]:

@@ -76,8 +76,8 @@ class JobOptions:
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the settings with the id and the secret of a job: the user's, or new ones."""
     job = {JOB_ID: environ.get(JOB_ID) or secrets.token_hex(16)}
-    given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
-    return job | (given or {_SECRET: secrets.token_hex(32)})
+    secret = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
+    return job | (secret or {_SECRET: secrets.token_hex(32)})
 
 
 def task_starts(

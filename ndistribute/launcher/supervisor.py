@@ -308,20 +308,20 @@ class Process:
     lost: Exception | None = None  # Why it cannot be restarted, or None.
 
     def __init__(self, environ: Mapping[str, str], start: Start) -> None:
-        own, script, fds = dict(environ), "", [*start.inherited]
+        env, script, fds = dict(environ), "", [*start.inherited]
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
             reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace), "0"]
             cmd = [*start.around, *reaping, *start.argv]
-            own |= start.settings
+            env |= start.settings
         else:
             cmd = commands.ssh_command(start.host.name, commands.host_silence(environ))
             script = commands.remote_script(start.argv, start.settings, environ, start.host.slots)
         if start.listener is not None:
             fds.append(start.listener.fileno())
-            own[LISTEN_FD] = str(fds[-1])
+            env[LISTEN_FD] = str(fds[-1])
         self._popen = Popen(
-            cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=own, start_new_session=True, pass_fds=fds
+            cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True, pass_fds=fds
         )
         self.kill = self._popen.kill
         self.done = os.pidfd_open(self._popen.pid)

@@ -88,10 +88,10 @@ class _Writer:
         if isinstance(value, _PLAIN) and not isinstance(value, np.generic):
             return value
         if isinstance(value, list | tuple):
-            items = [self.described(one, f"{where}[{k}]") for k, one in enumerate(value)]
+            items = [self.described(item, f"{where}[{k}]") for k, item in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
         if isinstance(value, Mapping):
-            return {"dict": {k: self.described(one, f"{where}[{k!r}]") for k, one in value.items()}}
+            return {"dict": {k: self.described(v, f"{where}[{k!r}]") for k, v in value.items()}}
         if isinstance(value, Layer):
             return self._layer(value, where)
         if isinstance(value, np.dtype):
@@ -118,8 +118,8 @@ class _Writer:
             return {"shared": number}
         self._layers[id(layer)] = len(self._layers)
         config = {
-            name: self.described(one, f"{where or layer.name}.{name}")
-            for name, one in layer.get_config().items()
+            name: self.described(value, f"{where or layer.name}.{name}")
+            for name, value in layer.get_config().items()
         }
         return {"layer": type(layer).__name__, "name": layer.name, "config": config}
 
@@ -136,7 +136,7 @@ class _Reader:
         """Return the value of a description."""
         match described:
             case list():
-                return [self.made(one) for one in described]
+                return [self.made(item) for item in described]
             case {"tuple": items}:
                 return tuple(self.made(items))
             case {"dict": items}:
@@ -160,16 +160,16 @@ class _Reader:
         return described
 
     def _all(self, described: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self.made(one) for name, one in described.items()}
+        return {name: self.made(value) for name, value in described.items()}
 
     def _known(self, table: Mapping[str, Any], name: str) -> Any:
-        found = self._custom.get(name, table.get(name))
-        if found is None:
+        known = self._custom.get(name, table.get(name))
+        if known is None:
             raise ValueError(
                 f"{self._source} needs {name!r}, which is unknown here: import the module that "
                 f"defines it, or pass custom_objects={{{name!r}: ...}}."
             )
-        return found
+        return known
 
 
 _KINDS: tuple[Any, ...] = (*initializers.NAMED.values(), *regularizers.NAMED.values())

@@ -389,9 +389,9 @@ class Trainer(Layer):
             raise ValueError(
                 f"model {self.name!r} got no labels: pass y, or a dataset of batches (x, y)."
             )
-        for what, one in (("returned", predicted), ("got labels as", y)):
-            if not hasattr(one, "dtype"):
-                problem = f"model {self.name!r} {what} a {type(one).__name__}"
+        for what, array in (("returned", predicted), ("got labels as", y)):
+            if not hasattr(array, "dtype"):
+                problem = f"model {self.name!r} {what} a {type(array).__name__}"
                 raise ValueError(_ONE_OUTPUT.format(problem))
         # Losses of 16-bit predictions are computed in float32.
         wide = predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted

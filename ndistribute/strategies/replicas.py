@@ -207,8 +207,8 @@ class ReplicaPool:
                 thread.join(GRACE_SECONDS)
 
     def _raise_first(self, running: _RunningReplicas) -> None:
-        own = [item for item in running.errors if not isinstance(item[1], WorkerLostError)]
-        rank, error = (own or running.errors)[0]
+        causes = [item for item in running.errors if not isinstance(item[1], WorkerLostError)]
+        rank, error = (causes or running.errors)[0]
         running.errors = []  # The error's traceback refers to the step; avoid a cycle.
         replica = self._contexts[rank]
         explain_read_only(error)
@@ -223,4 +223,4 @@ class ReplicaPool:
         try:
             raise error
         finally:
-            del own, error, running
+            del causes, error, running
