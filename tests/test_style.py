@@ -107,11 +107,8 @@ def unintroduced(source: str) -> Iterator[str]:
 def vague(source: str) -> Iterator[str]:
     """An argument, a variable or an attribute is named after what it is."""
     for node in ast.walk(parsed(source)):
-        match node:
-            case ast.arg(arg=name) | ast.Name(id=name) | ast.Attribute(attr=name) if name in VAGUE:
-                yield f"{node.lineno}: a name that says nothing: {name}"
-            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) if name in VAGUE:
-                yield f"{node.lineno}: a name that says nothing: {name}"
+        for name in VAGUE & {getattr(node, field, None) for field in ("arg", "attr", "id", "name")}:
+            yield f"{node.lineno}: a name that says nothing: {name}"
 
 
 def repeated(names: Iterable[str]) -> set[str]:

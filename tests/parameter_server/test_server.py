@@ -318,6 +318,10 @@ def swapped(data: bytes, first: int, second: int, third: int) -> bytes:
     return data[:first] + data[second:third] + data[first:second] + data[third:]
 
 
+def test_the_tag_of_an_update_in_logs_stays():
+    assert m.VariableUpdate.__struct_config__.tag == "Update"  # As before its class was renamed.
+
+
 @pytest.mark.parametrize("buffers", [0, 1])
 def test_a_log_of_another_version_is_told_and_kept(left, buffers):
     """It was taken for a record that is not whole, and cut off to nothing."""
