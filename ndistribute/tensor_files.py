@@ -462,8 +462,8 @@ def _times(directory: Path) -> list[tuple[float, Path]]:
     folders, times = _matching(directory, _GENERATION), []
     for file in filter(os.path.lexists, (folder / _DATA for folder in folders)):
         with contextlib.suppress(FileNotFoundError):
-            told = _head(file)
-            times.append((float(told[1]) if told else file.lstat().st_mtime, file.parent))
+            head = _head(file)
+            times.append((float(head[1]) if head else file.lstat().st_mtime, file.parent))
     # If one was deleted meanwhile, the one that replaced it may not be among them.
     return times if all(map(os.path.lexists, folders)) else _times(directory)
 

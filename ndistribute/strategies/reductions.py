@@ -57,10 +57,10 @@ def components_of_workers(value: Any, workers: Workers) -> Any:
         return value
     replicas = workers.replica_counts[workers.rank]
     try:
-        told: Any = [_components(leaf, replicas, "worker") for leaf in leaves]
+        components: Any = [_components(leaf, replicas, "worker") for leaf in leaves]
     except ValueError as error:
-        told = error
-    everyone = all_gather_object(workers, told)
+        components = error
+    everyone = all_gather_object(workers, components)
     joined = map(PerReplica, map(chain.from_iterable, zip(*everyone, strict=True)))
     return tree.map_leaves(lambda leaf: next(joined) if _differs(leaf) else leaf, value)
 

@@ -152,7 +152,7 @@ class Feeding(hooks.SessionRunHook):
         return hooks.SessionRunArgs(None, {self._tensor: 2.0})
 
 
-def test_mistakes_in_hooks_are_told(tmp_path):
+def test_mistakes_in_hooks_are_errors(tmp_path):
     with pytest.raises(ValueError, match="either scaffold or summary_op"):
         hooks.SummarySaverHook(1, output_dir=tmp_path)
     with g.Graph().as_default():
