@@ -33,7 +33,7 @@ BUDGETS = {
     "coordinator": 900,
     "data": 1730,
     "estimator": 1271,
-    "graph": 4389,
+    "graph": 4397,
     "launcher": 1460,
     "models": 3950,
     "optimizers": 880,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1050,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32385
+TESTS_BUDGET = 32391
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -57,8 +57,6 @@ SHARED_CLASSES = {
     "Sequential": "compat: exported files and default names of models contain it",
     "Tensor": "compat: the text of an array begins with it, and graph.Tensor is public",
 }
-# File names that two folders have.
-SHARED_FILES = {"coordinator.py", "supervisor.py"}
 
 
 def long_file(source: str) -> Iterator[str]:
@@ -211,7 +209,7 @@ def test_class_names_are_unique():
 
 def test_file_names_are_unique():
     names = repeated(path.name for path in PACKAGE.rglob("*.py"))
-    assert names - {"__init__.py"} == SHARED_FILES
+    assert names == {"__init__.py"}
 
 
 def test_a_repeated_name_is_caught():

@@ -136,7 +136,7 @@ class Saver:
     def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
         """Count the checkpoints of an earlier process among those to keep, if they are there."""
         folders = {path: _folders(path) for path in checkpoint_paths}
-        self._retention.count({path: found[-1] for path, found in folders.items() if found})
+        self._retention.count({path: each[-1] for path, each in folders.items() if each})
 
     def _load(self, sess: Any, path: str, saved: tensor_files.Saved) -> None:
         """Set the variables to what a checkpoint has that was read from a path."""
