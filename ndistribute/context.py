@@ -76,6 +76,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.frames = [Frame(None, None)]
+        self.trace: Any = None  # The trace of a compiled step.
 
 
 _thread = _State()
@@ -121,6 +122,10 @@ class ReplicaContext:
     def rng(self) -> Any:
         """This replica's own random generator; after `set_seed` it is the same in every run."""
         self._frame("rng")
+        return self.generator() if _thread.trace is None else _thread.trace.rng
+
+    def generator(self) -> Any:
+        """Return this replica's own random generator, wherever this is called."""
         replica, seed = self.replica_id_in_sync_group, _State.seed
         known, generator = self._generators.get(replica, (None, None))
         if known is not seed:
@@ -229,6 +234,21 @@ class ReplicaContext:
 def current_frame() -> Frame:
     """Return the innermost frame of this thread."""
     return _thread.frames[-1]
+
+
+def current_trace() -> Any:
+    """Return the trace of the step that this thread compiles now, or None."""
+    return _thread.trace
+
+
+@contextmanager
+def tracing(trace: Any) -> Iterator[None]:
+    """Make a trace the current one for a ``with`` block; None: compute plainly."""
+    outer, _thread.trace = _thread.trace, trace
+    try:
+        yield
+    finally:
+        _thread.trace = outer
 
 
 @contextmanager

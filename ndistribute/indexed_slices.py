@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_device_array
 from ndistribute.stream import working_on
 
 
@@ -101,7 +101,7 @@ def sum_rows(values: Array, indices: Array) -> tuple[Array, Array]:
 
     Rows of equal indices are added in a fixed order.
     """
-    if is_gpu_array(values):
+    if is_device_array(values):
         return _sum_runs(values, indices)
     order = np.argsort(indices, kind="stable")
     rows, values = indices[order], values[order]

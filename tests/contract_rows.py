@@ -13,7 +13,7 @@ from typing import Any
 
 import ndistribute as nd
 from ndistribute import tree
-from ndistribute.devices import is_gpu_array, to_host
+from ndistribute.devices import is_device_array, to_host
 from tests.gpu.imitation.module import imitated_gpus
 
 __all__ = [
@@ -76,7 +76,7 @@ def _leaf_on_host(leaf: Any) -> Any:
         return leaf if same else nd.PerReplica(values)
     if isinstance(leaf, nd.IndexedSlices):
         return nd.IndexedSlices(on_host(leaf.values), on_host(leaf.indices), leaf.shape)
-    return to_host(leaf) if is_gpu_array(leaf) else leaf
+    return to_host(leaf) if is_device_array(leaf) else leaf
 
 
 def with_host_results(kind: type[Any]) -> Any:

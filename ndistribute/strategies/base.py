@@ -217,8 +217,11 @@ class Strategy:
         if self._cross_replica_frame("run").merging:
             what = "run was called inside merge_call, while the replicas wait for it."
             raise RuntimeError(f"{what} Return the value and call run outside.")
+        return self._run_step(fn, args, dict(kwargs or {}))
+
+    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Return the results of all replicas of this process; the arguments are checked."""
         size = len(self.devices)
-        named = dict(kwargs or {})
         calls = [
             (args and tree.select(args, rank, size), named and tree.select(named, rank, size))
             for rank in range(size)

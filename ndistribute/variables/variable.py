@@ -18,7 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ndistribute import context, tree
 from ndistribute.context import current_frame
-from ndistribute.devices import Array, array_namespace, as_array, device_of, is_gpu_array, to_host
+from ndistribute.devices import Array, array_namespace, as_array, device_of, is_device_array, to_host
 from ndistribute.dtypes import kind_of, native
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.indexed_slices import IndexedSlices
@@ -149,7 +149,7 @@ class ArrayLike(NDArrayOperatorsMixin):
 def detached(value: Any) -> Any:
     """Return an array whose changes do not affect a variable."""
     # A snapshot on a CPU is read-only. CuPy has no such flag, so a view on a GPU is copied.
-    if type(value) is np.ndarray or not is_gpu_array(value) or value.base is None:
+    if type(value) is np.ndarray or not is_device_array(value) or value.base is None:
         return value
     with working_on(device_of(value)):
         return value.copy()
@@ -242,6 +242,9 @@ class Variable(ArrayLike):
         policy = replace(self._policy, name=f"{self.name}/{name}", trainable=False)
         policy.check_dtype(array.dtype)
         return self._make_beside(name, array, policy)
+
+    def join_cells(self) -> None:
+        """Let compiled steps for several devices hold the components in one array."""
 
     def _make_beside(self, name: str, array: Array, policy: VariablePolicy) -> Variable:
         return type(self).make(self._strategy, array, policy)
@@ -488,6 +491,10 @@ def create_variable(initial_value: Any, dtype: Any, policy: VariablePolicy) -> A
             f"{type(initial_value).__name__}: pass one component of it."
         )
     strategy, replica = context.get_strategy(), context.get_replica_context()
+    if (trace := context.current_trace()) is not None:
+        trace.created += 1
+        with context.tracing(None):  # Its value is plain, and the same in all traces.
+            return _create(strategy, _initial_array(initial_value, dtype), policy)
     if replica is None or replica.num_replicas_in_sync == 1:
         return _create(strategy, _initial_array(initial_value, dtype), policy)
     array = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ndistribute.data import UNKNOWN_CARDINALITY, Dataset, InputContext, InputOptions
-from ndistribute.devices import Device, is_gpu_array, to_host
+from ndistribute.devices import Device, is_device_array, to_host
 from ndistribute.values import PerReplica
 from tests.data.workers import (
     all_threads_end,
@@ -63,7 +63,7 @@ def test_pieces_land_on_their_gpu(prefetch):
     gpus = [Device("gpu:0"), Device("gpu:0")]
     dataset = Dataset.range(64).shuffle(64, seed=1).repeat(4).batch(24)
     kept = [step.values for step in distribute(dataset, gpus, InputOptions(prefetch=prefetch))]
-    assert all(is_gpu_array(piece) for values in kept for piece in values)
+    assert all(is_device_array(piece) for values in kept for piece in values)
     rows = np.concatenate([to_host(piece) for values in kept for piece in values])
     assert sorted(rows.tolist()) == sorted(4 * list(range(64)))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.devices import copy_to, is_gpu_array, to_host
+from ndistribute.devices import copy_to, is_device_array, to_host
 
 __all__ = ["REAL", "components", "hosts", "need", "on", "place_of"]
 
@@ -21,7 +21,7 @@ def on(array, device):
 
 def place_of(array):
     """Return the memory space in which an array lies."""
-    return f"gpu:{array.device.id}" if is_gpu_array(array) else "cpu"
+    return f"gpu:{array.device.id}" if is_device_array(array) else "cpu"
 
 
 def components(strategy, make):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.devices import Device, copy_to, is_gpu_array, to_host
+from ndistribute.devices import Device, copy_to, is_device_array, to_host
 from tests.models.test_operations import calls
 
 X = np.random.default_rng(0).uniform(0.2, 0.9, (3, 4))
@@ -105,7 +105,7 @@ def test_first_and_second_gradients_are_those_of_the_host(cupy, group):
     for name, (function, arrays) in GROUPS[group].items():
         both = [gradients(function, arrays, place) for place in ("cpu:0", "gpu:0")]
         for on_host, on_gpu in zip(*both, strict=True):
-            assert is_gpu_array(on_gpu), name
+            assert is_device_array(on_gpu), name
             assert (on_gpu.shape, on_gpu.dtype) == (on_host.shape, on_host.dtype), name
             np.testing.assert_allclose(
                 to_host(on_gpu), on_host, rtol=1e-12, atol=1e-12, err_msg=name

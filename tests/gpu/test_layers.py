@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.devices import is_gpu_array, to_host
+from ndistribute.devices import is_device_array, to_host
 from ndistribute.models import layers
 from tests.kinds import here
 
@@ -65,7 +65,7 @@ def test_a_step_of_layers_computes_where_the_replica_is(strategy: nd.Strategy, m
                 loss = np.sum(y * y) + sum(layer.losses)
             variables = layer.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-            return is_gpu_array(y.value) == is_gpu_array(rows)
+            return is_device_array(y.value) == is_device_array(rows)
 
         for _ in range(2):
             assert all(strategy.local_results(strategy.run(step)))

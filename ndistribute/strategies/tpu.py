@@ -1,0 +1,131 @@
+"""`TPUStrategy`: a step is one program that XLA compiles for all devices of JAX.
+
+The variables' values stay on the devices between steps. They are copied to the host when somebody
+reads or writes them outside of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute import context, tree
+from ndistribute.cluster import ClusterResolver
+from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.traced import TracedBackend
+from ndistribute.context import Frame, ReplicaContext, entered
+from ndistribute.devices import Array, Device, list_devices, resolve_devices, jax_module
+from ndistribute.jit.box import Box
+from ndistribute.jit.program import AXIS, CompiledStep, Devices, identity_of
+from ndistribute.strategies.base import Strategy
+from ndistribute.values import PerReplica
+from ndistribute.variables.policy import VariablePolicy
+from ndistribute.variables.variable import Variable
+
+_MOST_STEPS = 256
+
+
+class TPUStrategy(Strategy):
+    """A strategy with a replica on each of JAX's devices, whose steps are compiled by XLA.
+
+    The devices are TPUs, or what JAX has else: GPUs or CPUs. `run` traces the step once for each
+    shape of its arguments. So Python code in it runs while it is traced, and not in later calls;
+    what would then be wrong raises `nd.errors.TracingError`.
+
+    Args:
+        devices: names such as ``["tpu:0", "tpu:1"]``, a `TPUClusterResolver`, or None for all
+            devices of JAX.
+
+    Raises:
+        MissingDependencyError: JAX is not installed.
+        ValueError: a device does not exist.
+    """
+
+    def __init__(self, devices: Sequence[str | Device] | ClusterResolver | None = None) -> None:
+        resolver = devices if isinstance(devices, ClusterResolver) else None
+        names = list_devices("tpu") if devices is None or resolver is not None else devices
+        own = resolve_devices(names)
+        if any(device.kind != "tpu" for device in own):
+            raise ValueError(f"TPUStrategy runs on devices such as 'tpu:0', got {names!r}.")
+        known = jax_module().devices()
+        self._on = Devices([known[device.index] for device in own])
+        self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
+        super().__init__(own, resolver)
+
+    @property
+    def compilations(self) -> list[Any]:
+        """The compilations of steps so far: the shapes of the arguments, and seconds."""
+        return [made for step in self._steps.values() for made in step.compilations]
+
+    def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
+        """Return a new variable, whose value is divided among the devices as its kind needs."""
+        axis = policy.shard_axis
+        if axis is not None and array.shape[axis] % self.num_replicas_in_sync:
+            raise ValueError(
+                f"variable {policy.name!r} of shape {array.shape} cannot be divided along axis "
+                f"{axis} among {self.num_replicas_in_sync} devices: XLA needs equal shards."
+            )
+        made = super().make_variable(array, policy)
+        made.join_cells()
+        return made
+
+    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        key = identity_of(fn)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = CompiledStep(fn, self._on, self._traced, self._keys)
+            if len(self._steps) > _MOST_STEPS:
+                self._steps.popitem(last=False)
+
+        def run() -> list[Any]:
+            if self._refusal:
+                raise RuntimeError(f"{self!r} {self._refusal}")
+            return step(args, named)
+
+        return tree.regroup(self._exclusively(run), context.join_leaf)
+
+    def _keys(self) -> list[Array]:
+        """Return the seed of each replica's random numbers for one call."""
+        draws = [replica.generator().integers(2**32, size=2) for replica in self.replica_contexts]
+        return [draw.astype(np.uint32) for draw in draws]
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        replica: ReplicaContext = self.replica_contexts[0]
+        if self._on.mesh is not None:
+            replica = _TracedContext(self, self._on.size, replica.device)
+        with entered(Frame(self, replica)):
+            yield
+
+
+class _TracedContext(ReplicaContext):
+    """The context of all replicas of a compiled step, which are traced once."""
+
+    def __init__(self, strategy: TPUStrategy, size: int, device: Device) -> None:
+        backend, alone = TracedBackend(AXIS, size), TracedBackend(None, 1)
+        super().__init__(strategy, Communicator(backend, local=alone), device, {})
+
+    def merge_call(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function on the values of all replicas, which it gets on each device."""
+        self._frame("merge_call")
+        size, rank = self.num_replicas_in_sync, self.replica_id_in_sync_group
+
+        def of_all(leaf: Any) -> Any:
+            if isinstance(leaf, Box):
+                everyone = self.communicator.all_gather(leaf[None], 0)
+                return PerReplica([everyone[k] for k in range(size)])
+            return context.join_leaf([leaf] * size)
+
+        def of_this(leaf: Any) -> Any:
+            return np.stack(leaf.values)[rank] if isinstance(leaf, PerReplica) else leaf
+
+        args, kwargs = tree.map_leaves(of_all, (tuple(args), dict(kwargs or {})))
+        with entered(Frame(self.strategy, None, merging=True)):
+            return tree.map_leaves(of_this, fn(self.strategy, *args, **kwargs))
