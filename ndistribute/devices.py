@@ -130,8 +130,10 @@ def list_devices(kind: str | None = None) -> list[Device]:
     name = str(kind).lower()
     if name not in ("gpu", "cpu", "tpu"):
         raise ValueError(f"kind must be 'cpu', 'gpu', 'tpu' or None, got {kind!r}.")
-    counts = {"cpu": lambda: 1, "gpu": _gpu_count, "tpu": lambda: len(jax_module().devices())}
-    return [Device(f"{name}:{index}") for index in range(counts[name]())]
+    count = 1
+    if name != "cpu":
+        count = _gpu_count() if name == "gpu" else len(jax_module().devices())
+    return [Device(f"{name}:{index}") for index in range(count)]
 
 
 def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
@@ -167,7 +169,7 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
 
 
 def array_namespace(*arrays: Array) -> ModuleType:
-    """Return ``cupy`` if any of the arrays is on a GPU, in a compiled step its own, or ``numpy``."""
+    """Return ``cupy`` if any array is on a GPU, what compiled steps have instead, or ``numpy``."""
     for array in arrays:
         if type(array) is not np.ndarray and is_device_array(array):
             return getattr(type(array), "namespace", None) or cupy_module()

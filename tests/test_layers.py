@@ -48,6 +48,7 @@ LAYERS = (
     {"task"},
     {"collective", "parameter_server", "launcher"},
     {"variables", "data", "autodiff"},
+    {"jit"},
     {"coordinator"},
     {"strategies", "optimizers"},
     {"models"},

@@ -298,10 +298,10 @@ class Communicator:
         """
         if current_trace() is not None and not self._backend.is_traced:
             raise TypeError(
-                f"{kind} in a compiled function, which one replica of {self.size} calls for itself: "
-                "compile what has no collectives, such as the loss and its gradients, and call "
-                "apply_gradients or all_reduce after it. Under nd.TPUStrategy the whole step is "
-                "compiled."
+                f"{kind} in a compiled function, which each of {self.size} replicas calls for "
+                "itself: compile what has no collectives, such as the loss and its gradients, "
+                "and call apply_gradients or all_reduce after it. Under nd.TPUStrategy the whole "
+                "step is compiled."
             )
         if self.part_of is None:
             self.calls_made += 1

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.devices import Device, copy_to, device_of, is_device_array, list_devices, parse_device
+from ndistribute.devices import (
+    Device,
+    copy_to,
+    device_of,
+    is_device_array,
+    list_devices,
+    parse_device,
+)
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on

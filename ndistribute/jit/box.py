@@ -1,9 +1,10 @@
 """`Box`: an array of a compiled step, which behaves as a NumPy array that can be written.
 
 JAX's arrays cannot change. A box holds one, and replaces it when the box is written, so that code
-for NumPy's arrays runs while a step is traced: operators in place, ``out=``, ``ufunc.at``, and views
-that write through to the array they are part of. Results have NumPy's dtypes. A box has no values
-before the compiled step runs, so whatever needs them raises an error that names the user's line.
+for NumPy's arrays runs while a step is traced: operators in place, ``out=``, ``ufunc.at``, and
+views that write through to the array they are part of. Results have NumPy's dtypes. A box has no
+values before the compiled step runs, so whatever needs them raises an error that names the user's
+line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ndistribute import tree
 from ndistribute.autodiff.diagnostics import name_of, user_line
 from ndistribute.context import current_trace
 from ndistribute.devices import Device, jax_module
-from ndistribute.errors import TracingError as TracingError
+from ndistribute.errors import TracingError
 from ndistribute.numpy_functions import ArrayMethods, cast, written_to
 
 _PYTHON = (bool, int, float, complex)
@@ -115,8 +116,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     @property
     def flat(self) -> Box:
         """The elements along one axis, a view."""
-        flat: Box = np.ravel(self)  # type: ignore[arg-type, assignment]
-        return flat
+        return self._call(np.ravel, (self,), {})  # type: ignore[no-any-return]
 
     @staticmethod
     def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -125,7 +125,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         return call(function, args, dict(kwargs))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(hasattr(value, "__array_ufunc__") and _is_foreign(value) for value in inputs):
+        if any(hasattr(type(value), "raw_array") for value in inputs):
             return NotImplemented  # A tracked array or a variable, which takes the call.
         if method == "at":
             return _at(ufunc, *inputs)
@@ -134,12 +134,14 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         return call(ufunc, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(_is_foreign_type(kind) for kind in types):
+        if any(hasattr(kind, "raw_array") for kind in types):
             return NotImplemented
         return call(function, args, kwargs)
 
     def __getitem__(self, index: Any) -> Any:
         raw = _raw_index(index, self)
+        if _is_mask(raw) and not isinstance(raw, np.ndarray):
+            _refuse_shape("x[mask]")
         view = Part(raw)
         if _is_basic(raw):
             return Box(self.value[raw], self, view, self.refusal)
@@ -148,7 +150,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         raw, new = _raw_index(index, self), _raw(value)
         _check_cast(new, self.dtype, "=")
-        mask = raw if getattr(raw, "dtype", None) == bool else None
+        mask = raw if _is_mask(raw) else None
         if mask is None:
             self.value = self.value.at[raw].set(jax_module().numpy.asarray(new).astype(self.dtype))
             return
@@ -189,7 +191,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     def __deepcopy__(self, memo: Any) -> Box:
         return Box(self.value)
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"<array of a compiled step, {self.dtype.name}{self.shape}>"
@@ -430,7 +432,7 @@ def _at(ufunc: Any, target: Any, index: Any, value: Any = None) -> None:
 
 def _write(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Carry out a function that writes to its first argument."""
-    target, *rest = [*args, *kwargs.values()] if not args else args
+    target, *rest = args or kwargs.values()
     if not isinstance(target, Box):
         refuse_outside(target)
     numpy, raw = jax_module().numpy, [_raw(value) for value in rest]
@@ -443,7 +445,9 @@ def _write(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         new = getattr(numpy, _IN_PLACE[function])(target.value, *raw, inplace=False, **named)
         target.value = new
     else:
-        raise TracingError(f"{name_of(function)} at {user_line()} cannot be compiled: use np.where.")
+        raise TracingError(
+            f"{name_of(function)} at {user_line()} cannot be compiled: use np.where."
+        )
 
 
 def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwargs: Any) -> Any:
@@ -485,13 +489,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float, complex) or getattr(value, "weak_type", False)
 
 
-def _is_foreign_type(kind: type) -> bool:
-    """Return True if a type takes calls with boxes: a tracked array or a variable."""
-    return getattr(kind, "__array_priority__", 0) > Box.__array_priority__
-
-
-def _is_foreign(value: Any) -> bool:
-    return _is_foreign_type(type(value))
+def _is_mask(index: Any) -> bool:
+    return getattr(index, "dtype", None) == np.dtype(bool)
 
 
 def _is_basic(index: Any) -> bool:
@@ -563,8 +562,8 @@ class _Namespace:
     """NumPy's functions, of which those that make arrays make boxes."""
 
     _MAKERS = frozenset(
-        "arange array asarray ascontiguousarray empty eye full identity linspace ones tri zeros"
-        .split()
+        "arange array asarray ascontiguousarray empty eye full identity linspace".split()
+        + "ones tri zeros".split()
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -578,12 +577,16 @@ def _make(name: str, *args: Any, **kwargs: Any) -> Any:
         made = args[0]
         dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
         made = made if dtype is None else made.astype(dtype, copy=False)
-        return made.copy() if name == "array" and kwargs.get("copy", True) else made
+        return Box(made.value) if name == "array" and kwargs.get("copy", True) else made
     if args and isinstance(args[0], list | tuple) and name in ("array", "asarray"):
         leaves = tree.flatten(list(args[0]))
         if any(isinstance(leaf, Box) for leaf in leaves):
             return np.stack([_make(name, item, **kwargs) for item in args[0]])
-    return Box(jax_module().numpy.asarray(getattr(np, "zeros" if name == "empty" else name)(*args, **kwargs)))
+    return Box(
+        jax_module().numpy.asarray(
+            getattr(np, "zeros" if name == "empty" else name)(*args, **kwargs)
+        )
+    )
 
 
 namespace = _Namespace()

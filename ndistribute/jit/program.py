@@ -23,9 +23,10 @@ from ndistribute import tree
 from ndistribute.autodiff import untrack
 from ndistribute.autodiff.diagnostics import is_user_file
 from ndistribute.context import current_trace, tracing
-from ndistribute.devices import Array, jax_module, to_host
+from ndistribute.devices import Array, is_device_array, jax_module
+from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
-from ndistribute.jit.box import Box, TracingError
+from ndistribute.jit.box import Box
 from ndistribute.jit.trace import Trace
 from ndistribute.values import PerReplica
 
@@ -54,6 +55,7 @@ class Devices:
         self.all = [jax.devices()[0]] if devices is None else list(devices)
         self.local = [d for d in self.all if d.process_index == jax.process_index()]
         self.size = len(self.all)
+        self.shares_memory = self.all[0].platform == "cpu"
         self.mesh = jax.sharding.Mesh(np.array(self.all), (AXIS,)) if self.size > 1 else None
 
     def sharding(self, axis: int | None) -> Any:
@@ -82,9 +84,7 @@ class Devices:
             shape = list(parts[0].shape)
             shape[max(axis, 0)] *= self.size
         placed = [jax.device_put(part, d) for part, d in zip(parts, self.local, strict=True)]
-        return jax.make_array_from_single_device_arrays(
-            tuple(shape), self.sharding(axis), placed
-        )
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(axis), placed)
 
 
 class _Arguments(NamedTuple):
@@ -166,9 +166,8 @@ class CompiledStep:
     def _arguments(self, nest: Any) -> _Arguments:
         leaves = tree.flatten(nest)
         arrays, keys = [], []
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, PerReplica):
-                leaf = leaves[k] = self._joined(leaf)
+        for k, passed in enumerate(leaves):
+            leaf = leaves[k] = self._joined(passed) if isinstance(passed, PerReplica) else passed
             if isinstance(leaf, PerReplica):
                 arrays.append((k, True))
                 first = leaf.values[0]
@@ -223,6 +222,8 @@ class CompiledStep:
         new, outputs, flags = program.run(*states, arrays, inputs, key)
         for group, value in zip(program.written, new, strict=True):
             group.store(value)
+        if devices.shares_memory:  # The host may change the arguments' arrays from now on.
+            jax_module().block_until_ready((new, outputs))
         if program.errors and not (held := np.asarray(flags)).all():
             raise program.errors[int(np.argmin(held))]()
         for effect in program.after:
@@ -264,7 +265,7 @@ class CompiledStep:
             run = jax_module().jit(body.spread(first), donate_argnums=(0,))
             body.traced = run.trace(*states, arrays, inputs, key)
             made.append(body)
-        _refuse_differences(self._name, *(body.traced.jaxpr for body in made), made)
+        _refuse_differences(self._name, made)
         last = made[1]
         errors = [error for _, error in last.trace.checks]
         trace = last.trace
@@ -282,8 +283,9 @@ class CompiledStep:
             body = _Body(self, arguments, None)
             arrays = [_abstract(arguments.leaves[k], differs) for k, differs in arguments.arrays]
             jax.eval_shape(body.spread(None), [], [], arrays, [], None)
-            if not body.trace.created:
-                return body.trace
+            trace: Trace = body.trace
+            if not trace.created:
+                return trace
         raise TracingError(
             f"{self._name} makes variables in each call: a compiled step makes them in its first "
             "call only. Make them outside of it."
@@ -378,7 +380,9 @@ class _Body:
         for group, old in zip(self._groups[0], written, strict=True):
             value = trace.states[group]._value
             value = value[None] if group.axis == -1 else value
-            new.append(value if flags is None else jax_module().numpy.where(flags.all(), value, old))
+            new.append(
+                value if flags is None else jax_module().numpy.where(flags.all(), value, old)
+            )
         return new, [output[None] for output in outputs] if several else outputs, flags
 
     def _flags(self, trace: Trace, several: bool) -> Any:
@@ -415,13 +419,15 @@ def identity_of(function: Any) -> Any:
 
 
 def _current(group: Any, devices: Devices) -> Any:
-    """Return the value of a state on the devices, or the host's if no replica divides it."""
-    if group.array is not None:
-        return group.array
-    parts = [cell.array for cell in group.cells]
-    if devices.mesh is None:
-        return to_host(parts[0])[None] if group.axis == -1 else to_host(parts[0])
-    group.array = devices.place(parts, group.axis)
+    """Return the value of a state on the devices."""
+    if group.array is None:
+        parts = [cell.array for cell in group.cells]
+        if is_device_array(parts[0]):
+            raise TracingError(
+                "a compiled function uses a variable on a GPU of CuPy: JAX computes on its own "
+                "devices. Use nd.TPUStrategy, whose devices are all that JAX has."
+            )
+        group.array = devices.place(parts, group.axis)
     return group.array
 
 
@@ -476,8 +482,9 @@ def _numpys_dtypes() -> Any:
         yield
 
 
-def _refuse_differences(name: str, first: Any, second: Any, made: Any) -> None:
+def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
     """Raise an error if two traces of a step differ."""
+    first, second = [body.traced.jaxpr for body in made]
     place = _difference(first, second)
     if place is None:
         statics = [tree.flatten(body.result) for body in made]
@@ -488,20 +495,20 @@ def _refuse_differences(name: str, first: Any, second: Any, made: Any) -> None:
     if place is not None:
         raise TracingError(
             f"{name} computed other values when it was traced twice: {place}. A compiled step "
-            "would use one of them for ever. Draw random numbers from get_replica_context().rng, "
-            "and pass what changes from call to call, such as the time or a counter, as an argument "
+            "would use one of them for ever. Draw random numbers from get_replica_context().rng. "
+            "Pass what changes from call to call, such as the time or a counter, as an argument, "
             "or keep it in a variable."
         )
 
 
 def _difference(first: Any, second: Any) -> str | None:
     """Return the place where two programs have other constants; None if they have the same."""
-    consts = [k for k, pair in enumerate(zip(first.consts, second.consts)) if not _equal(*pair)]
     one, two = first.jaxpr, second.jaxpr
-    for k in consts:
-        used = [eqn for eqn in one.eqns if any(v is one.constvars[k] for v in eqn.invars)]
-        return _line_of(used[0]) if used else "a constant"
-    for eqn, other in zip(one.eqns, two.eqns):
+    for name, old, new in zip(one.constvars, first.consts, second.consts, strict=False):
+        if not _equal(old, new):
+            used = [eqn for eqn in one.eqns if any(v is name for v in eqn.invars)]
+            return _line_of(used[0]) if used else "a constant"
+    for eqn, other in zip(one.eqns, two.eqns, strict=False):
         if eqn.primitive is not other.primitive or len(eqn.invars) != len(other.invars):
             return _line_of(eqn)
         for old, new in zip(eqn.invars, other.invars, strict=True):

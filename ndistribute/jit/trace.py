@@ -18,7 +18,8 @@ import numpy as np
 from ndistribute import context, tree
 from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.devices import jax_module
-from ndistribute.jit.box import Box, TracingError, boxed, refuse_leak
+from ndistribute.errors import TracingError
+from ndistribute.jit.box import Box, boxed, refuse_leak
 
 _READ_ONLY = "is what a variable was when it was read, which never changes: compute a new array"
 
@@ -192,7 +193,9 @@ class TracedGenerator:
     def _draw(self, name: str, *args: Any, **kwargs: Any) -> Box:
         if context.current_trace() is not self._trace:
             refuse_leak(self._trace)
-        made: Box = boxed(getattr(jax_module().random, name)(self._trace.next_key(), *args, **kwargs))
+        made: Box = boxed(
+            getattr(jax_module().random, name)(self._trace.next_key(), *args, **kwargs)
+        )
         return made
 
     def random(self, size: Any = None, dtype: Any = np.float64) -> Box:

@@ -10,5 +10,6 @@ from ndistribute.strategies.local import OneDeviceStrategy as OneDeviceStrategy
 from ndistribute.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
+from ndistribute.strategies.tpu import TPUStrategy as TPUStrategy
 
 register_default_strategy(DefaultStrategy())

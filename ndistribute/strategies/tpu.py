@@ -7,7 +7,6 @@ reads or writes them outside of a step.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,10 +16,10 @@ import numpy as np
 from ndistribute import context, tree
 from ndistribute.cluster import ClusterResolver
 from ndistribute.collective.communicator import Communicator
-from ndistribute.collective.traced import TracedBackend
 from ndistribute.context import Frame, ReplicaContext, entered
-from ndistribute.devices import Array, Device, list_devices, resolve_devices, jax_module
+from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.jit.box import Box
+from ndistribute.jit.collectives import TracedBackend
 from ndistribute.jit.program import AXIS, CompiledStep, Devices, identity_of
 from ndistribute.strategies.base import Strategy
 from ndistribute.values import PerReplica
@@ -48,7 +47,7 @@ class TPUStrategy(Strategy):
 
     def __init__(self, devices: Sequence[str | Device] | ClusterResolver | None = None) -> None:
         resolver = devices if isinstance(devices, ClusterResolver) else None
-        names = list_devices("tpu") if devices is None or resolver is not None else devices
+        names: Any = list_devices("tpu") if devices is None or resolver is not None else devices
         own = resolve_devices(names)
         if any(device.kind != "tpu" for device in own):
             raise ValueError(f"TPUStrategy runs on devices such as 'tpu:0', got {names!r}.")

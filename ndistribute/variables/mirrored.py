@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from ndistribute.context import current_trace
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
+from ndistribute.context import current_trace
 from ndistribute.devices import Array, Device, copy_to, is_device_array
 from ndistribute.dtypes import kind_of
 from ndistribute.indexed_slices import map_values

@@ -18,7 +18,14 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ndistribute import context, tree
 from ndistribute.context import current_frame
-from ndistribute.devices import Array, array_namespace, as_array, device_of, is_device_array, to_host
+from ndistribute.devices import (
+    Array,
+    array_namespace,
+    as_array,
+    device_of,
+    is_device_array,
+    to_host,
+)
 from ndistribute.dtypes import kind_of, native
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.indexed_slices import IndexedSlices
