@@ -54,8 +54,8 @@ from ndistribute.errors import DistributeError as DistributeError
 from ndistribute.errors import WorkerLostError as WorkerLostError
 from ndistribute.exports import export as _export
 from ndistribute.indexed_slices import IndexedSlices as IndexedSlices
-from ndistribute.jit.control import cond as cond
-from ndistribute.jit.control import while_loop as while_loop
+from ndistribute.jit.branches import cond as cond
+from ndistribute.jit.branches import while_loop as while_loop
 from ndistribute.jit.function import function as function
 from ndistribute.models import Checkpoint as Checkpoint
 from ndistribute.models import CheckpointManager as CheckpointManager

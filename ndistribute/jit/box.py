@@ -142,7 +142,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         raw = _raw_index(index, self)
         if _is_mask(raw) and not isinstance(raw, np.ndarray):
             _refuse_shape("x[mask]")
-        view = Part(raw)
+        view = SlicedView(raw)
         if _is_basic(raw):
             return Box(self.value[raw], self, view, self.refusal)
         return Box(view.read(self.value))
@@ -248,7 +248,7 @@ def refuse_leak(trace: Any) -> NoReturn:
     )
 
 
-class Part:
+class SlicedView:
     """The view of the elements at a basic index, which has no arrays."""
 
     __slots__ = ("_index",)
@@ -263,7 +263,7 @@ class Part:
         return value.at[self._index].set(new)
 
 
-class Rearranged:
+class RearrangedView:
     """The view of all elements in another shape or order, as a function of NumPy returns it."""
 
     __slots__ = ("_args", "_function", "_kwargs")
@@ -320,10 +320,12 @@ def refuse_outside(target: Any) -> NoReturn:
 def _check_cast(value: Any, dtype: np.dtype[Any], what: str) -> None:
     if isinstance(value, _PYTHON) and not isinstance(value, complex):
         return
-    given = getattr(value, "dtype", None)
-    if given is not None and what != "=" and not np.can_cast(given, dtype, "same_kind"):
-        raise TypeError(f"Cannot cast output from {given} to {dtype} with casting rule 'same_kind'")
-    if np.dtype(given or complex).kind == "c" and dtype.kind != "c":
+    source = getattr(value, "dtype", None)
+    if source is not None and what != "=" and not np.can_cast(source, dtype, "same_kind"):
+        raise TypeError(
+            f"Cannot cast output from {source} to {dtype} with casting rule 'same_kind'"
+        )
+    if np.dtype(source or complex).kind == "c" and dtype.kind != "c":
         raise TypeError(f"a complex value cannot be written to an array of {dtype}.")
 
 
@@ -336,7 +338,7 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source, *rest = args
         if function is np.reshape and len(rest) > 1:
             rest = _in_c_order(function, rest)
-        view = Rearranged(function, rest, kwargs)
+        view = RearrangedView(function, rest, kwargs)
         return Box(view.read(source.value), source, view, source.refusal)
     plain = functools.partial(_plain_options, function)
     raw_args, raw_kwargs = tree.map_leaves(_raw, tuple(args)), tree.map_leaves(_raw, plain(kwargs))
@@ -393,8 +395,8 @@ def _ufunc(ufunc: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     weak = all(kind in _PYTHON for kind in kinds)
     results = result if isinstance(result, tuple) else (result,)
     made = tuple(
-        Box(one if weak and one.dtype == d else _strong(one, d))
-        for one, d in zip(results, loop[ufunc.nin :], strict=True)
+        Box(value if weak and value.dtype == d else _strong(value, d))
+        for value, d in zip(results, loop[ufunc.nin :], strict=True)
     )
     return made if isinstance(result, tuple) else made[0]
 
@@ -547,11 +549,11 @@ def _of_jax(function: Any) -> Any:
         return getattr(_of_jax(owner), function.__name__)
     path = name_of(function).split(".")
     if path[0] in ("np", "scipy"):
-        found = jax.numpy if path[0] == "np" else jax.scipy
+        known = jax.numpy if path[0] == "np" else jax.scipy
         for name in path[1:]:
-            found = getattr(found, name, None)
-        if found is not None:
-            return found
+            known = getattr(known, name, None)
+        if known is not None:
+            return known
     raise TracingError(
         f"{name_of(function)} at {user_line()} cannot be compiled, because JAX has no such "
         "function: write it by other functions of NumPy, or run this function plainly."

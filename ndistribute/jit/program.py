@@ -27,7 +27,7 @@ from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
-from ndistribute.jit.trace import Trace
+from ndistribute.jit.trace import StepTrace
 from ndistribute.values import PerReplica
 
 AXIS = "replica"
@@ -276,14 +276,14 @@ class CompiledStep:
     def _key_like(self) -> list[Array]:
         return [np.zeros(2, np.uint32) for _ in self._devices.local]
 
-    def _explored(self, arguments: _Arguments) -> Trace:
+    def _explored(self, arguments: _Arguments) -> StepTrace:
         """Return a trace that has found all states, after the function has made its variables."""
         jax = jax_module()
         for _ in range(_MOST_ATTEMPTS):
             body = _Body(self, arguments, None)
             arrays = [_abstract(arguments.leaves[k], differs) for k, differs in arguments.arrays]
             jax.eval_shape(body.spread(None), [], [], arrays, [], None)
-            trace: Trace = body.trace
+            trace: StepTrace = body.trace
             if not trace.created:
                 return trace
         raise TracingError(
@@ -291,7 +291,7 @@ class CompiledStep:
             "call only. Make them outside of it."
         )
 
-    def traced(self, trace: Trace, nest: Any) -> Any:
+    def traced(self, trace: StepTrace, nest: Any) -> Any:
         """Return the result of the function in a trace."""
         with tracing(trace), self._enter():
             try:
@@ -327,7 +327,7 @@ class _Body:
         self.result: Any = None
         self.traced: Any = None
 
-    def spread(self, first: Trace | None) -> Callable[..., Any]:
+    def spread(self, first: StepTrace | None) -> Callable[..., Any]:
         """Return it for all devices."""
         devices = self._step._devices
         if devices.mesh is None:
@@ -362,7 +362,7 @@ class _Body:
             groups = [*self._groups[0], *self._groups[1]]
             pairs = zip(groups, [*written, *read], strict=True)
             values = {group: value[0] if group.axis == -1 else value for group, value in pairs}
-        self.trace = trace = Trace(values, inputs, None if key is None else key[0])
+        self.trace = trace = StepTrace(values, inputs, None if key is None else key[0])
 
         def nest() -> Any:
             leaves = list(self._arguments.leaves)
@@ -385,7 +385,7 @@ class _Body:
             )
         return new, [output[None] for output in outputs] if several else outputs, flags
 
-    def _flags(self, trace: Trace, several: bool) -> Any:
+    def _flags(self, trace: StepTrace, several: bool) -> Any:
         """Return which checks held on all replicas."""
         if not trace.checks:
             return None
@@ -502,13 +502,14 @@ def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
 
 
 def _difference(first: Any, second: Any) -> str | None:
-    """Return the place where two programs have other constants; None if they have the same."""
-    one, two = first.jaxpr, second.jaxpr
-    for name, old, new in zip(one.constvars, first.consts, second.consts, strict=False):
+    """Return the place where new_program programs have other constants; None if they have the same."""
+    old_program, new_program = first.jaxpr, second.jaxpr
+    constants = zip(old_program.constvars, first.consts, second.consts, strict=False)
+    for name, old, new in constants:
         if not _equal(old, new):
-            used = [eqn for eqn in one.eqns if any(v is name for v in eqn.invars)]
+            used = [eqn for eqn in old_program.eqns if any(v is name for v in eqn.invars)]
             return _line_of(used[0]) if used else "a constant"
-    for eqn, other in zip(one.eqns, two.eqns, strict=False):
+    for eqn, other in zip(old_program.eqns, new_program.eqns, strict=False):
         if eqn.primitive is not other.primitive or len(eqn.invars) != len(other.invars):
             return _line_of(eqn)
         for old, new in zip(eqn.invars, other.invars, strict=True):
@@ -525,7 +526,9 @@ def _difference(first: Any, second: Any) -> str | None:
                 continue
             if inner is not None:
                 return inner
-    return "the number of its operations" if len(one.eqns) != len(two.eqns) else None
+    return (
+        "the number of its operations" if len(old_program.eqns) != len(new_program.eqns) else None
+    )
 
 
 class _Closed(NamedTuple):
@@ -533,11 +536,13 @@ class _Closed(NamedTuple):
     consts: Sequence[Any] = ()
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _equal(old_program: Any, new_program: Any) -> bool:
     try:
-        return bool(np.array_equal(np.asarray(one), np.asarray(two), equal_nan=True))
+        return bool(
+            np.array_equal(np.asarray(old_program), np.asarray(new_program), equal_nan=True)
+        )
     except TypeError:
-        return bool(np.array_equal(np.asarray(one), np.asarray(two)))
+        return bool(np.array_equal(np.asarray(old_program), np.asarray(new_program)))
 
 
 def _line_of(eqn: Any) -> str:

@@ -1,4 +1,4 @@
-"""`Trace`: what a step reads, writes and needs from outside while it is traced.
+"""`StepTrace`: what a step reads, writes and needs from outside while it is traced.
 
 Variables, optimizers and random generators ask the thread's current trace in place of their own
 state: a read gives a box, a write changes it, and at the end the program has every state that the
@@ -24,7 +24,7 @@ from ndistribute.jit.box import Box, boxed, refuse_leak
 _READ_ONLY = "is what a variable was when it was read, which never changes: compute a new array"
 
 
-class Trace:
+class StepTrace:
     """One trace of a step.
 
     Args:
@@ -187,7 +187,7 @@ class TracedGenerator:
     Its numbers are JAX's, drawn from a key that the replica's own generator gives for each call.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
 
     def _draw(self, name: str, *args: Any, **kwargs: Any) -> Box:

@@ -19,8 +19,8 @@ from ndistribute.collective.communicator import Communicator
 from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.jit.box import Box
-from ndistribute.jit.collectives import TracedBackend
 from ndistribute.jit.program import AXIS, CompiledStep, Devices, identity_of
+from ndistribute.jit.traced_backend import TracedBackend
 from ndistribute.strategies.base import Strategy
 from ndistribute.values import PerReplica
 from ndistribute.variables.policy import VariablePolicy
@@ -43,18 +43,25 @@ class TPUStrategy(Strategy):
     Raises:
         MissingDependencyError: JAX is not installed.
         ValueError: a device does not exist.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.TPUStrategy(["tpu:0"])
+    >>> with strategy.scope():
+    ...     total = nd.Variable(1.0)
+    >>> strategy.run(lambda x: total + np.sum(x), args=(np.ones(3),)).values
+    (np.float64(4.0),)
     """
 
     def __init__(self, devices: Sequence[str | Device] | ClusterResolver | None = None) -> None:
         resolver = devices if isinstance(devices, ClusterResolver) else None
         names: Any = list_devices("tpu") if devices is None or resolver is not None else devices
-        own = resolve_devices(names)
-        if any(device.kind != "tpu" for device in own):
+        chosen = resolve_devices(names)
+        if any(device.kind != "tpu" for device in chosen):
             raise ValueError(f"TPUStrategy runs on devices such as 'tpu:0', got {names!r}.")
         known = jax_module().devices()
-        self._on = Devices([known[device.index] for device in own])
+        self._on = Devices([known[device.index] for device in chosen])
         self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
-        super().__init__(own, resolver)
+        super().__init__(chosen, resolver)
 
     @property
     def compilations(self) -> list[Any]:

@@ -116,7 +116,7 @@ class CellGroup:
 
     __slots__ = ("array", "axis", "cells", "is_newer")
 
-    def __init__(self, cells: Sequence[Cell], axis: int | None) -> None:
+    def __init__(self, cells: Sequence[SnapshotArray], axis: int | None) -> None:
         self.cells, self.axis = cells, axis
         self.array: Any = None  # The array of JAX, if it is not older than the cells.
         self.is_newer = False  # Whether the cells are older than it.
@@ -142,7 +142,7 @@ class CellGroup:
             cell.hold(part[0] if self.axis < 0 else part)
 
 
-def _join(cells: Sequence[Cell], axis: int | None) -> None:
+def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:
     group = CellGroup(cells, axis)
     for cell in cells:
         cell.set_group(group)

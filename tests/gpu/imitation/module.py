@@ -19,7 +19,7 @@ from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_wor
 
 __all__ = ["imitated_gpus"]
 
-_CACHES = (devices.cupy_module, devices._gpu_count, devices._is_gpu_type, devices.nccl_module)
+_CACHES = (devices.cupy_module, devices._gpu_count, devices._is_device_type, devices.nccl_module)
 
 
 class _Namespace(types.ModuleType):
