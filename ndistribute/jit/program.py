@@ -502,7 +502,7 @@ def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
 
 
 def _difference(first: Any, second: Any) -> str | None:
-    """Return the place where new_program programs have other constants; None if they have the same."""
+    """Return where two programs have different constants; None if they have the same ones."""
     old_program, new_program = first.jaxpr, second.jaxpr
     constants = zip(old_program.constvars, first.consts, second.consts, strict=False)
     for name, old, new in constants:
