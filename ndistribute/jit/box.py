@@ -144,7 +144,9 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             _refuse_shape("x[mask]")
         view = SlicedView(raw)
         if _is_basic(raw):
-            return Box(self.value[raw], self, view, self.refusal)
+            part = Box(self.value[raw], self, view, self.refusal)
+            part.is_checked = self.is_checked
+            return part
         return Box(view.read(self.value))
 
     def __setitem__(self, index: Any, value: Any) -> None:
