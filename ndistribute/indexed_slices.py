@@ -63,6 +63,8 @@ class IndexedSlices:
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
         """
+        if hasattr(self.values, "is_checked"):
+            return _sum_in_step(self)
         return IndexedSlices(*sum_rows(self.values, self.indices), self.dense_shape)
 
     def to_dense(self) -> Array:
@@ -109,6 +111,26 @@ def sum_rows(values: Array, indices: Array) -> tuple[Array, Array]:
     if len(starts) == len(rows):
         return values, rows
     return np.add.reduceat(values, starts, axis=0), rows[starts]
+
+
+def _sum_in_step(rows: IndexedSlices) -> IndexedSlices:
+    """Return rows of a compiled step with unique indices; XLA drops those left over, of zeros.
+
+    There are as many as before, because a program knows the shapes of its arrays; the indices of
+    those left over are behind the last row.
+    """
+    indices, values = array_namespace(rows.values).asarray(rows.indices), rows.values
+    order: Any = np.argsort(indices)  # XLA's sort is stable.
+    order.is_checked = True
+    indices = indices[order]
+    places: Any = np.cumsum(_begins(indices)) - 1
+    places.is_checked = True
+    sums: Any = np.zeros_like(values)
+    unique: Any = np.full_like(indices, rows.shape[0])
+    np.add.at(sums, places, values[order])
+    unique[places] = indices
+    unique.is_checked = True
+    return IndexedSlices(sums, unique, rows.shape)
 
 
 def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:

@@ -119,6 +119,8 @@ class Write:
         rows = self.value
         if self.how != "assign" or not self.sparse:
             return rows
+        if hasattr(rows.indices, "is_checked"):
+            return _last_in_step(rows)
         indices = to_host(rows.indices)
         unique, last = np.unique(indices[::-1], return_index=True)
         values = rows.values[len(indices) - 1 - last]
@@ -135,6 +137,17 @@ class Write:
         pair = (rows.indices[first], rows.values[first])
         indices, values = communicator.all_gather(pair, axis=0)
         return Write(self.how, IndexedSlices(values, indices, rows.dense_shape))
+
+
+def _last_in_step(rows: IndexedSlices) -> IndexedSlices:
+    """Return rows of a compiled step, of which XLA drops all but the last of equal indices."""
+    order: Any = np.argsort(rows.indices)  # XLA's sort is stable.
+    order.is_checked = True
+    indices = rows.indices[order]
+    is_last = np.append(indices[1:] != indices[:-1], np.full_like(indices[:1], True, bool))
+    unique: Any = np.where(is_last, indices, rows.shape[0])
+    unique.is_checked = True
+    return IndexedSlices(rows.values[order], unique, rows.shape)
 
 
 def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
