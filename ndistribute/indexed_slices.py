@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_device_array
+from ndistribute.devices import (
+    Array,
+    Device,
+    array_namespace,
+    copy_to,
+    device_of,
+    is_device_array,
+    to_host,
+)
 from ndistribute.stream import working_on
 
 
@@ -63,9 +71,22 @@ class IndexedSlices:
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
         """
-        if hasattr(self.values, "is_checked"):
-            return _sum_in_step(self)
+        xp: Any = array_namespace(self.values, self.indices)
+        if hasattr(xp, "rows_once"):  # In a compiled step.
+            values, indices = xp.rows_once(self, last=False)
+            return IndexedSlices(values, indices, self.dense_shape)
         return IndexedSlices(*sum_rows(self.values, self.indices), self.dense_shape)
+
+    def last_rows(self) -> IndexedSlices:
+        """Return unique indices, in ascending order, with the last of the rows of each."""
+        xp: Any = array_namespace(self.values, self.indices)
+        if hasattr(xp, "rows_once"):  # In a compiled step.
+            values, indices = xp.rows_once(self, last=True)
+            return IndexedSlices(values, indices, self.dense_shape)
+        reverse = to_host(self.indices)[::-1]
+        unique, last = np.unique(reverse, return_index=True)
+        values = self.values[len(reverse) - 1 - last]
+        return IndexedSlices(values, unique, self.dense_shape)
 
     def to_dense(self) -> Array:
         """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""
@@ -111,26 +132,6 @@ def sum_rows(values: Array, indices: Array) -> tuple[Array, Array]:
     if len(starts) == len(rows):
         return values, rows
     return np.add.reduceat(values, starts, axis=0), rows[starts]
-
-
-def _sum_in_step(rows: IndexedSlices) -> IndexedSlices:
-    """Return rows of a compiled step with unique indices; XLA drops those left over, of zeros.
-
-    There are as many as before, because a program knows the shapes of its arrays; the indices of
-    those left over are behind the last row.
-    """
-    indices, values = array_namespace(rows.values).asarray(rows.indices), rows.values
-    order: Any = np.argsort(indices)  # XLA's sort is stable.
-    order.is_checked = True
-    indices = indices[order]
-    places: Any = np.cumsum(_begins(indices)) - 1
-    places.is_checked = True
-    sums: Any = np.zeros_like(values)
-    unique: Any = np.full_like(indices, rows.shape[0])
-    np.add.at(sums, places, values[order])
-    unique[places] = indices
-    unique.is_checked = True
-    return IndexedSlices(sums, unique, rows.shape)
 
 
 def _sum_runs(values: Array, indices: Array) -> tuple[Array, Array]:

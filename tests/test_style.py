@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2826,
+    "autodiff": 2828,
     "cluster": 492,
     "collective": 3875,
     "compat": 1257,
@@ -34,19 +34,19 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1271,
     "graph": 4404,
-    "jit": 1242,
+    "jit": 1281,
     "launcher": 1460,
     "models": 3999,
     "optimizers": 916,
     "parameter_server": 1595,
     "strategies": 1190,
     "task": 293,
-    "top level": 2697,
+    "top level": 2705,
     "transport": 1990,
-    "variables": 1130,
+    "variables": 1118,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32392
+TESTS_BUDGET = 32511
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
