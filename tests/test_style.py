@@ -36,7 +36,7 @@ BUDGETS = {
     "graph": 4404,
     "jit": 1281,
     "launcher": 1460,
-    "models": 3999,
+    "models": 4040,
     "optimizers": 916,
     "parameter_server": 1595,
     "strategies": 1190,
