@@ -36,7 +36,7 @@ BUDGETS = {
     "graph": 4404,
     "jit": 1281,
     "launcher": 1460,
-    "models": 4040,
+    "models": 4049,
     "optimizers": 916,
     "parameter_server": 1595,
     "strategies": 1190,
@@ -46,7 +46,7 @@ BUDGETS = {
     "variables": 1118,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32511
+TESTS_BUDGET = 32780
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
