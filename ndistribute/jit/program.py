@@ -209,9 +209,9 @@ class CompiledStep:
             if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:
                 raise ValueError(
                     f"replica {rank} got {_shown(array)}, replica 0 {_shown(arrays[0])}: in a "
-                    "compiled step the parts of all replicas have one shape. Use "
-                    "batch(n, drop_remainder=True) with a multiple of the number of replicas, or "
-                    "pad the last batch."
+                    "compiled step the parts of all replicas have one shape. Pass a dataset, "
+                    "Dataset.from_tensor_slices((x, y)).batch(n, drop_remainder=True), where n is "
+                    "a multiple of the number of replicas, or pad the last batch."
                 )
         return PerReplica(arrays)
 
@@ -277,7 +277,8 @@ class CompiledStep:
         last = made[1]
         errors = [error for _, error in last.trace.checks]
         trace = last.trace
-        self._constants[arguments.key] = trace.constants
+        if trace.constants:
+            self._constants[arguments.key] = trace.constants
         effects = [effect for effect, _ in trace.after]
         return _Program(
             run, written, read, trace.before, effects, errors, last.result, bool(first.draws)

@@ -339,8 +339,11 @@ def test_jit_compile_computes_the_same(replicas: int) -> None:
         check_equal(*(trained(strategy, mlp, X, jit_compile=jit) for jit in (True, False)))
 
 
-def test_jit_compile_has_no_variables_on_servers() -> None:
+def test_variables_on_servers_are_not_compiled() -> None:
     with nd.ParameterServerStrategy(devices=["cpu:0"]) as strategy:
+        weights = nd.Variable(np.ones(2), name="w")
+        with pytest.raises(nd.errors.TracingError, match="'w', which is on parameter servers, is"):
+            nd.function(lambda x: x * weights)(np.ones(2))
         with strategy.scope():
             model = mlp()
         with pytest.raises(ValueError, match="jit_compile=True, but a compiled step has no"):
