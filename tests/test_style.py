@@ -27,24 +27,24 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2820,
     "cluster": 500,
-    "collective": 3870,
+    "collective": 3850,
     "compat": 1110,
     "coordinator": 900,
     "data": 1730,
     "estimator": 1290,
-    "graph": 4570,
+    "graph": 4550,
     "launcher": 1460,
-    "models": 3950,
+    "models": 3930,
     "optimizers": 880,
     "parameter_server": 1600,
     "strategies": 1110,
     "task": 300,
-    "top level": 2610,
+    "top level": 2680,
     "transport": 1990,
     "variables": 1050,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32350
+TESTS_BUDGET = 32420
 
 
 def long_file(source: str) -> Iterator[str]:
