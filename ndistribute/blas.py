@@ -64,8 +64,8 @@ class _BlasThreads:
         if self._modules != len(sys.modules):
             from threadpoolctl import ThreadpoolController
 
-            found = ThreadpoolController().select(user_api="blas")
-            self._libraries = list(found.lib_controllers)
+            controller = ThreadpoolController().select(user_api="blas")
+            self._libraries = list(controller.lib_controllers)
             self._modules = len(sys.modules)
         for library in self._libraries:
             if library.filepath not in self._own:
@@ -132,9 +132,9 @@ def cores() -> int:
 
 
 def cores_of_one(
-    own: Sequence[int], everyone: Sequence[Sequence[int]], quota: float = math.inf
+    numbers: Sequence[int], everyone: Sequence[Sequence[int]], quota: float = math.inf
 ) -> int:
-    """Return how many of its `own` cores are a process's share, at least 1.
+    """Return how many of the cores of a process, by `numbers`, are its share, at least 1.
 
     `everyone` has the numbers of the cores of all processes that compute on its host, which also
     share the quota.
@@ -146,7 +146,7 @@ def cores_of_one(
     >>> cores_of_one([0, 1, 2, 3], [[0, 1, 2, 3], [0, 1, 2, 3]], quota=3.0)
     1
     """
-    share = sum(1 / sum(core in some for some in everyone) for core in own)
+    share = sum(1 / sum(core in some for some in everyone) for core in numbers)
     return max(1, int(min(share, quota / len(everyone))))
 
 

@@ -79,13 +79,13 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     if options.timeout is not None and options.timeout <= 0:
         raise ValueError(f"--timeout must be more than 0 seconds, got {options.timeout}.")
     _check_servers(options)
-    given = {
+    values = {
         **vars(options),
         "command": ("-m", *command) if options.module else tuple(command),
         "hosts": tuple(_hosts(options)),
         "servers": options.servers or 0,
     }
-    return JobOptions(**{field.name: given[field.name] for field in fields(JobOptions)})
+    return JobOptions(**{field.name: values[field.name] for field in fields(JobOptions)})
 
 
 def _check_servers(options: argparse.Namespace) -> None:
@@ -97,11 +97,11 @@ def _check_servers(options: argparse.Namespace) -> None:
         "--snapshot-seconds": options.snapshot_seconds,
         "--durable": options.durable or None,
     }
-    given = [name for name, value in needs_servers.items() if value is not None]
+    extra = [name for name, value in needs_servers.items() if value is not None]
     if options.servers is None:
-        if given:
+        if extra:
             raise ValueError(
-                f"{given[0]} needs parameter servers: add their number, --ps 1. To start workers "
+                f"{extra[0]} needs parameter servers: add their number, --ps 1. To start workers "
                 "without servers, use -n."
             )
         return

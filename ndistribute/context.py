@@ -124,8 +124,8 @@ class ReplicaContext:
         replica, seed = self.replica_id_in_sync_group, _State.seed
         known, generator = self._generators.get(replica, (None, None))
         if known is not seed:
-            own = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
-            generator = random_generator(self.device, own)
+            sequence = np.random.SeedSequence(seed.entropy, spawn_key=(replica,))
+            generator = random_generator(self.device, sequence)
             self._generators[replica] = seed, generator
         return generator
 

@@ -27,9 +27,9 @@ def kind_of(dtype: np.dtype[Any]) -> str:
     return standard(dtype).kind
 
 
-def can_cast(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+def can_cast(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return True if a cast loses digits or range only, but no fraction or imaginary part."""
-    return given == dtype or np.can_cast(standard(given), standard(dtype), "same_kind")
+    return source == dtype or np.can_cast(standard(source), standard(dtype), "same_kind")
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,8 +44,8 @@ class EventFile:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         # The number makes names of one second and process differ; TensorBoard reads them in order.
-        own = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        self.path = folder / f"events.out.tfevents.{own}"
+        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        self.path = folder / f"events.out.tfevents.{unique}"
         self._file = self.path.open("xb", buffering=0)
         self._write(_text(3, b"brain.Event:2"), 0)
 
@@ -62,7 +62,7 @@ class EventFile:
         nodes = [
             _text(1, name.encode())
             + _text(2, kind.encode())
-            + b"".join(_text(3, one.encode()) for one in inputs)
+            + b"".join(_text(3, source.encode()) for source in inputs)
             + _text(4, device.encode())
             for name, kind, inputs, device in operations
         ]
@@ -103,7 +103,7 @@ def histogram(tag: str, values: Any) -> bytes:
     counts, edges = np.histogram(flat, _BINS, (low - margin, high + margin))
     with np.errstate(over="ignore"):
         numbers = (low, high, flat.size, flat.sum(), np.square(flat).sum())
-    message = b"".join(_double(field, one) for field, one in enumerate(numbers, 1))
+    message = b"".join(_double(field, number) for field, number in enumerate(numbers, 1))
     message += _text(6, edges[1:].astype("<f8").tobytes())
     message += _text(7, counts.astype("<f8").tobytes())
     return _text(1, _tag(tag) + _text(5, message))
@@ -171,11 +171,11 @@ def _checksum(data: bytes) -> bytes:
 
 def _varint(value: int) -> bytes:
     value &= 2**64 - 1
-    found = bytearray()
+    octets = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        octets.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*octets, value])
 
 
 def _key(field: int, kind: int) -> bytes:

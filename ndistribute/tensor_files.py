@@ -121,9 +121,56 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in written_by(kind, directory, name)[: -keep if keep else 0]:
-        delete(old)
+    retention = Retention(kind, keep)
+    retention.count({str(old): old for old in written_by(kind, directory, name)})
+    retention.add(str(path), path)
     return path
+
+
+class Retention:
+    """Which generations a writer keeps: the newest, and one more each time that so long has passed.
+
+    A writer of one series counts what its kind has written there; one that writes a series for each
+    step counts what it wrote itself. Only what the kind wrote is deleted.
+
+    Args:
+        kind: the kind of the writer.
+        keep: the number of the newest to keep; None or 0: all.
+        spare_seconds: each time that these have passed, one more is kept.
+
+    Raises:
+        ValueError: `keep` is negative.
+    """
+
+    def __init__(self, kind: str, keep: int | None, spare_seconds: float = math.inf) -> None:
+        if keep is not None and keep < 0:
+            raise ValueError(f"the number of checkpoints to keep must be 0 or more, got {keep}.")
+        self._kind, self._keep = kind, keep or 0
+        self._spare_seconds, self._spare_after = spare_seconds, time.monotonic() + spare_seconds
+        self._counted: dict[str, tuple[Path, float]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of those that count, the newest last."""
+        return list(self._counted)
+
+    def count(self, generations: Mapping[str, Path]) -> None:
+        """Let these alone count, by their names: those so far, and some that were there before."""
+        before = self._counted
+        self._counted = {
+            name: before.get(name, (path, -math.inf)) for name, path in generations.items()
+        }
+
+    def add(self, name: str, generation: Path) -> None:
+        """Let one that was written now count, in place of that of its name; delete the oldest."""
+        self._counted.pop(name, None)
+        self._counted[name] = generation, time.monotonic()
+        for old in self.names[: -self._keep if self._keep else 0]:
+            path, added_at = self._counted.pop(old)
+            if added_at > self._spare_after:
+                self._spare_after += self._spare_seconds
+            elif _is_by(self._kind, path):  # Another writer may have used the number since.
+                delete(path)
 
 
 def delete(path: Path) -> None:
@@ -148,8 +195,8 @@ def clear(directory: Path, pattern: str, claimed: str = "") -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
-    """Return the newest intact generation, or None if there are no generations.
+def newest(directory: str | os.PathLike[str], name: str | None = None) -> Saved | None:
+    """Return the newest intact generation of a series, or of all; None if there are none.
 
     Newer ones that are damaged are renamed to end in ``.broken``, with a warning.
 
@@ -158,7 +205,8 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
         DistributeError: a later version of the package wrote the generation.
     """
     broken: list[tuple[Path, CheckpointCorruptError]] = []
-    for path in reversed(paths(Path(directory), name)):
+    folders = written(directory) if name is None else paths(Path(directory), name)
+    for path in reversed(folders):
         try:
             saved = read(path)
         except CheckpointCorruptError as error:
@@ -168,13 +216,14 @@ def newest(directory: str | os.PathLike[str], name: str) -> Saved | None:
             continue
         for bad, reason in broken:
             _log.warning("%s is damaged, using %s instead: %s", bad, path.name, reason)
-            with contextlib.suppress(FileNotFoundError):  # Another reader was faster.
+            with contextlib.suppress(OSError):  # Another was faster, or this one may only read.
                 bad.rename(bad.with_name(f"{bad.name}.broken"))  # `keep` must not count it.
         return saved
     if broken:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in broken)
         raise CheckpointCorruptError(
-            f"All generations of {name!r} are damaged. Move them away to start anew. {reasons}"
+            f"All generations {f'of {name!r}' if name else f'in {directory}'} are damaged. Move "
+            f"them away to start anew. {reasons}"
         )
     return None
 
@@ -400,8 +449,12 @@ def _matching(directory: Path, names: re.Pattern[str]) -> list[Path]:
 
 def written_by(kind: str, directory: Path, name: str) -> list[Path]:
     """Return the folders of a series that a kind of writer wrote, the newest last."""
-    heads = ((path, _head(path / _DATA)) for path in paths(directory, name))
-    return [path for path, told in heads if told and told[2] == kind.encode()]
+    return [path for path in paths(directory, name) if _is_by(kind, path)]
+
+
+def _is_by(kind: str, generation: Path) -> bool:
+    head = _head(generation / _DATA)
+    return head is not None and head[2] == kind.encode()
 
 
 def _times(directory: Path) -> list[tuple[float, Path]]:
@@ -409,8 +462,8 @@ def _times(directory: Path) -> list[tuple[float, Path]]:
     folders, times = _matching(directory, _GENERATION), []
     for file in filter(os.path.lexists, (folder / _DATA for folder in folders)):
         with contextlib.suppress(FileNotFoundError):
-            told = _head(file)
-            times.append((float(told[1]) if told else file.lstat().st_mtime, file.parent))
+            head = _head(file)
+            times.append((float(head[1]) if head else file.lstat().st_mtime, file.parent))
     # If one was deleted meanwhile, the one that replaced it may not be among them.
     return times if all(map(os.path.lexists, folders)) else _times(directory)
 

@@ -126,11 +126,11 @@ class Recorder:
     def _own(self, start: int, end: int, thread: int) -> int:
         """Return the duration of a span without the spans nested in it, which ended before."""
         ended = self._ended.setdefault(thread, deque(maxlen=_MOST_NESTED))
-        own = end - start
+        self_time = end - start
         while ended and ended[-1][0] >= start:
-            own -= ended.pop()[1]
+            self_time -= ended.pop()[1]
         ended.append((start, end - start))
-        return max(0, own)
+        return max(0, self_time)
 
     def _append(self, events: Sequence[_Event]) -> None:
         if self._file is None:

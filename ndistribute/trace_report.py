@@ -92,8 +92,8 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
     Raises:
         FileNotFoundError: the directory has no trace with events.
     """
-    found = map(_read_file, sorted(Path(directory).glob("trace-*.json")))
-    traces = [trace for trace in found if trace is not None and trace.events]
+    contents = map(_read_file, sorted(Path(directory).glob("trace-*.json")))
+    traces = [trace for trace in contents if trace is not None and trace.events]
     if not traces:
         raise FileNotFoundError(
             f"{os.fspath(directory)} contains no trace with events. Set NDISTRIBUTE_TRACE to this "
@@ -166,11 +166,11 @@ def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
             key = event.title, number
             came[key].setdefault(event.thread, event.start + shift)
             left[key] = max(left.get(key, -inf), event.end + shift)
-    found = {}
+    moments = {}
     for key, threads in came.items():
         replicas = [moment for thread, moment in threads.items() if thread in computing]
-        found[key] = (max(replicas) if replicas else min(threads.values()), left[key])
-    return found
+        moments[key] = (max(replicas) if replicas else min(threads.values()), left[key])
+    return moments
 
 
 def offsets(traces: Sequence[Trace]) -> list[float]:
@@ -179,8 +179,8 @@ def offsets(traces: Sequence[Trace]) -> list[float]:
     clocks = [trace.clock or f"of trace {number}" for number, trace in enumerate(traces)]
     differences: dict[str, list[float]] = defaultdict(list)
     for clock, trace in zip(clocks, traces, strict=True):
-        own = calls(trace.events)
-        differences[clock] += [reference[k][1] - own[k][1] for k in reference.keys() & own.keys()]
+        here = calls(trace.events)
+        differences[clock] += [reference[k][1] - here[k][1] for k in reference.keys() & here.keys()]
     # Without a common call, the offset follows from the times on the wall clock.
     return [
         0.0 if clock == clocks[0] else median(differences[clock] or [trace.wall - traces[0].wall])
@@ -230,10 +230,10 @@ def exclusive(events: Iterable[Event]) -> dict[str, float]:
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
         threads[event.thread].append(event)
     total: dict[str, float] = defaultdict(float)
-    for own in threads.values():
-        now = own[0].start
+    for sequence in threads.values():
+        now = sequence[0].start
         around = [Event(UNTRACED, "", now, inf, 0)]
-        for event in [*own, Event("", "", inf, inf, 0)]:
+        for event in [*sequence, Event("", "", inf, inf, 0)]:
             while around[-1].end <= event.start and len(around) > 1:
                 inner = around.pop()
                 total[inner.name] += max(0.0, inner.end - now)
@@ -254,17 +254,17 @@ def shares(events: Iterable[Event]) -> dict[str, float]:
 def lateness(traces: Sequence[Trace]) -> list[Lateness]:
     """Return the lateness of each process with collective calls."""
     made = [calls(*pair) for pair in zip([t.events for t in traces], offsets(traces), strict=True)]
-    callers = [(trace.name, own) for trace, own in zip(traces, made, strict=True) if own]
-    keys = set.intersection(*(set(own) for _, own in callers)) if len(callers) > 1 else set()
+    callers = [(trace.name, each) for trace, each in zip(traces, made, strict=True) if each]
+    keys = set.intersection(*(set(each) for _, each in callers)) if len(callers) > 1 else set()
     gaps: list[list[float]] = [[] for _ in callers]
     for key in keys:
-        came = [own[key][0] for _, own in callers]
+        came = [each[key][0] for _, each in callers]
         *_, second, last = sorted(came)
         gaps[came.index(last)].append(last - second)
     steps = len({step for _, step in keys})
     return [
-        Lateness(name, len(keys), steps, len(own), median(own or [0.0]), sum(own))
-        for (name, _), own in zip(callers, gaps, strict=True)
+        Lateness(name, len(keys), steps, len(behind), median(behind or [0.0]), sum(behind))
+        for (name, _), behind in zip(callers, gaps, strict=True)
     ]
 
 
@@ -293,7 +293,7 @@ def explain(traces: Sequence[Trace]) -> str:
     seconds = max(trace.seconds for trace in traces)
     members = _replicas(traces[0]) if len(traces) == 1 else list(traces)
     late = lateness(members)
-    worst = _latest({one.name: one.cost for one in late}, seconds)
+    worst = _latest({each.name: each.cost for each in late}, seconds)
     lines = [f"{len(traces)} process{'es' * (len(traces) > 1)}, {seconds:.1f} s."]
     absent = [name for name in traces[0].names if name not in {trace.name for trace in traces}]
     lines += [f"No trace of {', '.join(absent)}."] if absent else []
@@ -301,7 +301,7 @@ def explain(traces: Sequence[Trace]) -> str:
     lines += ["", *_table(every), ""]
     lines += list(_servers(members, every, seconds)) or _who_is_late(members, late, worst, seconds)
     # No servers, nor a chief.
-    mean = _mean([own for own in every.values() if "compute" in own] or list(every.values()))
+    mean = _mean([each for each in every.values() if "compute" in each] or list(every.values()))
     for kind, (large, advice) in _ADVICE.items():
         if mean.get(kind, 0.0) > large and not (kind == "wait" and worst):
             lines.append(advice.format(mean[kind]))
@@ -310,22 +310,22 @@ def explain(traces: Sequence[Trace]) -> str:
 
 def _replicas(trace: Trace) -> list[Trace]:
     """Return a trace of each replica of a process, or the given trace if it has only one."""
-    own: dict[int, list[Event]] = defaultdict(list)
+    parts: dict[int, list[Event]] = defaultdict(list)
     computing = {event.thread for event in trace.events if event.name == "compute"}
     for event in trace.events:
         if event.thread in computing:
-            found = _REPLICA.search(trace.threads.get(event.thread, ""))
-            own[int(found[1]) if found else 0].append(event)
-    replicas = [replace(trace, name=f"replica {k}", events=tuple(own[k])) for k in sorted(own)]
+            match = _REPLICA.search(trace.threads.get(event.thread, ""))
+            parts[int(match[1]) if match else 0].append(event)
+    replicas = [replace(trace, name=f"replica {k}", events=tuple(parts[k])) for k in sorted(parts)]
     return replicas if len(replicas) > 1 else [trace]
 
 
 def _table(every: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    kinds = [kind for kind in _COLUMNS if any(kind in own for own in every.values())]
+    kinds = [kind for kind in _COLUMNS if any(kind in part for part in every.values())]
     rows = [["", *kinds, "other"]]
-    for name, own in every.items():
-        rest = abs(1 - sum(own.get(kind, 0.0) for kind in kinds))
-        known = [f"{own[kind]:.0%}" if kind in own else "-" for kind in kinds]
+    for name, part in every.items():
+        rest = abs(1 - sum(part.get(kind, 0.0) for kind in kinds))
+        known = [f"{part[kind]:.0%}" if kind in part else "-" for kind in kinds]
         rows.append([name, *known, f"{rest:.0%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
@@ -354,19 +354,19 @@ def _who_is_late(
     elif not worst:
         yield f"None is late: over {late[0].calls} calls they wait for each other in turn."
     else:
-        one = next(one for one in late if one.name == worst)
+        lag = next(lag for lag in late if lag.name == worst)
         yield (
-            f"{worst.capitalize()} is late: it comes last to {one.last / one.calls:.0%} of "
-            f"{one.calls} calls, {_time(one.behind)} after the others in the median. Waiting for "
-            f"it takes {_time(one.cost / one.steps)} a step, {one.cost / 1e6 / seconds:.0%} of the "
+            f"{worst.capitalize()} is late: it comes last to {lag.last / lag.calls:.0%} of "
+            f"{lag.calls} calls, {_time(lag.behind)} after the others in the median. Waiting for "
+            f"it takes {_time(lag.cost / lag.steps)} a step, {lag.cost / 1e6 / seconds:.0%} of the "
             "run."
         )
         times = {trace.name: exclusive(trace.events) for trace in members}
-        own, others = times.pop(worst), _mean(list(times.values()))
-        more = {k: own.get(k, 0.0) - others.get(k, 0.0) for k in {**own, **others} if k != "wait"}
+        its, others = times.pop(worst), _mean(list(times.values()))
+        more = {k: its.get(k, 0.0) - others.get(k, 0.0) for k in {**its, **others} if k != "wait"}
         kind = max(more, key=lambda name: more[name], default=UNTRACED)
         host = next(trace.host for trace in members if trace.name == worst) or "its host"
-        per_step = f"{_time(max(0.0, more.get(kind, 0.0)) / one.steps)} a step more"
+        per_step = f"{_time(max(0.0, more.get(kind, 0.0)) / lag.steps)} a step more"
         known = {
             "compute": f"It computes {per_step} than the others: look at what else runs on {host}, "
             "at its cores and BLAS threads (`ndistribute doctor`), or give it a smaller batch.",
@@ -384,11 +384,11 @@ def _servers(
     for event in (event for trace in members for event in trace.events):
         if event.name in ("pull", "push") and _SERVER.fullmatch(event.title):
             waits[event.title].append(event.end - event.start)
-    cost = {name: sum(own) for name, own in sorted(waits.items())}
+    cost = {name: sum(times) for name, times in sorted(waits.items())}
     if cost:
         each = [f"{name} {_time(cost[name] / len(waits[name]))}" for name in cost]
         yield f"Mean time that a client waits for an answer: {', '.join(each)}."
-    worst = _latest(cost, seconds * sum("pull" in own for own in every.values()))
+    worst = _latest(cost, seconds * sum("pull" in row for row in every.values()))
     if worst:
         part = cost[worst] / sum(cost.values())
         yield f"Server {worst} is late: {part:.0%} of the waiting time for servers is for it."
@@ -401,8 +401,8 @@ def _servers(
 
 
 def _mean(of_many: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for one in of_many for name in one)
-    return {name: sum(one.get(name, 0.0) for one in of_many) / len(of_many) for name in names}
+    names = dict.fromkeys(name for times in of_many for name in times)
+    return {name: sum(times.get(name, 0.0) for times in of_many) / len(of_many) for name in names}
 
 
 def _time(microseconds: float) -> str:

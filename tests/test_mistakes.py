@@ -293,7 +293,7 @@ def test_a_mistake_is_told_in_words(code: str):
     assert [part for part in says if part not in said] == [], said
 
 
-def test_there_are_fifty():
+def test_the_table_has_at_least_fifty_mistakes():
     assert len(table()) >= 50
 
 

@@ -10,7 +10,8 @@ import functools
 import inspect
 import io
 import tokenize
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,24 +28,35 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2820,
     "cluster": 500,
-    "collective": 3850,
-    "compat": 1110,
+    "collective": 3844,
+    "compat": 1257,
     "coordinator": 900,
     "data": 1730,
-    "estimator": 1290,
-    "graph": 4550,
+    "estimator": 1271,
+    "graph": 4383,
     "launcher": 1460,
-    "models": 3930,
+    "models": 3922,
     "optimizers": 880,
     "parameter_server": 1600,
     "strategies": 1110,
     "task": 300,
-    "top level": 2700,
-    "transport": 2000,
+    "top level": 2728,
+    "transport": 1992,
     "variables": 1050,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32420
+TESTS_BUDGET = 32460
+# Names that say nothing of what they name.
+VAGUE = {"one", "found", "own", "given"}
+# Classes whose name another one has, as users see it: every other class has a name of its own.
+SHARED_CLASSES = {
+    "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
+    "MeanAbsoluteError": "Keras has a loss and a metric of this name",
+    "MeanSquaredError": "Keras has a loss and a metric of this name",
+    "Model": "compat: exported files and default names of models contain it",
+    "Sequential": "compat: exported files and default names of models contain it",
+    "Tensor": "compat: the text of an array begins with it, and graph.Tensor is public",
+}
 
 
 def long_file(source: str) -> Iterator[str]:
@@ -90,6 +102,23 @@ def unintroduced(source: str) -> Iterator[str]:
         yield "1: no docstring"
 
 
+def vague(source: str) -> Iterator[str]:
+    """An argument, a variable or an attribute is named after what it is."""
+    for node in ast.walk(parsed(source)):
+        for name in VAGUE & {getattr(node, field, None) for field in ("arg", "attr", "id", "name")}:
+            yield f"{node.lineno}: a name that says nothing: {name}"
+
+
+def repeated(names: Iterable[str]) -> set[str]:
+    """Return the names that occur more than once."""
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def classes(source: str) -> Iterator[str]:
+    """Yield the names of the classes of a file."""
+    yield from (n.name for n in ast.walk(parsed(source)) if isinstance(n, ast.ClassDef))
+
+
 def _lines(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -116,7 +145,7 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-RULES = (long_file, long_function, asserting, printing, unfinished, unintroduced)
+RULES = (long_file, long_function, asserting, printing, unfinished, unintroduced, vague)
 Rule = Callable[[str], Iterator[str]]
 
 
@@ -163,10 +192,30 @@ def test_code_is_counted_without_comments_and_docstrings():
         (printing, "print('hello')\n"),
         (unfinished, "x = 1  # " + UNFINISHED[0] + ": later\n"),
         (unintroduced, "x = 1\n"),
+        (vague, "def f(one):\n    return 1\n"),
+        (vague, "found = 1\n"),
+        (vague, "x.own = 1\n"),
+        (vague, "try: pass\nexcept ValueError as given: pass\n"),
     ],
 )
 def test_a_broken_rule_is_caught(rule: Rule, source: str):
     assert len(list(rule(source))) == 1
+
+
+def test_class_names_are_unique():
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    assert repeated(name for source in sources for name in classes(source)) == {*SHARED_CLASSES}
+
+
+def test_file_names_are_unique():
+    names = repeated(path.name for path in PACKAGE.rglob("*.py"))
+    assert names == {"__init__.py"}
+
+
+def test_a_repeated_name_is_caught():
+    nested = "def f():\n    class A: pass\n"
+    assert repeated([*classes("class A: pass\n"), *classes(nested), *classes("A = 1\n")]) == {"A"}
+    assert repeated(["spec.py", "specs.py", "tape.py"]) == set()
 
 
 def test_a_docstring_makes_no_function_long():

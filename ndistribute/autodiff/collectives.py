@@ -36,8 +36,8 @@ def all_reduce(graph: Any, communicator: Any, op: Any, value: Any, options: Any)
             # A replica needs no other one's array: it learns how many have a zero, or the extreme.
             both = zip(inputs, results, strict=True)
             marks = [np.equal(x, 0 if is_product else y) for x, y in both]
-            told = [mark.astype(g.dtype) for mark, g in zip(marks, gradients, strict=True)]
-            sent = [*gradients, *told]
+            as_gradients = [mark.astype(g.dtype) for mark, g in zip(marks, gradients, strict=True)]
+            sent = [*gradients, *as_gradients]
             summed = all_reduce(graph, communicator, ReduceOp.SUM, sent, options)
             totals, counts = summed[: len(marks)], summed[len(marks) :]
             rows = zip(totals, counts, marks, strict=True)
@@ -107,6 +107,6 @@ def _recorded(
 
     graph.again[len(graph.entries)] = all_reduce, again
     parents = tuple(place for _, place in pairs if place is not None)
-    for k, one in zip(tracked, graph.record_many(outputs, parents, joint), strict=True):
-        leaves[k] = one
+    for k, output in zip(tracked, graph.record_many(outputs, parents, joint), strict=True):
+        leaves[k] = output
     return tree.unflatten(value, leaves)

@@ -109,9 +109,9 @@ def _custom(function: Any, composition: Callable[..., Any] | None) -> Callable[.
 
 def _check_repeated(result: Any, repeated: Any) -> None:
     """Raise a TypeError if a function that runs again returns another result, but for rounding."""
-    for one, two in zip(tree.flatten(result), tree.flatten(repeated), strict=True):
-        bound = 10 ** (-1.25 * one.real.itemsize)  # Threads of BLAS may add in another order.
-        if not np.allclose(as_array(two), one, bound, bound, equal_nan=True):
+    for first, again in zip(tree.flatten(result), tree.flatten(repeated), strict=True):
+        bound = 10 ** (-1.25 * first.real.itemsize)  # Threads of BLAS may add in another order.
+        if not np.allclose(as_array(again), first, bound, bound, equal_nan=True):
             raise TypeError(
                 "it ran again, and returned another result: pass what may change, such as the "
                 "value of a variable or random numbers, as an argument"
@@ -141,8 +141,8 @@ def _composed(graph: Any, made: Any, parents: Sequence[int], several: bool, g: A
     finally:
         graph.nested = nested
     seeds, spans = {result.index: g[0] if several else g}, [(start, len(graph.entries))]
-    found = tracked_pass(graph, seeds, {*parents}, spans)
-    return [found.get(parent) for parent in parents]
+    changes = tracked_pass(graph, seeds, {*parents}, spans)
+    return [changes.get(parent) for parent in parents]
 
 
 def _plain(result: Any) -> Any:
@@ -193,18 +193,18 @@ def _fitted(function: Callable[..., Any], gradient: Any, shape: tuple[int, ...],
     return gradient if gradient.dtype == dtype else gradient.astype(dtype)
 
 
-def _check_count(function: Callable[..., Any], given: Any, count: int, what: str) -> None:
-    """Raise an error unless `given` has one item for each positional argument."""
+def _check_count(function: Callable[..., Any], answer: Any, count: int, what: str) -> None:
+    """Raise an error unless `answer` has one item for each positional argument."""
     name, rule = function.__qualname__, "one for each positional argument, None where not needed"
-    if not isinstance(given, list | tuple):
+    if not isinstance(answer, list | tuple):
         raise TypeError(
-            f"the derivative of {name} returned a {type(given).__name__}, not a list of {count} "
+            f"the derivative of {name} returned a {type(answer).__name__}, not a list of {count} "
             f"{what}, {rule}."
         )
-    if len(given) != count:
+    if len(answer) != count:
         raise ValueError(
             f"{name} was called with {count} positional argument(s), and its derivative returned "
-            f"{len(given)} {what}: it must return {rule}."
+            f"{len(answer)} {what}: it must return {rule}."
         )
 
 

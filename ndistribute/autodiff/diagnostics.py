@@ -111,8 +111,8 @@ def refuse_read(variable: Any) -> NoReturn:
 def refuse_polyval() -> None:
     """Raise a `TypeError` in a `polyval` with coefficients that NumPy reshapes for arrays only."""
     frame = next(_frames())
-    given = frame.f_locals
-    if frame.f_code.co_name == "polyval" and given.get("tensor") and np.ndim(given["c"]) > 1:
+    names = frame.f_locals
+    if frame.f_code.co_name == "polyval" and names.get("tensor") and np.ndim(names["c"]) > 1:
         raise TypeError(
             f"np.polynomial.polynomial.polyval of a tracked array, called at {user_line()} with "
             "coefficients of several dimensions, would not broadcast as it does for an array: call "

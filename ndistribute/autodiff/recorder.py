@@ -105,9 +105,9 @@ def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans:
             entries[index] = parents, constant
             _step(index, walk, None, keep=True)
     known = {source: walk.gradients[source] for source in walk.reached}
-    graph.has_rows = any(getattr(one, "is_rows", False) for one in known.values())
+    graph.has_rows = any(getattr(g, "is_rows", False) for g in known.values())
     # Nothing else may refer to an array that the user gets.
-    return {source: np.copy(dense(one)) for source, one in known.items() if one is not None}
+    return {source: np.copy(dense(g)) for source, g in known.items() if g is not None}
 
 
 def _not_kept() -> Any:
@@ -120,15 +120,15 @@ def _constant(
     graph: Any, parents: Any, rules: Any, needed: bytearray, refusal: Any, upstream: Any
 ) -> list[Any]:
     """Return the gradients of the arguments of one operation, whose own gradient is refused."""
-    given = upstream if type(upstream) is list else [upstream]
-    tied = (*parents, *(one.index for one in given if is_tracked(one)))
-    raw = [one.value if is_tracked(one) else one for one in given]
+    gradients = upstream if type(upstream) is list else [upstream]
+    tied = (*parents, *(g.index for g in gradients if is_tracked(g)))
+    raw = [g.value if is_tracked(g) else g for g in gradients]
     if type(rules) is tuple:
         pairs = zip(parents, rules, strict=True)
         changes = [rule(raw[0]) if needed[parent] else None for parent, rule in pairs]
     else:
         changes = rules(raw if type(upstream) is list else raw[0])
-    return [None if one is None else graph.record(dense(one), tied, refusal) for one in changes]
+    return [None if g is None else graph.record(dense(g), tied, refusal) for g in changes]
 
 
 def _step(index: int, walk: _Pass, memory: Memory | None, keep: bool) -> None:
@@ -279,7 +279,7 @@ _ALONE = _count_alone()
 _new: Any = object.__new__
 
 
-class Graph:
+class TapeGraph:
     """The recorder of a frame while a tape records, which variables and contexts call."""
 
     __slots__ = (
@@ -331,10 +331,10 @@ class Graph:
         results = tree.flatten(values)
         base = self.leaf(None).index
         self.entries[base] = (parents, joint)
-        for k, one in enumerate(results):
-            if is_differentiable(one):
+        for k, result in enumerate(results):
+            if is_differentiable(result):
                 rule = functools.partial(Component, k, len(results))
-                results[k] = self.record(one, (base,), (rule,))
+                results[k] = self.record(result, (base,), (rule,))
         return tree.unflatten(values, results)
 
     def leaf(self, value: Any) -> Tracked:
@@ -354,7 +354,7 @@ class Graph:
                 return self.leaf(value)
         return value
 
-    def around_step(self) -> Graph:
+    def around_step(self) -> TapeGraph:
         """Return the recorder of a step of `strategy.run`, in which these tapes do not record."""
         return _AroundStep(self)
 
@@ -372,11 +372,11 @@ class Graph:
     all_gather = collectives.all_gather
 
     @classmethod
-    def joined(cls, tape: Any) -> Graph:
+    def joined(cls, tape: Any) -> TapeGraph:
         """Return the graph of this thread, or a new one, in which a tape now records."""
         frame = current_frame()
         graph = frame.recorder
-        if not isinstance(graph, Graph) or not graph._open:
+        if not isinstance(graph, TapeGraph) or not graph._open:
             graph = cls(frame)
         graph.nested = graph._open > 0
         graph._open += 1
@@ -407,12 +407,12 @@ class Graph:
             self.entries, self.leaves, self.again = [], {}, {}
 
 
-class _AroundStep(Graph):
+class _AroundStep(TapeGraph):
     """The recorder of a step inside an open tape: it records nothing, and refuses lost reads."""
 
     __slots__ = ("_around",)
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: TapeGraph) -> None:
         super().__init__(Frame(None, None))
         self._around = graph
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.autodiff.recorder import Entry, Graph, Spans, backpropagate, finished, tracked_pass
+from ndistribute.autodiff import recorder
+from ndistribute.autodiff.recorder import Entry, Spans, TapeGraph, finished
 from ndistribute.autodiff.rules.unbroadcast import identity
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, refuse_detached, untrack
 from ndistribute.context import current_frame
@@ -52,7 +53,7 @@ class GradientTape:
         self._persistent = persistent
         self._watch_accessed = watch_accessed_variables
         self._watched: dict[int, Any] = {}
-        self._graph: Graph | None = None
+        self._graph: TapeGraph | None = None
         self._entries: list[Entry | None] | None = None
         self._leaves: dict[int, tuple[Any, int]] = {}
         # Recorded ranges of entries, from start to stop; a stop of None means that it records.
@@ -62,7 +63,7 @@ class GradientTape:
     def __enter__(self) -> GradientTape:
         if self._graph is not None:
             raise RuntimeError("this GradientTape was already used: create a new one for each use.")
-        self._graph = graph = Graph.joined(self)
+        self._graph = graph = TapeGraph.joined(self)
         self._entries, self._leaves = graph.entries, graph.leaves
         self._is_open = True
         self._spans.append((len(graph.entries), None))
@@ -168,12 +169,12 @@ class GradientTape:
             graph.askers -= 1
         spans = [(start, len(entries) if stop is None else stop) for start, stop in self._spans]
         if graph.entries is entries and graph is current_frame().recorder:
-            found = tracked_pass(graph, seeds, set(places), spans)
+            gradients = recorder.tracked_pass(graph, seeds, set(places), spans)
         else:
-            found = _backward(entries, seeds, places, spans, free=graph.askers == 0)
-        results = _results(leaves, places, found, zero == "zero")
-        if leaves and not found:
-            _check_order(graph, entries, leaves, seeds)
+            gradients = _backward(entries, seeds, places, spans, free=graph.askers == 0)
+        results = _results(leaves, places, gradients, zero == "zero")
+        if leaves and not gradients:
+            _check_order(graph, entries, leaves, set(seeds))
         return results if flat else tree.unflatten(sources, results)
 
     def jacobian(self, target: Any, sources: Any, unconnected_gradients: str = "none") -> Gradients:
@@ -238,13 +239,13 @@ class GradientTape:
         results: list[Any] = []
         for source, *parts in zip(leaves, *rows, strict=True):
             zero = np.zeros_like(_raw(source))
-            stack = [zero if one is None else dense(one) for one in parts] or [zero[None][:0]]
+            stack = [zero if part is None else dense(part) for part in parts] or [zero[None][:0]]
             joined = np.stack(stack, axis).reshape(value.shape + zero.shape[axis:])
             known = not size or any(part is not None for part in parts)
             results.append(joined if known else None)
         return tree.unflatten(sources, results)
 
-    def _recorded(self) -> tuple[Graph, list[Entry | None]]:
+    def _recorded(self) -> tuple[TapeGraph, list[Entry | None]]:
         if self._graph is None:
             raise RuntimeError("this GradientTape has recorded nothing: use it in a with block.")
         if self._entries is None:
@@ -284,14 +285,14 @@ class GradientTape:
     def _seeds(self, targets: Any, output_gradients: Any) -> dict[int, Any]:
         """Return the gradients at the start of the backward pass, by entry."""
         flat = tree.flatten(targets)
-        given: list[Any] = [None] * len(flat)
+        gradients: list[Any] = [None] * len(flat)
         if output_gradients is not None:
             if not tree.same_structure(targets, output_gradients):
                 raise ValueError("output_gradients must have the same structure as the target.")
-            given = tree.flatten(output_gradients)
+            gradients = tree.flatten(output_gradients)
         seeds: dict[int, Any] = {}
         place: int | None
-        for target, gradient in zip(flat, given, strict=True):
+        for target, gradient in zip(flat, gradients, strict=True):
             if target is None:
                 raise TypeError(
                     "GradientTape.gradient: a target is None, such as the gradient of a source "
@@ -345,14 +346,14 @@ def vjp(
     """
     frame = current_frame()
     outer: Any = frame.recorder
-    if isinstance(outer, Graph) and outer.nested and not outer.is_recording:
-        leaves = [_separate(outer, one) for one in arguments]
+    if isinstance(outer, TapeGraph) and outer.nested and not outer.is_recording:
+        leaves = [_separate(outer, x) for x in arguments]
         start, result = len(outer.entries), function(leaves)
         return result, Pullback(outer, leaves, result, [(start, len(outer.entries))])
-    graph = Graph(frame)
+    graph = TapeGraph(frame)
     if nested:
         graph.nested, graph.lock = True, threading.Lock()
-    leaves = [graph.leaf(one) if is_differentiable(one) else one for one in arguments]
+    leaves = [graph.leaf(x) if is_differentiable(x) else x for x in arguments]
     frame.recorder = graph
     try:
         result = function(leaves)
@@ -364,7 +365,7 @@ def vjp(
 class Pullback:
     """The way from the gradients of the results of `vjp` to those of its arguments."""
 
-    def __init__(self, graph: Graph, arguments: list[Any], result: Any, spans: Spans) -> None:
+    def __init__(self, graph: TapeGraph, arguments: list[Any], result: Any, spans: Spans) -> None:
         self._graph, self._arguments, self._spans = graph, arguments, spans
         self._results = list(result) if isinstance(result, list | tuple) else [result]
         self._rules: dict[Any, Any] = {}  # By argument, if one operation gave the result.
@@ -391,16 +392,16 @@ class Pullback:
             if gradient is not None and isinstance(target, Tracked):
                 _add_seed(seeds, target.index, _seed(target.value, gradient, copied=False))
         sources, graph = [self._arguments[k] for k in positions], self._graph
-        places = [one.index if isinstance(one, Tracked) else None for one in sources]
+        places = [source.index if isinstance(source, Tracked) else None for source in sources]
         if graph.nested and graph is current_frame().recorder:
-            found = tracked_pass(graph, seeds, set(places), self._spans)
+            changes = recorder.tracked_pass(graph, seeds, set(places), self._spans)
         elif self._rules and seeds and current_frame().replica is None:
             (seed,) = seeds.values()
-            found = {k: finished(rule(seed)) for k, rule in self._rules.items() if k in places}
+            changes = {k: finished(rule(seed)) for k, rule in self._rules.items() if k in places}
         else:
             free = not (again or graph.nested)
-            found = _backward(graph.entries, seeds, places, self._spans, free=free)
-        return _results(sources, places, found, zero=True)
+            changes = _backward(graph.entries, seeds, places, self._spans, free=free)
+        return _results(sources, places, changes, zero=True)
 
     def recorded(
         self, gradients: Sequence[Any], positions: Sequence[int]
@@ -413,18 +414,18 @@ class Pullback:
         outer, frame.recorder = frame.recorder, graph
         try:
             with graph.lock:  # Several threads may differentiate the same results.
-                given = [None if one is None else _separate(graph, one) for one in gradients]
-                start, tracked = len(graph.entries), self(given, positions)
+                upstream = [None if g is None else _separate(graph, g) for g in gradients]
+                start, tracked = len(graph.entries), self(upstream, positions)
                 spans, has_rows = [*self._spans, (start, len(graph.entries))], graph.has_rows
         finally:
             frame.recorder = outer
-        arguments = [*(one for one in given if one is not None), *self._arguments]
+        arguments = [*(g for g in upstream if g is not None), *self._arguments]
         # Rows stay rows, so that who uses them computes the same whether or not this is recorded.
         plain = self(gradients, positions, again=True) if has_rows else untrack(tracked)
         return tracked if outer is graph else plain, Pullback(graph, arguments, tracked, spans)
 
 
-def _separate(graph: Graph, value: Any) -> Any:
+def _separate(graph: TapeGraph, value: Any) -> Any:
     """Return an argument with an entry that no other value has, if it can have a gradient."""
     if not isinstance(value, Tracked):
         return graph.leaf(value) if is_differentiable(value) else value
@@ -444,7 +445,7 @@ def _backward(
     replica = current_frame().replica
     memory = None if replica is None else replica.communicator.gradient_memory
     sources = {place for place in places if place is not None}
-    return backpropagate(entries, seeds, sources, spans=spans, free=free, memory=memory)
+    return recorder.backpropagate(entries, seeds, sources, spans=spans, free=free, memory=memory)
 
 
 def _add_seed(seeds: dict[int, Any], place: int, seed: Any) -> None:
@@ -452,12 +453,12 @@ def _add_seed(seeds: dict[int, Any], place: int, seed: Any) -> None:
 
 
 def _results(
-    sources: Sequence[Any], places: Sequence[int | None], found: dict[Any, Any], zero: bool
+    sources: Sequence[Any], places: Sequence[int | None], gradients: dict[Any, Any], zero: bool
 ) -> list[Any]:
     """Return the gradient of each source, each in a separate array."""
     results: list[Any] = []
     for k, (source, place) in enumerate(zip(sources, places, strict=True)):
-        gradient = found.get(place)
+        gradient = gradients.get(place)
         if gradient is None:
             results.append(np.zeros_like(_raw(source)) if zero else None)
             continue
@@ -515,9 +516,7 @@ def _check_source(source: Any) -> None:
         )
 
 
-def _check_order(
-    graph: Graph, entries: Sequence[Entry | None], sources: Sequence[Any], seeds: Mapping[int, Any]
-) -> None:
+def _check_order(graph: TapeGraph, entries: list[Any], sources: list[Any], seeds: set[int]) -> None:
     """Raise an error if all sources were computed after the target."""
     for source in sources:
         if not isinstance(source, Tracked) or source.graph is not graph:

@@ -34,20 +34,20 @@ _OF_MPI = (
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def resolver_of_job(given: ClusterResolver | None) -> ClusterResolver:
-    """Return `given`, or if it is None, the resolver for the launcher of this process.
+def resolver_of_job(resolver: ClusterResolver | None) -> ClusterResolver:
+    """Return `resolver`, or if it is None, the resolver for the launcher of this process.
 
     Without a launcher, the resolver has an empty cluster.
 
     Raises:
-        TypeError: `given` is neither a `ClusterResolver` nor None.
+        TypeError: `resolver` is neither a `ClusterResolver` nor None.
     """
-    if given is not None and not isinstance(given, ClusterResolver):
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise TypeError(
             f"cluster_resolver must be a resolver such as nd.TFConfigClusterResolver(), or None to "
-            f"read the environment; got {given!r}. Pass devices by name: devices=['cpu:0']."
+            f"read the environment; got {resolver!r}. Pass devices by name: devices=['cpu:0']."
         )
-    return given or resolve() or ClusterResolver(ClusterSpec({}))
+    return resolver or resolve() or ClusterResolver(ClusterSpec({}))
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
@@ -150,15 +150,15 @@ class MPIClusterResolver(ClusterResolver):
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        found = _mpi_rank_and_size(environ)
-        if found is None:
+        process = _mpi_rank_and_size(environ)
+        if process is None:
             raise ValueError(
                 "MPI did not start this process: none of the pairs "
                 f"{', '.join(map(' and '.join, _OF_MPI))} is set, only "
                 f"{', '.join(_of_mpi(environ)) or 'nothing'}. Start it with "
                 "`mpiexec -n 4 python script.py` or `ndistribute run --mpi -n 4 script.py`."
             )
-        rank, size = found
+        rank, size = process
         cluster = ClusterSpec({"worker": [f"mpi:{other}" for other in range(size)]})
         super().__init__(cluster, "worker", rank, "mpi")
 

@@ -113,8 +113,8 @@ def num_sharing_host(cluster: ClusterSpec, job: str, index: int) -> int:
         return 1
     host = cluster.task_address(job, index).rpartition(":")[0]
     jobs = [job for job in cluster.jobs if job != "ps"]
-    addresses = [one for job in jobs for one in cluster.job_tasks(job) if one is not None]
-    return sum(one.rpartition(":")[0] == host for one in addresses)
+    addresses = [a for job in jobs for a in cluster.job_tasks(job) if a is not None]
+    return sum(address.rpartition(":")[0] == host for address in addresses)
 
 
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:

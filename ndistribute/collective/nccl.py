@@ -486,9 +486,9 @@ def _make_unique_id() -> bytes:
 def _make_communicator(size: int, unique_id: bytes, rank: int) -> Any:
     """Return a communicator on the current device, for any version of CuPy."""
     chars = struct.unpack(f"{len(unique_id)}b", unique_id)
-    for given in (unique_id, chars, tuple(unique_id)):  # CuPy 14; CuPy 13 on x86 and on Arm
+    for form in (unique_id, chars, tuple(unique_id)):  # CuPy 14; CuPy 13 on x86 and on Arm
         with contextlib.suppress(TypeError, OverflowError):
-            return nccl_module().NcclCommunicator(size, given, rank)
+            return nccl_module().NcclCommunicator(size, form, rank)
     raise MissingDependencyError("this CuPy takes no unique id that is known: use CuPy 13 or 14.")
 
 

@@ -33,14 +33,14 @@ class ProcessGroup(Protocol):
     def all_gather(self, value: Any, axis: int) -> Any: ...
 
 
-class Packed(Record, frozen=True):
+class PackedObject(Record, frozen=True):
     """A value: its node as JSON, whose integers have any length, and the data of its arrays."""
 
     text: str
     arrays: tuple[bytes, ...] = ()
 
 
-_decoder: Decoder[Packed | Failure] = Decoder(Packed | Failure)
+_decoder: Decoder[PackedObject | Failure] = Decoder(PackedObject | Failure)
 
 
 def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
@@ -73,7 +73,7 @@ def pack(value: Any) -> bytes:
     """
     arrays: list[bytes] = []
     node = _Objects(arrays).encode(value)
-    return encode(Packed(json.dumps(node), tuple(arrays)))[0]
+    return encode(PackedObject(json.dumps(node), tuple(arrays)))[0]
 
 
 def unpack(data: bytes, teller: str = "") -> Any:
@@ -85,7 +85,7 @@ def unpack(data: bytes, teller: str = "") -> Any:
     """
     try:
         packed = _decoder.decode(data)
-        if isinstance(packed, Packed):
+        if isinstance(packed, PackedObject):
             return _Objects(packed.arrays).decode(json.loads(packed.text))
     except Exception as error:
         raise MalformedError(f"{teller}its value cannot be decoded: {error}") from error

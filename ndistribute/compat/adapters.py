@@ -1,7 +1,7 @@
 """What stands between names of TensorFlow and this package where arguments or results differ.
 
 Lists and numbers become float32 and int32 tensors, which are NumPy arrays with a method `numpy`;
-tracked arrays stay tracked. `tf.py` and `names.py` refer to the names here.
+tracked arrays stay tracked. `tf.py` and `namespaces.py` refer to the names here.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def random(draw: str) -> Any:
     return unary(drawn, 0, mean="low", minval="low", stddev="high", maxval="high")
 
 
-class Dataset(nd.Dataset):
+class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")

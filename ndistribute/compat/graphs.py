@@ -74,11 +74,11 @@ class _BytesForText:
         return tree.map_leaves(_as_bytes, super().run(known, feed_dict))  # type: ignore[misc]
 
 
-class Session(_BytesForText, graph.Session):
+class BytesSession(_BytesForText, graph.Session):
     """A session of TensorFlow's kind."""
 
 
-class MonitoredTrainingSession(_BytesForText, graph.MonitoredTrainingSession):
+class MonitoredBytesSession(_BytesForText, graph.MonitoredTrainingSession):
     """A session with hooks, of TensorFlow's kind."""
 
 
@@ -92,7 +92,7 @@ class RunOptions:
         """Do nothing."""
 
 
-class InteractiveSession(Session):
+class InteractiveSession(BytesSession):
     """A session that is the default one until it is closed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

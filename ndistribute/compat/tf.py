@@ -6,7 +6,7 @@ table, a namespace is in brackets; `Names` tells how the words after it are read
 
 import sys as _sys
 
-from ndistribute.compat.names import Names as _Names
+from ndistribute.compat.namespaces import Names as _Names
 from ndistribute.version import __version__ as _version
 
 _TABLE = """
@@ -20,7 +20,7 @@ _TABLE = """
 [contrib.layers] .compat.graphs/graph: l2_regularizer xavier_initializer=glorot_uniform_initializer
     .compat.layers/graph: flatten
 [contrib.training] .graph/graph: GreedyLoadBalancingStrategy byte_size_load_fn
-[data] .compat.adapters: Dataset Options  .data.transformations: AUTOTUNE
+[data] .compat.adapters: Dataset=TensorDataset Options  .data.transformations: AUTOTUNE
     .graph/graph: make_initializable_iterator=DatasetIterator make_one_shot_iterator=DatasetIterator
 [data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
 [debugging] .compat.adapters: set_log_device_placement=nothing
@@ -110,8 +110,8 @@ _TABLE = """
         reduce_prod=prod reduce_std=std reduce_sum=sum reduce_variance=var
     numpy/index: argmax argmin  .models.nn/reduction: reduce_logsumexp=logsumexp
     .models.activations/unary: softplus  .models.nn/unary: sigmoid  .compat.adapters: add_n cumsum
-[metrics] .graph.metrics/graph: accuracy mean mean_absolute_error mean_squared_error precision
-        recall root_mean_squared_error
+[metrics] .graph.streaming_metrics/graph: accuracy mean mean_absolute_error mean_squared_error
+        precision recall root_mean_squared_error
 [nest] .tree: flatten map_structure=map_leaves
 [nn] .models.activations/unary: elu softplus
     .models.nn/unary: gelu relu sigmoid silu swish=silu  numpy/unary: tanh
@@ -131,14 +131,15 @@ _TABLE = """
 [train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
     .compat.adapters: Checkpoint start_queue_runners=nothing
     .compat.graphs: latest_checkpoint
-    .compat.graphs/graph: MonitoredTrainingSession global_step
+    .compat.graphs/graph: MonitoredTrainingSession=MonitoredBytesSession global_step
+    .compat.graph_supervisor/graph: Supervisor
     .graph.variables/graph: get_global_step=find_global_step
     .compat.tf.summary: SummaryWriter=FileWriter
     .graph/graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook Coordinator
         ExponentialMovingAverage FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer
         LoggingTensorHook MomentumOptimizer NanLossDuringTrainingError
         NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext
-        SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook Supervisor
+        SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
         get_checkpoint_state get_or_create_global_step piecewise_constant polynomial_decay
         replica_device_setter
@@ -156,8 +157,8 @@ _TABLE = """
     .compat.graphs: device disable_eager_execution=use_graphs
         disable_v2_behavior=use_graphs enable_eager_execution=use_arrays group name_scope
         while_loop
-    .compat.graphs/graph: InteractiveSession Session add_to_collection assign assign_add assign_sub
-        control_dependencies get_collection glorot_uniform_initializer no_op
+    .compat.graphs/graph: InteractiveSession Session=BytesSession add_to_collection assign
+        assign_add assign_sub control_dependencies get_collection glorot_uniform_initializer no_op
         placeholder py_func py_function=py_func random_normal_initializer
         random_uniform_initializer set_random_seed truncated_normal_initializer
     .compat.graphs/operation: to_float to_int32 to_int64

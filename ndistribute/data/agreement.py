@@ -19,7 +19,7 @@ from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, facts, upstream
-from ndistribute.data.steps import COMPLETE_IT, Position, Progress, Step
+from ndistribute.data.steps import COMPLETE_IT, PipelineStep, Position, Progress
 from ndistribute.devices import Device, copy_to
 from ndistribute.errors import DistributeError
 from ndistribute.values import PerReplica
@@ -104,10 +104,10 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     if topology.workers is not None:
         alike = sharding in (Sharding.DATA, Sharding.FILE)
         note = {"auto_shard_policy": sharding.value} | (facts(node) if alike else {})
-        told = _tell(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
-        of_workers = [theirs.pop("seeds") for theirs in told]
+        notes = _notes_of_all(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
+        of_workers = [theirs.pop("seeds") for theirs in notes]
         if alike:
-            _check_alike("distribute_dataset", told, _SEPARATELY)
+            _check_alike("distribute_dataset", notes, _SEPARATELY)
             of_workers = of_workers[:1] * topology.num_workers
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
@@ -115,7 +115,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
     return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
 
 
-def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
+def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[PipelineStep]:
     """Yield steps, after checking that with DATA all workers have the same first batch.
 
     At the end the workers compare the number of rows. A worker whose input fails before its first
@@ -131,11 +131,11 @@ def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
             raise
         note = {"number of rows of the epoch": rows} if step is None else step.first
         if note is not None:
-            told = _tell(workers, _COMPARISON, note)
-            failed = [rank for rank, theirs in enumerate(told) if _FAILED in theirs]
+            notes = _notes_of_all(workers, _COMPARISON, note)
+            failed = [rank for rank, theirs in enumerate(notes) if _FAILED in theirs]
             if failed:
                 raise _failed_on(failed[0], workers)
-            _check_alike("distribute_dataset", told, _SAME_BATCHES)
+            _check_alike("distribute_dataset", notes, _SAME_BATCHES)
         if step is None:
             return
         rows += step.rows
@@ -143,8 +143,8 @@ def compared(steps: Iterator[Step], workers: ProcessGroup) -> Iterator[Step]:
 
 
 def joint(
-    steps: Iterator[Step], workers: ProcessGroup, devices: Sequence[Device]
-) -> Iterator[Step]:
+    steps: Iterator[PipelineStep], workers: ProcessGroup, devices: Sequence[Device]
+) -> Iterator[PipelineStep]:
     """Yield steps until all workers have finished: empty ones after the last of this worker.
 
     At each step the workers agree whether there is one. A worker whose input failed takes part
@@ -172,20 +172,20 @@ def joint(
             value = tree.map_leaves(
                 lambda leaf: PerReplica([copy_to(leaf, device) for device in devices]), template
             )
-        yield Step(value, reached) if step is None else step._replace(reached=reached)
+        yield PipelineStep(value, reached) if step is None else step._replace(reached=reached)
 
 
-def _tell(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:
+def _notes_of_all(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the notes of all workers, after checking that they are at the same point."""
-    told = all_gather_object(workers, {"at": at, **note})
-    for worker, theirs in enumerate(told):
+    notes = all_gather_object(workers, {"at": at, **note})
+    for worker, theirs in enumerate(notes):
         if theirs["at"] != at:
             raise DistributeError(
                 f"worker {workers.rank} is at {at} of its input, and worker {worker} at "
                 f"{theirs['at']}: after an error in the input of one worker, or a break, all "
                 "workers must end the iteration before they iterate again."
             )
-    return told
+    return notes
 
 
 def _failed_on(worker: int, workers: ProcessGroup) -> DistributeError:
@@ -197,7 +197,7 @@ def _failed_on(worker: int, workers: ProcessGroup) -> DistributeError:
 
 def check_alike(workers: ProcessGroup, method: str, note: dict[str, Any], remedy: str) -> None:
     """Raise a ValueError with a remedy if what the workers passed to a method differs."""
-    _check_alike(method, _tell(workers, f"the start of {method}", note), remedy)
+    _check_alike(method, _notes_of_all(workers, f"the start of {method}", note), remedy)
 
 
 def _check_alike(method: str, notes: Sequence[dict[str, Any]], remedy: str) -> None:
@@ -221,19 +221,19 @@ def _agree(
     """
     rows = [(_WORKER, status, workers.rank, 0, 0)]
     rows += [(shard, *position) for shard, position in reached.items()]
-    told = workers.all_gather(np.array(rows, np.int64), axis=0).tolist()
-    statuses = {rank: status for shard, status, rank, *_ in told if shard == _WORKER}
+    all_rows = workers.all_gather(np.array(rows, np.int64), axis=0).tolist()
+    statuses = {rank: status for shard, status, rank, *_ in all_rows if shard == _WORKER}
     failed = [rank for rank, theirs in statuses.items() if theirs == _RAISED]
     if failed and status != _RAISED:
         raise _failed_on(failed[0], workers)
-    joint = {shard: Position(*position) for shard, *position in told if shard != _WORKER}
+    joint = {shard: Position(*position) for shard, *position in all_rows if shard != _WORKER}
     return set(statuses.values()), joint
 
 
 def share_template(workers: ProcessGroup, template: Element | None) -> Element:
     """Return a batch without rows; without one of its own, a worker gets the first other one."""
-    told = all_gather_object(workers, template)
-    known = next((other for other in told if other is not None), None)
+    templates = all_gather_object(workers, template)
+    known = next((other for other in templates if other is not None), None)
     if known is None:
         raise ValueError(f"a worker has no input left, but others have. {COMPLETE_IT}")
     return known if template is None else template

@@ -22,7 +22,7 @@ from ndistribute.data.options import InputContext, InputOptions, Sharding, Topol
 from ndistribute.data.pipeline import Epoch, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
-from ndistribute.data.steps import BATCH_IT, Progress, Step, steps_of
+from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
 from ndistribute.devices import Device
 from ndistribute.timeline import recorded
 
@@ -105,9 +105,9 @@ class DistributedDataset:
         self._node = node
         self._topology = topology
         self._sharding = sharding
-        given = options.prefetch
-        self._depth = _default_depth(node, topology.devices) if given is None else given
-        if given is None and any(has_state(step.loader) for step in upstream(node)):
+        depth = options.prefetch
+        self._depth = _default_depth(node, topology.devices) if depth is None else depth
+        if depth is None and any(has_state(step.loader) for step in upstream(node)):
             self._depth = 0  # Reading ahead would take a state from it after every batch.
 
     def cardinality(self) -> int:
@@ -163,7 +163,7 @@ class DistributedIterator(Iterator[Any]):
         self._over = False
         self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
-        self._source: Iterator[Step] | None = None
+        self._source: Iterator[PipelineStep] | None = None
 
     @recorded(lambda *_: ("input", ""))
     def __next__(self) -> Any:
@@ -218,8 +218,8 @@ class DistributedIterator(Iterator[Any]):
                 )
             over, worker = self._used_up.is_set(), self._topology.worker_index
             ahead = self._loader_state is not None and not over
-            own = self._loader_state if ahead else self._loader.state_dict()
-            state["loader"] = {"worker": worker, "state": own, "over": over}
+            loader_state = self._loader_state if ahead else self._loader.state_dict()
+            state["loader"] = {"worker": worker, "state": loader_state, "over": over}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,8 +237,8 @@ class DistributedIterator(Iterator[Any]):
         """
         _check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
-        own = state.get("loader")
-        self._check_shared_alike(progress, own)
+        loader = state.get("loader")
+        self._check_shared_alike(progress, loader)
         self.close()
         self._progress = progress
         seeds = progress.seeds[self._first_shard]
@@ -246,11 +246,11 @@ class DistributedIterator(Iterator[Any]):
         self._source = self._loader_state = None
         self._over = False
         self._used_up.clear()
-        if own is not None:
-            self._loader.load_state_dict(own["state"])
+        if loader is not None:
+            self._loader.load_state_dict(loader["state"])
             batches = progress.positions[self._first_shard].batches
             self._epoch = replace(self._epoch, loaded=batches)
-            if own["over"]:  # Others may go on, and this worker takes part.
+            if loader["over"]:  # Others may go on, and this worker takes part.
                 self._used_up.set()
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class DistributedIterator(Iterator[Any]):
     def _first_shard(self) -> int:
         return next(iter(self._progress.shards_of(self._topology)), 0)
 
-    def _open(self) -> Iterator[Step]:
+    def _open(self) -> Iterator[PipelineStep]:
         progress, topology = self._progress, self._topology
         sharding, workers = progress.sharding, topology.workers
         nodes = upstream(self._node)
@@ -306,13 +306,13 @@ class DistributedIterator(Iterator[Any]):
                 "load_state_dict: only one of the saved input and this input is a loader with a "
                 "state of its own. Distribute the same input as when the state was saved."
             )
-        own = self._topology.worker_index
+        number = self._topology.worker_index
         by_worker = progress.sharding is not Sharding.DATA
-        if loader is not None and by_worker and loader["worker"] != own:
+        if loader is not None and by_worker and loader["worker"] != number:
             raise ValueError(
                 f"load_state_dict: the state is of the loader of worker {loader['worker']}, but "
-                f"this is worker {own}. Each worker has its own loader here: save a state on every "
-                "worker, and load that one."
+                f"this is worker {number}. Each worker has its own loader here: save a state on "
+                "every worker, and load that one."
             )
 
 
@@ -348,13 +348,13 @@ def loader_of(node: Node) -> Any:
     return node.loader if has_state(node.loader) else None
 
 
-def _with_states(steps: Iterator[Step], loader: Any) -> Iterator[Step]:
+def _with_states(steps: Iterator[PipelineStep], loader: Any) -> Iterator[PipelineStep]:
     """Yield steps with the loader's state after each, which the loader may change later."""
     for step in steps:
         yield step._replace(loader_state=copy.deepcopy(loader.state_dict()))
 
 
-def _noting_the_end(steps: Iterator[Step], end: threading.Event) -> Iterator[Step]:
+def _noting_the_end(steps: Iterator[PipelineStep], end: threading.Event) -> Iterator[PipelineStep]:
     """Yield steps, and set an event after the last one."""
     yield from steps
     end.set()

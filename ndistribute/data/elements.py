@@ -220,7 +220,7 @@ class Rows:
         """Return True if another chunk has rows of the same array objects and structure."""
         return (
             isinstance(other, Rows)
-            and [id(own) for own, _ in self._parts] == [id(other) for other, _ in other._parts]
+            and [id(mine) for mine, _ in self._parts] == [id(other) for other, _ in other._parts]
             and (self._like is other._like or tree.same_structure(self._like, other._like))
         )
 

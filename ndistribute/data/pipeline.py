@@ -53,8 +53,8 @@ class SeedCounter:
     def fold(self, number: int) -> None:
         """Draw from now on the seeds that belong to a number; 0 changes nothing."""
         if number:
-            own = np.random.SeedSequence(self._next.entropy, spawn_key=(number,))
-            self._next = self._next._replace(entropy=int(own.generate_state(1, np.uint64)[0]))
+            sequence = np.random.SeedSequence(self._next.entropy, spawn_key=(number,))
+            self._next = self._next._replace(entropy=int(sequence.generate_state(1, np.uint64)[0]))
 
     def resume(self, seed: ShuffleSeed) -> None:
         """Continue after this seed, as if it had been the last."""
@@ -95,20 +95,20 @@ class Epoch:
         return replace(self, seeds=first, path=())
 
 
-class ArraySpec:
+class LeafSpec:
     """The dtype and the shape of a leaf; a None as length or as shape means that it varies."""
 
     def __init__(self, dtype: Any, shape: Sequence[int | None] | None) -> None:
         self.dtype = dtype
         self.shape = shape
 
-    def led_by(self, length: int | None) -> ArraySpec:
+    def led_by(self, length: int | None) -> LeafSpec:
         """Return the spec of a batch of these leaves."""
-        return ArraySpec(self.dtype, None if self.shape is None else (length, *self.shape))
+        return LeafSpec(self.dtype, None if self.shape is None else (length, *self.shape))
 
-    def row(self) -> ArraySpec:
+    def row(self) -> LeafSpec:
         """Return the spec of an element of this batch."""
-        return ArraySpec(self.dtype, None if self.shape is None else self.shape[1:])
+        return LeafSpec(self.dtype, None if self.shape is None else self.shape[1:])
 
     def __repr__(self) -> str:
         return f"{self.dtype}{'' if self.shape is None else list(self.shape)}"
@@ -121,7 +121,7 @@ class ElementSpec:
     cardinality: int = UNKNOWN_CARDINALITY
     batched: bool | None = None  # Whether the elements are batches.
     batch_size: int | None = None  # The number of elements of each batch except short ones.
-    like: Any = None  # A nest of `ArraySpec`.
+    like: Any = None  # A nest of `LeafSpec`.
 
     def __str__(self) -> str:
         words = {INFINITE_CARDINALITY: "endless ", UNKNOWN_CARDINALITY: ""}
@@ -148,9 +148,9 @@ class Node:
     # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
 
-    def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **own: Any) -> Node:
-        """Return a node after this one, with the same spec unless `own` contains another."""
-        return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **own})
+    def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **new: Any) -> Node:
+        """Return a node after this one, with the same spec unless `new` contains another."""
+        return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **new})
 
     @functools.cached_property
     def contents(self) -> list[str]:
@@ -173,10 +173,10 @@ def run(node: Node, epoch: Epoch) -> Iterator[Element]:
 
 def upstream(node: Node) -> list[Node]:
     """Return a node and all nodes before it, each once, inputs first, in a fixed order."""
-    found: dict[Node, None] = {}
+    nodes: dict[Node, None] = {}
     for before in node.inputs:
-        found.update(dict.fromkeys(upstream(before)))
-    return [*found, node]
+        nodes.update(dict.fromkeys(upstream(before)))
+    return [*nodes, node]
 
 
 def seeds_of(node: Node) -> list[SeedCounter]:
@@ -188,14 +188,14 @@ def facts(node: Node) -> dict[str, Any]:
     """Return what is equal for pipelines of the same elements, with a checksum of each array."""
     sources = [step for step in upstream(node) if not step.inputs]
     lengths = [step.spec.cardinality for step in sources]
-    arrays = [f"{one} of {step.name}" for step in sources for one in step.contents]
+    arrays = [f"{array} of {step.name}" for step in sources for array in step.contents]
     return {
         "number of files": sum(len(step.files or ()) for step in sources),
         "number of batches": node.spec.cardinality,
         "length of its sources": lengths[0] if len(lengths) == 1 else lengths,
         "batch size": node.spec.batch_size,
         "number of shuffles": len(seeds_of(node)),
-        **{f"array {number}": one for number, one in enumerate(arrays)},
+        **{f"array {number}": array for number, array in enumerate(arrays)},
     }
 
 

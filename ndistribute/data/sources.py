@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
-from ndistribute.data.pipeline import ArraySpec, ElementSpec, Epoch, Node
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
 
 Reader = Callable[[str], Any]
 
@@ -54,7 +54,7 @@ def slices(tensors: Any) -> Node:
 def numbers(values: range) -> Node:
     """Return a node of the numbers of a range."""
     rows = Rows(0, [([values], range(len(values)))])
-    return _of_rows(repr(values), rows, ArraySpec(np.dtype(np.int64), ()))
+    return _of_rows(repr(values), rows, LeafSpec(np.dtype(np.int64), ()))
 
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
@@ -119,20 +119,20 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
     """Return a node of the elements in files, one file after another."""
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
-        found = tuple(path for item in several for path in _matches(os.fspath(item)))
+        names = tuple(path for item in several for path in _matches(os.fspath(item)))
     except TypeError:
         raise TypeError(f"from_files needs paths or patterns, got {paths!r}.") from None
-    if not found:
+    if not names:
         raise ValueError("from_files needs at least one path, or a pattern such as 'train-*.npy'.")
-    parts = [(path, _reader_for(path) if reader is None else reader) for path in found]
+    parts = [(path, _reader_for(path) if reader is None else reader) for path in names]
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         number, count = epoch.shard
         read = (_read(path, by) for path, by in parts[number::count])
         return drop(chain.from_iterable(read), start)
 
-    name, spec = f"from_files({len(found)} file(s))", ElementSpec(batched=False)
-    return Node(name=name, chunks=chunks, spec=spec, files=found, runs_user_code=True)
+    name, spec = f"from_files({len(names)} file(s))", ElementSpec(batched=False)
+    return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)
 
 
 def _length(batches: Any) -> int:
@@ -143,14 +143,14 @@ def _length(batches: Any) -> int:
 
 
 def _like(columns: Element, axis: int) -> Any:
-    return tree.map_leaves(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[axis:]), columns)
+    return tree.map_leaves(lambda leaf: LeafSpec(leaf.dtype, leaf.shape[axis:]), columns)
 
 
-def _spec_of(leaf: Any) -> ArraySpec:
+def _spec_of(leaf: Any) -> LeafSpec:
     """Return the spec for a leaf of a signature; a dtype alone matches any shape."""
     if isinstance(leaf, type | np.dtype | str):
-        return ArraySpec(np.dtype(leaf), None)
-    return ArraySpec(np.dtype(leaf.dtype), tuple(leaf.shape))
+        return LeafSpec(np.dtype(leaf), None)
+    return LeafSpec(np.dtype(leaf.dtype), tuple(leaf.shape))
 
 
 def _conform(element: Element, specs: Any) -> Element:
@@ -163,7 +163,7 @@ def _conform(element: Element, specs: Any) -> Element:
     return tree.map_leaves(_conform_leaf, element, specs)
 
 
-def _conform_leaf(leaf: Any, spec: ArraySpec) -> Any:
+def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:
     wanted = leaf.shape if spec.shape is None else spec.shape
     pairs = zip(wanted, leaf.shape, strict=True)
     if len(wanted) != leaf.ndim or any(want not in (None, have) for want, have in pairs):
@@ -177,13 +177,13 @@ def _conform_leaf(leaf: Any, spec: ArraySpec) -> Any:
 def _matches(path: str) -> list[str]:
     if _WILDCARDS.isdisjoint(path) or os.path.exists(path):
         return [path]
-    found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    if not found:
+    names = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not names:
         raise ValueError(
             f"from_files: no file matches {path!r} in the directory {os.getcwd()!r}. Every worker "
             "must see all files under the same names."
         )
-    return found
+    return names
 
 
 def _reader_for(path: str) -> Reader:

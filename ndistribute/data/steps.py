@@ -45,7 +45,7 @@ Epochs = Mapping[int, tuple[Epoch, Position]]
 """The epoch and the start position of each shard."""
 
 
-class Step(NamedTuple):
+class PipelineStep(NamedTuple):
     """The parts of the replicas, and the position of each used shard after this step."""
 
     value: Any
@@ -88,26 +88,27 @@ class Progress:
         positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
         return cls(Sharding(state["sharding"]), int(state["files"]), seeds, positions)
 
-    def fit(self, own: Progress) -> Progress:
-        """Return this progress for an iterator that began with its `own`, or raise a ValueError."""
-        fitted, saved, now = self, len(self.positions), len(own.positions)
+    def fit(self, start: Progress) -> Progress:
+        """Return this progress for an iterator that began at `start`, or raise a ValueError."""
+        fitted, saved, now = self, len(self.positions), len(start.positions)
         if self.sharding is Sharding.OFF:  # Each worker reads everything, also a new one.
             chosen = [worker % saved for worker in range(now)]
             seeds = [self.seeds[number] for number in chosen]
             positions = [self.positions[number] for number in chosen]
             fitted = replace(self, seeds=seeds, positions=positions)
-        have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, own))
+        have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, start))
         refused = (
             (
-                self.files != own.files,
-                f"a pipeline of {self.files} file(s), this one reads {own.files}. Give it the same "
-                "files in the same order.",
+                self.files != start.files,
+                f"a pipeline of {self.files} file(s), this one reads {start.files}. Give it the "
+                "same files in the same order.",
             ),
             (
-                self.sharding is not own.sharding
-                and {Sharding.OFF, Sharding.FUNCTION} & {self.sharding, own.sharding},
+                self.sharding is not start.sharding
+                and {Sharding.OFF, Sharding.FUNCTION} & {self.sharding, start.sharding},
                 f"input that workers share by {self.sharding.name}, this one by "
-                f"{own.sharding.name}. Distribute the dataset as it was when the state was saved.",
+                f"{start.sharding.name}. Distribute the dataset as it was when the state was "
+                "saved.",
             ),
             (
                 self.sharding is Sharding.FUNCTION and saved != now,
@@ -127,7 +128,9 @@ class Progress:
         return fitted
 
 
-def steps_of(node: Node, topology: Topology, sharding: Sharding, epochs: Epochs) -> Iterator[Step]:
+def steps_of(
+    node: Node, topology: Topology, sharding: Sharding, epochs: Epochs
+) -> Iterator[PipelineStep]:
     """Yield the steps of this worker from the start positions of its shards."""
     if sharding is Sharding.DATA:
         return _cut(node, topology, epochs)
@@ -136,7 +139,7 @@ def steps_of(node: Node, topology: Topology, sharding: Sharding, epochs: Epochs)
     return _deal(topology.devices, _dealt(node, pieces, full, epochs))
 
 
-def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[Step]:
+def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[PipelineStep]:
     """Yield steps of this worker's slices of every global batch."""
     compares = topology.num_workers > 1
     loads = any(step.loader is not None for step in upstream(node))
@@ -152,7 +155,7 @@ def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[Step]:
             value = tree.unflatten(batch, parts)
             begins = compares and number == position.batches + 1
             first = _note_of(leaves, digest=loads) if begins else None
-            yield Step(value, {shard: Position(number)}, length, first)
+            yield PipelineStep(value, {shard: Position(number)}, length, first)
 
 
 def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
@@ -180,7 +183,7 @@ def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
 
 def _deal(
     devices: Sequence[Device], source: Iterator[tuple[int, Position, Element]]
-) -> Iterator[Step]:
+) -> Iterator[PipelineStep]:
     """Yield steps in which each replica gets the next piece of this worker's shards."""
     while dealt := list(islice(source, len(devices))):
         reached = {shard: position for shard, position, _ in dealt}
@@ -191,7 +194,7 @@ def _deal(
             pieces += [tree.map_leaves(lambda leaf: leaf[:0], pieces[0])] * missing
         moves = [functools.partial(copy_to, device=device) for device in devices]
         placed = [*map(tree.map_leaves, moves, pieces)]
-        yield Step(tree.regroup(placed, PerReplica), reached)
+        yield PipelineStep(tree.regroup(placed, PerReplica), reached)
 
 
 def _dealt(

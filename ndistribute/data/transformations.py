@@ -19,7 +19,7 @@ from ndistribute.context import current_seed
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, join, pick, read_only
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import ArraySpec, ElementSpec, Epoch, Node, SeedCounter, upstream
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
 
@@ -113,7 +113,7 @@ def unbatched(child: Node) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return drop(map(rows, child.iterate(epoch)), start)
 
-    like = _like(child, ArraySpec.row)
+    like = _like(child, LeafSpec.row)
     return child.then("unbatch()", chunks, spec=ElementSpec(batched=False, like=like))
 
 
@@ -284,9 +284,9 @@ def shuffled(child: Node, buffer_size: int, seed: int | None, reshuffles: bool) 
     seeds = SeedCounter(_entropy_of(seed))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        own = epoch.seeds[seeds]
-        key = (own.iteration, *epoch.path) if reshuffles else ()
-        rng = np.random.default_rng(np.random.SeedSequence(own.entropy, spawn_key=key))
+        shuffle_seed = epoch.seeds[seeds]
+        key = (shuffle_seed.iteration, *epoch.path) if reshuffles else ()
+        rng = np.random.default_rng(np.random.SeedSequence(shuffle_seed.entropy, spawn_key=key))
         return drop(through_buffer(child.chunks(epoch, 0), rng, buffer_size), start)
 
     name = f"shuffle({buffer_size})" if seed is None else f"shuffle({buffer_size}, seed={seed})"
@@ -298,8 +298,8 @@ def _entropy_of(seed: int | None) -> int:
     if seed is not None:
         return integer(seed, "shuffle: seed") & (1 << 64) - 1
     # A grandchild, because replicas derive their generators from children of the same seed.
-    own = current_seed().spawn(1)[0].spawn(1)[0]
-    return int(own.generate_state(1, np.uint64)[0])
+    sequence = current_seed().spawn(1)[0].spawn(1)[0]
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def through_buffer(
@@ -395,5 +395,5 @@ def _common(parts: tuple[Node, ...]) -> bool | None:
     return True if all(batched) else None
 
 
-def _like(child: Node, change: Callable[[ArraySpec], ArraySpec]) -> Any:
+def _like(child: Node, change: Callable[[LeafSpec], LeafSpec]) -> Any:
     return None if child.spec.like is None else tree.map_leaves(change, child.spec.like)

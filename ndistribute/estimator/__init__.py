@@ -8,11 +8,11 @@ from ndistribute.estimator.canned import LinearRegressor as LinearRegressor
 from ndistribute.estimator.estimator import Estimator as Estimator
 from ndistribute.estimator.models import model_to_estimator as model_to_estimator
 from ndistribute.estimator.run_config import RunConfig as RunConfig
-from ndistribute.estimator.spec import EstimatorSpec as EstimatorSpec
-from ndistribute.estimator.spec import EvalSpec as EvalSpec
-from ndistribute.estimator.spec import ModeKeys as ModeKeys
-from ndistribute.estimator.spec import TrainSpec as TrainSpec
-from ndistribute.estimator.training import train_and_evaluate as train_and_evaluate
+from ndistribute.estimator.specs import EstimatorSpec as EstimatorSpec
+from ndistribute.estimator.specs import EvalSpec as EvalSpec
+from ndistribute.estimator.specs import ModeKeys as ModeKeys
+from ndistribute.estimator.specs import TrainSpec as TrainSpec
+from ndistribute.estimator.tasks import train_and_evaluate as train_and_evaluate
 from ndistribute.exports import export as _export
 
 _export(vars(), "feature_column")

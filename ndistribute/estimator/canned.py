@@ -1,20 +1,29 @@
-"""Estimators that are ready made: linear models and dense networks on feature columns."""
+"""Estimators that are ready made: linear models and dense networks on feature columns.
+
+A network makes logits of the features. Its head has the loss, the predictions and the metrics of
+the task, from the logits and the labels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ndistribute import graph as g
+from ndistribute.devices import to_host
+from ndistribute.estimator import feature_column as fc
 from ndistribute.estimator.estimator import Estimator
-from ndistribute.estimator.feature_column import dtype_of, input_layer, linear_model, sorted_columns
-from ndistribute.estimator.heads import Head, class_head, regression_head
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, ModeKeys
+from ndistribute.estimator.specs import EstimatorSpec, ModeKeys
+from ndistribute.graph.graph import apply_named
 from ndistribute.graph.scopes import glorot_uniform
+from ndistribute.models import nn
+from ndistribute.numpy_functions import register
 
+Tensors = dict[str, Any]
 _NAMED = {
     "Adagrad": g.AdagradOptimizer,
     "Adam": g.AdamOptimizer,
@@ -150,8 +159,8 @@ def _dense(
     """Return the model function of a dense network."""
     if dropout is not None and not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}.")
-    known, hidden, rate = sorted_columns(columns), tuple(hidden_units), dropout or 0.0
-    dtype = dtype_of(known)
+    known, hidden, rate = fc.sorted_columns(columns), tuple(hidden_units), dropout or 0.0
+    dtype = fc.dtype_of(known)
 
     def layer(values: Any, width: int, units: int) -> Any:
         kernel = g.Variable(glorot_uniform((width, units), dtype), name="kernel")
@@ -161,7 +170,7 @@ def _dense(
         graph = g.get_default_graph()
         with g.variable_scope("dnn"):
             with g.variable_scope("input_from_feature_columns"):
-                values = input_layer(features, known)
+                values = fc.input_layer(features, known)
             width = sum(column.width for column in known)
             for k, size in enumerate(hidden):
                 with graph.name_scope(f"hiddenlayer_{k}"):
@@ -179,11 +188,11 @@ def _dense(
 
 def _linear(head: Head, columns: Iterable[Any], optimizer: Any) -> Callable[..., EstimatorSpec]:
     """Return the model function of a linear model."""
-    known = sorted_columns(columns)
+    known = fc.sorted_columns(columns)
 
     def logits(features: Any, units: int, mode: str) -> Any:
         with g.variable_scope("linear"):
-            return linear_model(features, known, units)
+            return fc.linear_model(features, known, units)
 
     return _model_fn(head, logits, optimizer, min(0.2, len(known) ** -0.5))
 
@@ -205,3 +214,134 @@ def _model_fn(
         return head.spec(features, labels, mode, values, make_optimizer)
 
     return model_fn
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a ready-made estimator does with logits of shape ``(batch, units)``."""
+
+    units: int
+    weight_column: str | None
+    labels: Callable[[Any], Any]
+    """Returns labels of shape ``(batch, n)`` as losses and metrics use them."""
+    predictions: Callable[[Any], Tensors]
+    """Returns tensors with an entry for each example, from the logits."""
+    losses: Callable[[Any, Any], Any]
+    """Returns the loss of each label, from the logits and the labels."""
+    metrics: Callable[[Any, Tensors, Any], dict[str, Any]]
+    """Returns metrics in addition to the average loss, from labels, predictions and weights."""
+
+    def spec(
+        self, features: Any, labels: Any, mode: str, logits: Any, optimizer: Callable[[], Any]
+    ) -> EstimatorSpec:
+        """Return the parts of the graph; the loss is the mean over the labels of the batch."""
+        predicted = self.predictions(logits)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predicted)
+        if labels is None:
+            raise ValueError(f"mode {mode!r} needs labels: input_fn must give (features, labels).")
+        labels, weights = self.labels(labels), self._weights(features)
+        losses = self.losses(logits, labels)
+        weighted = losses if weights is None else losses * weights.astype(np.float32)
+        loss = np.mean(weighted)
+        if mode == ModeKeys.EVAL:
+            measured = {"average_loss": g.metrics.mean(losses, weights, "average_loss")}
+            measured |= self.metrics(labels, predicted, weights)
+            return EstimatorSpec(mode, predicted, loss, eval_metric_ops=measured)
+        step = g.get_or_create_global_step()
+        return EstimatorSpec(mode, predicted, loss, optimizer().minimize(loss, global_step=step))
+
+    def _weights(self, features: Any) -> Any:
+        if self.weight_column is None:
+            return None
+        if not isinstance(features, Mapping) or self.weight_column not in features:
+            raise KeyError(f"there is no feature {self.weight_column!r} for weight_column.")
+        return np.reshape(g.as_tensor(features[self.weight_column]), (-1, 1))
+
+
+def regression_head(units: int, weight_column: str | None) -> Head:
+    """Return the head of a regression: the logits are predictions, the loss the squared error."""
+    return Head(
+        units,
+        weight_column,
+        labels=lambda labels: np.reshape(g.as_tensor(labels), (-1, units)),
+        predictions=lambda logits: {"predictions": logits},
+        losses=lambda logits, labels: np.square(labels - logits),
+        metrics=lambda labels, predicted, weights: _means(
+            weights, {"label/mean": labels, "prediction/mean": predicted["predictions"]}
+        ),
+    )
+
+
+def class_head(count: int, weight_column: str | None, vocabulary: Sequence[Any] | None) -> Head:
+    """Return the head of a classification: by one logit, of class 1, or by softmax.
+
+    Args:
+        count: the number of classes.
+        weight_column: see `LinearRegressor`.
+        vocabulary: the labels by class; None or empty: labels are the classes.
+
+    Raises:
+        ValueError: there are fewer than two classes, or not as many labels.
+    """
+    vocabulary = tuple(vocabulary or ())
+    if count < 2 or len(vocabulary) not in (0, count):
+        why = f"got {count} and {len(vocabulary)} words."
+        raise ValueError(f"n_classes must be 2 or more, and the length of label_vocabulary; {why}")
+    words = vocabulary or tuple(map(str, range(count)))
+    known = np.array(vocabulary) if vocabulary else None
+
+    def labels(labels: Any) -> Any:
+        return apply_named("estimator.classes", (labels, count, known), {})
+
+    def named(ids: Any) -> Tensors:
+        return {"class_ids": ids, "classes": g.as_tensor(np.array(words))[ids]}
+
+    def accuracy(labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
+        return {"accuracy": g.metrics.accuracy(labels, predicted["class_ids"], weights)}
+
+    def of_softmax(logits: Any) -> Tensors:
+        ids = np.reshape(np.argmax(logits, axis=1), (-1, 1))
+        return {"logits": logits, "probabilities": nn.softmax(logits), **named(ids)}
+
+    def softmax_losses(logits: Any, labels: Any) -> Any:
+        return nn.softmax_cross_entropy(logits, labels[:, 0])[:, None]
+
+    def of_two(logits: Any) -> Tensors:
+        positive = nn.sigmoid(logits)
+        both = np.concatenate([1 - positive, positive], axis=1)
+        ids = np.greater(logits, 0).astype(np.int64)
+        return {"logits": logits, "logistic": positive, "probabilities": both, **named(ids)}
+
+    def metrics_of_two(labels: Any, predicted: Tensors, weights: Any) -> dict[str, Any]:
+        ids = predicted["class_ids"]
+        return {
+            **accuracy(labels, predicted, weights),
+            "precision": g.metrics.precision(labels, ids, weights),
+            "recall": g.metrics.recall(labels, ids, weights),
+            **_means(weights, {"label/mean": labels, "prediction/mean": predicted["logistic"]}),
+        }
+
+    if count == 2:
+        return Head(1, weight_column, labels, of_two, nn.sigmoid_cross_entropy, metrics_of_two)
+    return Head(count, weight_column, labels, of_softmax, softmax_losses, accuracy)
+
+
+def _means(weights: Any, values: Tensors) -> dict[str, Any]:
+    return {name: g.metrics.mean(value, weights, name) for name, value in values.items()}
+
+
+def _classes(labels: Any, count: int, words: Any) -> Any:
+    """Return the classes of labels, which are integers or words, in a column."""
+    ids = to_host(labels).reshape(-1, 1)
+    if words is not None:
+        ids = fc.lookup(ids, words, -1, 0)
+    outside = (ids < 0) | (ids >= count) | (ids != np.floor(ids))  # NaN is none of them.
+    if outside.any():
+        wrong = to_host(labels).reshape(-1, 1)[outside].tolist()[0]
+        known = f"one of {words.tolist()}" if words is not None else f"0 to {count - 1}"
+        raise ValueError(f"the label {wrong!r} is no class: expected {known}")
+    return ids.astype(np.int64)
+
+
+register("estimator.classes", _classes)

@@ -15,7 +15,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.estimator.loops import GraphLoops, InputFn, check_model_fn
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, TrainSpec, check_input, check_steps
+from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, TrainSpec, check_input, check_steps
 from ndistribute.event_files import EventFile
 from ndistribute.models.checkpoint import by_chief, read_newest
 
@@ -43,7 +43,7 @@ class Estimator:
         ValueError: the model function has other arguments, or model_dir contradicts `config`.
 
     >>> from ndistribute import graph
-    >>> from ndistribute.estimator.spec import ModeKeys
+    >>> from ndistribute.estimator.specs import ModeKeys
     >>> def model_fn(features, labels, mode):
     ...     w = graph.Variable(np.zeros((2, 1)), name="w")
     ...     predictions = features @ w

@@ -28,11 +28,12 @@ from ndistribute.data import Dataset, InputContext
 from ndistribute.data.dataset import as_dataset
 from ndistribute.devices import to_host
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
+from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.variables import GLOBAL_VARIABLES
+from ndistribute.models.batches import unpacked
 from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 
 _log = logging.getLogger("ndistribute")
@@ -99,18 +100,19 @@ class GraphLoops:
         self, input_fn: InputFn, keys: Sequence[str] | None, hooks: Sequence[Any], path: str | None
     ) -> Iterator[Any]:
         """Yield the predictions of some names, or all, for each batch of an input function."""
-        batches = iter(self._dataset(input_fn, ModeKeys.PREDICT, InputContext()))
-        batch = next(batches, None)
-        if batch is None:
+        batches = self._dataset(input_fn, ModeKeys.PREDICT, InputContext())
+        features = (unpacked(batch)[0] for batch in batches)
+        first = next(features, None)
+        if first is None:
             return
-        replica = self._built(ModeKeys.PREDICT, features_of(batch))
+        replica = self._built(ModeKeys.PREDICT, first)
         replica.fetches = chosen(replica.spec.predictions, keys)
         with replica.graph.as_default():
             watching = [*hooks, *(replica.spec.prediction_hooks or ())]
             replica.session = _restored(replica.spec, path, watching)
         with contextlib.closing(replica.session):
-            for part in itertools.chain([batch], batches):
-                yield replica.run(features_of(part))
+            for part in itertools.chain([first], features):
+                yield replica.run(part)
                 if replica.session.should_stop():
                     break
 
@@ -257,11 +259,6 @@ def _restored(spec: EstimatorSpec, path: str | None, hooks: Sequence[Any]) -> An
     if path is not None:
         scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
     return g.MonitoredTrainingSession(scaffold=scaffold, hooks=hooks)
-
-
-def features_of(batch: Any) -> Any:
-    """Return the features of a batch, which may have labels."""
-    return batch[0] if isinstance(batch, tuple) else batch
 
 
 def chosen(predictions: Any, keys: Sequence[str] | None) -> Any:

@@ -14,9 +14,10 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.data import Dataset, InputContext
 from ndistribute.estimator.estimator import Estimator
-from ndistribute.estimator.loops import AfterStep, InputFn, chosen, dataset_from, features_of
+from ndistribute.estimator.loops import AfterStep, InputFn, chosen, dataset_from
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.spec import EvalSpec, ModeKeys, TrainSpec
+from ndistribute.estimator.specs import EvalSpec, ModeKeys, TrainSpec
+from ndistribute.models.batches import unpacked
 from ndistribute.models.callbacks.callback import Callback, LambdaCallback
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, latest_checkpoint
 from ndistribute.models.model import Model
@@ -116,7 +117,7 @@ class ModelLoops:
         path = by_chief(self._model.strategy, lambda: path)
         if path is not None:
             self._checkpoint.restore(path)
-        for features in map(features_of, data):
+        for features, *_ in map(unpacked, data):
             rows = len(tree.flatten(features)[0])
             outputs = self._model.predict(features, batch_size=max(rows, 1))
             named = outputs if isinstance(outputs, dict) else {"predictions": outputs}
@@ -129,7 +130,7 @@ class ModelLoops:
             batch = next(iter(data), None)
             if batch is None:
                 raise ValueError("input_fn gave no batch: its dataset is empty.")
-            self._model.build_for(features_of(batch))
+            self._model.build_for(unpacked(batch)[0])
         with self._model.strategy.scope():
             self._model.optimizer.build(self._model.trainable_variables)
         return data

@@ -1,13 +1,16 @@
 """Graph programs: operations on the tasks of a cluster, and sessions that run them."""
 
+import typing as _typing
+
 from ndistribute.exports import export as _export
-from ndistribute.graph import metrics as metrics
+from ndistribute.graph import streaming_metrics
 from ndistribute.graph import summary as summary
-from ndistribute.graph.coordinator import Coordinator as Coordinator
-from ndistribute.graph.devices import GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy
-from ndistribute.graph.devices import byte_size_load_fn as byte_size_load_fn
-from ndistribute.graph.devices import device as device
-from ndistribute.graph.devices import replica_device_setter as replica_device_setter
+from ndistribute.graph.device_functions import (
+    GreedyLoadBalancingStrategy as GreedyLoadBalancingStrategy,
+)
+from ndistribute.graph.device_functions import byte_size_load_fn as byte_size_load_fn
+from ndistribute.graph.device_functions import device as device
+from ndistribute.graph.device_functions import replica_device_setter as replica_device_setter
 from ndistribute.graph.gradients import clip_by_global_norm as clip_by_global_norm
 from ndistribute.graph.gradients import global_norm as global_norm
 from ndistribute.graph.gradients import gradients as gradients
@@ -32,6 +35,7 @@ from ndistribute.graph.hooks import StepCounterHook as StepCounterHook
 from ndistribute.graph.hooks import StopAtStepHook as StopAtStepHook
 from ndistribute.graph.hooks import SummarySaverHook as SummarySaverHook
 from ndistribute.graph.iterators import DatasetIterator as DatasetIterator
+from ndistribute.graph.monitored import Coordinator as Coordinator
 from ndistribute.graph.monitored import MonitoredTrainingSession as MonitoredTrainingSession
 from ndistribute.graph.monitored import Scaffold as Scaffold
 from ndistribute.graph.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
@@ -64,9 +68,8 @@ from ndistribute.graph.scopes import get_variable_scope as get_variable_scope
 from ndistribute.graph.scopes import variable_scope as variable_scope
 from ndistribute.graph.session import ConfigProto as ConfigProto
 from ndistribute.graph.session import Session as Session
-from ndistribute.graph.supervisor import Supervisor as Supervisor
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
-from ndistribute.graph.variables import Variable as Variable
+from ndistribute.graph.variables import GraphVariable as GraphVariable
 from ndistribute.graph.variables import get_or_create_global_step as get_or_create_global_step
 from ndistribute.graph.variables import global_variables as global_variables
 from ndistribute.graph.variables import global_variables_initializer as global_variables_initializer
@@ -78,4 +81,12 @@ from ndistribute.graph.variables import trainable_variables as trainable_variabl
 from ndistribute.graph.variables import variables_initializer as variables_initializer
 from ndistribute.numpy_functions import register as register
 
-_export(vars(), "metrics summary")
+metrics = streaming_metrics
+Variable = GraphVariable
+_export(vars(), "metrics summary", but="GraphVariable")
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Say where to find what is not here any more."""
+        hint = ": it is ndistribute.compat.tf.train.Supervisor" if name == "Supervisor" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -66,7 +66,7 @@ class OperationDef(Record, frozen=True):
     source: str = ""  # The line of the program that made it.
 
 
-class Input(NamedTuple):
+class OperationInput(NamedTuple):
     """An operation's k-th input, in the arguments of a function."""
 
     k: int
@@ -84,26 +84,26 @@ class _Templates(Encoder):
     )
 
     def encode_other(self, value: Any, path: str) -> Any:
-        if isinstance(value, Input):
+        if isinstance(value, OperationInput):
             return {"$input": value.k}
         if isinstance(value, type) and issubclass(value, _DTYPES):
             return self.encode(np.dtype(value))
         return super().encode_other(value, path)
 
-    def decode_other(self, tag: str, node: dict[str, Any]) -> Input:
-        return Input(node[tag])
+    def decode_other(self, tag: str, node: dict[str, Any]) -> OperationInput:
+        return OperationInput(node[tag])
 
 
 _templates = _Templates()
 
 
 def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the template of a call whose arguments contain `Input`.
+    """Return the template of a call whose arguments contain `OperationInput`.
 
     Raises:
         TypeError: an argument is something that cannot be sent.
 
-    >>> call_template((Input(0), slice(1, None)), {"axis": 0})
+    >>> call_template((OperationInput(0), slice(1, None)), {"axis": 0})
     [[{'$input': 0}, {'$slice': [1, None, None]}], {'axis': 0}]
     """
     named = {name: _templates.encode(value) for name, value in kwargs.items()}
@@ -111,7 +111,7 @@ def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def arguments(template: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a template, with `Input` for the inputs.
+    """Return the arguments of a template, with `OperationInput` for the inputs.
 
     Raises:
         MalformedError: it is no template.
@@ -169,7 +169,7 @@ def _is_of_objects(text: str) -> bool:
 
 def _filled(value: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]], Any]:
     """Return a function from an operation's inputs to one argument."""
-    if isinstance(value, Input):
+    if isinstance(value, OperationInput):
         k = value.k
         if type(k) is not int or not 0 <= k < count:
             raise MalformedError(f"an operation has no input {k!r}.")

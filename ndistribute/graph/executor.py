@@ -31,7 +31,7 @@ from ndistribute.graph.step import Step
 from ndistribute.indexed_slices import IndexedSlices, dense
 from ndistribute.numpy_functions import check_call
 from ndistribute.ownership import read_only
-from ndistribute.parameter_server.variables import Refused
+from ndistribute.parameter_server.stored_variables import Refused
 
 _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.

@@ -13,7 +13,7 @@ import numpy as np
 
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.ops import op_named
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.variables import GraphVariable
 from ndistribute.mistakes import accepting
 
 Upstream = dict[Tensor, list[Tensor]]
@@ -129,7 +129,7 @@ def _ends(
     Raises:
         ValueError: a target depends on the source by other tensors of a graph around this one.
     """
-    is_variable = isinstance(source, Variable)
+    is_variable = isinstance(source, GraphVariable)
     ends = reads.get(source.op.name, []) if is_variable else [as_tensor(source)]
     around = [tensor for tensor in ends if tensor.graph is not graph]
     here = [tensor for tensor in ends if tensor.graph is graph]

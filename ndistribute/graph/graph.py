@@ -22,7 +22,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 import ndistribute.graph.kernels  # noqa: F401  # Whose facts all that reads a graph asks for.
 from ndistribute import numpy_functions
 from ndistribute.errors import InvalidArgumentError
-from ndistribute.graph.definition import BodyDef, Input, OperationDef, call_template, pack
+from ndistribute.graph.definition import BodyDef, OperationDef, OperationInput, call_template, pack
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
 from ndistribute.numpy_functions import ArrayMethods, number_of_parts, refuse_writing, written_to
@@ -468,7 +468,7 @@ def apply_named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     def symbolic(value: Any) -> Any:
         if isinstance(value, Symbolic | np.ndarray):
             inputs.append(value)
-            return Input(len(inputs) - 1)
+            return OperationInput(len(inputs) - 1)
         if isinstance(value, list | tuple):
             return [*map(symbolic, value)] if type(value) is list else (*map(symbolic, value),)
         if isinstance(value, slice):

@@ -26,7 +26,7 @@ from ndistribute.graph.step import Node, Step
 from ndistribute.indexed_slices import IndexedSlices, dense, map_values
 from ndistribute.numpy_functions import check_shape
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.variables import Aggregation
+from ndistribute.parameter_server.stored_variables import Aggregation
 
 kernel("identity")(lambda step, node, inputs: inputs[0])
 kernel("constant")(lambda step, node, inputs: node.constant)

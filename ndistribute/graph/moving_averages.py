@@ -10,7 +10,7 @@ import numpy as np
 
 from ndistribute.graph.graph import Operation, Tensor, get_default_graph
 from ndistribute.graph.operations import group
-from ndistribute.graph.variables import Variable, global_variables, trainable_variables
+from ndistribute.graph.variables import GraphVariable, global_variables, trainable_variables
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class ExponentialMovingAverage:
     >>> from ndistribute.graph.session import Session
     >>> from ndistribute.graph.variables import global_variables_initializer
     >>> with Graph().as_default(), Session() as session:
-    ...     w = Variable(np.float64(1.0), name="w")
+    ...     w = GraphVariable(np.float64(1.0), name="w")
     ...     averages = ExponentialMovingAverage(0.75)
     ...     update = averages.apply([w])
     ...     session.run(global_variables_initializer())
@@ -44,7 +44,7 @@ class ExponentialMovingAverage:
     num_updates: Any = None
     zero_debias: bool = False
     name: str = "ExponentialMovingAverage"
-    _averages: dict[Any, Variable] = field(default_factory=dict, init=False)
+    _averages: dict[Any, GraphVariable] = field(default_factory=dict, init=False)
 
     def apply(self, var_list: Sequence[Any] | None = None) -> Operation:
         """Return an operation that updates the averages, which are made at the first call.
@@ -63,12 +63,12 @@ class ExponentialMovingAverage:
                     with graph.control_dependencies(None):
                         self._averages[value] = self._made(value)
                 average, rate = self._averages[value], 1.0 - decay
-                if self.zero_debias and not isinstance(value, Variable):
+                if self.zero_debias and not isinstance(value, GraphVariable):
                     rate = self._rate(average, rate)
                 changes.append(average.assign_sub((average - value) * rate))
         return group(*changes, name=self.name)
 
-    def average(self, var: Any) -> Variable | None:
+    def average(self, var: Any) -> GraphVariable | None:
         """Return the variable that holds the average of a value; None if there is none."""
         return self._averages.get(var)
 
@@ -77,8 +77,8 @@ class ExponentialMovingAverage:
         return f"{var.op.name}/{self.name}"
 
     def variables_to_restore(
-        self, moving_avg_variables: Sequence[Variable] | None = None
-    ) -> dict[str, Variable]:
+        self, moving_avg_variables: Sequence[GraphVariable] | None = None
+    ) -> dict[str, GraphVariable]:
         """Return what a `Saver` needs to read the averages into the variables themselves.
 
         Args:
@@ -89,17 +89,18 @@ class ExponentialMovingAverage:
         others = [variable for variable in global_variables() if variable not in set(chosen)]
         return kept | {variable.op.name: variable for variable in others}
 
-    def _made(self, value: Any) -> Variable:
-        if isinstance(value, Variable):
+    def _made(self, value: Any) -> GraphVariable:
+        if isinstance(value, GraphVariable):
             initial: Any = value.initialized_value()
         else:
             initial = np.zeros(value.get_shape().as_list(), value.dtype)
         with get_default_graph().name_scope(None):
-            return Variable(initial, trainable=False, name=self.average_name(value))
+            return GraphVariable(initial, trainable=False, name=self.average_name(value))
 
-    def _rate(self, average: Variable, rate: Any) -> Tensor:
+    def _rate(self, average: GraphVariable, rate: Any) -> Tensor:
         """Return the part of a tensor's value in its average after this update."""
         with get_default_graph().control_dependencies(None):
-            weight = Variable(np.float64(0.0), trainable=False, name=f"{average.op.name}/weight")
+            name = f"{average.op.name}/weight"
+            weight = GraphVariable(np.float64(0.0), trainable=False, name=name)
         total = weight.assign_add((1.0 - weight) * rate)
         return (rate / total).astype(average.dtype)  # type: ignore[no-any-return]

@@ -21,14 +21,16 @@ from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tenso
 from ndistribute.graph.operations import group
 from ndistribute.graph.ops import kernel
 from ndistribute.graph.step import Node, Step
-from ndistribute.graph.variables import Variable, trainable_variables
+from ndistribute.graph.variables import GraphVariable, trainable_variables
 from ndistribute.mistakes import accepting
 from ndistribute.optimizers import algorithms, schedules
 from ndistribute.optimizers.clipping import clipped
 from ndistribute.optimizers.optimizer import Optimizer, optimizer_for
 from ndistribute.update_rules import Rule, hyperparameters_of, slot_start
 
-Pairs = Sequence[tuple[Any, Variable]]
+Pairs = Sequence[tuple[Any, GraphVariable]]
+GlobalStep = GraphVariable | None
+"""The variable that counts the steps, or None if nothing counts them."""
 
 
 class GraphOptimizer:
@@ -51,7 +53,7 @@ class GraphOptimizer:
     ) -> None:
         self._rule, self._learning_rate, self._name, self._scope = rule, learning_rate, name, name
         self._bound = bound
-        self._slots: dict[Variable, dict[str, Variable]] = {}
+        self._slots: dict[GraphVariable, dict[str, GraphVariable]] = {}
 
     def get_name(self) -> str:
         """Return the name."""
@@ -61,8 +63,8 @@ class GraphOptimizer:
     def minimize(
         self,
         loss: Tensor,
-        global_step: Variable | None = None,
-        var_list: Sequence[Variable] | None = None,
+        global_step: GlobalStep = None,
+        var_list: Sequence[GraphVariable] | None = None,
         name: str | None = None,
         grad_loss: Any = None,
     ) -> Operation:
@@ -83,15 +85,15 @@ class GraphOptimizer:
 
     @accepting(*HINTS)
     def compute_gradients(
-        self, loss: Tensor, var_list: Sequence[Variable] | None = None, grad_loss: Any = None
-    ) -> list[tuple[Any, Variable]]:
+        self, loss: Tensor, var_list: Sequence[GraphVariable] | None = None, grad_loss: Any = None
+    ) -> list[tuple[Any, GraphVariable]]:
         """Return pairs of a gradient and a variable; None for one that has none."""
         with loss.graph.as_default():
             variables = list(trainable_variables() if var_list is None else var_list)
         return list(zip(gradients(loss, variables, grad_loss), variables, strict=True))
 
     def apply_gradients(
-        self, grads_and_vars: Pairs, global_step: Variable | None = None, name: str | None = None
+        self, grads_and_vars: Pairs, global_step: GlobalStep = None, name: str | None = None
     ) -> Operation:
         """Return the operation that updates variables by gradients, on the variables' devices.
 
@@ -115,7 +117,7 @@ class GraphOptimizer:
                 changed = _together("clip_gradients", changed, bound=[*self._bound])
             return self.add_updates(graph, list(zip(changed, variables, strict=True)), global_step)
 
-    def add_updates(self, graph: Graph, pairs: Pairs, global_step: Variable | None) -> Operation:
+    def add_updates(self, graph: Graph, pairs: Pairs, global_step: GlobalStep) -> Operation:
         """Return the operation for `apply_gradients`, made in its scope of names."""
         rate = self.rate_at(global_step)
         updates = [self.add_update("apply_rule", [by], rate, variable) for by, variable in pairs]
@@ -126,7 +128,7 @@ class GraphOptimizer:
         with graph.control_dependencies([updated]):
             return global_step.assign_add(1).op
 
-    def get_slot(self, var: Variable, name: str) -> Variable | None:
+    def get_slot(self, var: GraphVariable, name: str) -> GraphVariable | None:
         """Return the slot of a variable; None if it has none of this name."""
         return self._slots.get(var, {}).get(name)
 
@@ -134,11 +136,11 @@ class GraphOptimizer:
         """Return the names of the slots."""
         return list(self._rule.slot_names)
 
-    def variables(self) -> list[Variable]:
+    def variables(self) -> list[GraphVariable]:
         """Return the slots of all variables."""
         return [slot for slots in self._slots.values() for slot in slots.values()]
 
-    def rate_at(self, global_step: Variable | None) -> Any:
+    def rate_at(self, global_step: GlobalStep) -> Any:
         """Return the learning rate of a step, a number or a tensor.
 
         Raises:
@@ -157,7 +159,7 @@ class GraphOptimizer:
         kind: str,
         inputs: Sequence[Any],
         rate: Any,
-        variable: Variable,
+        variable: GraphVariable,
         outputs: int = 0,
         **attributes: Any,
     ) -> Operation:
@@ -183,7 +185,7 @@ class GraphOptimizer:
             device=variable.device,
         )
 
-    def _slots_of(self, variable: Variable) -> dict[str, Variable]:
+    def _slots_of(self, variable: GraphVariable) -> dict[str, GraphVariable]:
         if variable in self._slots:
             return self._slots[variable]
         slots = self._slots[variable] = {}
@@ -198,11 +200,11 @@ class GraphOptimizer:
                 # Only a run may know the shape of the variable.
                 value: Any = np.zeros_like(variable.initial_value) + start
                 value = value if dtype is None else value.astype(dtype)
-                slots[name] = Variable(value, False, f"{prefix}/{name}")
+                slots[name] = GraphVariable(value, False, f"{prefix}/{name}")
                 slots[name].shape = variable.shape
             # The rate of Adam depends on the number of updates, which its variable's task counts.
             if type(rule).rate is not Rule.rate:
-                slots["step"] = Variable(np.int64(0), False, f"{prefix}/step")
+                slots["step"] = GraphVariable(np.int64(0), False, f"{prefix}/step")
         return slots
 
 
@@ -236,7 +238,7 @@ class GradientDescentOptimizer(GraphOptimizer):
     >>> from ndistribute.graph.session import Session
     >>> from ndistribute.graph.variables import global_variables_initializer
     >>> with Graph().as_default(), Session() as session:
-    ...     w = Variable([1.0, -2.0], name="w")
+    ...     w = GraphVariable([1.0, -2.0], name="w")
     ...     step = GradientDescentOptimizer(0.5).minimize(np.sum(w * w))
     ...     _ = session.run(global_variables_initializer())
     ...     _ = session.run(step)

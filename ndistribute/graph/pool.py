@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 
 from ndistribute.errors import AuthenticationError, InvalidArgumentError, UnavailableError
-from ndistribute.graph.messages import Reply
+from ndistribute.graph.requests import Reply
 from ndistribute.transport.connection import Connection, ConnectionLostError
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import Credentials

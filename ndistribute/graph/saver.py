@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute import tensor_files
-from ndistribute.errors import CheckpointCorruptError, InvalidArgumentError, NotFoundError
+from ndistribute import models, tensor_files
+from ndistribute.errors import InvalidArgumentError, NotFoundError
 from ndistribute.graph.graph import Tensor
 from ndistribute.graph.operations import group
 from ndistribute.graph.shapes import Known
-from ndistribute.graph.variables import Variable, global_variables
+from ndistribute.graph.variables import GraphVariable, global_variables
 from ndistribute.mistakes import accepting
 from ndistribute.variables.policy import fitted
 
@@ -38,7 +37,7 @@ class Saver:
     @accepting("name", "restore_sequentially", "save_relative_paths", "sharded", "write_version")
     def __init__(
         self,
-        var_list: Sequence[Variable] | Mapping[str, Variable] | None = None,
+        var_list: Sequence[GraphVariable] | Mapping[str, GraphVariable] | None = None,
         max_to_keep: int | None = 5,
         keep_checkpoint_every_n_hours: float = 10_000.0,
     ) -> None:
@@ -48,13 +47,9 @@ class Saver:
         if not chosen:
             raise ValueError("there are no variables to save: make the Saver after the model.")
         self._variables = dict(chosen)
-        self._keep = max_to_keep or 0
-        self._spare_seconds = keep_checkpoint_every_n_hours * 3600
-        self._spare_after = time.monotonic() + self._spare_seconds
-        self._saved: dict[str, tuple[Path, float]] = {}
+        spare_seconds = keep_checkpoint_every_n_hours * 3600
+        self._retention = tensor_files.Retention("saver", max_to_keep, spare_seconds)
         self._lock = threading.Lock()
-        self.last_checkpoints: list[str] = []
-        """The paths of the checkpoints that this saver wrote and kept, the newest last."""
         graph = next(iter(self._variables.values())).graph
         with graph.as_default(), graph.name_scope("save"), graph.control_dependencies(None):
             self._values: dict[str, Tensor] = {}
@@ -89,11 +84,7 @@ class Saver:
             tensor_files.clear(folder.parent, rf"{re.escape(Path(save_path).name)}-\d+")
             with tensor_files.exclusive(folder.parent, folder.name):
                 written = tensor_files.write(folder.parent, folder.name, tensors, data, 1, "saver")
-            self._saved[path] = written, time.monotonic()
-            self.last_checkpoints = [each for each in self.last_checkpoints if each != path]
-            self.last_checkpoints.append(path)
-            while self._keep and len(self.last_checkpoints) > self._keep:
-                self._remove(self.last_checkpoints.pop(0))
+            self._retention.add(path, written)
         return path
 
     def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
@@ -114,22 +105,7 @@ class Saver:
         saved = tensor_files.read(path) if path.is_dir() else tensor_files.newest(folder, name)
         if saved is None:
             raise NotFoundError(f"there is no checkpoint {os.fspath(save_path)!r}.")
-        missing = [name for name in self._values if name not in saved.tensors]
-        if missing:
-            raise NotFoundError(
-                f"checkpoint {os.fspath(save_path)!r} lacks {', '.join(missing)}: it has "
-                f"{', '.join(sorted(saved.tensors))}."
-            )
-        values = {}
-        for name, variable in self._variables.items():
-            value = saved.tensors[name]
-            values[self._values[name]] = fitting = fitted(value, variable.dtype or value.dtype)
-            if fitting is None:
-                raise InvalidArgumentError(
-                    f"{name!r} is {value.dtype} in checkpoint {os.fspath(save_path)!r}, which its "
-                    f"dtype here, {variable.dtype}, would cut. Nothing has changed."
-                )
-        sess.run(self._restore, values)
+        self._load(sess, os.fspath(save_path), saved)
 
     def restore_latest(self, sess: Any, directory: str | os.PathLike[str]) -> str | None:
         """Restore the newest checkpoint of a folder that is not damaged.
@@ -143,37 +119,43 @@ class Saver:
         Raises:
             CheckpointCorruptError: there are checkpoints, and all are damaged.
         """
-        damaged: CheckpointCorruptError | None = None
-        paths = _checkpoints(directory)
-        for path in reversed(paths):
-            try:
-                self.restore(sess, path)
-            except CheckpointCorruptError as error:
-                damaged = error
-                continue
-            except NotFoundError:
-                if path in _checkpoints(directory):
-                    raise
-                return self.restore_latest(sess, directory)  # It was deleted meanwhile.
-            same = [each for each in paths if _series(each) == _series(path) and _folders(each)]
-            self.recover_last_checkpoints(same)
-            return path
-        if damaged is not None:
-            raise damaged
-        return None
+        saved = tensor_files.newest(directory)
+        if saved is None:
+            return None
+        path = _path_of(saved.path)
+        self._load(sess, path, saved)
+        there = _checkpoints(directory)
+        self.recover_last_checkpoints([each for each in there if _series(each) == _series(path)])
+        return path
+
+    @property
+    def last_checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that this saver wrote and kept, the newest last."""
+        return self._retention.names
 
     def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
-        """Count the checkpoints of an earlier process among those to keep."""
-        self.last_checkpoints = list(checkpoint_paths)
+        """Count the checkpoints of an earlier process among those to keep, if they are there."""
+        folders = {path: _folders(path) for path in checkpoint_paths}
+        self._retention.count({path: each[-1] for path, each in folders.items() if each})
 
-    def _remove(self, path: str) -> None:
-        written, saved_at = self._saved.pop(path, (None, 0.0))
-        if saved_at > self._spare_after:
-            self._spare_after += self._spare_seconds
-            return
-        for folder in _folders(path):
-            if written in (None, folder):  # Another process may have written the step again.
-                tensor_files.delete(folder)
+    def _load(self, sess: Any, path: str, saved: tensor_files.Saved) -> None:
+        """Set the variables to what a checkpoint has that was read from a path."""
+        missing = [name for name in self._values if name not in saved.tensors]
+        if missing:
+            raise NotFoundError(
+                f"checkpoint {path!r} lacks {', '.join(missing)}: it has "
+                f"{', '.join(sorted(saved.tensors))}."
+            )
+        values = {}
+        for name, variable in self._variables.items():
+            value = saved.tensors[name]
+            values[self._values[name]] = fitting = fitted(value, variable.dtype or value.dtype)
+            if fitting is None:
+                raise InvalidArgumentError(
+                    f"{name!r} is {value.dtype} in checkpoint {path!r}, which its dtype here, "
+                    f"{variable.dtype}, would cut. Nothing has changed."
+                )
+        sess.run(self._restore, values)
 
 
 class CheckpointState(NamedTuple):
@@ -187,8 +169,8 @@ class CheckpointState(NamedTuple):
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest checkpoint in a folder; None if it has none."""
-    state = get_checkpoint_state(checkpoint_dir)
-    return None if state is None else state.model_checkpoint_path
+    folder = models.latest_checkpoint(checkpoint_dir)
+    return None if folder is None else _path_of(folder)
 
 
 def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointState | None:
@@ -199,8 +181,12 @@ def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointSt
 
 def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the checkpoints in a folder, without numbers of generations."""
-    paths = [str(path.with_suffix("")) for path in reversed(tensor_files.written(directory))]
+    paths = map(_path_of, reversed(tensor_files.written(directory)))
     return list(dict.fromkeys(paths))[::-1]
+
+
+def _path_of(folder: Path) -> str:
+    return str(folder.with_suffix(""))
 
 
 def _folders(path: str) -> list[Path]:

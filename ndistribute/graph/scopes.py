@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.operations import random_uniform
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.variables import GraphVariable
 from ndistribute.mistakes import accepting
 
 AUTO_REUSE = "auto"
@@ -113,7 +113,7 @@ def get_variable(
     trainable: bool = True,
     collections: list[str] | None = None,
     regularizer: Callable[[Any], Any] | None = None,
-) -> Variable:
+) -> GraphVariable:
     """Return a variable of a name, which the current scope creates or finds.
 
     Args:
@@ -134,7 +134,7 @@ def get_variable(
     graph, scope = get_default_graph(), get_variable_scope()
     full = f"{scope.name}/{name}" if scope.name else name
     store = graph.get_collection_ref(_STORE)
-    variable: Variable | None = dict(store).get(full)
+    variable: GraphVariable | None = dict(store).get(full)
     if variable is not None:
         if not scope.reuse:
             raise ValueError(
@@ -150,7 +150,7 @@ def get_variable(
         dtype = np.dtype(np.float32 if dtype is None else dtype)
         make = _initial(make, shape, dtype, full)
     with graph.name_scope(None):
-        made = Variable(make, trainable, full, dtype, collections)
+        made = GraphVariable(make, trainable, full, dtype, collections)
     _check_shape(full, made.shape, shape)
     store.append((full, made))
     if regularizer is not None:

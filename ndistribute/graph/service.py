@@ -21,14 +21,14 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from ndistribute import errors
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph.definition import OperationDef, Value, sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
-from ndistribute.parameter_server.server import StoreService
+from ndistribute.parameter_server.store_service import StoreService
 from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.rpc import ClientCount, Peer, PendingCall
 
@@ -90,7 +90,7 @@ class GraphService(TaskService):
         """The clients in this process, which may end without closing their sessions."""
         self._callers: WeakSet[Requester] = WeakSet()
         """Connections with replies; on the others come the values of other tasks."""
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _MasterSession] = {}
         self._parts: dict[str, dict[str, Plan]] = {}  # By session.
         self._masters: dict[str, str] = {}  # Of the sessions with parts here.
         self._steps: dict[str, Step] = {}
@@ -135,13 +135,13 @@ class GraphService(TaskService):
             if isinstance(request, m.Abort):
                 self._abort(request)
                 return None
-            if isinstance(request, m.Forget):
+            if isinstance(request, m.ForgetParts):
                 self._forget(request.session)
                 return None
             self._callers.add(peer)
             if isinstance(request, m.RunPart):
                 return self._run_part(peer, request)
-            if isinstance(request, m.Run):
+            if isinstance(request, m.RunStep):
                 return self._session(peer, request.session).run(peer, request)
             if isinstance(request, m.Register):
                 plan = Plan(request.operations, request.feeds, request.fetches, request.soft)
@@ -152,7 +152,7 @@ class GraphService(TaskService):
                 self._close(request.session)
             else:
                 self._reset(request.everywhere)
-            return m.Values()
+            return m.FetchedValues()
         except Exception as error:
             return m.failure_of(error, self.task)
 
@@ -207,7 +207,7 @@ class GraphService(TaskService):
     def _stopped(self) -> errors.UnavailableError:
         return errors.UnavailableError(f"{self.task} was stopped.", task=self.task)
 
-    def _session(self, peer: Requester, name: str) -> _Session:
+    def _session(self, peer: Requester, name: str) -> _MasterSession:
         left: list[str] = []
         with self._lock:
             session = self._sessions.get(name)
@@ -216,7 +216,7 @@ class GraphService(TaskService):
                     self._near[peer.name] = peer
                 clients = {*self._clients, *self._near}
                 left = [each.name for each in self._sessions.values() if each.client not in clients]
-                session = self._sessions[name] = _Session(self, name, peer.name)
+                session = self._sessions[name] = _MasterSession(self, name, peer.name)
         for other in left:
             self._close(other)
         return session
@@ -232,7 +232,7 @@ class GraphService(TaskService):
                 step.abort(errors.CancelledError("the master of the step is gone.", task=self.task))
 
         values = [unpack(value) for value in request.values]
-        return m.Values(self.run_plan(plan, request.step, values, check, math.inf))
+        return m.FetchedValues(self.run_plan(plan, request.step, values, check, math.inf))
 
     def _lose(self, name: str) -> None:
         """Abort the steps that get values from a task whose connection broke: some may be lost."""
@@ -259,7 +259,7 @@ class GraphService(TaskService):
             until = time.monotonic() + _GIVE_UP_SECONDS
             for task in session.end():
                 with contextlib.suppress(errors.OperationError):
-                    self.client(task).send_one_way(m.Forget(name), until=until)
+                    self.client(task).send_one_way(m.ForgetParts(name), until=until)
             self._forget(name)
 
     def _forget(self, session: str) -> None:
@@ -294,7 +294,7 @@ class _Cut:
     """Of the other tasks: the task, its part, the positions of its feeds, and its fetches."""
 
 
-class _Session:
+class _MasterSession:
     """A session whose master is this task."""
 
     def __init__(self, service: GraphService, name: str, client: str) -> None:
@@ -313,7 +313,7 @@ class _Session:
             self.has_ended = True
             return list(self.others)
 
-    def run(self, peer: Requester, request: m.Run) -> m.Reply:
+    def run(self, peer: Requester, request: m.RunStep) -> m.Reply:
         if len(request.values) != len(request.feeds):
             why = f"{len(request.feeds)} feeds have {len(request.values)} values."
             raise errors.InvalidArgumentError(why)
@@ -322,7 +322,7 @@ class _Session:
         number = f"{self.name}/{next(self._numbers)}"
         return _Running(self, cut_, number, peer, ends).run(request.values)
 
-    def _prepared(self, request: m.Run) -> _Cut:
+    def _prepared(self, request: m.RunStep) -> _Cut:
         key = (request.fetches, request.targets, request.feeds)
         with self._lock:
             if self.has_ended:
@@ -337,7 +337,7 @@ class _Session:
                 prepared = self._cuts[key] = self._cut(request)
             return prepared
 
-    def _cut(self, request: m.Run) -> _Cut:
+    def _cut(self, request: m.RunStep) -> _Cut:
         service = self.service
         feeds, fetches = list(request.feeds), list(request.fetches)
         needed = pruned(self._operations, fetches, request.targets, feeds)
@@ -389,13 +389,13 @@ class _Running:
     """One step of a session: the calls to the other tasks, and the first failure."""
 
     def __init__(
-        self, session: _Session, cut_: _Cut, number: str, peer: Requester, ends: float
+        self, session: _MasterSession, cut_: _Cut, number: str, peer: Requester, ends: float
     ) -> None:
         self._session, self._service = session, session.service
         self._cut, self._number = cut_, number
         self._peer, self._ends = peer, ends
         self._pending: dict[str, PendingCall] = {}
-        self._replies: dict[str, m.Values] = {}
+        self._replies: dict[str, m.FetchedValues] = {}
         self._failure: m.Failure | None = None
         self._looking = threading.Lock()
 
@@ -412,7 +412,7 @@ class _Running:
             return self._failure
         for task, _, _, fetches in self._cut.others:
             results.update(zip(fetches, self._replies[task].values, strict=True))
-        return m.Values(tuple(results[name] for name in self._cut.fetches))
+        return m.FetchedValues(tuple(results[name] for name in self._cut.fetches))
 
     def _compute(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Let the other tasks begin, and return the values that this task computes."""
@@ -490,7 +490,7 @@ class _Running:
                 continue
             until = 0.0
             del self._pending[task]
-            if isinstance(reply, m.Values):
+            if isinstance(reply, m.FetchedValues):
                 self._replies[task] = reply
             else:
                 self._fail(reply)

@@ -16,7 +16,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.devices import as_array
 from ndistribute.errors import CancelledError, InvalidArgumentError, OperationError
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph.definition import sendable, unpack
 from ndistribute.graph.executor import Plan
 from ndistribute.graph.graph import Graph, Operation, Tensor, as_default_session, get_default_graph
@@ -212,7 +212,7 @@ class _Remote:
         values = tuple(map(sendable, feeds, feeds.values()))
         names = tuple(new), tuple(wanted), tuple(targets), tuple(feeds)
         options = self._timeout, self._soft, self._log
-        request = m.Run(self._session, known, *names, values, *options)
+        request = m.RunStep(self._session, known, *names, values, *options)
         # The master ends a step that takes too long, unless it is stopped itself.
         seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
         results = map(unpack, m.values_of(self._call(request, seconds)))

@@ -10,8 +10,8 @@ import numpy as np
 from ndistribute.graph.graph import Graph, Operation
 from ndistribute.graph.hooks import SessionRunHook
 from ndistribute.graph.operations import group
-from ndistribute.graph.optimizers import GraphOptimizer, Pairs, in_graph
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.optimizers import GlobalStep, GraphOptimizer, Pairs, in_graph
+from ndistribute.graph.variables import GraphVariable
 from ndistribute.mistakes import accepting
 
 
@@ -50,11 +50,11 @@ class SyncReplicasOptimizer(GraphOptimizer):
         self.local_step_init_op: Operation
         self.ready_for_local_init_op: Any = None
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Variable]]:
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, GraphVariable]]:
         """Return pairs of a gradient and a variable; see `GraphOptimizer`."""
         return self._opt.compute_gradients(*args, **kwargs)
 
-    def add_updates(self, graph: Graph, pairs: Pairs, global_step: Variable | None) -> Operation:
+    def add_updates(self, graph: Graph, pairs: Pairs, global_step: GlobalStep) -> Operation:
         """Return the operation that contributes gradients and waits for the update.
 
         Raises:
@@ -66,9 +66,9 @@ class SyncReplicasOptimizer(GraphOptimizer):
                 "get_or_create_global_step()."
             )
 
-        def at(variable: Variable, kind: str, inputs: Sequence[Any], outputs: int = 1) -> Operation:
+        def at(var: GraphVariable, kind: str, inputs: Sequence[Any], outputs: int = 1) -> Operation:
             """Return a new operation of a variable, on its device."""
-            attributes, device = {"variable": variable.op.name}, variable.device
+            attributes, device = {"variable": var.op.name}, var.device
             return graph.add(kind, inputs, outputs=outputs, attributes=attributes, device=device)
 
         self.local_step_init_op = group(name="init")

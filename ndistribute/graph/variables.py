@@ -1,4 +1,4 @@
-"""`Variable`: a value that lives in a task from step to step, and that all its clients share."""
+"""`GraphVariable`, public as `graph.Variable`: a value that a task keeps and its clients share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TRAINABLE_VARIABLES = "trainable_variables"
 GLOBAL_STEP = "global_step"
 
 
-class Variable(Symbolic):
-    """A value that operations read and change, in the task of its device.
+class GraphVariable(Symbolic):
+    """A value that operations read and change, in the task of its device: `graph.Variable`.
 
     It has no value until its initializer has run. Clients whose graphs name a variable alike on the
     same task share it. A step that reads it gets a snapshot, which later updates do not change.
@@ -34,7 +34,7 @@ class Variable(Symbolic):
         collections: the names of the collections to add it to; None: the global variables.
 
     >>> with Graph().as_default():
-    ...     w = Variable(np.zeros(2), name="w")
+    ...     w = GraphVariable(np.zeros(2), name="w")
     ...     step = w.assign_add([1.0, 2.0])
     >>> w.name, w.shape, w.dtype
     ('w:0', (2,), dtype('float64'))
@@ -176,22 +176,22 @@ def changed(*graphs: Graph) -> set[Any]:
     return {op.attributes["variable"] for op in using if not op_named(op.kind).reads}
 
 
-def global_variables(scope: str | None = None) -> list[Variable]:
+def global_variables(scope: str | None = None) -> list[GraphVariable]:
     """Return the variables of the default graph, but for local ones."""
     return get_default_graph().get_collection(GLOBAL_VARIABLES, scope)
 
 
-def local_variables(scope: str | None = None) -> list[Variable]:
+def local_variables(scope: str | None = None) -> list[GraphVariable]:
     """Return the variables of the default graph that each client has for itself."""
     return get_default_graph().get_collection(LOCAL_VARIABLES, scope)
 
 
-def trainable_variables(scope: str | None = None) -> list[Variable]:
+def trainable_variables(scope: str | None = None) -> list[GraphVariable]:
     """Return the variables of the default graph that optimizers change."""
     return get_default_graph().get_collection(TRAINABLE_VARIABLES, scope)
 
 
-def variables_initializer(variables: list[Variable], name: str = "init") -> Operation:
+def variables_initializer(variables: list[GraphVariable], name: str = "init") -> Operation:
     """Return the operation that gives variables their initial values."""
     graph = get_default_graph()
     with graph.control_dependencies([variable.initializer for variable in variables]):
@@ -204,7 +204,7 @@ def global_variables_initializer() -> Operation:
 
 
 def report_uninitialized_variables(
-    var_list: Sequence[Variable] | None = None, name: str = "report_uninitialized_variables"
+    var_list: Sequence[GraphVariable] | None = None, name: str = "report_uninitialized_variables"
 ) -> Tensor:
     """Return a tensor of the names of the variables that have no value.
 
@@ -214,7 +214,7 @@ def report_uninitialized_variables(
 
     >>> from ndistribute.graph.session import Session
     >>> with Graph().as_default(), Session() as session:
-    ...     w = Variable(0.0, name="w")
+    ...     w = GraphVariable(0.0, name="w")
     ...     session.run(report_uninitialized_variables()).tolist()
     ['w']
     """
@@ -227,7 +227,7 @@ def report_uninitialized_variables(
         return names[np.logical_not(have)]  # type: ignore[no-any-return]
 
 
-def find_global_step(graph: Graph | None = None) -> Variable | None:
+def find_global_step(graph: Graph | None = None) -> GraphVariable | None:
     """Return the variable that counts the steps of a graph, or of the default one; None: none.
 
     It is that of the collection, or of the name.
@@ -237,12 +237,12 @@ def find_global_step(graph: Graph | None = None) -> Variable | None:
     return next(iter([*graph.get_collection(GLOBAL_STEP), *named]), None)
 
 
-def get_or_create_global_step(graph: Graph | None = None) -> Variable:
+def get_or_create_global_step(graph: Graph | None = None) -> GraphVariable:
     """Return the int64 variable that counts the training steps, made at the first call."""
     graph = graph or get_default_graph()
     if (step := find_global_step(graph)) is not None:
         return step
     with graph.as_default(), graph.name_scope(None), graph.control_dependencies(None):
-        step = Variable(np.int64(0), trainable=False, name="global_step")
+        step = GraphVariable(np.int64(0), trainable=False, name="global_step")
     graph.add_to_collection(GLOBAL_STEP, step)
     return step

@@ -121,8 +121,8 @@ def ssh_command(host: str, silence: float) -> list[str]:
     interval = max(1, int(silence / 4))
     most = max(1, round(silence / interval) - 1)
     options += [f"ServerAliveInterval={interval}", f"ServerAliveCountMax={most}"]
-    given = [part for option in options for part in ("-o", option)]
-    return ["ssh", *given, "--", host.strip("[]"), _READ_SCRIPT]
+    arguments = [part for option in options for part in ("-o", option)]
+    return ["ssh", *arguments, "--", host.strip("[]"), _READ_SCRIPT]
 
 
 def former_tasks_end(silence: float) -> str:

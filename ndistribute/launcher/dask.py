@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job
+from ndistribute.launcher.placed import EngineOptions, PlacedTask, Work, run_job
 
 
 def run(
@@ -18,7 +18,7 @@ def run(
     client: Any = None,
     resources: Mapping[str, float] | None = None,
     placement_timeout: float = 300.0,
-    **options: Unpack[JobOptions],
+    **options: Unpack[EngineOptions],
 ) -> list[Any]:
     """Run a function or a script in every task of a job on a Dask cluster, and wait for the end.
 
@@ -50,8 +50,8 @@ def run(
     def host() -> str:
         """Return the host of the Dask worker in which this runs."""
         address = distributed.get_worker().address
-        found: str = distributed.comm.get_address_host(address)
-        return "127.0.0.1" if address.startswith("inproc://") else found
+        ip: str = distributed.comm.get_address_host(address)
+        return "127.0.0.1" if address.startswith("inproc://") else ip
 
     @contextlib.contextmanager
     def place(types: list[str]) -> Iterator[list[Any]]:

@@ -98,12 +98,12 @@ def _processor() -> Iterator[Finding]:
     yield _threads()
     chosen = _architecture()
     better = better_kernel(_cpu_flags(), chosen)
-    found = "" if better else chosen or "not OpenBLAS's"
+    kernels = "" if better else chosen or "not OpenBLAS's"
     text = f"{chosen}, on a processor with AVX-512"
     remedy = f"export {_KERNEL_VARIABLE}={better}"
     remedy = f"unset {_KERNEL_VARIABLE}" if os.environ.get(_KERNEL_VARIABLE) else remedy
     remedy += " (`ndistribute run` then sets it)"
-    yield _either("BLAS kernels", found, "slow", text, remedy)
+    yield _either("BLAS kernels", kernels, "slow", text, remedy)
 
 
 def _threads() -> Finding:
@@ -132,11 +132,11 @@ def _threads() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     for name, packages, remedy in _OPTIONAL:
-        found = ""
+        version = ""
         for package in packages.split():
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found = found or f"{package} {metadata.version(package)}"
-        yield _either(name, found, "absent", "not installed", remedy)
+                version = version or f"{package} {metadata.version(package)}"
+        yield _either(name, version, "absent", "not installed", remedy)
     try:
         mpi = find_mpiexec()
         yield Finding("mpiexec", "ok", f"{mpi.family} {mpi.version} at {mpi.path}")
@@ -164,34 +164,34 @@ def _machine() -> Iterator[Finding]:
 def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            found, text = f"127.0.0.1 gives free ports: {listener.getsockname()[1]}", ""
+            ports, text = f"127.0.0.1 gives free ports: {listener.getsockname()[1]}", ""
     except OSError as error:
-        found, text = "", f"no free port on 127.0.0.1: {error.strerror}"
-    yield _either("loopback", found, "missing", text, "ip link set lo up")
+        ports, text = "", f"no free port on 127.0.0.1: {error.strerror}"
+    yield _either("loopback", ports, "missing", text, "ip link set lo up")
     name = socket.gethostname()
     # In a process of its own, because an unreachable name server blocks.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
-    found, text = "", f"{name} does not resolve"
+    address, text = "", f"{name} does not resolve"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         python = [sys.executable, "-I", "-S", "-c", ask, name]
         said = subprocess.check_output(python, stderr=subprocess.DEVNULL, text=True, timeout=5)
-        found = f"{name} is {said.strip()} here"
+        address = f"{name} is {said.strip()} here"
     remedy = f"add '<address> {name}' to /etc/hosts; needed for jobs on several hosts"
-    yield _either("host name", found, "absent", text, remedy)
+    yield _either("host name", address, "absent", text, remedy)
     ssh, remedy = shutil.which("ssh"), "apt-get install openssh-client"
     yield _either("ssh", ssh, "absent", "no ssh; needed for --hosts", remedy)
 
 
-def _either(name: str, found: str | None, state: State, text: str, remedy: str) -> Finding:
+def _either(name: str, good: str | None, state: State, text: str, remedy: str) -> Finding:
     """Return an ``ok`` result if something was found, else the given state and remedy."""
-    return Finding(name, "ok", found) if found else Finding(name, state, text, remedy)
+    return Finding(name, "ok", good) if good else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:
     """Return the flags of the processor, none if /proc does not list them."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
-        return frozenset(found[1].split() if found else ())
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
+        return frozenset(flags[1].split() if flags else ())
     return frozenset()
 
 
@@ -204,5 +204,5 @@ def _pools() -> list[dict[str, Any]]:
 
 def _architecture() -> str | None:
     """Return the kernels of NumPy's OpenBLAS in this process, or None for another BLAS."""
-    found = [pool["architecture"] for pool in _pools() if pool["internal_api"] == "openblas"]
-    return found[0] if found else None
+    kinds = [pool["architecture"] for pool in _pools() if pool["internal_api"] == "openblas"]
+    return kinds[0] if kinds else None

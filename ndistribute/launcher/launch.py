@@ -28,7 +28,7 @@ from ndistribute.launcher import commands, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
-from ndistribute.launcher.supervisor import Outcome, Process, Start, Supervisor, restart_delay
+from ndistribute.launcher.supervisor import JobEnd, Process, Start, TaskSupervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
 # Below the ports of outgoing connections on Linux; used only if there are several hosts.
@@ -76,8 +76,8 @@ class JobOptions:
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the settings with the id and the secret of a job: the user's, or new ones."""
     job = {JOB_ID: environ.get(JOB_ID) or secrets.token_hex(16)}
-    given = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
-    return job | (given or {_SECRET: secrets.token_hex(32)})
+    secret = {name: environ[name] for name in (_SECRET, f"{_SECRET}_FILE") if environ.get(name)}
+    return job | (secret or {_SECRET: secrets.token_hex(32)})
 
 
 def task_starts(
@@ -136,7 +136,9 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         probes = [] if mpi else _probes(options, silence)
         signals = opened.enter_context(supervisor.signals_as_bytes())
         begin = partial(Process, environ)
-        supervise = partial(Supervisor, begin, console, deadline, signals=signals, silence=silence)
+        supervise = partial(
+            TaskSupervisor, begin, console, deadline, signals=signals, silence=silence
+        )
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
@@ -261,7 +263,7 @@ def _mpi_start(
 
 
 def _report(
-    options: JobOptions, outcome: Outcome, console: Console, attempt: int, silence: float
+    options: JobOptions, outcome: JobEnd, console: Console, attempt: int, silence: float
 ) -> None:
     """Print how an attempt ended, unless it succeeded."""
     label = outcome.label

@@ -71,8 +71,8 @@ class Writer:
                     return
                 data = self._waiting.popleft()
                 if self._lost:
-                    told = f"{self._lost} bytes were dropped here: the reader was too slow."
-                    line = f"ndistribute run: {told}\n".encode()
+                    notice = f"{self._lost} bytes were dropped here: the reader was too slow."
+                    line = f"ndistribute run: {notice}\n".encode()
                     self._bytes += len(line)
                     data, self._lost = line + data, 0
             while data and self.error is None:

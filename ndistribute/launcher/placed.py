@@ -25,7 +25,7 @@ from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher.commands import JOB_ID
 from ndistribute.launcher.launch import job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
-from ndistribute.launcher.supervisor import Process, Start, Supervisor, restart_delay
+from ndistribute.launcher.supervisor import Process, Start, TaskSupervisor, restart_delay
 from ndistribute.transport.listener import listen
 
 Work = Callable[..., Any] | str | os.PathLike[str]
@@ -38,7 +38,7 @@ _APART = ("/bin/sh", "-c", 'exec 2>&1; "$@"; exit $?', "sh")
 _CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
 
 
-class JobOptions(TypedDict, total=False):
+class EngineOptions(TypedDict, total=False):
     """The options that all engines accept.
 
     Args:
@@ -114,7 +114,7 @@ def run_job(
     fn_or_script: Work,
     num_workers: int,
     num_ps: int,
-    options: JobOptions,
+    options: EngineOptions,
     # Yields a handle to a `PlacedTask` for each task, given its type.
     place: Callable[[list[str]], contextlib.AbstractContextManager[Sequence[Any]]],
     call: Callable[..., Any],  # Calls a method of a handle by name, from any thread.
@@ -148,7 +148,7 @@ def run_job(
             starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
             begin = partial(_Placed, environ, placed, calls, work)
-            supervisor = Supervisor(begin, console, deadline, alone)
+            supervisor = TaskSupervisor(begin, console, deadline, alone)
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
         if outcome.reason == "timeout":
             raise TimeoutError("The job took longer than its timeout, and was stopped.")

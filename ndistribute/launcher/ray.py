@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from ndistribute.errors import MissingDependencyError
-from ndistribute.launcher.placed import JobOptions, PlacedTask, Work, run_job
+from ndistribute.launcher.placed import EngineOptions, PlacedTask, Work, run_job
 
 
 def run(
@@ -18,7 +18,7 @@ def run(
     resources: Mapping[str, float] | None = None,
     placement: str = "PACK",
     placement_timeout: float = 300.0,
-    **options: Unpack[JobOptions],
+    **options: Unpack[EngineOptions],
 ) -> list[Any]:
     """Run a function or a script in every task of a job on a Ray cluster, and wait for the end.
 
@@ -35,7 +35,7 @@ def run(
         placement: the strategy of Ray's placement group, for example ``"SPREAD"``.
         placement_timeout: seconds to wait for the resources.
         options: ``args``, ``chief``, ``max_restarts``, ``environ`` and ``timeout``; see
-            `JobOptions`.
+            `EngineOptions`.
 
     Returns:
         The results of the function in the chief and the workers, in rank order; None for scripts.

@@ -59,7 +59,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobEnd:
     """The end of an attempt: the reason, the exit code, and the task that failed first."""
 
     # "done", "failed", "timeout", "signal", "unread" (the reader of the output has gone),
@@ -111,7 +111,7 @@ def restart_delay(restarts: int) -> float:
 
 
 @dataclass
-class Supervisor:
+class TaskSupervisor:
     """One attempt at a job."""
 
     begin: Callable[[Start], Process]
@@ -127,14 +127,14 @@ class Supervisor:
             self._selector.register(self.signals, selectors.EVENT_READ, self._signalled)
         self._tasks: list[Task] = []
         self._failed: list[Task] = []
-        self._outcome: Outcome | None = None
+        self._outcome: JobEnd | None = None
         self._hurried = False
-        self._finish = partial(self._stop, Outcome("done", 0))
+        self._finish = partial(self._stop, JobEnd("done", 0))
         self._due: dict[Callable[[], None], float] = {}
         if self.deadline is not None:
-            self._due[partial(self._stop, Outcome("timeout", 124))] = self.deadline
+            self._due[partial(self._stop, JobEnd("timeout", 124))] = self.deadline
 
-    def run(self, starts: Sequence[Start], delay: float = 0.0) -> Outcome:
+    def run(self, starts: Sequence[Start], delay: float = 0.0) -> JobEnd:
         """Start all tasks after a delay in seconds; return or raise when all have ended."""
         self._tasks = [Task(start) for start in starts]
         for task in self._tasks:
@@ -148,7 +148,7 @@ class Supervisor:
         try:
             self._wait_for_all()
         except BaseException:
-            self._stop(Outcome("failed", 1))
+            self._stop(JobEnd("failed", 1))
             self._wait_for_all()
             raise
         finally:
@@ -160,11 +160,11 @@ class Supervisor:
                     task.running.close()
             self._selector.close()
         # Without an outcome, all failed tasks only reported the loss of another.
-        outcome = self._outcome or (self._failure() if self._failed else Outcome("done", 0))
+        outcome = self._outcome or (self._failure() if self._failed else JobEnd("done", 0))
         for task in self._tasks:
             # SIGTERM asked it to end, so its code also means a normal end.
             if task.start.saving and task.code not in (0, 128 + signal.SIGTERM):
-                unsaved = Outcome("unsaved", task.code or 1, task.start.label)
+                unsaved = JobEnd("unsaved", task.code or 1, task.start.label)
                 return outcome if outcome.reason == "failed" else unsaved
         return outcome
 
@@ -180,7 +180,7 @@ class Supervisor:
             for key, _ in self._selector.select(max(0.0, left)):
                 key.data()
             if self.console.nobody_reads:
-                self._stop(Outcome("unread", 128 + signal.SIGPIPE))
+                self._stop(JobEnd("unread", 128 + signal.SIGPIPE))
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(self.silence / _BEATS):
@@ -250,7 +250,7 @@ class Supervisor:
         task.running = task.code = None
         self._due[partial(self._start, task)] = time.monotonic() + delay
 
-    def _failure(self) -> Outcome:
+    def _failure(self) -> JobEnd:
         """Return the outcome for the first task that failed by itself, or else the first failed."""
         first = [task for task in self._failed if not task.reports_loss]
         task = [*first, *self._failed][0]
@@ -259,7 +259,7 @@ class Supervisor:
             # The first rank whose error is not the loss of another.
             kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not is_loss_report(kept(r))), label)
-        return Outcome("failed", task.code or 1, label, "" if host is None else host.name)
+        return JobEnd("failed", task.code or 1, label, "" if host is None else host.name)
 
     def _give_up(self) -> None:
         self._stop(self._failure())
@@ -267,7 +267,7 @@ class Supervisor:
     def _signalled(self) -> None:
         signum = self.signals.recv(64)[0] if self.signals is not None else 0
         if self._outcome is None:
-            self._stop(Outcome("signal", 128 + signum))
+            self._stop(JobEnd("signal", 128 + signum))
             return
         # The second signal skips the grace, and the third also skips last snapshots.
         for task in self._tasks:
@@ -276,7 +276,7 @@ class Supervisor:
                 self._due[task.running.kill] = time.monotonic() + _REAPING_SECONDS
         self._hurried = True
 
-    def _stop(self, outcome: Outcome) -> None:
+    def _stop(self, outcome: JobEnd) -> None:
         if self._outcome is not None:
             return
         self._outcome = outcome
@@ -308,20 +308,20 @@ class Process:
     lost: Exception | None = None  # Why it cannot be restarted, or None.
 
     def __init__(self, environ: Mapping[str, str], start: Start) -> None:
-        own, script, fds = dict(environ), "", [*start.inherited]
+        env, script, fds = dict(environ), "", [*start.inherited]
         if start.host is None:
             mpi = ["mpi"] if start.label == MPIEXEC else []
             reaping = [sys.executable, "-I", "-S", reaper.__file__, *mpi, str(start.grace), "0"]
             cmd = [*start.around, *reaping, *start.argv]
-            own |= start.settings
+            env |= start.settings
         else:
             cmd = commands.ssh_command(start.host.name, commands.host_silence(environ))
             script = commands.remote_script(start.argv, start.settings, environ, start.host.slots)
         if start.listener is not None:
             fds.append(start.listener.fileno())
-            own[LISTEN_FD] = str(fds[-1])
+            env[LISTEN_FD] = str(fds[-1])
         self._popen = Popen(
-            cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=own, start_new_session=True, pass_fds=fds
+            cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True, pass_fds=fds
         )
         self.kill = self._popen.kill
         self.done = os.pidfd_open(self._popen.pid)

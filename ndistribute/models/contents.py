@@ -31,16 +31,16 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
         nest: the objects.
         saves: the attributes of models that count as their parts, besides variables.
     """
-    for path, one in leaves(prefix, nest):
-        if isinstance(one, Layer):
-            for name, variable in one.named_variables().items():
+    for path, item in leaves(prefix, nest):
+        if isinstance(item, Layer):
+            for name, variable in item.named_variables().items():
                 yield f"{path}/{name}", variable
-            parts = {f"{path}/{name}": getattr(one, name, None) for name in saves}
+            parts = {f"{path}/{name}": getattr(item, name, None) for name in saves}
             for part, held in parts.items():
                 if held:
                     yield from flat(part, held, saves)
         else:
-            yield path, one.state if isinstance(one, Metric) else one
+            yield path, item.state if isinstance(item, Metric) else item
 
 
 def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set[str]:
@@ -91,35 +91,35 @@ def slots_of(parts: Sequence[tuple[str, Any]]) -> dict[str, dict[str, dict[str, 
         ValueError: an optimizer trains a variable that is not among the parts.
     """
     names: dict[int, str] = {}
-    for path, one in parts:
-        if isinstance(one, Variable):
-            names.setdefault(id(one), path)
-    found = {}
-    for path, one in parts:
-        if isinstance(one, Optimizer):
-            others = [variable.name for variable in one.slots if id(variable) not in names]
+    for path, part in parts:
+        if isinstance(part, Variable):
+            names.setdefault(id(part), path)
+    by_path = {}
+    for path, part in parts:
+        if isinstance(part, Optimizer):
+            others = [variable.name for variable in part.slots if id(variable) not in names]
             if others:
                 raise ValueError(
                     f"optimizer {path!r} trains variable {others[0]!r}, which is not part of the "
                     "checkpoint: pass the model or the variable too."
                 )
-            found[path] = {names[id(variable)]: slots for variable, slots in one.slots.items()}
-    return found
+            by_path[path] = {names[id(variable)]: slots for variable, slots in part.slots.items()}
+    return by_path
 
 
 def variables_of(parts: Sequence[tuple[str, Any]]) -> dict[str, Variable]:
     """Return all variables by path, with those of optimizers: slots and the number of steps."""
-    found: dict[str, Variable] = {}
-    for path, one in parts:
-        if isinstance(one, Variable) and found.setdefault(path, one) is not one:
+    variables: dict[str, Variable] = {}
+    for path, part in parts:
+        if isinstance(part, Variable) and variables.setdefault(path, part) is not part:
             raise ValueError(f"two variables have the path {path!r}: use other keywords or keys.")
     slots = slots_of(parts)
-    for path, one in parts:
+    for path, part in parts:
         if slots.get(path):
-            found[f"{path}/iterations"] = one.variables[0]
-            for name, own in slots[path].items():
-                found |= {f"{path}/{name}/{kind}": slot for kind, slot in own.items()}
-    return found
+            variables[f"{path}/iterations"] = part.variables[0]
+            for name, kinds in slots[path].items():
+                variables |= {f"{path}/{name}/{kind}": slot for kind, slot in kinds.items()}
+    return variables
 
 
 def fitting(

@@ -14,7 +14,7 @@ from ndistribute.errors import CheckpointCorruptError
 from ndistribute.models.batches import check_counts, unpacked
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Weights
-from ndistribute.models.training import Position
+from ndistribute.models.training import TrainingPosition
 from ndistribute.tensor_files import Saved
 
 _log = logging.getLogger("ndistribute")
@@ -80,7 +80,7 @@ class SidecarEvaluator:
         params = {"epochs": self.max_evaluations, "steps": None}
         called = Callbacks([*self.callbacks, history], model, params)
         model.stop_training = False
-        model.position = Position(0, called.members)
+        model.position = TrainingPosition(0, called.members)
         called.call("on_train_begin", {})
         try:
             wait = self.poll_seconds, self.timeout_seconds

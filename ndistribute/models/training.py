@@ -29,7 +29,7 @@ from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
-from ndistribute.models.callbacks.callback import Callback, Callbacks, History, Progress
+from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgressBar
 from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
@@ -51,7 +51,7 @@ _OF_KERAS = """
 
 
 @dataclasses.dataclass(eq=False)
-class Position:
+class TrainingPosition:
     """Where a training is; a part of the state from which it can be continued."""
 
     epoch: int  # From 0.
@@ -135,7 +135,7 @@ class Trainer(Layer):
         self._loss_mean: Any = None
         # Each metric, and whether it counts sample weights.
         self._metrics: list[tuple[_metrics.Metric, bool]] = []
-        self.position = Position(0)
+        self.position = TrainingPosition(0)
 
     def compile(
         self,
@@ -256,7 +256,7 @@ class Trainer(Layer):
             distributed = self.strategy.distribute_dataset(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
             history = History()
-            progress = Progress(verbose if self.strategy.is_chief else 0)
+            progress = ProgressBar(verbose if self.strategy.is_chief else 0)
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
@@ -311,7 +311,7 @@ class Trainer(Layer):
         with self.strategy.scope():
             called = self._callbacks(callbacks, 1, steps, verbose)
             logs = self._validate((x, y, sample_weight), batch_size, steps, called)
-        Progress(verbose if self.strategy.is_chief else 0).show_line(logs)
+        ProgressBar(verbose if self.strategy.is_chief else 0).show_line(logs)
         if return_dict:
             return logs
         values = list(logs.values())
@@ -335,7 +335,7 @@ class Trainer(Layer):
             callbacks: `Callback` objects, the same on every worker.
         """
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
-        progress = Progress(verbose if strategy.is_chief else 0)
+        progress = ProgressBar(verbose if strategy.is_chief else 0)
         with strategy.scope():
             data = _batches.batches_of(x, batch_size=batch_size)
             self._build_from(data)
@@ -389,9 +389,9 @@ class Trainer(Layer):
             raise ValueError(
                 f"model {self.name!r} got no labels: pass y, or a dataset of batches (x, y)."
             )
-        for what, one in (("returned", predicted), ("got labels as", y)):
-            if not hasattr(one, "dtype"):
-                problem = f"model {self.name!r} {what} a {type(one).__name__}"
+        for what, array in (("returned", predicted), ("got labels as", y)):
+            if not hasattr(array, "dtype"):
+                problem = f"model {self.name!r} {what} a {type(array).__name__}"
                 raise ValueError(_ONE_OUTPUT.format(problem))
         # Losses of 16-bit predictions are computed in float32.
         wide = predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
@@ -407,7 +407,7 @@ class Trainer(Layer):
 
     def _begin(
         self, epochs: range, callbacks: list[Callback], data: Dataset, more: Any
-    ) -> Position:
+    ) -> TrainingPosition:
         """Begin a training, alike on all workers, and return its position."""
         trained = self.trainable_variables
         if not trained:
@@ -425,7 +425,7 @@ class Trainer(Layer):
             remedy = "Make the same model and pass the same arguments on all workers."
             check_alike(workers, "fit", without_data(self, options), remedy)
         self.stop_training = False
-        self.position = Position(
+        self.position = TrainingPosition(
             epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=facts
         )
         return self.position

@@ -205,8 +205,8 @@ class LossScale(_Wrapper):
         """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
         pairs = list(grads_and_vars)
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        given = [gradient for gradient, _ in pairs if gradient is not None]
-        gradients = [map_values(lambda array: widened(as_array(array)), each) for each in given]
+        present = [gradient for gradient, _ in pairs if gradient is not None]
+        gradients = [map_values(lambda array: widened(as_array(array)), each) for each in present]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
             gradients = sum_over(replica, gradients, variables)  # So all replicas decide alike.

@@ -45,10 +45,10 @@ _ERRORS = {"mismatch": ValueError, "left": WorkerLostError, "": DistributeError}
 _log = logging.getLogger("ndistribute")
 
 
-class Closure:
+class RunningClosure:
     """The number of a closure, and the changes that it holds back."""
 
-    current: Closure | None = None  # The closure that this process runs.
+    current: RunningClosure | None = None  # The closure that this process runs.
 
     def __init__(self, client_id: str, number: int, low_water: int) -> None:
         self.client_id, self.number, self.attempt = client_id, number, 1
@@ -78,26 +78,26 @@ class Closure:
 
 
 @contextlib.contextmanager
-def closure(client_id: str, number: int, low_water: int = 1) -> Iterator[Closure]:
+def closure(client_id: str, number: int, low_water: int = 1) -> Iterator[RunningClosure]:
     """Run a ``with`` block as a closure; an error drops the changes that it holds back."""
-    if Closure.current is not None:
+    if RunningClosure.current is not None:
         raise RuntimeError("a worker runs one function at a time, and one is running.")
-    running = Closure.current = Closure(client_id, number, low_water)
+    running = RunningClosure.current = RunningClosure(client_id, number, low_water)
     try:
         yield running
         running.match(None)
         for buffer in list(running.buffers.values()):
             buffer.flush()
     finally:
-        Closure.current = None
+        RunningClosure.current = None
         running.buffers.clear()
 
 
-def current_closure() -> Closure | None:
+def current_closure() -> RunningClosure | None:
     """Return the closure that this thread runs, or None."""
     # The main thread counts only if the closure runs on it: in a process that is its own worker,
     # the main thread schedules closures that another thread runs.
-    running = Closure.current
+    running = RunningClosure.current
     if running is None or running.in_main:
         return running
     return None if threading.current_thread() is threading.main_thread() else running
@@ -106,7 +106,7 @@ def current_closure() -> Closure | None:
 class _WriteBuffer:
     """The changes that a closure holds back."""
 
-    def __init__(self, servers: Servers, running: Closure) -> None:
+    def __init__(self, servers: Servers, running: RunningClosure) -> None:
         self._servers, self._running = servers, running
         self._index = len(running.buffers)  # Two strategies may use the same servers.
         self._marks: dict[int, m.Mark] = {}  # By replica: of its last update.

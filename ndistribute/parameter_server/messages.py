@@ -23,7 +23,7 @@ class Gradient(Record, frozen=True):
     indices: Array | None = None
 
 
-class Update(Record, frozen=True):
+class VariableUpdate(Record, frozen=True, tag="Update"):  # Logs on disks have this tag.
     """Write to a variable or to some of its rows; the outcome is `Done`.
 
     Indices may repeat: of several assignments to a row the last counts; additions are all made.
@@ -74,7 +74,7 @@ class Aggregate(Record, frozen=True):
     apply: Apply  # The last contribution's hyperparameters apply.
 
 
-Change = Update | Apply | Aggregate
+Change = VariableUpdate | Apply | Aggregate
 
 
 class NewVariable(Record, frozen=True):
@@ -191,7 +191,7 @@ class Assign(Record, frozen=True):
 
 
 ClientChange = Create | Delete | Transaction | Rerun
-SharedChange = Assign | Update | Apply
+SharedChange = Assign | VariableUpdate | Apply
 """The changes of graphs' variables, which no client requests or repeats."""
 Logged = ClientChange | SharedChange
 """What changes variables; a log of it can be replayed."""

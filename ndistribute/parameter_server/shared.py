@@ -18,7 +18,7 @@ from ndistribute.devices import copy_to, device_of, is_gpu_array, to_host
 from ndistribute.dtypes import PORTABLE
 from ndistribute.ownership import read_only
 from ndistribute.parameter_server import messages as m
-from ndistribute.parameter_server.variables import Cell, OptimizerStep, Refused, Variables
+from ndistribute.parameter_server.stored_variables import Cell, OptimizerStep, Refused, Variables
 from ndistribute.transport.codec import Array
 
 
@@ -92,7 +92,7 @@ class SharedVariables(Variables):
                 self._move(cell, values)
             if indices is None and values.shape != cell.array.shape:
                 values = np.broadcast_to(values, cell.array.shape)
-            change = m.Update(name, how, values, indices)
+            change = m.VariableUpdate(name, how, values, indices)
             made = self.plan_update(change)
             self.log(change)
             made()
@@ -133,7 +133,7 @@ class SharedVariables(Variables):
                 self.find(name).array = None
             case m.Assign(name, value, keeps_shape, dtype):
                 self.assign(name, unpacked(value, dtype), keeps_shape)
-            case m.Update(name, how, values, indices):
+            case m.VariableUpdate(name, how, values, indices):
                 self.update(name, how, values, indices)
             case m.Apply():
                 self.apply(change)

@@ -27,7 +27,7 @@ from ndistribute.errors import CheckpointCorruptError
 from ndistribute.parameter_server.messages import Failure, Logged, Totals
 from ndistribute.parameter_server.shared import packed, unpacked
 from ndistribute.parameter_server.store import Applied, ClockGroup, Store
-from ndistribute.parameter_server.variables import Aggregation, Cell, Refused
+from ndistribute.parameter_server.stored_variables import Aggregation, Cell, Refused
 from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, encode
 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.

@@ -16,7 +16,7 @@ import numpy as np
 
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.shared import SharedVariables
-from ndistribute.parameter_server.variables import Aggregation, Refused, Variables
+from ndistribute.parameter_server.stored_variables import Aggregation, Refused, Variables
 
 MAX_CLIENTS = 1 << 16
 MAX_APPLIED = 1 << 20
@@ -159,7 +159,7 @@ class Store:
                 return m.Number(self.variables.delete(names))
             case m.Status("memory"):
                 return self.totals
-            case m.Assign() | m.Update() | m.Apply():
+            case m.Assign() | m.VariableUpdate() | m.Apply():
                 with np.errstate(all="ignore"):
                     self.shared.replay(request)
                 return self.totals

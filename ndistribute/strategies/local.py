@@ -163,12 +163,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         if not isinstance(communication_options, CommunicationOptions | None):
             what = "communication_options must be nd.CommunicationOptions(...),"
             raise TypeError(f"{what} got {communication_options!r}.")
-        own = resolve_devices(devices)
-        workers = _join(resolver, own, communication_options or CommunicationOptions())
+        local_devices = resolve_devices(devices)
+        workers = _join(resolver, local_devices, communication_options or CommunicationOptions())
         if workers is not None:
             # The other workers wait for this, so it also runs if the program never calls close.
             self._good_bye = weakref.finalize(self, workers.close)
-        super().__init__(own, resolver, workers)
+        super().__init__(local_devices, resolver, workers)
 
     def _on_close(self) -> None:
         if self._workers is not None:

@@ -30,7 +30,7 @@ from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.store_service import LocalServer
 from ndistribute.strategies.base import Strategy, T
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.timeline import identify, span
@@ -285,12 +285,12 @@ class ParameterServerStrategy(Strategy):
                 "on any worker and more than once: create variables on the chief."
             )
         with self._lock:
-            given, server = name, len(self._names) % len(self.servers)
-            while given in self._names:
+            unique, server = name, len(self._names) % len(self.servers)
+            while unique in self._names:
                 self._names[name] += 1
-                given = f"{name}_{self._names[name]}"
-            self._names[given] = 0
-        return self.namespace + given, server
+                unique = f"{name}_{self._names[name]}"
+            self._names[unique] = 0
+        return self.namespace + unique, server
 
     def push(
         self, name: str, applies: Mapping[int, Apply], copies: Mapping[int, Sequence[CachedShard]]
@@ -370,15 +370,15 @@ class ParameterServerStrategy(Strategy):
         Returns:
             A re-iterable of nests of `PerReplica`.
         """
-        own = _share_of(dataset, *self._role.share, evenly=self._mode.together)
-        return super().distribute_dataset(own, options)
+        share = _share_of(dataset, *self._role.share, evenly=self._mode.together)
+        return super().distribute_dataset(share, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
         """Return a dataset for this worker's replicas; see `Strategy`."""
-        own = InputContext(*self._role.share, self.num_replicas_in_sync)
-        return super().distribute_datasets_from_function(lambda _: dataset_fn(own), options)
+        context = InputContext(*self._role.share, self.num_replicas_in_sync)
+        return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
 
     def _on_close(self) -> None:
         try:
@@ -401,17 +401,17 @@ class ParameterServerStrategy(Strategy):
 
     def _count_staleness(self, seen: Mapping[int, Sequence[int]], outcomes: Outcomes) -> None:
         """Count an update under the staleness of its most stale variable."""
-        found = []
+        ages = []
         for server, (outcome, *_) in outcomes.items():
             if isinstance(outcome, Accumulated):
-                found.append(0 if outcome.accepted else 1)
+                ages.append(0 if outcome.accepted else 1)
             elif isinstance(outcome, Done):
                 between = zip(seen[server], outcome.versions, strict=True)
-                found += [now - 1 - then for then, now in between if 0 < then < now]
-        found = [updates for updates in found if updates < _LIVES_APART]
-        if found:
+                ages += [now - 1 - then for then, now in between if 0 < then < now]
+        ages = [updates for updates in ages if updates < _LIVES_APART]
+        if ages:
             with self._lock:
-                self._staleness[max(found)] += 1
+                self._staleness[max(ages)] += 1
 
     def __reduce__(self) -> Any:
         keep_until_run(self)

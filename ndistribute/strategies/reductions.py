@@ -57,10 +57,10 @@ def components_of_workers(value: Any, workers: Workers) -> Any:
         return value
     replicas = workers.replica_counts[workers.rank]
     try:
-        told: Any = [_components(leaf, replicas, "worker") for leaf in leaves]
+        components: Any = [_components(leaf, replicas, "worker") for leaf in leaves]
     except ValueError as error:
-        told = error
-    everyone = all_gather_object(workers, told)
+        components = error
+    everyone = all_gather_object(workers, components)
     joined = map(PerReplica, map(chain.from_iterable, zip(*everyone, strict=True)))
     return tree.map_leaves(lambda leaf: next(joined) if _differs(leaf) else leaf, value)
 
@@ -198,13 +198,13 @@ def _normalised(op: ReduceOp, axis: Any, arrays: Sequence[Array]) -> tuple[int, 
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     ndim = arrays[0].ndim
     _check_equal(op, [(array.ndim,) for array in arrays], "numbers of axes")
-    for one in axes:
-        if not isinstance(one, int | np.integer) or not -ndim <= one < ndim:
+    for number in axes:
+        if not isinstance(number, int | np.integer) or not -ndim <= number < ndim:
             raise ValueError(
-                f"reduce {op.name}: axis {one!r} is out of range for values of shape "
+                f"reduce {op.name}: axis {number!r} is out of range for values of shape "
                 f"{arrays[0].shape}: it must be an integer in [{-ndim}, {ndim})."
             )
-    normal = tuple(sorted(int(one) % ndim for one in axes))
+    normal = tuple(sorted(int(number) % ndim for number in axes))
     if len(set(normal)) < len(normal):
         raise ValueError(f"axis {axis!r} names an axis twice.")
     return normal

@@ -29,7 +29,7 @@ Step = Callable[[int], Any]
 GRACE_SECONDS = 30.0
 
 
-class _Running:
+class _RunningReplicas:
     """A running step: its replicas' results and errors, and the threads that are in it."""
 
     def __init__(self, size: int) -> None:
@@ -92,7 +92,7 @@ class ReplicaPool:
 
     def run(self, step: Step) -> list[Any]:
         """Return the results of a step, called with each replica's number on its thread."""
-        running = _Running(len(self._contexts))
+        running = _RunningReplicas(len(self._contexts))
         begun = time.perf_counter()
         try:
             self._group.begin()
@@ -130,7 +130,7 @@ class ReplicaPool:
         tries = self._share > 1 and on_cpus and not set_by_user()
         self._step_threads = StepThreads(self._share) if tries else None
 
-    def _run_all(self, step: Step, running: _Running) -> None:
+    def _run_all(self, step: Step, running: _RunningReplicas) -> None:
         """Run every replica, and return when all have left the step or are abandoned."""
         size = len(self._contexts)
         if size > 1 and not self._threads:
@@ -155,7 +155,7 @@ class ReplicaPool:
                 except BaseException as interrupt:  # Whatever a signal handler raises.
                     self._fail(running, interrupt)
 
-    def _replica(self, rank: int, step: Step, running: _Running) -> None:
+    def _replica(self, rank: int, step: Step, running: _RunningReplicas) -> None:
         context, stream = self._contexts[rank], self._group.streams[rank]
         frames = frame_stack()
         depth = len(frames)
@@ -181,7 +181,7 @@ class ReplicaPool:
             if rank:
                 running.end()
 
-    def _fail(self, running: _Running, interrupt: BaseException) -> None:
+    def _fail(self, running: _RunningReplicas, interrupt: BaseException) -> None:
         """Record an exception that hit the calling thread outside its replica; release the rest."""
         running.errors.insert(0, (0, interrupt))
         self._group.abort(interrupt)
@@ -206,9 +206,9 @@ class ReplicaPool:
             if thread.is_alive():  # False if it could not start.
                 thread.join(GRACE_SECONDS)
 
-    def _raise_first(self, running: _Running) -> None:
-        own = [item for item in running.errors if not isinstance(item[1], WorkerLostError)]
-        rank, error = (own or running.errors)[0]
+    def _raise_first(self, running: _RunningReplicas) -> None:
+        causes = [item for item in running.errors if not isinstance(item[1], WorkerLostError)]
+        rank, error = (causes or running.errors)[0]
         running.errors = []  # The error's traceback refers to the step; avoid a cycle.
         replica = self._contexts[rank]
         explain_read_only(error)
@@ -223,4 +223,4 @@ class ReplicaPool:
         try:
             raise error
         finally:
-            del own, error, running
+            del causes, error, running

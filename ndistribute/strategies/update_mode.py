@@ -114,8 +114,8 @@ class _Synchronous(UpdateMode):
             if time.monotonic() > deadline:
                 text = f"the step of {name!r} was not complete after {self._timeout:g} s."
                 raise CollectiveTimeoutError(text)
-            given = {i: [Aggregate(aggregate, waiting[i], needed, applies[i])] for i in lacking}
-            servers.change(given, name, outcomes.update)
+            changes = {i: [Aggregate(aggregate, waiting[i], needed, applies[i])] for i in lacking}
+            servers.change(changes, name, outcomes.update)
             lacking = ()
             awaited = {i: AwaitStep(aggregate, step + 1, needed) for i, step in waiting.items()}
             named = _naming(f"{needed} workers' gradients for a step of {name!r}")

@@ -207,7 +207,7 @@ class Listener:
                 for key, _ in self._selector.select(wait):
                     key.data()
                 now = time.monotonic()
-                for pending in [one for one in self._pending.values() if one.deadline <= now]:
+                for pending in [each for each in self._pending.values() if each.deadline <= now]:
                     self._drop(pending, late)
         except Exception:
             _log.exception("the listener failed: nobody else can connect")

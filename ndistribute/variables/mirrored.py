@@ -26,7 +26,7 @@ from ndistribute.variables.policy import VariableAggregation, VariablePolicy, Wr
 from ndistribute.variables.variable import Variable, create_variable, detached
 
 
-class Cell(ArrayOwner):
+class SnapshotArray(ArrayOwner):
     """An array whose readers get snapshots.
 
     A read returns a read-only view. If a view still exists, the next update writes to a new array;
@@ -120,7 +120,8 @@ class MirroredVariable(Variable):
         homes = self._homes(strategy.devices)
         spaces = list(dict.fromkeys(device.memory_space for device in homes))
         self.home_of = [spaces.index(device.memory_space) for device in homes]
-        self._cells = [Cell(array, homes[self.home_of.index(k)]) for k in range(len(spaces))]
+        devices = [homes[self.home_of.index(k)] for k in range(len(spaces))]
+        self._cells = [SnapshotArray(array, device) for device in devices]
 
     def _homes(self, devices: Sequence[Device]) -> Sequence[Device]:
         """Return the device that stores the array of each replica."""
@@ -177,7 +178,7 @@ class SyncOnReadVariable(Variable):
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
-        self._cells = [Cell(array, device) for device in strategy.devices]
+        self._cells = [SnapshotArray(array, device) for device in strategy.devices]
 
     def component(self) -> Array:
         """Return this replica's value, or the values of all replicas combined outside replicas."""
@@ -243,7 +244,7 @@ class ShardedVariable(MirroredVariable):
         self.home_of = list(range(len(contexts)))
         self._cuts = [self.cut(context.replica_id_in_sync_group) for context in contexts]
         pairs = zip(self._cuts, contexts, strict=True)
-        self._cells = [Cell(array[cut], context.device) for cut, context in pairs]
+        self._cells = [SnapshotArray(array[cut], context.device) for cut, context in pairs]
 
     def cut(self, rank: int) -> tuple[slice, ...]:
         """Return the index of a replica's shard in the whole."""
@@ -269,8 +270,8 @@ class ShardedVariable(MirroredVariable):
         axis = self._policy.shard_axis
         return _combined(self, home, partial(home.namespace.concatenate, axis=axis))
 
-    def _cell_of(self, replica: Any) -> Cell:
-        cell: Cell = self._cells[replica.local_replica_id]
+    def _cell_of(self, replica: Any) -> SnapshotArray:
+        cell: SnapshotArray = self._cells[replica.local_replica_id]
         return cell
 
     def _checked_write(self, how: str, value: Any) -> Self:

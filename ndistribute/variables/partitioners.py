@@ -134,14 +134,14 @@ def number_of_shards(
         counts: list[int] = [operator.index(count) for count in answer]
     except TypeError:
         counts = []
-    given = f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}"
+    problem = f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}"
     if len(counts) != len(shape) or min(counts) < 1:
         raise ValueError(
-            f"{given}: it must return a list with the number of shards, 1 or more, for each axis."
+            f"{problem}: it must return a list with the number of shards, 1 or more, for each axis."
         )
     if any(count != 1 for count in counts[1:]) or counts[0] > shape[0]:
         raise ValueError(
-            f"{given}: only the first axis can be split, into at most one shard for each row."
+            f"{problem}: only the first axis can be split, into at most one shard for each row."
         )
     return counts[0]
 

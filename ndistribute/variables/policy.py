@@ -132,8 +132,8 @@ class Write:
         if not self.sparse:
             return Write(self.how, communicator.broadcast(rows, root=0))
         first = slice(None if communicator.rank == 0 else 0)
-        own = (rows.indices[first], rows.values[first])
-        indices, values = communicator.all_gather(own, axis=0)
+        pair = (rows.indices[first], rows.values[first])
+        indices, values = communicator.all_gather(pair, axis=0)
         return Write(self.how, IndexedSlices(values, indices, rows.dense_shape))
 
 
@@ -155,10 +155,10 @@ def fitted(array: Array, dtype: np.dtype[Any]) -> Array | None:
     """Return an array in a dtype, rounded; None if it would lose more, or a value is too large."""
     try:
         with np.errstate(over="ignore"):
-            found = cast(array, dtype, "fitted")
+            narrow = cast(array, dtype, "fitted")
     except ValueError:
         return None
-    return None if (np.isfinite(array) & ~np.isfinite(found)).any() else found
+    return None if (np.isfinite(array) & ~np.isfinite(narrow)).any() else narrow
 
 
 def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:

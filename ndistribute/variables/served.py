@@ -27,7 +27,7 @@ from ndistribute.devices import Array, copy_to, to_host
 from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.parameter_server.client import Servers
-from ndistribute.parameter_server.messages import Change, Item, Update
+from ndistribute.parameter_server.messages import Change, Item, VariableUpdate
 from ndistribute.timeline import span
 from ndistribute.variables.mirrored import DeviceCopies
 from ndistribute.variables.partitioners import Shards, joined, select_rows
@@ -155,7 +155,7 @@ class ServedVariable(Variable):
             if write.sparse and not len(value.indices) and len(self.places) > 1:
                 continue
             for server in place.servers:
-                changes[server].append(Update(place.name, how, *on_host(value)))
+                changes[server].append(VariableUpdate(place.name, how, *on_host(value)))
         self._strategy.servers.change(changes, how, replica=replica)
         self._strategy.copies.changed(self.cached)
 
@@ -197,10 +197,10 @@ class ServedVariable(Variable):
 
     def _fetched(self, *, in_step: bool) -> tuple[list[int], Array]:
         """Return the versions of the shards, and a snapshot of the whole in host memory."""
-        found = self._strategy.copies.read(self.cached, in_step=in_step)
-        versions = [version for _, version in found]
+        shards = self._strategy.copies.read(self.cached, in_step=in_step)
+        versions = [version for _, version in shards]
         if self._joined[0] != versions:
-            whole = joined([array for array, _ in found])
+            whole = joined([array for array, _ in shards])
             whole.flags.writeable = False
             self._joined = (versions, whole)
         return self._joined
@@ -215,15 +215,15 @@ def attached(
 ) -> ServedVariable:
     """Return this process's variable at some places; repeated calls return the same object."""
     key = places[0].name if len(places) == 1 else f"{places[0].name} and more"
-    found: ServedVariable | None = strategy.handles.get(key)
-    if found is None:
-        found = object.__new__(ServedVariable)
-        found._set_up(strategy, np.broadcast_to(np.zeros((), dtype), shape), policy)
-        found.places = places
-        found.cached = tuple(map(strategy.copies.at, places))
-        found.shards = Shards(found.shape, len(places))
-        strategy.handles[key] = found
-    return found
+    variable: ServedVariable | None = strategy.handles.get(key)
+    if variable is None:
+        variable = object.__new__(ServedVariable)
+        variable._set_up(strategy, np.broadcast_to(np.zeros((), dtype), shape), policy)
+        variable.places = places
+        variable.cached = tuple(map(strategy.copies.at, places))
+        variable.shards = Shards(variable.shape, len(places))
+        strategy.handles[key] = variable
+    return variable
 
 
 class VariableCache:
@@ -295,8 +295,8 @@ class VariableCache:
         for shard, item in items:
             asked[shard.place.servers[0]].append(item)
         answers = {}
-        for server, found in self._servers.read(asked).items():
-            answers[server] = zip(found.arrays, found.versions, strict=True)
+        for server, reply in self._servers.read(asked).items():
+            answers[server] = zip(reply.arrays, reply.versions, strict=True)
         return [next(answers[shard.place.servers[0]]) for shard, _ in items]
 
     def changed(self, shards: Iterable[CachedShard]) -> None:

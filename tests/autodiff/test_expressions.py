@@ -447,7 +447,7 @@ def more_of_scipy() -> dict:
 
 
 @pytest.mark.parametrize("expression", lines(DIFFERENTIATED))
-def test_is_differentiated_twice(expression):
+def test_an_expression_is_differentiated_twice(expression):
     code = compile(expression, expression, "eval")
 
     def function(x):
@@ -469,7 +469,7 @@ def test_is_differentiated_twice(expression):
 @pytest.mark.filterwarnings("ignore:'where' used without 'out'")
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:Mean of empty", "ignore:invalid value")
 @pytest.mark.parametrize("row", lines(REFUSED))
-def test_is_refused_by_name(row):
+def test_an_expression_without_a_derivative_is_refused_by_name(row):
     name, _, expression = row.partition(" | ")
     # An error shows the source of the line, as it does for a script.
     linecache.cache["step.py"] = (len(expression), None, [expression], "step.py")

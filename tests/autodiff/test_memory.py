@@ -68,7 +68,7 @@ def test_after_the_gradient_no_snapshot_is_held(v):
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_tape_that_goes_lets_go(v, asked):
+def test_a_deleted_tape_releases_the_variable(v, asked):
     with unchanged_references(v) as before:
         with GradientTape(persistent=True) as tape:
             loss = np.sum(v * v)
@@ -79,7 +79,7 @@ def test_a_tape_that_goes_lets_go(v, asked):
     assert loss.shape == ()
 
 
-def test_of_two_tapes_the_last_one_lets_go(v):
+def test_the_last_of_two_tapes_releases_the_variable(v):
     with unchanged_references(v) as before:
         with GradientTape() as first, GradientTape() as second:
             loss = np.sum(v * v)

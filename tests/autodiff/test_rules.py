@@ -370,7 +370,7 @@ OPERATIONS = [
     ),
     st.lists(st.integers(0, 9), min_size=1, max_size=4),
 )
-def test_programs(steps, sources):
+def test_any_program_has_the_same_gradients_twice(steps, sources):
     """Any program, any sources: asking twice gives the same gradients."""
     values = list(np.random.default_rng(0).uniform(-1, 1, (3, 2, 3)))
 

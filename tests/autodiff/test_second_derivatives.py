@@ -353,7 +353,7 @@ def test_a_tape_alone_keeps_no_calls():
     assert not tape._graph.again
 
 
-def test_a_variable_by_itself_is_one():
+def test_the_gradient_of_a_variable_by_itself_is_one():
     v, unwatched = StandInVariable(np.ones(2)), StandInVariable(np.ones(2), trainable=False)
     with GradientTape() as tape:
         pass

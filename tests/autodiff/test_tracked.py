@@ -28,7 +28,7 @@ def x():
         yield tape.watch(np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], np.float32))
 
 
-def test_attributes(x):
+def test_a_tracked_array_has_the_attributes_of_its_array(x):
     assert (x.shape, x.ndim, x.size, x.dtype) == ((2, 3), 2, 6, np.float32)
     assert (x.nbytes, x.itemsize, len(x)) == (24, 4, 2)
     assert (np.shape(x), np.ndim(x), np.size(x)) == ((2, 3), 2, 6)

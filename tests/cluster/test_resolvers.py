@@ -195,7 +195,7 @@ def test_what_is_wrong_in_an_environment_is_named(resolver, environ, message):
         resolver(environ={**STEP, **TORCHRUN, **environ})
 
 
-def test_the_simple_one_says_what_it_was_told():
+def test_a_simple_resolver_returns_its_arguments():
     me = Simple({"worker": ["a:1", "b:1"]}, "m:1", "worker", 1, "lab", num_accelerators={"GPU": 3})
     assert (me.master(), me.master("worker", 0), me.environment) == ("m:1", "a:1", "lab")
     assert (me.num_accelerators(), me.worker_index) == ({"GPU": 3}, 1)

@@ -90,7 +90,7 @@ def test_hosts_that_only_the_user_tells_apart_need_no_network(monkeypatch):
         address_among([red, ("blue", "net 2", "box")], 0)
 
 
-def test_a_host_that_nobody_reaches_is_told_so(monkeypatch):
+def test_an_unreachable_host_is_an_error_with_a_remedy(monkeypatch):
     def unreachable(*_, **__):
         raise OSError("Network is unreachable")
 

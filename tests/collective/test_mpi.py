@@ -64,7 +64,7 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order(three):
     assert outcomes == [(blobs, (rank, 3)) for rank in range(3)]
 
 
-def test_ranks_that_have_not_come_are_told_of(monkeypatch, caplog):
+def test_a_warning_names_the_ranks_that_have_not_come(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.01)
     mpi._finish(types.SimpleNamespace(Test=lambda: caplog.messages), seconds=20.0)
     assert "waited 0 s for other ranks of MPI, which have not made" in caplog.messages[0]

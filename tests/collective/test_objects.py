@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ndistribute as nd
 from ndistribute.collective.objects import (
-    Packed,
+    PackedObject,
     all_gather_object,
     pack,
     unpack,
@@ -64,19 +64,19 @@ def column(dtype, *shape):
         column(ml_dtypes.bfloat16, 2),
     ],
 )
-def test_what_is_told_is_like_what_was_passed(value):
+def test_a_decoded_value_equals_the_encoded_one(value):
     told = unpack(pack(value))
     assert repr(told) == repr(value)
 
 
-def test_rows_of_an_array_are_told():
+def test_indexed_slices_are_encoded_and_decoded():
     told = unpack(pack(nd.IndexedSlices(np.ones((2, 3)), np.array([4, 1]), (5, 3))))
     assert isinstance(told, nd.IndexedSlices)
     assert told.indices.tolist() == [4, 1]
     assert told.to_dense().sum() == 6
 
 
-def test_what_other_workers_could_not_make_is_an_error_of_who_tells_it():
+def test_a_value_that_others_cannot_create_is_an_error_on_the_sender():
     @dataclasses.dataclass
     class Local:
         x: np.ndarray
@@ -100,7 +100,7 @@ def test_values_of_all_workers_come_in_their_order_in_one_collective():
     ("value", "kind", "text"),
     [(ValueError("not so"), ValueError, "not so"), (object(), TypeError, "cannot travel")],
 )
-def test_what_one_worker_could_not_tell_is_an_error_on_all(value, kind, text):
+def test_a_value_that_one_worker_cannot_encode_is_an_error_on_all(value, kind, text):
     def work(workers):
         return all_gather_object(workers, value if workers.rank == 1 else 0)
 
@@ -111,7 +111,7 @@ def test_what_one_worker_could_not_tell_is_an_error_on_all(value, kind, text):
 
 
 def node(text: str, *arrays: bytes) -> bytes:
-    return encode(Packed(text, arrays))[0]
+    return encode(PackedObject(text, arrays))[0]
 
 
 def array(data: bytes, dtype: str, *shape: int) -> bytes:

@@ -267,6 +267,7 @@ WITHOUT_EFFECT = {
     "compiled": lambda w: tf.function(lambda: w, polymorphic=True),
     "reassigned": lambda w: tf.assign(w, 1.0, when="later"),
     "settings": lambda w: tf.config.run_functions_eagerly(eager=True),
+    "negative": lambda w: tf.train.Saver([w], max_to_keep=-1),
     "padded": lambda w: tf.train.Saver([w], pad_step_number=True),
     "state": lambda w: tf.train.Saver([w]).save(None, "path", latest_filename="other"),
     "constraint": lambda w: tf.get_variable("v", [2], constraint=tf.identity),

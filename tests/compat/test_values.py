@@ -33,7 +33,7 @@ def test_the_gradient_of_sigmoid_cross_entropy_is_right_at_zero() -> None:
     np.testing.assert_allclose(tape.gradient(whole, watched), [0.25, -0.25])
 
 
-def test_parts_and_choices() -> None:
+def test_slice_and_where() -> None:
     x = tf.placeholder(tf.float32, [None, 4])
     mask = tf.placeholder(tf.bool, [None])
     part = tf.slice(x, [0, 1], tf.stack([tf.shape(x)[0] - 1, -1]))

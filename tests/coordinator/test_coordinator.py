@@ -214,7 +214,7 @@ class UnkindError(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_what_can_not_travel_back_is_told_in_words(coordinator):
+def test_what_cannot_be_pickled_is_an_error_that_names_it(coordinator):
     def raise_unkind() -> None:
         raise UnkindError(1, 2)
 

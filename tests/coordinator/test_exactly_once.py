@@ -11,8 +11,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.errors import DistributeError
-from ndistribute.parameter_server.client import Closure, closure
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.client import RunningClosure, closure
+from ndistribute.parameter_server.store_service import LocalServer
 from tests.strategies.on_servers import served
 
 OTHER_UPDATES = "function 7 runs again, and its updates are not of the same variables in the same"
@@ -31,9 +31,9 @@ def run(strategy: Any, attempt: int, steps: list[str], names: Any, dies: bool = 
 
 def run_elsewhere(*args: Any) -> None:
     """Run a function as another worker does while this one runs it."""
-    late, Closure.current = Closure.current, None
+    late, RunningClosure.current = RunningClosure.current, None
     run(*args)
-    Closure.current = late
+    RunningClosure.current = late
 
 
 A, B, READ_A, READ_B = "a.assign_add(ONE)", "b.assign_add(ONE)", "a.numpy()", "b.numpy()"

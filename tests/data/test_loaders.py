@@ -274,7 +274,7 @@ def generated(count):
         ),
     ],
 )
-def test_workers_whose_data_differ_are_told_in_what(build, message):
+def test_an_error_names_the_difference_of_the_workers_data(build, message):
     all_raise(shared(2, build), ValueError, message)
 
 
@@ -302,7 +302,7 @@ def arrays_of(rank, change):
     ("change", "array"),
     [("the labels' order", 1), ("the order", 0), ("a value", 0), ("strings", 1)],
 )
-def test_workers_whose_arrays_differ_are_told_which(change, array):
+def test_an_error_names_the_array_in_which_workers_differ(change, array):
     steps = shared(2, lambda rank: Dataset.from_tensor_slices(arrays_of(rank, change)).batch(500))
     message = rf"array {array} is \w+\[.*on worker 0 .*on worker 1"
     all_raise(steps, ValueError, message)

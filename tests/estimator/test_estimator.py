@@ -16,8 +16,8 @@ import pytest
 import ndistribute as nd
 from ndistribute import estimator as est
 from ndistribute import graph as g
-from ndistribute.estimator import training
-from ndistribute.graph import metrics
+from ndistribute.estimator import tasks
+from ndistribute.graph import streaming_metrics as metrics
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((48, 3))
@@ -300,6 +300,6 @@ def test_an_evaluator_goes_on_when_its_checkpoint_is_deleted(tmp_path):
         return inputs(12)()
 
     spec = est.EvalSpec(input_fn, steps=1, start_delay_secs=0, throttle_secs=0)
-    found = training.Evaluations(model, spec).follow(4)
+    found = tasks.Evaluations(model, spec).follow(4)
     assert found["global_step"] == 4
     assert next(calls) == 2

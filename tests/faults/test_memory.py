@@ -8,7 +8,13 @@ import tracemalloc
 
 import numpy as np
 
-from ndistribute.parameter_server.messages import Create, NewVariable, Reply, Transaction, Update
+from ndistribute.parameter_server.messages import (
+    Create,
+    NewVariable,
+    Reply,
+    Transaction,
+    VariableUpdate,
+)
 from ndistribute.task.server import Server
 from ndistribute.transport.rpc import Client
 from ndistribute.transport.secret import credentials_of
@@ -41,7 +47,7 @@ def visit(address, name, changes=3):
     )
     client.call(Create((NewVariable("w", (1000,), "float64", fill=0.0),)))
     for number in range(1, changes + 1):
-        change = Update("w", "assign_add", np.ones(1000))
+        change = VariableUpdate("w", "assign_add", np.ones(1000))
         client.call(Transaction(client.name, number, number, (change,)))
     return client
 

@@ -21,7 +21,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute import graph as g
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph.definition import BodyDef, OperationDef, pack
 from ndistribute.graph.ops import KERNELS
 from ndistribute.graph.pool import TaskClient
@@ -48,9 +48,9 @@ def client(server: nd.Server) -> Iterator[TaskClient]:
         yield pool.client(server.target)
 
 
-def run_of(*operations: OperationDef, fetch: str = "a:0", **options: Any) -> m.Run:
+def run_of(*operations: OperationDef, fetch: str = "a:0", **options: Any) -> m.RunStep:
     feeds = {"fetches": (fetch,), "targets": (), "feeds": (), "values": (), "timeout": 5.0}
-    return m.Run(session="s", known=0, operations=operations, **(feeds | options))
+    return m.RunStep(session="s", known=0, operations=operations, **(feeds | options))
 
 
 def op(name: str, kind: str, *inputs: str, **options: Any) -> OperationDef:
@@ -224,7 +224,7 @@ def test_a_step_ends_although_a_long_call_goes_on(server, client, monkeypatch, h
         pending.cancel()
 
 
-def program() -> m.Run:
+def program() -> m.RunStep:
     """Return a step of a graph that has something of all."""
     with g.Graph().as_default() as graph:
         x = g.placeholder(np.float64, [2])
@@ -253,7 +253,7 @@ def messages() -> list[m.Request]:
         m.RunPart("s/0", "s/1", (one,)),
         m.Deliver("s/1", {"k": one}),
         m.Abort("s/1", m.Failure("InvalidArgumentError", "why", None, PS)),
-        m.Forget("s"),
+        m.ForgetParts("s"),
         m.Close("s"),
         m.Reset(False),
     ]
@@ -305,7 +305,7 @@ def mutants(draw: random.Random) -> Iterator[Any]:
     whole = messages()
     for number in itertools.count():
         message = draw.choice(whole)
-        if number % 2 and isinstance(message, m.Run):  # In a session without earlier mistakes.
+        if number % 2 and isinstance(message, m.RunStep):  # In a session without earlier mistakes.
             message = msgspec.structs.replace(message, session=f"s{number}")
         tree = plain(message)
         if draw.random() < 0.2:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ndistribute import graph as g
-from ndistribute.graph import metrics
+from ndistribute.graph import streaming_metrics as metrics
 
 RNG = np.random.default_rng(0)
 LABELS, PREDICTIONS = RNG.integers(0, 2, (2, 20, 1)).astype(float)

@@ -15,6 +15,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors, event_files
 from ndistribute import graph as g
+from ndistribute.compat.graph_supervisor import Supervisor
 from ndistribute.graph import hooks, monitored, summary
 from tests.graph.conftest import PS
 from tests.processes import HANG_SECONDS, wait_until
@@ -151,7 +152,7 @@ class Feeding(hooks.SessionRunHook):
         return hooks.SessionRunArgs(None, {self._tensor: 2.0})
 
 
-def test_mistakes_in_hooks_are_told(tmp_path):
+def test_mistakes_in_hooks_are_errors(tmp_path):
     with pytest.raises(ValueError, match="either scaffold or summary_op"):
         hooks.SummarySaverHook(1, output_dir=tmp_path)
     with g.Graph().as_default():
@@ -240,7 +241,7 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path):
     for expected in (1.0, 0.25):
         with g.Graph().as_default():
             step, loss = model()
-            supervisor = g.Supervisor(logdir=tmp_path, save_model_secs=1000)
+            supervisor = Supervisor(logdir=tmp_path, save_model_secs=1000)
             with supervisor.managed_session() as session:
                 assert session.run(loss) == expected
                 session.run(step)
@@ -249,7 +250,7 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path):
     with g.Graph().as_default():
         bad = g.constant([1.0, 2.0]) + g.constant([1.0, 2.0, 3.0])
         failing = pytest.raises(errors.InvalidArgumentError, match=r"numpy\.add")
-        with failing, g.Supervisor().managed_session() as session:
+        with failing, Supervisor().managed_session() as session:
             session.run(bad)
 
 
@@ -257,7 +258,7 @@ def test_a_supervisor_calls_functions_until_it_stops():
     called: queue.Queue[Any] = queue.Queue()
     with g.Graph().as_default():
         g.Variable(0.0)
-        supervisor = g.Supervisor()
+        supervisor = Supervisor()
         with supervisor.managed_session():
             thread = supervisor.loop(None, lambda *a, **k: called.put((a, k)), (1,), {"b": 2})
             assert [called.get(timeout=HANG_SECONDS) for _ in range(3)] == 3 * [((1,), {"b": 2})]
@@ -272,7 +273,7 @@ def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path):
     with g.Graph().as_default():
         step, _ = model()
         options: Any = {"summary_op": None, "summary_writer": writer}
-        supervisor = g.Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
+        supervisor = Supervisor(logdir=tmp_path, save_summaries_secs=0.01, **options)
         with supervisor.managed_session() as session:
             session.run(step)
             wait_until(lambda: any(step > 0 for step in writer.steps))
@@ -284,7 +285,8 @@ def test_a_supervisor_counts_steps_and_saves_at_the_end_of_the_input(tmp_path):
 def test_a_supervisor_that_cannot_begin_closes_its_file(tmp_path):
     with g.Graph().as_default():
         model()
-        supervisor = g.Supervisor(logdir=tmp_path, init_op=g.constant([1.0, 2.0]) + [1.0, 2.0, 3.0])
+        bad = g.constant([1.0, 2.0]) + [1.0, 2.0, 3.0]
+        supervisor = Supervisor(logdir=tmp_path, init_op=bad)
         with pytest.raises(errors.InvalidArgumentError), supervisor.managed_session():
             pass
     assert supervisor.summary_writer is None

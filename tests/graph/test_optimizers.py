@@ -194,7 +194,7 @@ def test_workers_go_on_together_from_a_step_that_the_chief_restores(server):
     assert results == [(5, pytest.approx(10.0 - 4 * 0.2))] * 2
 
 
-def test_a_chief_that_begins_anew_without_its_hook_is_told_so(server):
+def test_a_restarted_chief_without_its_hook_gets_an_error(server):
     for hook in (True, False, True):
         with g.Graph().as_default(), g.Session(server.target) as session:
             w, count, optimizer, step = program(1)

@@ -12,7 +12,7 @@ from scipy import special
 
 from ndistribute import errors
 from ndistribute import graph as g
-from ndistribute.autodiff import tape
+from ndistribute.autodiff import recorder
 from ndistribute.graph import executor
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.models import nn
@@ -221,8 +221,8 @@ def test_one_thread_at_a_time_differentiates_an_operation(session, monkeypatch):
         return computed(*args)
 
     monkeypatch.setattr(executor, "_LONG_SECONDS", 0.0)
-    computed = tape.tracked_pass
-    monkeypatch.setattr(tape, "tracked_pass", tracked_pass)
+    computed = recorder.tracked_pass
+    monkeypatch.setattr(recorder, "tracked_pass", tracked_pass)
     x = g.placeholder(np.float64, [3])
     y = np.sin(x)
     parts = [slope_of(slope_of(y, x, WEIGHTS * k) ** 2, x, WEIGHTS) for k in range(1, 4)]

@@ -18,7 +18,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import errors
 from ndistribute import graph as g
-from ndistribute.graph import messages as m
+from ndistribute.graph import requests as m
 from ndistribute.graph import service
 from ndistribute.graph import session as session_module
 from ndistribute.graph.definition import OperationDef, pack
@@ -165,7 +165,7 @@ def test_a_stopped_server_connects_to_nobody(silent):
     client = pool.client(silent)
     for send in (client.send_one_way, client.start):
         with pytest.raises(errors.UnavailableError, match="has ended its connections"):
-            send(m.Forget("s"))
+            send(m.ForgetParts("s"))
 
 
 def test_a_step_does_not_wait_long_for_a_stopped_master(silent, monkeypatch):
@@ -174,14 +174,14 @@ def test_a_step_does_not_wait_long_for_a_stopped_master(silent, monkeypatch):
         g.Session(silent, config=g.ConfigProto(operation_timeout_in_ms=10)).run(g.constant(1.0))
 
 
-def begun(cluster: Any, session: g.Session) -> service._Session:
+def begun(cluster: Any, session: g.Session) -> service._MasterSession:
     """Return the master's side of a session, in which a step over two tasks has run."""
     with g.get_default_graph().device(PS):
         x = g.constant(1.0) * 2.0
     with g.get_default_graph().device(WORKER):
         session.run(x + 1.0)
-    found: service._Session = next(iter(cluster["worker"]._services["graph"]._sessions.values()))
-    return found
+    sessions: dict[str, service._MasterSession] = cluster["worker"]._services["graph"]._sessions
+    return next(iter(sessions.values()))
 
 
 def test_a_step_that_cannot_begin_leaves_no_values(cluster, monkeypatch):
@@ -213,7 +213,7 @@ def test_a_closed_session_registers_no_more_parts(cluster):
     with g.Session(cluster["worker"].target) as session:
         master = begun(cluster, session)
     wait_until(lambda: not cluster["ps"]._services["graph"]._parts)
-    request = m.Run(master.name, 0, (), ("add:0",), (), (), ())
+    request = m.RunStep(master.name, 0, (), ("add:0",), (), (), ())
     with pytest.raises(errors.CancelledError, match="closed"):
         master.run(None, request)  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ def test_what_a_host_calls_itself_does_not_matter(rig, launcher):
 
 @pytest.mark.hosts
 @pytest.mark.skipif(not find_mpiexec(), reason="there is no mpiexec")
-def test_hosts_of_one_name_are_told_apart_under_mpi():
+def test_mpi_distinguishes_hosts_with_the_same_name():
     with Rig(2) as rig:
         for host in rig.hosts:
             with (rig.folder / host.name / "hosts").open("a") as file:

@@ -54,7 +54,7 @@ def tasks(text: str) -> list[Task]:
         ("ps=1? chief=0 worker", 5, Verdict.FINISH),
     ],
 )
-def test_what_follows_from_an_end(job, restarts, expected):
+def test_the_verdict_on_a_task_that_ended(job, restarts, expected):
     states = tasks(job)
     assert verdict(states[0], states, restarts) is expected
 

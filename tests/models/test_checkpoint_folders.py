@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ndistribute import tensor_files
 from ndistribute.graph.graph import Graph
 from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.graph.session import Session
-from ndistribute.graph.variables import Variable
+from ndistribute.graph.variables import GraphVariable
 from tests.processes import Ranks
 
 
@@ -26,7 +27,7 @@ from tests.processes import Ranks
 def graph_saver(value: float, **options: Any) -> Iterator[Callable[..., str]]:
     """Give the method `save` of a saver of one variable, without its first argument."""
     with Graph().as_default(), Session() as session:
-        Variable(np.full(3, value), name="v").load(np.full(3, value), session)
+        GraphVariable(np.full(3, value), name="v").load(np.full(3, value), session)
         yield functools.partial(Saver(**options).save, session)
 
 
@@ -128,9 +129,11 @@ def test_a_saver_leaves_what_others_write_and_wrote_to_the_path_of_a_step(tmp_pa
             save(tmp_path / "run", step)
         assert written.exists()
     assert earlier.exists()
-    with graph_saver(1.0) as save:
+    with graph_saver(1.0, max_to_keep=1) as save:
+        shutil.rmtree(save(tmp_path / "run", 7) + ".000001")
+        nd.Checkpoint().save(tmp_path / "run-7")  # It takes the number.
         save(tmp_path / "run", 8)
-    names = ["run-5.000001", "run-6.000001", "run-8.000001"]
+    names = [f"run-{step}.000001" for step in (5, 6, 7, 8)]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -138,7 +141,7 @@ def test_a_saver_that_goes_on_counts_no_checkpoints_of_other_kinds(tmp_path):
     for step in (1, 2):
         nd.Checkpoint(v=nd.Variable(np.zeros(3))).save(tmp_path / f"run-{step}")
     with Graph().as_default(), Session() as session:
-        Variable(np.zeros(3), name="v")
+        GraphVariable(np.zeros(3), name="v")
         saver = Saver(max_to_keep=1)
         assert saver.restore_latest(session, tmp_path) == str(tmp_path / "run-2")
         for step in (3, 4):
@@ -180,18 +183,18 @@ def test_a_checkpoint_that_replaces_one_while_they_are_listed_is_the_latest(tmp_
 def test_a_saver_reads_the_next_one_if_the_newest_is_deleted_meanwhile(tmp_path, monkeypatch):
     with graph_saver(2.0) as save:
         paths = [save(tmp_path / "run", step) for step in (1, 2)]
-    newest = tensor_files.newest
+    read = tensor_files.read
 
-    def late(directory: Path, name: str) -> Any:
-        if name == "run-2":
-            tensor_files.delete(directory / "run-2.000001")
-        return newest(directory, name)
+    def late(folder: Path) -> Any:
+        if folder.name == "run-2.000001":
+            tensor_files.delete(folder)
+        return read(folder)
 
-    monkeypatch.setattr(tensor_files, "newest", late)
+    monkeypatch.setattr(tensor_files, "read", late)
     with Graph().as_default(), Session() as session:
-        Variable(np.zeros(3), name="v")
+        GraphVariable(np.zeros(3), name="v")
         assert Saver().restore_latest(session, tmp_path) == paths[0]
-        Variable(np.zeros(3), name="more")
+        GraphVariable(np.zeros(3), name="more")
         with pytest.raises(nd.errors.NotFoundError, match="lacks more"):
             Saver().restore_latest(session, tmp_path)
 
@@ -225,7 +228,7 @@ def test_a_reader_sees_a_whole_checkpoint_while_others_replace_it(tmp_path):
 def restored_by_saver(path: Path) -> None:
     """Restore the variables of a graph."""
     with Graph().as_default(), Session() as session:
-        Variable(np.zeros(3), name="v")
+        GraphVariable(np.zeros(3), name="v")
         Saver().restore(session, path)
 
 

@@ -109,7 +109,7 @@ DIFFERENTIATED = [
 
 
 @pytest.mark.parametrize(("function", "arrays"), DIFFERENTIATED)
-def test_the_gradients_of(function, arrays):
+def test_operations_and_losses_have_the_gradients_of_differences(function, arrays):
     """Those of losses by labels and weights were None."""
     check_gradients(function, *arrays)
 

@@ -164,7 +164,7 @@ def test_steps_per_epoch_go_on_in_the_dataset():
     ],
     ids=["the last examples", "a dataset with batches of its own"],
 )
-def test_arrays_are_validated_on(options, rows):
+def test_validation_data_is_a_split_or_a_dataset(options, rows):
     model, history = classifier(nd.optimizers.SGD(0.0)), callbacks.History()
     model.fit(X, Y, batch_size=16, verbose=0, callbacks=history, **options)
     expected = model.evaluate(X[rows], Y[rows], verbose=0)

@@ -20,11 +20,11 @@ def new(name, value):
 
 
 def assign(name, value, indices=None):
-    return m.Update(name, "assign", value, indices)
+    return m.VariableUpdate(name, "assign", value, indices)
 
 
 def add(name, value, indices=None):
-    return m.Update(name, "assign_add", value, indices)
+    return m.VariableUpdate(name, "assign_add", value, indices)
 
 
 def read(*names):

@@ -24,8 +24,8 @@ from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.client import ServerClient, Servers
-from ndistribute.parameter_server.server import LocalServer, StoreService
 from ndistribute.parameter_server.snapshot import Disk
+from ndistribute.parameter_server.store_service import LocalServer, StoreService
 from tests.parameter_server.calls import Client, add, apply, assign, content, new, read
 from tests.processes import wait_until
 
@@ -318,6 +318,10 @@ def swapped(data: bytes, first: int, second: int, third: int) -> bytes:
     return data[:first] + data[second:third] + data[first:second] + data[third:]
 
 
+def test_the_tag_of_an_update_in_logs_stays():
+    assert m.VariableUpdate.__struct_config__.tag == "Update"  # As before its class was renamed.
+
+
 @pytest.mark.parametrize("buffers", [0, 1])
 def test_a_log_of_another_version_is_told_and_kept(left, buffers):
     """It was taken for a record that is not whole, and cut off to nothing."""
@@ -351,7 +355,7 @@ def test_a_snapshot_replaces_the_log_and_the_one_before_is_enough_as_well(tmp_pa
 
 
 def test_a_log_that_grows_long_is_replaced_before_a_snapshot_is_due(tmp_path, monkeypatch):
-    monkeypatch.setattr("ndistribute.parameter_server.server._LOG_BYTES", 300)
+    monkeypatch.setattr("ndistribute.parameter_server.store_service._LOG_BYTES", 300)
     with serving(tmp_path, "log") as (_, client):
         client.ask(m.Create((new("w", ONES),)))
         for _ in range(4):
@@ -419,7 +423,7 @@ def test_after_a_sync_that_failed_nothing_is_acknowledged_until_a_snapshot(left,
 LIVES = """
 import itertools, json, logging, os, signal, sys, threading
 import numpy as np
-from ndistribute.parameter_server import server, snapshot
+from ndistribute.parameter_server import snapshot, store_service
 from ndistribute.parameter_server.messages import Create, NewVariable
 from tests.parameter_server.calls import Client, add, read
 
@@ -447,7 +451,7 @@ def arm(point, after):
         os.fdatasync = synced
 
 def live(directory, first, point, after):
-    service = server.StoreService(directory, "ps:0", durability="log", seconds=0.02)
+    service = store_service.StoreService(directory, "ps:0", durability="log", seconds=0.02)
     chief = Client(service, "chief#1")
     chief.ask(Create(tuple(NewVariable(name, (64,), "float64", fill=0.0) for name in first)))
     say({"values": [sorted(set(value.tolist())) for value in chief.ask(read(*first)).arrays]})

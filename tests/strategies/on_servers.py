@@ -8,7 +8,7 @@ from typing import Any
 
 import ndistribute as nd
 from ndistribute.parameter_server.client import ServerClient
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.store_service import LocalServer
 from tests.kinds import DEADLINE, cpus
 
 

@@ -153,7 +153,7 @@ def test_a_replica_that_returns_early_leaves_nobody_waiting(several):
 
 @one_process("what is said of a worker is another text")
 @pytest.mark.parametrize(("made", "size"), [(0, 1), (1, LARGE), (2, 1)])
-def test_returning_early_is_named(several, made, size):
+def test_an_error_names_the_replica_that_returned_early(several, made, size):
     for early in (0, several.num_replicas_in_sync - 1):
 
         def step(early=early):

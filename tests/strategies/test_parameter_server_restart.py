@@ -19,8 +19,8 @@ import ndistribute as nd
 from ndistribute import tensor_files
 from ndistribute.parameter_server.client import ServerClient, Servers
 from ndistribute.parameter_server.messages import Aggregate, AwaitStep, Gradient, Read
-from ndistribute.parameter_server.server import LocalServer, StoreService
 from ndistribute.parameter_server.snapshot import Disk
+from ndistribute.parameter_server.store_service import LocalServer, StoreService
 from ndistribute.strategies.update_mode import update_mode_of
 from ndistribute.transport.failure_detector import detector
 from tests.kinds import DEADLINE, closing, in_thread

@@ -67,7 +67,7 @@ def read(client: Client) -> Any:
 
 def add(client: Client, number: int) -> int:
     """Add one to ``w`` under a number, and return the total."""
-    change = m.Update("w", "assign_add", np.ones(3))
+    change = m.VariableUpdate("w", "assign_add", np.ones(3))
     order = m.Transaction(client.name, number, number, (change,))
     total: int = client.call(order).total
     return total

@@ -26,7 +26,7 @@ def make(strategy, *args, **kwargs):
         return nd.Variable(*args, **kwargs)
 
 
-def test_its_properties(strategy):
+def test_a_variable_has_the_properties_that_it_was_created_with(strategy):
     assert (make(strategy, 1).trainable, make(strategy, 1).dtype) == (True, np.int64)
     v = make(strategy, np.zeros((2, 3), np.float32), False, "weights")
     assert (v.shape, v.dtype, v.name, v.trainable) == ((2, 3), np.float32, "weights", False)

@@ -66,7 +66,7 @@ def test_functions_methods_and_indexing(w, use):
     assert same(ours, theirs)
 
 
-def test_a_variable_is_an_index():
+def test_a_variable_indexes_arrays_and_lists():
     row, rows, mask = nd.Variable(1), nd.Variable([1, 0]), nd.Variable([True, False])
     for index in (row, rows, mask, (rows, row), (slice(None), row)):
         plain = tuple(
@@ -78,7 +78,7 @@ def test_a_variable_is_an_index():
     assert [10, 20, 30][row] == 20
 
 
-def test_containers_and_keys(w):
+def test_a_variable_is_a_container_and_a_key(w):
     assert len(w) == 2
     assert [row.tolist() for row in w] == X.tolist()
     assert 5.0 in w
@@ -86,7 +86,7 @@ def test_containers_and_keys(w):
     assert {w: "w", nd.Variable(X): "other"}[w] == "w"
 
 
-def test_numbers_and_text():
+def test_a_variable_converts_to_numbers_and_formats():
     for dtype in ("float32", "int64", "bool"):
         v = nd.Variable(np.array(1, dtype))
         assert (float(v), int(v), bool(v), complex(v)) == (1.0, 1, True, 1 + 0j)

@@ -12,7 +12,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.parameter_server.client import closure
-from ndistribute.parameter_server.server import LocalServer
+from ndistribute.parameter_server.store_service import LocalServer
 from ndistribute.variables.served import ServedVariable
 from tests.kinds import DEADLINE, closing, in_thread
 from tests.strategies.on_servers import holders, served, worker_of, workers

@@ -13,7 +13,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import ownership
 from ndistribute.collective.communicator import SMALL_BYTES, Outputs
-from ndistribute.parameter_server.variables import Cell
+from ndistribute.parameter_server.stored_variables import Cell
 from ndistribute.variables.served import ServedVariable
 from tests.kinds import host_memory, mirrored, rank
 

@@ -52,7 +52,7 @@ def rules_of(function: Any, result: Any, args: Args, kwargs: Kwargs, paths: list
             return tuple([makers[k](result, *args, **kwargs) for k in positions])
     except (TypeError, NotImplementedError) as error:
         return missing(function, str(error))
-    nested = max(map(len, paths)) > 1 or any(isinstance(one, str) for one in positions)
+    nested = max(map(len, paths)) > 1 or any(isinstance(position, str) for position in positions)
     return missing(function, "a tracked array inside a list or a keyword" if nested else "")
 
 

@@ -94,7 +94,7 @@ def _block(arrays: Any) -> Value:
     def join(part: Any, axis: int) -> Value:
         if not isinstance(part, list):
             return np.reshape(part, (1,) * (most - np.ndim(part)) + np.shape(part))
-        return np.concatenate([join(one, axis + 1) for one in part], axis)
+        return np.concatenate([join(item, axis + 1) for item in part], axis)
 
     levels = depth(arrays)
     most = max(levels, ndim(arrays))
@@ -324,15 +324,15 @@ def _diff(a: Value, n: int = 1, axis: int = -1) -> Value:
 
 def _gradient(f: Value, *varargs: Any, axis: Any = None, edge_order: int = 1) -> Value:
     axes = as_axes(axis, np.ndim(f))
-    short = any(np.shape(f)[one] < 2 for one in axes)
-    if edge_order != 1 or short or any(np.ndim(one) for one in varargs):
+    short = any(np.shape(f)[along] < 2 for along in axes)
+    if edge_order != 1 or short or any(np.ndim(spacing) for spacing in varargs):
         return NotImplemented
     steps = varargs if len(varargs) == len(axes) else (varargs or (1.0,)) * len(axes)
     results = []
-    for one, step in zip(axes, steps, strict=True):
-        a = np.moveaxis(f, one, 0)
+    for along, step in zip(axes, steps, strict=True):
+        a = np.moveaxis(f, along, 0)
         slopes = [a[1:2] - a[:1], (a[2:] - a[:-2]) / 2, a[-1:] - a[-2:-1]]
-        results.append(np.moveaxis(np.concatenate(slopes) / step, 0, one))
+        results.append(np.moveaxis(np.concatenate(slopes) / step, 0, along))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -353,7 +353,7 @@ def _interp(x: Value, xp: Value, fp: Value, left: Any = None, right: Any = None)
     if left is not None or right is not None or np.iscomplexobj(fp):
         return NotImplemented
     first = np.clip(np.searchsorted(xp, x) - 1, 0, len(xp) - 2)
-    x0, x1, y0, y1 = (np.take(one, k) for one in (xp, fp) for k in (first, first + 1))
+    x0, x1, y0, y1 = (np.take(points, k) for points in (xp, fp) for k in (first, first + 1))
     return (y0 + (y1 - y0) * np.clip((x - x0) / (x1 - x0), 0, 1)).astype(np.float64)
 
 

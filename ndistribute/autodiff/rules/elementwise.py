@@ -303,8 +303,8 @@ def _density_gamma(out: Any, a: Any, x: Any) -> Any:
 
 
 def _spence(out: Any, x: Any) -> Any:
-    one = np.equal(x, 1)
-    return np.where(one, (x - 3) / 2, np.log(np.where(one, 2, x)) / np.where(one, 1, 1 - x))
+    unit = np.equal(x, 1)
+    return np.where(unit, (x - 3) / 2, np.log(np.where(unit, 2, x)) / np.where(unit, 1, 1 - x))
 
 
 def _stretch(delta: Any, r: Any) -> Any:

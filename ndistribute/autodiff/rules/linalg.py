@@ -127,24 +127,24 @@ def _einsum(out: Array, paths: Sequence[Path], args: Args, kwargs: Kwargs) -> li
 
 
 def _einsum_operand(position: int, terms: Sequence[str], output: str, operands: Args) -> Vjp:
-    own, shape, dtype = terms[position], operands[position].shape, operands[position].dtype
+    labels, shape, dtype = terms[position], operands[position].shape, operands[position].dtype
     others = [*terms[:position], *terms[position + 1 :]]
     rest = [*operands[:position], *operands[position + 1 :]]
-    distinct = "".join(dict.fromkeys(own))
+    distinct = "".join(dict.fromkeys(labels))
     known = "".join(c for c in distinct if c in output or any(c in term for term in others))
     backward = ",".join([output, *others]) + "->" + known
 
     def vjp(g: Array) -> Array:
         change = np.einsum(backward, g, *rest, optimize=True)
-        if known != own:
+        if known != labels:
             # The gradient is constant along indices that only this operand has, and on the diagonal
             # of repeated ones, which einsum returns as a view.
             where = tuple(slice(None) if c in known else None for c in distinct)
-            sides = [shape[own.index(c)] for c in distinct]
+            sides = [shape[labels.index(c)] for c in distinct]
             change = np.copy(np.broadcast_to(change[where], sides))
-            if distinct != own:
+            if distinct != labels:
                 grid = np.ix_(*map(range, sides))
-                places = tuple([grid[distinct.index(c)] for c in own])
+                places = tuple([grid[distinct.index(c)] for c in labels])
                 change = placed(change, shape, places, distinct=True)
         return unbroadcast(change, shape, dtype)
 
@@ -375,7 +375,7 @@ def _lstsq(results: Results, a: Any, b: Any, rcond: Any = None) -> JointVjp:
         if gradients[1] is not None and gradients[1].size:
             change = change + 2 * left * gradients[1]
         pairs = ((left, weights), (-change, x))
-        whole = sum(_columns(one) @ _t(_columns(other)) for one, other in pairs)
+        whole = sum(_columns(u) @ _t(_columns(v)) for u, v in pairs)
         if gradients[3] is not None:
             whole = whole + _singular_values(gradients[3], results[3], a)
         return [unbroadcast(whole, a.shape, a.dtype), unbroadcast(change, b.shape, b.dtype)]

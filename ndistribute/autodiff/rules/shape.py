@@ -176,8 +176,8 @@ def _windows(out: Array, x: Array, window_shape: Any, axis: Any = None, **kwargs
         whole = zeros(g, shape)
         for offset in np.ndindex(*g.shape[len(shape) :]):
             starts = [0] * len(shape)
-            for one, start in zip(axes, offset, strict=True):
-                starts[one] += start
+            for along, start in zip(axes, offset, strict=True):
+                starts[along] += start
             where = tuple(slice(s, s + n) for s, n in zip(starts, count, strict=True))
             whole = added(whole, where, g[(..., *offset)], distinct=True)
         return whole
@@ -272,7 +272,7 @@ def _joining(places_of: Callable[..., Sequence[Path]]) -> Callable[..., list[Vjp
 
 def _concatenated(arrays: Sequence[Any], axis: Any, ndim: int) -> list[Path]:
     # All starts at once, as there may be thousands of arrays.
-    lengths = [np.size(one) if axis is None else np.shape(one)[axis] for one in arrays]
+    lengths = [np.size(array) if axis is None else np.shape(array)[axis] for array in arrays]
     lead = (slice(None),) * (0 if axis is None else axis % ndim)
     starts = itertools.accumulate(lengths, initial=0)
     return [(*lead, slice(*pair)) for pair in itertools.pairwise(starts)]
@@ -391,7 +391,7 @@ def _cumprod(result: Array, a: Array, axis: Any = None, dtype: Any = None, out: 
     along, shape = (0, (a.size,)) if axis is None else (axis, a.shape)
 
     def vjp(g: Array) -> Array:
-        g, products, factors = (np.moveaxis(one.reshape(shape), along, 0) for one in (g, result, a))
+        g, products, factors = (np.moveaxis(x.reshape(shape), along, 0) for x in (g, result, a))
         total, rows = 0, []
         for k in range(len(g) - 1, -1, -1):
             total = g[k] + (total * factors[k + 1] if k + 1 < len(g) else 0)
@@ -446,8 +446,8 @@ def _quantile(scale: float = 1, nan: bool = False) -> Callable[..., Vjp]:
                 below = np.floor(places).astype(np.intp)
                 share = xp.asarray((places - below).astype(a.dtype))
                 above = xp.asarray(np.minimum(below + 1, count - 1))
-                for one, part_of in ((xp.asarray(below), 1 - share), (above, share)):
-                    where = line, ranks[line, one]
+                for rank, part_of in ((xp.asarray(below), 1 - share), (above, share)):
+                    where = line, ranks[line, rank]
                     change = added(change, where, part * part_of, distinct=True)
             return np.transpose(change.reshape(turned.shape), np.argsort(order).tolist())
 

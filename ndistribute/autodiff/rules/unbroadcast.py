@@ -93,7 +93,7 @@ def as_axes(axis: Any, ndim: int) -> Shape:
     if axis is None:
         return tuple(range(ndim))
     axes = axis if isinstance(axis, Sequence) else (axis,)
-    return tuple([int(one) % ndim for one in axes]) if ndim else ()
+    return tuple([int(number) % ndim for number in axes]) if ndim else ()
 
 
 def kept_shape(shape: Shape, axis: Any) -> Shape:

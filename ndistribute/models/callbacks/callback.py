@@ -1,4 +1,4 @@
-"""The base class of callbacks, and those that only tell others: `Progress` shows that of `fit`."""
+"""The base class of callbacks, and those that only report: `ProgressBar` shows how far `fit` is."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def steps_of(freq: str | int, argument: str = "save_freq") -> int:
 _RUNNING = "{elapsed}<{remaining}"
 
 
-class Progress(Callback):
+class ProgressBar(Callback):
     """Shows the metrics during an epoch and at its end.
 
     Args:

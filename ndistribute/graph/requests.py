@@ -12,8 +12,8 @@ from ndistribute.transport.codec import Record
 # From a client to the server of its target, the master of its session.
 
 
-class Run(Record, frozen=True):
-    """Run a step of a session; the reply is `Values` or a `Failure`."""
+class RunStep(Record, frozen=True):
+    """Run a step of a session; the reply is `FetchedValues` or a `Failure`."""
 
     session: str
     known: int  # The number of operations that the master has.
@@ -28,13 +28,13 @@ class Run(Record, frozen=True):
 
 
 class Close(Record, frozen=True):
-    """End a session; the reply is `Values`."""
+    """End a session; the reply is `FetchedValues`."""
 
     session: str
 
 
 class Reset(Record, frozen=True):
-    """Drop the variables of all tasks, or of this task alone; the reply is `Values`."""
+    """Drop the variables of all tasks, or of this task alone; the reply is `FetchedValues`."""
 
     everywhere: bool = True
 
@@ -43,7 +43,7 @@ class Reset(Record, frozen=True):
 
 
 class Register(Record, frozen=True):
-    """Keep a part of a graph; the reply is `Values` or a `Failure`."""
+    """Keep a part of a graph; the reply is `FetchedValues` or a `Failure`."""
 
     part: str
     session: str
@@ -53,14 +53,14 @@ class Register(Record, frozen=True):
     soft: bool = False
 
 
-class Forget(Record, frozen=True):
+class ForgetParts(Record, frozen=True):
     """Drop the parts of a session; there is no reply."""
 
     session: str
 
 
 class RunPart(Record, frozen=True):
-    """Run a part in a step; the reply is `Values` or a `Failure`."""
+    """Run a part in a step; the reply is `FetchedValues` or a `Failure`."""
 
     part: str
     step: str
@@ -87,14 +87,14 @@ class Deliver(Record, frozen=True):
     values: dict[str, Value]
 
 
-class Values(Record, frozen=True):
+class FetchedValues(Record, frozen=True):
     """The values of the fetches."""
 
     values: tuple[Value, ...] = ()
 
 
-Request = Run | Close | Reset | Register | Forget | RunPart | Abort | Deliver
-Reply = Values | Failure
+Request = RunStep | Close | Reset | Register | ForgetParts | RunPart | Abort | Deliver
+Reply = FetchedValues | Failure
 
 
 _ERRORS: list[type[Exception]] = [errors.OperationError, *errors.OperationError.__subclasses__()]

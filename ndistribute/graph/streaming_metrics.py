@@ -13,7 +13,7 @@ import numpy as np
 from ndistribute.exports import export as _export
 from ndistribute.graph.graph import Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import identity
-from ndistribute.graph.variables import LOCAL_VARIABLES, Variable
+from ndistribute.graph.variables import LOCAL_VARIABLES, GraphVariable
 
 METRIC_VARIABLES = "metric_variables"
 
@@ -120,8 +120,9 @@ def _ratio(total: Any, count: Any) -> Metric:
     return identity(value, "value"), identity(update, "update_op")
 
 
-def _local(name: str) -> Variable:
-    return Variable(np.float64(0), False, name, collections=[LOCAL_VARIABLES, METRIC_VARIABLES])
+def _local(name: str) -> GraphVariable:
+    collections = [LOCAL_VARIABLES, METRIC_VARIABLES]
+    return GraphVariable(np.float64(0), False, name, collections=collections)
 
 
 def _like(predictions: Any, labels: Any) -> Any:

@@ -19,7 +19,7 @@ from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.shared import storable
 from ndistribute.parameter_server.snapshot import Disk, UpdateLog
 from ndistribute.parameter_server.store import Answers, Store
-from ndistribute.parameter_server.variables import Refused
+from ndistribute.parameter_server.stored_variables import Refused
 from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.timeline import recorded
 from ndistribute.transport.failure_detector import silence_seconds

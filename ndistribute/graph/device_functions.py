@@ -69,7 +69,7 @@ def replica_device_setter(
     Raises:
         TypeError: `ps_strategy` cannot be called.
 
-    >>> from ndistribute.graph.variables import Variable
+    >>> from ndistribute.graph import Variable
     >>> with device(replica_device_setter(ps_tasks=2, worker_device="/job:worker/task:0")):
     ...     variables = [Variable(0.0) for _ in range(3)]
     ...     total = variables[0] + variables[1]
@@ -108,7 +108,7 @@ class GreedyLoadBalancingStrategy:
         num_tasks: the number of tasks.
         load_fn: returns the load of an operation, such as `byte_size_load_fn`.
 
-    >>> from ndistribute.graph.variables import Variable
+    >>> from ndistribute.graph import Variable
     >>> balanced = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
     >>> with device(replica_device_setter(2, ps_strategy=balanced)):
     ...     variables = [Variable(np.zeros(n)) for n in (9, 3, 3, 3, 1)]

@@ -1,4 +1,8 @@
-"""`Supervisor`: it initialises or restores a model, and saves it from threads of its own."""
+"""`tf.train.Supervisor`: a session of a graph, with threads that save it and write its summaries.
+
+Its session is opened and its variables restored as those of a `MonitoredTrainingSession`, whose
+hooks do between steps what these threads do by the clock.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ndistribute.graph.coordinator import Coordinator
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import write_speed
-from ndistribute.graph.monitored import Scaffold, open_session
+from ndistribute.graph.monitored import Coordinator, Scaffold, open_session
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
@@ -47,7 +50,7 @@ class Supervisor(Coordinator):
         summary_writer: what writes summaries; None: none does.
         init_fn: called as ``init_fn(session)`` after `init_op`.
 
-    >>> from ndistribute.graph.variables import Variable
+    >>> from ndistribute.graph import Variable
     >>> with Graph().as_default():
     ...     w = Variable(2.0)
     ...     with Supervisor().managed_session() as session:

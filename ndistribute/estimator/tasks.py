@@ -15,7 +15,7 @@ from typing import Any
 from ndistribute import tensor_files
 from ndistribute.errors import CheckpointCorruptError, NotFoundError, UnavailableError
 from ndistribute.estimator.estimator import Estimator
-from ndistribute.estimator.spec import EvalSpec, TrainSpec
+from ndistribute.estimator.specs import EvalSpec, TrainSpec
 from ndistribute.graph.hooks import CheckpointSaverListener
 from ndistribute.graph.monitored import retried
 from ndistribute.graph.service import service_at

@@ -104,7 +104,7 @@ class Variables:
             states.append("found" if held else "wanted" if value is None else "made")
         return made, m.Created(tuple(states))
 
-    def plan_update(self, change: m.Update) -> Planned:
+    def plan_update(self, change: m.VariableUpdate) -> Planned:
         """Return a function that writes to a variable, or refuse the change."""
         cell, values, indices = self.cell(change.name), change.values, change.indices
         dtype = cell.array.dtype if self.casts else values.dtype
@@ -145,7 +145,7 @@ class Variables:
     ) -> Planned:
         """Return a function that makes a client's change, or refuse the change."""
         match change:
-            case m.Update():
+            case m.VariableUpdate():
                 return self.plan_update(change)
             case Apply():
                 step = OptimizerStep(self, change)
