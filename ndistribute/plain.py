@@ -18,7 +18,10 @@ from ndistribute.dtypes import dtype_named
 
 Node = Any
 _ATOMS = frozenset({str, int, bool, type(None)})
-_BASES = (int, float, str, list, tuple, dict)
+# Of a derived class; `str` would call what an enumeration has in its place.
+_BASES: dict[type[Any], Callable[[Any], Any]] = {str: str.__str__} | {
+    base: base for base in (int, float, list, tuple, dict)
+}
 
 
 class Kind(NamedTuple):
@@ -82,7 +85,7 @@ class Encoder:
         if isinstance(value, np.generic):
             plain = value.item()
         elif base := next((base for base in _BASES if issubclass(kind, base)), None):
-            plain = base(value)
+            plain = _BASES[base](value)
         if type(plain) is kind:
             error, text = self.refusal
             raise error(text.format(path=path, value=value, kind=kind.__name__))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 
 import numpy as np
@@ -37,7 +38,12 @@ def test_a_value_of_a_derived_class_is_one_of_its_base():
     class Names(list):
         pass
 
-    assert Encoder().encode(Names([np.float32(1.5), np.str_("a"), np.int8(2)])) == [1.5, "a", 2]
+    class Word(str, enum.Enum):  # noqa: UP042, a StrEnum has the text of its value
+        SUM = "sum"
+
+    names = Names([np.float32(1.5), np.str_("a"), np.int8(2), Word.SUM])
+    assert Encoder().encode(names) == [1.5, "a", 2, "sum"]
+    assert type(Encoder().encode(Word.SUM)) is str
 
 
 def test_what_is_not_plain_is_named_with_its_path():

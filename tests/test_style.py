@@ -35,17 +35,17 @@ BUDGETS = {
     "estimator": 1271,
     "graph": 4383,
     "launcher": 1460,
-    "models": 3922,
+    "models": 3917,
     "optimizers": 880,
     "parameter_server": 1600,
     "strategies": 1110,
     "task": 300,
-    "top level": 2728,
+    "top level": 2730,
     "transport": 1992,
     "variables": 1050,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32460
+TESTS_BUDGET = 32466
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

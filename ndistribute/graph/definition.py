@@ -119,7 +119,7 @@ def arguments(template: Any) -> tuple[list[Any], dict[str, Any]]:
     try:
         args, kwargs = _templates.decode([[], {}] if template is None else template)
         return [*args], {**kwargs}
-    except (TypeError, ValueError, ImportError, RecursionError) as error:
+    except Exception as error:  # It may come from elsewhere.
         raise MalformedError(f"{_NO_TEMPLATE} {error}") from error
 
 

@@ -55,11 +55,7 @@ class States(Encoder):
 
     kinds = frozenset({"float", "tuple", "dict"})
     others = ("$tensor", "$empty")
-    refusal = (
-        ValueError,
-        "{path} is {value!r}: a state has text, numbers, arrays, None, and lists, tuples and dicts "
-        "of them.",
-    )
+    refusal = ValueError, "{path} is {value!r}: a state has text, numbers, arrays, None, and nests."
 
     def __init__(self, tensors: Any) -> None:
         self._tensors = tensors

@@ -105,10 +105,9 @@ class _Architecture(Encoder):
             names = [field.name for field in dataclasses.fields(value)]
             fields = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names}
             return {"object": type(value).__name__, "fields": fields}
-        if isinstance(value, np.ndarray) and not value.size:
-            return {"empty": list(value.shape), "dtype": value.dtype.name}
         if isinstance(value, np.ndarray):
-            return self.encode(value.tolist(), path)
+            empty = {"empty": list(value.shape), "dtype": value.dtype.name}
+            return self.encode(value.tolist(), path) if value.size else empty
         if getattr(value, "__name__", "<lambda>") != "<lambda>" and callable(value):
             return {"function": value.__name__}
         return super().encode_other(value, path)

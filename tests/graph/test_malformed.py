@@ -83,6 +83,7 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
     ),
     "wrong template": ([ONE, op("a", "cast", "one:0", call=["call"])], "no template"),
     "unknown template": ([ONE, op("a", "cast", "one:0", call=[[{"$x": 1}], {}])], "no template"),
+    "number as a key": ([ONE, op("a", "cast", "one:0", call=[[{1: 2}], {}])], "no template"),
     "deep template": ([ONE, op("a", "cast", "one:0", call=[[NESTED], {}])], "no template"),
     "missing input": ([op("a", "numpy.add", call=[[{"$input": 0}], {}])], "no input"),
     "no attributes": ([op("a", "read")], "'a' .read.* failed: KeyError"),
