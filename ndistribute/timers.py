@@ -68,9 +68,12 @@ class Attempts:
         pauses: the seconds between attempts; the last number repeats.
         wait: waits for some seconds; if it returns a true value, there are no more attempts.
 
-    >>> attempts = Attempts(time.monotonic() + 0.01, 0.001, 0.1)
-    >>> [left > 0 for left in attempts]
-    [True, True, False]
+    >>> pauses = []
+    >>> for left in Attempts(float("inf"), 0.1, 0.2, wait=pauses.append):
+    ...     if len(pauses) == 3:
+    ...         break
+    >>> pauses
+    [0.1, 0.2, 0.2]
     """
 
     def __init__(
