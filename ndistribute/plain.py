@@ -17,6 +17,7 @@ import numpy as np
 from ndistribute.dtypes import dtype_named
 
 Node = Any
+Path = Any  # A text, or the path of a nest and the key or index in it.
 _ATOMS = frozenset({str, int, bool, type(None)})
 # Of a derived class; `str` would call what an enumeration has in its place.
 _BASES: dict[type[Any], Callable[[Any], Any]] = {str: str.__str__} | {
@@ -63,7 +64,7 @@ class Encoder:
     # The error for another value, with places for its path, the value and its type.
     refusal: ClassVar[tuple[type[Exception], str]] = TypeError, "{path} is {value!r}: not plain."
 
-    def encode(self, value: Any, path: str = "") -> Node:
+    def encode(self, value: Any, path: Path = "") -> Node:
         """Return a value as a node; `path` names the value in errors."""
         kind = type(value)
         if kind in _ATOMS or (kind is float and math.isfinite(value)):
@@ -77,7 +78,7 @@ class Encoder:
             return dict(zip(value, self._encoded_parts(value.items(), path), strict=True))
         return {self.mark + name: self.encode(KINDS[name].body(value), path)}
 
-    def encode_other(self, value: Any, path: str) -> Node:
+    def encode_other(self, value: Any, path: Path) -> Node:
         """Return the node of a value that is not plain: a derived class counts as its base."""
         kind, plain = type(value), value
         if isinstance(value, np.dtype) and "dtype" in self.kinds:  # Each dtype is a class.
@@ -88,18 +89,17 @@ class Encoder:
             plain = _BASES[base](value)
         if type(plain) is kind:
             error, text = self.refusal
-            raise error(text.format(path=path, value=value, kind=kind.__name__))
+            raise error(text.format(path=self.name(path), value=value, kind=kind.__name__))
         return self.encode(plain, path)
 
-    def _encoded_parts(self, items: Iterable[tuple[Any, Any]], path: str) -> list[Node]:
+    def _encoded_parts(self, items: Iterable[tuple[Any, Any]], path: Path) -> list[Node]:
         return [
-            part if type(part) in _ATOMS else self.encode(part, self.step(path, key))
-            for key, part in items
+            part if type(part) in _ATOMS else self.encode(part, (path, key)) for key, part in items
         ]
 
-    def step(self, path: str, key: Any) -> str:
-        """Return the path of an item of a list or dict."""
-        return f"{path}[{key!r}]"
+    def name(self, path: Path) -> str:
+        """Return the text of a path, which is only needed for few values."""
+        return path if isinstance(path, str) else f"{self.name(path[0])}[{path[1]!r}]"
 
     def decode(self, node: Node) -> Any:
         """Return the value of a node."""

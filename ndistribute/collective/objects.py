@@ -101,21 +101,21 @@ class _Objects(Encoder):
     def __init__(self, arrays: Any) -> None:
         self._arrays = arrays
 
-    def encode_other(self, value: Any, path: str) -> Any:
+    def encode_other(self, value: Any, path: Any) -> Any:
         kind: Any = type(value)
         if fields := _fields_of(kind):
             name = f"{kind.__module__}:{kind.__qualname__}"
             if _class_named(name, fields) is not kind:
                 what = f"other workers cannot find {kind!r}: define it at the top of a module,"
                 raise ValueError(f"{what} as a named tuple or a dataclass.")
-            values = [self.encode(getattr(value, field), f"{path}.{field}") for field in fields]
+            values = [self.encode(getattr(value, field), (path, field)) for field in fields]
             return {"$class": [name, fields, values]}
         if isinstance(value, str | int | float) and not isinstance(value, np.generic):
             return super().encode_other(value, path)
         array = to_host(as_array(value))
         if array.dtype.hasobject and array.size:
             what = f"a {kind.__name__} of dtype {array.dtype} cannot travel between processes:"
-            what = f"{path}: {what}" if path else what
+            what = f"{self.name(path)}: {what}" if path else what
             raise TypeError(f"{what} pass numbers or arrays of numbers.")
         self._arrays.append(b"" if array.dtype.hasobject else array.tobytes())
         # Dtypes of other packages, such as bfloat16, are known by name only.

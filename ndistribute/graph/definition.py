@@ -83,9 +83,12 @@ class _Templates(Encoder):
         "slices, dtypes, and lists of these.",
     )
 
-    def encode_other(self, value: Any, path: str) -> Any:
-        if isinstance(value, OperationInput):
+    def encode(self, value: Any, path: Any = "") -> Any:
+        if type(value) is OperationInput:  # First, because most arguments are inputs.
             return {"$input": value.k}
+        return super().encode(value, path)
+
+    def encode_other(self, value: Any, path: Any) -> Any:
         if isinstance(value, type) and issubclass(value, _DTYPES):
             return self.encode(np.dtype(value))
         return super().encode_other(value, path)

@@ -60,18 +60,19 @@ class States(Encoder):
     def __init__(self, tensors: Any) -> None:
         self._tensors = tensors
 
-    def step(self, path: str, key: Any) -> str:
-        return f"{path}/{key}"
+    def name(self, path: Any) -> str:
+        return path if isinstance(path, str) else f"{self.name(path[0])}/{path[1]}"
 
-    def encode_other(self, value: Any, path: str) -> Any:
+    def encode_other(self, value: Any, path: Any) -> Any:
         if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
             return super().encode_other(value, path)
         if not value.size:
             return {"$empty": [value.shape, value.dtype.name]}
-        # A key may have a slash.
-        path = f"{path}#{len(self._tensors)}" if path in self._tensors else path
-        self._tensors[path] = value.copy()
-        return {"$tensor": path}
+        name = self.name(path)
+        if name in self._tensors:  # As a key may have a slash.
+            name = f"{name}#{len(self._tensors)}"
+        self._tensors[name] = value.copy()
+        return {"$tensor": name}
 
     def decode_other(self, tag: str, node: dict[str, Any]) -> Any:
         if tag == "$tensor":

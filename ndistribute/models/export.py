@@ -96,14 +96,15 @@ class _Architecture(Encoder):
         self._numbers: dict[int, int] = {}  # Of layers that were encoded.
         self._layers: list[Any] = []  # Those that were decoded.
 
-    def encode_other(self, value: Any, path: str) -> Any:
+    def encode_other(self, value: Any, path: Any) -> Any:
         if isinstance(value, Layer):
-            return self._encoded_layer(value, path)
+            return self._encoded_layer(value, self.name(path))
         if isinstance(value, Mapping):
-            return {"dict": {k: self.encode(v, self.step(path, k)) for k, v in value.items()}}
+            return {"dict": {k: self.encode(v, (path, k)) for k, v in value.items()}}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
-            fields = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names}
+            here = self.name(path)
+            fields = {name: self.encode(getattr(value, name), f"{here}.{name}") for name in names}
             return {"object": type(value).__name__, "fields": fields}
         if isinstance(value, np.ndarray):
             empty = {"empty": list(value.shape), "dtype": value.dtype.name}
