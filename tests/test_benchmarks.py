@@ -72,15 +72,6 @@ def test_calls_are_counted():
     assert rows[4][1] == "threads when idle"
 
 
-def test_each_worker_is_one_more_connection_and_thread_of_a_server():
-    said = command("benchmarks.servers", "--limits", "--quick")
-    servers = [line.split("|") for line in said.splitlines() if "a ps" in line]
-    few, more = (
-        [float(cell) for cell in line[-3:-1]] for line in servers if "2 servers" in line[1]
-    )
-    assert [b - a for a, b in zip(few, more, strict=True)] == [1, 1]
-
-
 def test_faults_are_measured_with_the_jobs_of_the_fault_tests(tmp_path):
     only = ("shared", "workers", "servers")
     command("benchmarks.faults", "--quick", "--out", tmp_path / "f.json", "--only", *only)

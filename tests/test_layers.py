@@ -31,6 +31,7 @@ LAYERS = (
         "mistakes",
         "numpy_functions",
         "ownership",
+        "plain",
         "values",
         "tree",
         "devices",

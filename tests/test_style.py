@@ -28,24 +28,24 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2820,
     "cluster": 500,
-    "collective": 3870,
+    "collective": 3844,
     "compat": 1257,
     "coordinator": 900,
     "data": 1730,
     "estimator": 1271,
-    "graph": 4397,
+    "graph": 4385,
     "launcher": 1460,
-    "models": 3950,
+    "models": 3920,
     "optimizers": 880,
     "parameter_server": 1600,
     "strategies": 1110,
     "task": 300,
-    "top level": 2635,
-    "transport": 1990,
+    "top level": 2730,
+    "transport": 1992,
     "variables": 1050,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32391
+TESTS_BUDGET = 32466
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
