@@ -4,8 +4,6 @@ A row is there if its code path differs from those of the others. What is added 
 a row here, and with it all of those tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

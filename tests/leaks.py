@@ -4,8 +4,6 @@ Linux only, by reading /proc; a test that leaves nothing costs well under a mill
 closed here: a test closes the strategies that it opens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@
 What they measure is no test's business. The model behaves as networks do, and says where it errs.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -6,8 +6,6 @@ last batch that leaves some replicas with little or nothing. `test_over_processe
 with the replicas spread over processes.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any

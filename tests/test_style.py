@@ -3,8 +3,6 @@
 docs: CONTRIBUTING.md, "How the code reads". A rule that is broken names the file and the line.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

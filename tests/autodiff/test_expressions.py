@@ -6,8 +6,6 @@ empty array `e`, which are made from it, and of the plain arrays `y` (like `x`),
 `labels`.
 """
 
-from __future__ import annotations
-
 import importlib
 import linecache
 import math

@@ -1,7 +1,5 @@
 """Processes that have torchrun's variables find each other; so do those that torchrun starts."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

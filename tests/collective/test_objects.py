@@ -1,7 +1,5 @@
 """Workers tell each other values in records, and nothing is unpickled."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

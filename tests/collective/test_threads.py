@@ -1,7 +1,5 @@
 """Collectives over replica threads against NumPy, to the last bit, and who owns which array."""
 
-from __future__ import annotations
-
 import functools
 import threading
 

@@ -1,7 +1,5 @@
 """Scripts of TensorFlow 1 run by changing one import."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Names of TensorFlow lead to this package, and what differs from it is what TensorFlow does."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pickle

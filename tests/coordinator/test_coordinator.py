@@ -1,7 +1,5 @@
 """`ClusterCoordinator` with a worker in this process, and what a worker does for whom."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

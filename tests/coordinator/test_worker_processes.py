@@ -1,8 +1,6 @@
 """`ClusterCoordinator` with workers that are processes: what they run, and what becomes of it when
 they are killed, stopped and started again."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

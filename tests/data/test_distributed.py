@@ -1,7 +1,5 @@
 """Each replica gets its piece of each global batch, and every row is used exactly once."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

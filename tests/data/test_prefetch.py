@@ -1,7 +1,5 @@
 """Threads work ahead within bounds, hand errors over in their place, and always end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

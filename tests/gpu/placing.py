@@ -1,7 +1,5 @@
 """Small helpers for tests of replicas on GPUs: where arrays are, and how to put them there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

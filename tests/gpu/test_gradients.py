@@ -1,7 +1,5 @@
 """Derivatives of NumPy code that runs on GPU arrays are those of the same code on the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

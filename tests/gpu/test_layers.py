@@ -1,7 +1,5 @@
 """Layers on GPU arrays give what they give on the host, and leave no array there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ What they hold, the contract tests compare: those of strategies, variables and o
 the same layouts of replicas on GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Graphs that no client makes: a server refuses them with an error, and goes on serving."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

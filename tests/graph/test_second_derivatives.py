@@ -1,7 +1,5 @@
 """Gradients of gradients in graphs: as tapes and numeric differences give, or refused by name."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A small network that trains on digits, by `fit` and by loops, in whichever process calls it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

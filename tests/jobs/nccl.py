@@ -4,8 +4,6 @@ As `NCCL_GROUND` says, over the imitation of CuPy 14 or 13, or over CuPy itself 
 process (real).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

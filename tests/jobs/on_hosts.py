@@ -3,8 +3,6 @@
 `python -m tests.jobs.on_hosts` prints the table of all of them as Markdown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

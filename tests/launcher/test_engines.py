@@ -1,7 +1,5 @@
 """Jobs on clusters of Ray and Dask that are really started, each on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

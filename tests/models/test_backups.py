@@ -1,7 +1,5 @@
 """A backup is continued by the training that wrote it alone, and used by one at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Of several workers only the chief sees the disk; a damaged checkpoint is never taken as whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

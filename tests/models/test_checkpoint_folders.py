@@ -1,7 +1,5 @@
 """Folders of checkpoints that several processes write, and folders that hold what is no file."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A chief trains on its workers by `fit`, whose callbacks see each step once, and by a loop."""
 
-from __future__ import annotations
-
 import math
 import signal
 import sys

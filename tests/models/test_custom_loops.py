@@ -1,7 +1,5 @@
 """What loops of users' own need: shares of losses, metrics of tracked values, late restoring."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

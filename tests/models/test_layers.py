@@ -1,7 +1,5 @@
 """Layers under every strategy, divided among the replicas too: results, variables and refusals."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A checkpoint is restored as a whole or not at all, also into models without variables."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

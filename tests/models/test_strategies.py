@@ -1,7 +1,5 @@
 """Every strategy trains a model on digits as one process does, by `fit` and by a loop."""
 
-from __future__ import annotations
-
 import functools
 from importlib.util import find_spec
 from typing import Any

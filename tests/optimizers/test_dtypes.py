@@ -1,7 +1,5 @@
 """16-bit variables train as float32 ones do, complex gradients train complex variables alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

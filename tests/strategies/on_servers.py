@@ -1,7 +1,5 @@
 """Parameter-server strategies whose servers are in the test's own process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on parameter servers gives what one device gives, alone and together."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

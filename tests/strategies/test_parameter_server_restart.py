@@ -1,7 +1,5 @@
 """A server that is started again from an older snapshot: work goes on, the loss is counted."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """`rng` and `set_seed`: every replica draws its own numbers, the same in every run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

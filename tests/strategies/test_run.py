@@ -1,7 +1,5 @@
 """`run`: what reaches the replicas, and what comes back."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`Server`: tasks of a cluster that listen, and what they conclude from who came and left."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import signal

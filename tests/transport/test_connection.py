@@ -1,7 +1,5 @@
 """A connection carries whole records over each transport, or says that it ended, and why."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A client's calls are answered by whichever life of its server is there, or fail with a reason."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """ON_WRITE variables written in replicas: what all pass is aggregated, then applied once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

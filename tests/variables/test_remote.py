@@ -1,7 +1,5 @@
 """Variables on servers: what is fetched when, what closures keep back, and handles elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import random

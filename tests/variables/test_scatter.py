@@ -1,7 +1,5 @@
 """Scatter: rows by their indices, outside replicas and aggregated over them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

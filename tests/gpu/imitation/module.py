@@ -1,7 +1,5 @@
 """The imitated module itself: what ``import cupy`` finds while a test says so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -3,8 +3,6 @@
 Its wheel needs no GPU for that; `make cupy-check` installs it for CuPy 13 and 14, with NCCL.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator
