@@ -136,17 +136,6 @@ def test_lists_and_numbers_are_float32_and_int32_tensors(found, expected) -> Non
     assert isinstance(array.numpy(), np.ndarray)
 
 
-def test_operations_are_differentiated() -> None:
-    x = tf.Variable([[1.0, -2.0], [3.0, 4.0]])
-    with tf.GradientTape() as tape:
-        y = tf.nn.relu(tf.matmul(x, x)) + tf.square(x) * tf.constant(2.0)
-        z = tf.reduce_mean(tf.concat([tf.cast(y, tf.float64), tf.exp(tf.negative(y))], axis=0))
-    (gradient,) = tape.gradient(z, [x])
-    assert gradient.shape == (2, 2)
-    assert gradient.dtype == tf.float32
-    assert z.numpy().dtype == tf.float64
-
-
 def test_datasets_of_lists_are_tensors() -> None:
     x, y = next(iter(tf.data.Dataset.from_tensor_slices(([[1.0], [2.0]], [1, 0])).batch(2)))
     assert (x.dtype, y.dtype) == (np.float32, np.int32)
