@@ -46,6 +46,8 @@ def test_elements_are_made_before_they_are_asked_for_and_not_without_bound():
     assert source.has_made(9)
     assert source.made == 9
     ahead.close()
+    assert list(ahead) == []
+    assert source.closed.wait(DEADLINE_SECONDS)
     assert all_threads_end()
 
 

@@ -16,7 +16,7 @@ from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.models import nn
 from ndistribute.numpy_functions import register
 from tests.autodiff.standin import both, dense
-from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines
+from tests.autodiff.test_expressions import DIFFERENTIATED, X, function_of, lines
 from tests.graph.conftest import PS, WORKER
 
 SHAPES = (6, 5, 5, 2), (3, 3, 2, 4), (16, 3)
@@ -31,15 +31,6 @@ def differences(run: Callable[[Any], Any], at: Any) -> Any:
         step[index] = 1e-6
         found[index] = (run(at + step) - run(at - step)) / 2e-6
     return found
-
-
-def function_of(expression: str) -> Callable[[Any], Any]:
-    def function(x: Any) -> Any:
-        q = x[:, :3] + 2 * np.eye(3)
-        names = {**PLAIN, "x": x, "a": x[0, 0], "v": x[1], "q": q, "p": q @ q.T}
-        return eval(expression, names)
-
-    return function
 
 
 def first_gradient(expression: str) -> Any:
