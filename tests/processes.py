@@ -64,6 +64,15 @@ def environment(*more: Mapping[str, str]) -> dict[str, str]:
     return environ
 
 
+def python_says(*words: object, **options: Any) -> str:
+    """Run Python to its end, which must be a good one, and return what it prints."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {**pipes, "env": environment(), "timeout": 110, **options}
+    ran = subprocess.run([sys.executable, *map(str, words)], check=False, **options)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
+    return ran.stdout
+
+
 def tf_config(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> str:
     """Return a `TF_CONFIG`."""
     return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
