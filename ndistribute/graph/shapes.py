@@ -238,7 +238,10 @@ def _with_cuts(index: Any, blind: Sequence[Any], cut: slice) -> Any:
 
 def _common(first: Any, second: Any, is_value: bool) -> Known:
     """Return what is known of a result that is one of two arrays."""
-    arrays = np.asarray(first), np.asarray(second)
+    try:
+        arrays = np.asarray(first), np.asarray(second)
+    except ValueError:  # They are several arrays each, of different shapes.
+        return Known()
     shared = shared_by([Known(array.dtype, Shape(array.shape)) for array in arrays])
     if shared.dtype is None or shared.dtype == object:  # An object is no array, such as rows.
         return Known()

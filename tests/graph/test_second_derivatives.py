@@ -34,12 +34,14 @@ def differences(run: Callable[[Any], Any], at: Any) -> Any:
 
 
 def first_gradient(expression: str) -> Any:
-    """Return the function of an expression, x, y and dy/dx, if graphs can compute them."""
+    """Return the function of an expression, x, seeds and dy/dx, if graphs can compute them."""
     function, x = function_of(expression), g.placeholder(np.float64, X.shape)
     weights = np.random.default_rng(5).uniform(0.5, 1.5, np.shape(function(X)))
     y = function(x)
     if not isinstance(y, g.Tensor):
         raise TypeError(f"{y!r} is no tensor.")
+    if y.shape is not None:
+        assert all(n in (None, m) for n, m in zip(y.shape, weights.shape, strict=True))
     slope = g.gradients(y, x, weights)[0]
     return function, x, weights, slope
 
