@@ -14,18 +14,6 @@ from ndistribute import tree
 from ndistribute.devices import is_gpu_array, to_host
 from tests.gpu.imitation.module import imitated_gpus
 
-__all__ = [
-    "GPUS",
-    "GPU_LAYOUTS",
-    "STRATEGIES",
-    "central",
-    "cpus",
-    "ground",
-    "mirrored",
-    "served",
-    "with_host_results",
-]
-
 
 def cpus(count: int) -> list[str]:
     return [f"cpu:{i}" for i in range(count)]

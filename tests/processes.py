@@ -32,16 +32,6 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "HANG_SECONDS",
-    "LISTEN",
-    "ROOT",
-    "Outcome",
-    "Ranks",
-    "Tasks",
-    "find_mpiexec",
-    "wait_until",
-]
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0

@@ -1,7 +1,5 @@
 """Parameter servers under real signals: no update is lost or made twice that should not be."""
 
-import contextlib
-import os
 import signal
 import threading
 
@@ -22,7 +20,6 @@ from tests.jobs.clusters import (
 from tests.jobs.loops import Shared
 from tests.processes import Tasks, wait_until
 
-SEED = int(os.environ.get("FAULTS_SEED", "0"))
 IMPATIENT = {"NDISTRIBUTE_HEARTBEAT_SECONDS": "0.5"}
 
 
@@ -65,29 +62,6 @@ def test_everybody_waits_for_a_stopped_server():
         tasks.send("ps", 0, signal.SIGCONT)
         coordinator.join(timeout=DEADLINE)
         np.testing.assert_array_equal(marks.numpy(), 1)
-
-
-def test_a_function_that_raises_changes_nothing_wherever_it_runs():
-    with training() as (_, strategy, coordinator):
-        marks, mark = marked(strategy, 100)
-
-        def fail(number):
-            mark(number)
-            raise LookupError(str(number))
-
-        schedule_all(coordinator, mark, range(0, 20, 2))
-        for number in range(1, 20, 2):
-            with contextlib.suppress(LookupError):  # Of one before.
-                coordinator.schedule(fail, args=(number,))
-        with contextlib.suppress(LookupError):
-            coordinator.join(timeout=DEADLINE)
-        coordinator.join(timeout=DEADLINE)
-        with pytest.raises(ValueError, match=r"args\[0\] of .*mark, a lock"):
-            coordinator.schedule(mark, args=(threading.Lock(),))
-        coordinator.schedule(mark, args=(50,))
-        coordinator.join(timeout=DEADLINE)
-        assert marks.numpy()[:20].tolist() == [1, 0] * 10
-        assert int(marks[50]) == 1
 
 
 def test_when_the_chief_is_killed_all_end_and_a_rerun_goes_on(tmp_path):

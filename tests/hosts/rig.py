@@ -27,7 +27,6 @@ from typing import Any
 from tests.hosts.switch import mac_address
 from tests.processes import HANG_SECONDS, ROOT, START_SECONDS, environment, wait_until
 
-__all__ = ["Host", "Link", "Process", "Rig", "skip_reason"]
 
 _NAMESPACES = "--net --mount --uts --ipc --pid".split()
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"

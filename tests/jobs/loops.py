@@ -7,7 +7,6 @@ import numpy as np
 
 import ndistribute as nd
 
-__all__ = ["Shared", "command", "train", "watch"]
 
 MANY = 100_000
 

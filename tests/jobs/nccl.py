@@ -22,7 +22,6 @@ from tests.kinds import context, here
 
 OPTIONS = nd.CommunicationOptions(timeout_seconds=40.0)
 SHORT = nd.CommunicationOptions(timeout_seconds=0.5)
-DTYPES = "bool uint16 int32 float16 float32 complex64".split()
 GROUND = os.environ.get("NCCL_GROUND", "14")
 
 

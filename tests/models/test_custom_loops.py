@@ -11,7 +11,6 @@ __all__ = ["strategy"]
 
 rng = np.random.default_rng(3)
 X = rng.normal(size=(12, 3)).astype(np.float32)
-Y = rng.integers(0, 2, 12)
 
 
 def test_shares_of_the_mean_loss_add_up_to_it(strategy):

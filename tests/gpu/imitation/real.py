@@ -17,8 +17,6 @@ try:  # Before the imitation takes its name.
 except ImportError:
     cupy = None
 
-__all__ = ["check_call", "signature_in"]
-
 
 def check_call(name, *args, **kwargs):
     """Raise what is wrong with a call of CuPy, of a method with its array first.
