@@ -20,7 +20,6 @@ from typing import Any
 
 from tests.processes import held_by_zygote
 
-
 # How long a thread, process or file may take to go away by itself once a test has ended.
 LEAK_DEADLINE_SECONDS = float(os.environ.get("LEAK_DEADLINE_SECONDS", "20"))
 _TCP_LISTEN = "0A"

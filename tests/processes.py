@@ -32,7 +32,6 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
-
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0
 END_SECONDS = 40.0

@@ -15,8 +15,10 @@ import pytest
 
 import ndistribute as nd
 from tests.kinds import ALL_MEMORIES, LARGE, SEVERAL_MEMORIES, fixture_over, parts, rank
+from tests.strategies.on_servers import SHARDED
 
-strategy, several = fixture_over(ALL_MEMORIES), fixture_over(SEVERAL_MEMORIES)
+strategy = fixture_over({**ALL_MEMORIES, **SHARDED})
+several = fixture_over(SEVERAL_MEMORIES)
 
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES, EPOCHS = 37, 8, 5, 11, 4, 3, 2
 

@@ -6,7 +6,6 @@ import pytest
 import ndistribute as nd
 from ndistribute.devices import copy_to, is_gpu_array, to_host
 
-
 # What a test runs over besides the imitation: nothing where no GPU is visible.
 REAL = [pytest.param("real", marks=pytest.mark.gpu)] if nd.list_devices("gpu") else []
 

@@ -7,7 +7,6 @@ import numpy as np
 
 import ndistribute as nd
 
-
 MANY = 100_000
 
 

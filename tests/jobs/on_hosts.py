@@ -19,7 +19,6 @@ from tests.jobs import on_hosts_program as program
 from tests.processes import find_mpiexec, tf_config
 from tests.transport.ends import authority, tls_environ
 
-
 COUNTS, PER_HOST = (2, 3, 4), (1, 2)
 SECONDS = 100.0
 PORT = 23450

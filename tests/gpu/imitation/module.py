@@ -15,7 +15,6 @@ from tests.gpu.imitation.array import Function, Ufunc, compute, ndarray, upload
 from tests.gpu.imitation.nccl import FakeNccl
 from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world, set_world
 
-
 _CACHES = (devices.cupy_module, devices._gpu_count, devices._is_gpu_type, devices.nccl_module)
 
 
