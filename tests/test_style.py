@@ -24,26 +24,26 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2820,
-    "cluster": 500,
+    "autodiff": 2819,
+    "cluster": 492,
     "collective": 3844,
     "compat": 1257,
-    "coordinator": 900,
-    "data": 1730,
+    "coordinator": 898,
+    "data": 1725,
     "estimator": 1271,
-    "graph": 4385,
+    "graph": 4388,
     "launcher": 1460,
     "models": 3920,
-    "optimizers": 880,
-    "parameter_server": 1600,
-    "strategies": 1110,
-    "task": 300,
+    "optimizers": 878,
+    "parameter_server": 1595,
+    "strategies": 1104,
+    "task": 293,
     "top level": 2730,
     "transport": 1992,
-    "variables": 1050,
+    "variables": 1048,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32466
+TESTS_BUDGET = 31729
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
