@@ -58,15 +58,3 @@ def test_the_default_is_all_visible_gpus_and_one_may_be_named_twice(monkeypatch)
     assert devices.resolve_devices(None) == [nd.Device("gpu:0"), nd.Device("gpu:1")]
     assert nd.list_devices("gpu") == [nd.Device("gpu:0"), nd.Device("gpu:1")]
     assert len(devices.resolve_devices(["gpu:0", "gpu:0"])) == 2
-
-
-@pytest.mark.gpu
-def test_replicas_may_share_a_gpu():
-    with nd.MirroredStrategy(["gpu:0", "gpu:0"]) as strategy:
-
-        def step():
-            context = nd.get_replica_context()
-            ones = context.device.namespace.ones(3)
-            return context.all_reduce("sum", ones).sum()
-
-        assert [float(total) for total in strategy.run(step).values] == [6.0, 6.0]

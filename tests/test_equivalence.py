@@ -6,8 +6,6 @@ last batch that leaves some replicas with little or nothing. `test_over_processe
 with the replicas spread over processes.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +15,10 @@ import pytest
 
 import ndistribute as nd
 from tests.kinds import ALL_MEMORIES, LARGE, SEVERAL_MEMORIES, fixture_over, parts, rank
+from tests.strategies.on_servers import SHARDED
 
-strategy, several = fixture_over(ALL_MEMORIES), fixture_over(SEVERAL_MEMORIES)
+strategy = fixture_over({**ALL_MEMORIES, **SHARDED})
+several = fixture_over(SEVERAL_MEMORIES)
 
 EXAMPLES, BATCH, FEATURES, WORDS, WIDTH, CLASSES, EPOCHS = 37, 8, 5, 11, 4, 3, 2
 

@@ -4,8 +4,6 @@ The rules are the two tables below; docs/architecture.md explains them. Imports 
 source, those inside functions and under ``if TYPE_CHECKING:`` too.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import sys
@@ -31,6 +29,7 @@ LAYERS = (
         "mistakes",
         "numpy_functions",
         "ownership",
+        "plain",
         "values",
         "tree",
         "devices",

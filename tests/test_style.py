@@ -3,8 +3,6 @@
 docs: CONTRIBUTING.md, "How the code reads". A rule that is broken names the file and the line.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -28,25 +26,25 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2820,
     "cluster": 492,
-    "collective": 3875,
+    "collective": 3854,
     "compat": 1257,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1271,
-    "graph": 4404,
+    "graph": 4395,
     "jit": 1190,
     "launcher": 1460,
-    "models": 3946,
+    "models": 3920,
     "optimizers": 889,
     "parameter_server": 1595,
     "strategies": 1190,
     "task": 293,
-    "top level": 2676,
-    "transport": 1990,
+    "top level": 2771,
+    "transport": 1992,
     "variables": 1112,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32391
+TESTS_BUDGET = 31730
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -1,7 +1,5 @@
 """The `ndistribute` command: what it takes, what it refuses, and what it hands on."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
