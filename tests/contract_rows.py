@@ -31,6 +31,10 @@ def served(count: int) -> nd.ParameterServerStrategy:
     return nd.ParameterServerStrategy(devices=cpus(count))
 
 
+def tpus(count: int) -> nd.TPUStrategy:
+    return nd.TPUStrategy([f"tpu:{i}" for i in range(count)])
+
+
 class HostResults(nd.Strategy):
     """Hand out results in host memory, as the contract tests compare them."""
 
@@ -96,6 +100,11 @@ GPU_LAYOUTS: dict[str, tuple[type[nd.Strategy], tuple[Any, ...], dict[str, Any]]
 GPUS = {name: partial(on_gpus, name) for name in GPU_LAYOUTS}
 if nd.list_devices("gpu"):
     GPUS |= {f"real-{name}": GPUS[name] for name in ("gpu-shared-2", "gpu-and-cpu")}
+
+# Rows whose steps XLA compiles for its devices, which are emulated where there is only one.
+TPUS: dict[str, Callable[[], nd.Strategy]] = {
+    f"tpu-{count}": partial(tpus, count) for count in (1, 2, 8)
+}
 
 # Of several replicas in one process each: two replicas swap, three are an odd number.
 STRATEGIES: dict[str, Callable[[], nd.Strategy]] = {

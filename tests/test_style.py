@@ -24,7 +24,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2820,
+    "autodiff": 2828,
     "cluster": 492,
     "collective": 3854,
     "compat": 1257,

@@ -144,7 +144,9 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             _refuse_shape("x[mask]")
         view = SlicedView(raw)
         if _is_basic(raw):
-            return Box(self.value[raw], self, view, self.refusal)
+            part = Box(self.value[raw], self, view, self.refusal)
+            part.is_checked = self.is_checked
+            return part
         return Box(view.read(self.value))
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -358,8 +360,9 @@ def _in_c_order(function: Any, rest: Sequence[Any]) -> list[Any]:
 
 
 def _plain_options(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return options without those that only concern memory."""
-    return {n: v for n, v in kwargs.items() if n not in ("order", "subok", "copy", "casting")}
+    """Return options without those that only concern memory, or which sort: JAX's is stable."""
+    without = ("order", "subok", "copy", "casting", "kind")
+    return {n: v for n, v in kwargs.items() if n not in without}
 
 
 def _promoted(function: Any, args: Any) -> Any:

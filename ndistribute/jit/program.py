@@ -27,6 +27,7 @@ from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
+from ndistribute.jit.sparse_rows import NO_ROW
 from ndistribute.jit.trace import StepTrace
 from ndistribute.values import PerReplica
 
@@ -311,7 +312,9 @@ class _Slot:
     def of(self, outputs: Sequence[Any]) -> Any:
         if not self.rows:
             return outputs[self.index]
-        return IndexedSlices(outputs[self.index], outputs[self.rows[0]], self.rows[1:])
+        values, indices = outputs[self.index], outputs[self.rows[0]]
+        is_row = indices != NO_ROW
+        return IndexedSlices(values[is_row], indices[is_row], self.rows[1:])
 
 
 def _is_slot(leaf: Any) -> bool:

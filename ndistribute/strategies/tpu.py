@@ -102,18 +102,16 @@ class TPUStrategy(Strategy):
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
-        replica: ReplicaContext = self.replica_contexts[0]
-        if self._on.mesh is not None:
-            replica = _TracedContext(self, self._on.size, replica.device)
-        with entered(Frame(self, replica)):
+        with entered(Frame(self, _TracedContext(self, self._on, self.devices[0]))):
             yield
 
 
 class _TracedContext(ReplicaContext):
     """The context of all replicas of a compiled step, which are traced once."""
 
-    def __init__(self, strategy: TPUStrategy, size: int, device: Device) -> None:
-        backend, alone = TracedBackend(AXIS, size), TracedBackend(None, 1)
+    def __init__(self, strategy: TPUStrategy, devices: Devices, device: Device) -> None:
+        axis = None if devices.mesh is None else AXIS
+        backend, alone = TracedBackend(axis, devices.size), TracedBackend(None, 1)
         super().__init__(strategy, Communicator(backend, local=alone), device, {})
 
     def merge_call(

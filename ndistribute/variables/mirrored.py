@@ -139,7 +139,7 @@ class CellGroup:
         shards = sorted(self.array.addressable_shards, key=lambda s: s.index[along].start or 0)
         for cell, shard in zip(self.cells, shards, strict=True):
             part = np.array(shard.data)
-            cell.hold(part[0] if self.axis < 0 else part)
+            cell.hold(part.reshape(part.shape[1:]) if self.axis < 0 else part)
 
 
 def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:
