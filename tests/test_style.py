@@ -35,7 +35,7 @@ BUDGETS = {
     "estimator": 1271,
     "graph": 4404,
     "jit": 1190,
-    "launcher": 1460,
+    "launcher": 1478,
     "models": 3946,
     "optimizers": 889,
     "parameter_server": 1595,
@@ -46,7 +46,7 @@ BUDGETS = {
     "variables": 1112,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32391
+TESTS_BUDGET = 32427
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
