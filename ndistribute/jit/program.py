@@ -478,8 +478,8 @@ class _Same:
 def _numpys_dtypes() -> Any:
     """Compute in the dtypes of NumPy, whatever JAX is configured for."""
     jax = jax_module()
-    x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64  # Before JAX 0.8.
-    with x64(True), jax.default_matmul_precision("float32"):
+    owner = jax if hasattr(jax, "enable_x64") else jax.experimental  # There before JAX 0.8.
+    with owner.enable_x64(True), jax.default_matmul_precision("float32"):
         yield
 
 
