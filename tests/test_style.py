@@ -24,7 +24,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2828,
+    "autodiff": 2826,
     "cluster": 492,
     "collective": 3854,
     "compat": 1257,
@@ -32,19 +32,19 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1271,
     "graph": 4395,
-    "jit": 1190,
-    "launcher": 1460,
-    "models": 3920,
-    "optimizers": 889,
+    "jit": 1281,
+    "launcher": 1478,
+    "models": 3973,
+    "optimizers": 916,
     "parameter_server": 1595,
-    "strategies": 1190,
+    "strategies": 1188,
     "task": 293,
-    "top level": 2771,
+    "top level": 2802,
     "transport": 1992,
-    "variables": 1112,
+    "variables": 1121,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 31730
+TESTS_BUDGET = 31873
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -501,14 +501,14 @@ class _Same:
 def _numpys_dtypes() -> Any:
     """Compute in the dtypes of NumPy, whatever JAX is configured for."""
     jax = jax_module()
-    with jax.enable_x64(True), jax.default_matmul_precision("float32"):
+    owner = jax if hasattr(jax, "enable_x64") else jax.experimental  # There before JAX 0.8.
+    with owner.enable_x64(True), jax.default_matmul_precision("float32"):
         yield
 
 
 def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
     """Raise an error if two traces of a step differ."""
-    first, second = [body.traced.jaxpr for body in made]
-    place = _difference(first, second)
+    place = _difference(*(body.traced.jaxpr for body in made))
     if place is None:
         statics = [tree.flatten(body.result) for body in made]
         for old, new in zip(*statics, strict=True):
