@@ -430,11 +430,10 @@ class _Body:
 
 def identity_of(function: Any) -> Any:
     """Return a key that is equal for functions of one code with the same things around it."""
+    if hasattr(function, "__func__"):  # A method, which has the code of its function, too.
+        return identity_of(function.__func__), _Same(function.__self__)
     code = getattr(function, "__code__", None)
     if code is None:
-        inner = getattr(function, "__func__", None)
-        if inner is not None:
-            return identity_of(inner), _Same(function.__self__)
         return _Same(function)
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     around = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
