@@ -28,25 +28,25 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2828,
     "cluster": 492,
-    "collective": 3875,
+    "collective": 3876,
     "compat": 1257,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1271,
     "graph": 4404,
-    "jit": 1195,
+    "jit": 1236,
     "launcher": 1460,
     "models": 3946,
     "optimizers": 889,
     "parameter_server": 1595,
-    "strategies": 1190,
+    "strategies": 1262,
     "task": 293,
     "top level": 2699,
     "transport": 1990,
     "variables": 1118,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32511
+TESTS_BUDGET = 32636
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
