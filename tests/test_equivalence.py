@@ -6,8 +6,6 @@ last batch that leaves some replicas with little or nothing. `test_over_processe
 with the replicas spread over processes.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +24,9 @@ from tests.kinds import (
     parts,
     rank,
 )
+from tests.strategies.on_servers import SHARDED
 
-strategy = fixture_over({**ALL_MEMORIES, **COMPILED_2})
+strategy = fixture_over({**ALL_MEMORIES, **SHARDED, **COMPILED_2})
 several = fixture_over({**SEVERAL_MEMORIES, **COMPILED_2})
 compiled = fixture_over(COMPILED, "tpu-2")
 

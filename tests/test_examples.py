@@ -1,7 +1,5 @@
 """The examples train to the same result under every strategy, however they are started."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -3,8 +3,6 @@
 docs: CONTRIBUTING.md, "How the code reads". A rule that is broken names the file and the line.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -26,27 +24,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2828,
+    "autodiff": 2826,
     "cluster": 492,
-    "collective": 3876,
+    "collective": 3855,
     "compat": 1257,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1271,
-    "graph": 4404,
-    "jit": 1236,
-    "launcher": 1460,
-    "models": 3946,
-    "optimizers": 889,
+    "graph": 4395,
+    "jit": 2174,
+    "launcher": 1478,
+    "models": 3973,
+    "optimizers": 916,
     "parameter_server": 1595,
     "strategies": 1262,
     "task": 293,
-    "top level": 2699,
-    "transport": 1990,
-    "variables": 1118,
+    "top level": 2802,
+    "transport": 1992,
+    "variables": 1121,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32636
+TESTS_BUDGET = 32354
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

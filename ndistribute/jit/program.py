@@ -106,8 +106,8 @@ class _Program(NamedTuple):
     written: list[Any]
     read: list[Any]
     before: list[Callable[[], Any]]
-    after: list[Callable[[], None]]
-    errors: list[Callable[[], Exception]]
+    after: list[Callable[..., None]]
+    errors: list[Callable[..., Exception]]
     result: Any  # The nest, in which each array is the place of its value.
     draws: bool
 
@@ -138,6 +138,7 @@ class CompiledStep:
         self._function, self._devices, self._enter, self._key = function, devices, enter, key
         self._together = together
         self._programs: OrderedDict[Any, _Program] = OrderedDict()
+        self._constants: dict[Any, list[Callable[[], Any]]] = {}
         self._lock = threading.RLock()
         self._name = getattr(function, "__qualname__", repr(function))
 
@@ -145,17 +146,22 @@ class CompiledStep:
         """Return the results of the replicas of this process."""
         arguments = self._arguments((tuple(args), dict(kwargs)))
         with self._lock, _numpys_dtypes():
-            program = self._programs.get(arguments.key)
+            program = self._programs.get(self._key_of(arguments))
             if program is not None:
                 return self._run(program, arguments)
             began = time.perf_counter()
             program = self._together(functools.partial(self._compile, arguments))
+            key = self._key_of(arguments)
             results = self._run(program, arguments)
-            self._programs[arguments.key] = program
+            self._programs[key] = program
             if len(self._programs) > MOST_PROGRAMS:
                 self._programs.popitem(last=False)
             self._report(arguments, time.perf_counter() - began)
             return results
+
+    def _key_of(self, arguments: _Arguments) -> Any:
+        computed = [compute() for compute in self._constants.get(arguments.key, ())]
+        return arguments.key, tuple(computed)
 
     def _report(self, arguments: _Arguments, seconds: float) -> None:
         shown = ", ".join(_shown(leaf) for leaf in arguments.leaves)
@@ -225,15 +231,16 @@ class CompiledStep:
             for k, differs in arguments.arrays
         ]
         key = devices.place(self._key(), -1) if program.draws else None
-        new, outputs, flags = program.run(*states, arrays, inputs, key)
+        new, outputs, (flags, limits, told) = program.run(*states, arrays, inputs, key)
         for group, value in zip(program.written, new, strict=True):
             group.store(value)
         if devices.shares_memory:  # The host may change the arguments' arrays from now on.
             jax_module().block_until_ready((new, outputs))
         if program.errors and not (held := np.asarray(flags)).all():
-            raise program.errors[int(np.argmin(held))]()
-        for effect in program.after:
-            effect()
+            first = int(np.argmin(held))
+            raise program.errors[first](*limits.get(first, ()))
+        for effect, values in zip(program.after, told, strict=True):
+            effect(*map(np.asarray, values))
         return self._results(program.result, outputs)
 
     def _results(self, result: Any, outputs: Sequence[Any]) -> list[Any]:
@@ -275,8 +282,10 @@ class CompiledStep:
         last = made[1]
         errors = [error for _, error in last.trace.checks]
         trace = last.trace
+        self._constants[arguments.key] = trace.constants
+        effects = [effect for effect, _ in trace.after]
         return _Program(
-            run, written, read, trace.before, trace.after, errors, last.result, bool(first.draws)
+            run, written, read, trace.before, effects, errors, last.result, bool(first.draws)
         )
 
     def _key_like(self) -> list[Array]:
@@ -385,7 +394,7 @@ class _Body:
         outputs: list[Any] = []
         self.result = tree.map_leaves(lambda leaf: self._kept(leaf, outputs), result)
         if self._groups is None:
-            return [], [], None
+            return [], [], (None, {}, [])
         new = []
         flags = self._flags(trace, several)
         for group, old in zip(self._groups[0], written, strict=True):
@@ -394,7 +403,18 @@ class _Body:
             new.append(
                 value if flags is None else jax_module().numpy.where(flags.all(), value, old)
             )
-        return new, [output[None] for output in outputs] if several else outputs, flags
+        told = [[value._value for value in values] for _, values in trace.after]
+        limits = self._limits(trace, several)
+        outputs = [output[None] for output in outputs] if several else outputs
+        return new, outputs, (flags, limits, told)
+
+    def _limits(self, trace: StepTrace, several: bool) -> dict[int, Any]:
+        """Return the least and the largest numbers of checks, of all replicas."""
+        if not several:
+            return trace.limits
+        lax = jax_module().lax
+        pairs = trace.limits.items()
+        return {k: (lax.pmin(low, AXIS), lax.pmax(high, AXIS)) for k, (low, high) in pairs}
 
     def _flags(self, trace: StepTrace, several: bool) -> Any:
         """Return which checks held on all replicas."""
@@ -488,14 +508,14 @@ class _Same:
 def _numpys_dtypes() -> Any:
     """Compute in the dtypes of NumPy, whatever JAX is configured for."""
     jax = jax_module()
-    with jax.enable_x64(True), jax.default_matmul_precision("float32"):
+    owner = jax if hasattr(jax, "enable_x64") else jax.experimental  # There before JAX 0.8.
+    with owner.enable_x64(True), jax.default_matmul_precision("float32"):
         yield
 
 
 def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
     """Raise an error if two traces of a step differ."""
-    first, second = [body.traced.jaxpr for body in made]
-    place = _difference(first, second)
+    place = _difference(*(body.traced.jaxpr for body in made))
     if place is None:
         statics = [tree.flatten(body.result) for body in made]
         for old, new in zip(*statics, strict=True):

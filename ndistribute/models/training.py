@@ -399,9 +399,9 @@ class Trainer(Layer):
 
     def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:
         each, predicted = untrack((each, predicted))
-        total = float(each.sum(dtype=np.float64))
-        total += sum(float(untrack(penalty)) for penalty in penalties) * each.size
-        self._loss_mean.state.assign_add(np.array([total, each.size]))
+        total = each.sum(dtype=np.float64)
+        total += sum(untrack(penalty) for penalty in penalties) * each.size
+        self._loss_mean.state.assign_add(_metrics.joined(total, each.size))
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 

@@ -439,8 +439,7 @@ class Variable(ArrayLike):
         if not self._shape:
             raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
         rows = as_array(indices)
-        is_traced = hasattr(rows, "on_device")  # In a compiled step the indices have no values.
-        rows = native(np.atleast_1d(rows if is_traced else to_host(rows)))
+        rows = native(np.atleast_1d(rows if hasattr(rows, "is_checked") else to_host(rows)))
         if rows.size == 0:
             rows = rows.astype(np.int64)
         if rows.dtype.kind not in "iu" or rows.ndim != 1:
@@ -448,15 +447,21 @@ class Variable(ArrayLike):
                 f"{where}: indices must be integers of one axis, got {rows.dtype} of shape "
                 f"{rows.shape}. Nothing has changed."
             )
-        inside = (rows >= 0) & (rows < self._shape[0])
-        if is_traced:
-            wrong = f"{where}: an index is not in [0, {self._shape[0]}). Nothing has changed."
-            context.current_trace().check(inside, lambda: ValueError(wrong))
-        elif (outside := rows[~inside]).size:
-            raise ValueError(
-                f"{where}: index {outside[0]} is not in [0, {self._shape[0]}). Nothing has changed."
-            )
         array = self._cast(how, values)
+        is_inside = (rows >= 0) & (rows < self._shape[0])
+
+        def outside(*bad: int) -> ValueError:
+            shown = " or ".join(map(str, bad))
+            return ValueError(
+                f"{where}: index {shown} is not in [0, {self._shape[0]}). Nothing has changed."
+            )
+
+        if (trace := context.current_trace()) is not None and hasattr(rows, "is_checked"):
+            trace.check(is_inside, outside, rows.min(), rows.max())
+            rows.is_checked = True
+            array = array_namespace(rows).asarray(array)
+        elif not is_inside.all():
+            raise outside(rows[~is_inside][0])
         expected = (len(rows), *self._shape[1:])
         try:
             array = array_namespace(array).broadcast_to(array, expected)

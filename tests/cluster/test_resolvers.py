@@ -1,7 +1,5 @@
 """Who a process is, read from environments such as launchers make them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 
