@@ -147,6 +147,23 @@ class TPUStrategy(Strategy):
             yield
 
 
+def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
+    """Connect JAX with that of the job's other processes, and return the devices here.
+
+    `TPUStrategy` does so by itself; this is for programs that use JAX's devices before.
+
+    Args:
+        cluster_resolver: describes the job; None: this process is alone.
+
+    >>> import ndistribute as nd
+    >>> nd.initialize_tpu_system()[0]
+    Device('tpu:0')
+    """
+    if cluster_resolver is not None and (workers := connected(cluster_resolver, None)):
+        workers.close()
+    return list_devices("tpu")
+
+
 def connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:
     """Return the group of a job's processes, whose JAX is one system; None for a process alone."""
     workers = join_job(resolver, [Device("cpu:0")], options, "TPUStrategy")
