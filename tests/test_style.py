@@ -25,26 +25,26 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
     "autodiff": 2826,
-    "cluster": 492,
-    "collective": 3854,
-    "compat": 1257,
+    "cluster": 514,
+    "collective": 3855,
+    "compat": 1266,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1271,
     "graph": 4395,
-    "jit": 1281,
+    "jit": 1286,
     "launcher": 1478,
-    "models": 3973,
+    "models": 3967,
     "optimizers": 916,
     "parameter_server": 1595,
-    "strategies": 1188,
+    "strategies": 1267,
     "task": 293,
-    "top level": 2802,
+    "top level": 2806,
     "transport": 1992,
     "variables": 1121,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 31873
+TESTS_BUDGET = 32495
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
