@@ -226,6 +226,9 @@ class ReplicaContext:
             "strategy.run executes, and do not keep it."
         )
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name != "generator"]
+
     def __repr__(self) -> str:
         where = f"{self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, {self.device}"
         return f"ReplicaContext({where})"

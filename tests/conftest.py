@@ -4,8 +4,6 @@ The check is a plugin rather than a fixture of this folder, so that it also cove
 the package's docstrings.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -4,8 +4,6 @@ A row is there if its code path differs from those of the others. What is added 
 a row here, and with it all of those tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial
@@ -15,19 +13,6 @@ import ndistribute as nd
 from ndistribute import tree
 from ndistribute.devices import is_device_array, to_host
 from tests.gpu.imitation.module import imitated_gpus
-
-__all__ = [
-    "GPUS",
-    "GPU_LAYOUTS",
-    "STRATEGIES",
-    "TPUS",
-    "central",
-    "cpus",
-    "ground",
-    "mirrored",
-    "served",
-    "with_host_results",
-]
 
 
 def cpus(count: int) -> list[str]:

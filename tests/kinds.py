@@ -4,8 +4,6 @@ A test that takes the fixture `strategy` runs for every kind and number of repli
 replicas which can disagree takes `several`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

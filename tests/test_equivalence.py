@@ -6,8 +6,6 @@ last batch that leaves some replicas with little or nothing. `test_over_processe
 with the replicas spread over processes.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +24,9 @@ from tests.kinds import (
     parts,
     rank,
 )
+from tests.strategies.on_servers import SHARDED
 
-strategy = fixture_over({**ALL_MEMORIES, **COMPILED_2})
+strategy = fixture_over({**ALL_MEMORIES, **SHARDED, **COMPILED_2})
 several = fixture_over({**SEVERAL_MEMORIES, **COMPILED_2})
 compiled = fixture_over(COMPILED, "tpu-2")
 
@@ -47,8 +46,6 @@ OPTIMIZERS: dict[str, Callable[[], nd.optimizers.Optimizer]] = {
     "clipvalue": lambda: nd.optimizers.Adam(0.01, clipvalue=0.01),
     "schedule": lambda: nd.optimizers.SGD(lambda step: 0.2 / (1 + step)),
 }
-# What depends on values of gradients, or on a count of calls.
-NOT_COMPILED = {"accumulation", "clipnorm", "global_clipnorm"}
 
 
 def data() -> tuple[Any, Any, Any]:
@@ -119,8 +116,6 @@ def bits(strategy: nd.Strategy, values: list[Any]) -> list[int]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_on_n_replicas_equal_steps_on_one(name: str, strategy: nd.Strategy) -> None:
     even = isinstance(strategy, nd.TPUStrategy)  # Its replicas have parts of one shape.
-    if even and name in NOT_COMPILED:
-        pytest.skip(f"{name} is not compiled")
     expected_losses, expected = train(nd.get_strategy(), OPTIMIZERS[name](), even)
     assert len(expected_losses) == EPOCHS * (4 if even else 5)
     losses, values = train(strategy, OPTIMIZERS[name](), even)

@@ -10,7 +10,9 @@ devices it is one program for all of them, in which each replica has its part of
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import threading
 import time
 from collections import OrderedDict
@@ -118,6 +120,7 @@ class CompiledStep:
         devices: where it runs.
         enter: returns the context in which it is traced.
         key: returns the seed of the random numbers of a call, for each replica of this process.
+        together: calls a function that compiles, where all processes do.
 
     Attributes:
         compilations: the compilations, in order.
@@ -129,9 +132,11 @@ class CompiledStep:
         devices: Devices,
         enter: Callable[[], contextlib.AbstractContextManager[Any]],
         key: Callable[[], list[Array]],
+        together: Callable[[Callable[[], Any]], Any] = operator.call,
     ) -> None:
         self.compilations: list[Compilation] = []
         self._function, self._devices, self._enter, self._key = function, devices, enter, key
+        self._together = together
         self._programs: OrderedDict[Any, _Program] = OrderedDict()
         self._constants: dict[Any, list[Callable[[], Any]]] = {}
         self._lock = threading.RLock()
@@ -145,7 +150,7 @@ class CompiledStep:
             if program is not None:
                 return self._run(program, arguments)
             began = time.perf_counter()
-            program = self._compile(arguments)
+            program = self._together(functools.partial(self._compile, arguments))
             key = self._key_of(arguments)
             results = self._run(program, arguments)
             self._programs[key] = program
@@ -292,7 +297,10 @@ class CompiledStep:
         jax = jax_module()
         for _ in range(_MOST_ATTEMPTS):
             body = _Body(self, arguments, None)
-            arrays = [_abstract(arguments.leaves[k], differs) for k, differs in arguments.arrays]
+            arrays = [
+                _abstract(arguments.leaves[k], self._devices.size if differs else 0)
+                for k, differs in arguments.arrays
+            ]
             jax.eval_shape(body.spread(None), [], [], arrays, [], None)
             trace: StepTrace = body.trace
             if not trace.created:
@@ -454,12 +462,11 @@ def _current(group: Any, devices: Devices) -> Any:
     return group.array
 
 
-def _abstract(leaf: Any, differs: bool) -> Any:
-    jax = jax_module()
-    if not differs:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    parts = leaf.values
-    return jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
+def _abstract(leaf: Any, replicas: int) -> Any:
+    """Return the shape and dtype of an array, or of one for each replica."""
+    array = leaf.values[0] if replicas else leaf
+    shape = (replicas, *array.shape) if replicas else array.shape
+    return jax_module().ShapeDtypeStruct(shape, array.dtype)
 
 
 def _host(output: Any) -> Any:
@@ -501,14 +508,14 @@ class _Same:
 def _numpys_dtypes() -> Any:
     """Compute in the dtypes of NumPy, whatever JAX is configured for."""
     jax = jax_module()
-    with jax.enable_x64(True), jax.default_matmul_precision("float32"):
+    owner = jax if hasattr(jax, "enable_x64") else jax.experimental  # There before JAX 0.8.
+    with owner.enable_x64(True), jax.default_matmul_precision("float32"):
         yield
 
 
 def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
     """Raise an error if two traces of a step differ."""
-    first, second = [body.traced.jaxpr for body in made]
-    place = _difference(first, second)
+    place = _difference(*(body.traced.jaxpr for body in made))
     if place is None:
         statics = [tree.flatten(body.result) for body in made]
         for old, new in zip(*statics, strict=True):

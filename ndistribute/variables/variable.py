@@ -191,8 +191,8 @@ class Variable(ArrayLike):
     """
 
     _internal = frozenset(
-        "begin_update component home_of is_distributed_variable make raw_array replica "
-        "tracked_value".split()
+        "begin_update component home_of is_distributed_variable join_cells make raw_array "
+        "replica tracked_value".split()
     )
     is_distributed_variable = True
 

@@ -1,7 +1,5 @@
 """BLAS threads are shared out between replicas while they run, and given back afterwards."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,7 +1,5 @@
 """Collectives in replicas: NumPy's values of all replicas, in this machine's byte order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Replicas that raise, catch it and go on keep equal variables, and stay in the same step."""
 
-from __future__ import annotations
-
 import re
 import sys
 import zlib

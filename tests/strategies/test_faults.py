@@ -1,7 +1,5 @@
 """A replica that fails: the others are released, `run` raises what it raised, and life goes on."""
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import replace

@@ -5,8 +5,6 @@ has come. The last test raises at each point of `run` where Python looks for sig
 begins and as a call into C returns, which a profile function sees.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Threads of strategies: who owns them, who waits for whom, and how they end."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

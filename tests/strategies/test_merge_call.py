@@ -1,7 +1,5 @@
 """`merge_call`, and what a replica's context allows and refuses."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 

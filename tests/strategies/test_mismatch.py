@@ -4,8 +4,6 @@ Each step catches its error, so that a test sees what every replica was told, an
 replicas are spread over processes, these meet again in the next step.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

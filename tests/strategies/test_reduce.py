@@ -1,7 +1,5 @@
 """`reduce`: over replicas, and with an axis inside each, by the true number of elements."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,15 +1,11 @@
 """`rng` and `set_seed`: every replica draws its own numbers, the same in every run."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, closing, context, host_memory, mine, mirrored, plain_step
+from tests.kinds import closing, context, host_memory, mine, mirrored, plain_step
+from tests.processes import python_says
 
 
 def draw(strategy):
@@ -54,12 +50,6 @@ def test_without_a_seed_two_processes_differ_and_with_one_they_agree():
         "import ndistribute as nd; draw = lambda: nd.get_replica_context().rng.integers(2**62); "
         "first = draw(); nd.set_seed(7); print(first, draw())"
     )
-    processes = [
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, timeout=DEADLINE, check=True
-        )
-        for _ in range(2)
-    ]
-    first, second = (process.stdout.split() for process in processes)
+    first, second = (python_says("-c", code).split() for _ in range(2))
     assert first[0] != second[0]
     assert first[1] == second[1]

@@ -1,10 +1,6 @@
 """`run`: what reaches the replicas, and what comes back."""
 
-from __future__ import annotations
-
-import dataclasses
 import threading
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,17 +19,7 @@ from tests.kinds import (
     plain_step,
     rank,
 )
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    x: Any
-    y: Any
+from tests.test_tree import Batch, Pair
 
 
 @plain_step("one trace stands for all replicas")

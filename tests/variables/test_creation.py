@@ -1,7 +1,5 @@
 """Creating variables: what they start as, what they say of themselves, what is refused."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Variables outside replicas: writes reach every copy or none; whose scope may use them."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ON_READ variables: each replica its own component; reading across replicas combines them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """ON_WRITE variables written in replicas: what all pass is aggregated, then applied once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,7 @@ import ndistribute as nd
 from tests.kinds import (
     LARGE,
     each,
+    here,
     meet,
     mirrored,
     one_process,
@@ -41,7 +40,8 @@ def test_all_replicas_have_their_say_once(several, aggregation, size, dtype):
         ("assign_sub", initial - combined),
     ):
         v = make(several, initial, aggregation=aggregation)
-        assert several.run(getattr(v, method), args=(parts(several, values),)) is v
+        write = getattr(v, method)
+        assert several.run(lambda x, w=write: w(here(x)), args=(parts(several, values),)) is v
         for part in several.local_results(v):
             assert part.dtype == dtype
             assert np.allclose(part, wanted, rtol=1e-3 if dtype == "f2" else 1e-5)

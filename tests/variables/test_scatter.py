@@ -1,12 +1,10 @@
 """Scatter: rows by their indices, outside replicas and aggregated over them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import mirrored, parts, plain_step, rank, replica_ids
+from tests.kinds import here, mirrored, parts, plain_step, rank, replica_ids
 
 OPS = ["scatter_add", "scatter_sub", "scatter_update"]
 
@@ -74,7 +72,7 @@ def test_rows_are_aggregated_like_the_whole_array(several, aggregation):
     combined = {"sum": dense.sum(0), "mean": dense.mean(0), "only_first_replica": dense[0]}
 
     def step(change):
-        change(np.stack([rank(), 5, 5]), np.ones((3, 2)) * (rank() + 1.0))
+        change(here(np.stack([rank(), 5, 5])), here(np.ones((3, 2)) * (rank() + 1.0)))
 
     for method, sign in (("scatter_add", 1), ("scatter_sub", -1)):
         v = make(several, np.zeros((6, 2)), aggregation=aggregation)

@@ -1,7 +1,5 @@
 """A read is a snapshot that never changes; an update is in place when nobody holds one."""
 
-from __future__ import annotations
-
 import gc
 import re
 import tracemalloc
