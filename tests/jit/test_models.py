@@ -238,6 +238,18 @@ def test_a_step_that_overflows_changes_the_scale_alone(compiled: nd.TPUStrategy)
     assert len(compiled.compilations) == 1
 
 
+def test_loss_scaling_makes_one_step_in_a_compiled_step(compiled: nd.TPUStrategy) -> None:
+    with compiled.scope():
+        weights, optimizer = nd.Variable(1.0), optimizers.LossScale(optimizers.SGD(0.5))
+
+    def step() -> None:
+        for _ in range(2):
+            optimizer.apply_gradients([(np.ones(()), weights)])
+
+    with pytest.raises(nd.errors.TracingError, match="second step in one compiled step"):
+        compiled.run(step)
+
+
 def test_labels_out_of_range_raise_what_plain_steps_raise(compiled: nd.TPUStrategy) -> None:
     model = made(compiled, mlp, X, metrics=["accuracy"])
     model.fit(X, LABELS, verbose=0)
@@ -333,10 +345,18 @@ def test_batches_that_do_not_divide_say_what_to_do() -> None:
             model.fit(X[:13], LABELS[:13], batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_jit_compile_computes_the_same(replicas: int) -> None:
+@pytest.mark.parametrize(("kind", "replicas"), [("mlp", 1), ("transformer", 2)])
+def test_jit_compile_computes_the_same(kind: str, replicas: int) -> None:
+    make, x = MODELS[kind]
     with closing(nd.MirroredStrategy([f"cpu:{k}" for k in range(replicas)])) as strategy:
-        check_equal(*(trained(strategy, mlp, X, jit_compile=jit) for jit in (True, False)))
+        check_equal(*(trained(strategy, make, x, jit_compile=jit) for jit in (True, False)))
+
+
+def test_jit_compile_of_several_replicas_refuses_layers_with_collectives() -> None:
+    with closing(nd.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy:
+        model = made(strategy, cnn, IMAGES, jit_compile=True)
+        with pytest.raises(TypeError, match="compile what has no collectives"):
+            model.fit(IMAGES, LABELS, verbose=0)
 
 
 def test_variables_on_servers_are_not_compiled() -> None:
