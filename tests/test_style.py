@@ -24,27 +24,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2826,
+    "autodiff": 2828,
     "cluster": 514,
     "collective": 3855,
     "compat": 1266,
     "coordinator": 898,
     "data": 1725,
-    "estimator": 1271,
+    "estimator": 1278,
     "graph": 4395,
-    "jit": 1286,
+    "jit": 1285,
     "launcher": 1478,
-    "models": 3967,
+    "models": 4008,
     "optimizers": 916,
     "parameter_server": 1595,
     "strategies": 1267,
     "task": 293,
     "top level": 2806,
     "transport": 1992,
-    "variables": 1121,
+    "variables": 1118,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32495
+TESTS_BUDGET = 32151
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
