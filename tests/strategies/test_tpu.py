@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -9,7 +13,7 @@ import ndistribute as nd
 from ndistribute.compat import tf
 from ndistribute.variables.mirrored import sharded_variable
 from tests.contract_rows import TPUS, tpus
-from tests.kinds import context, parts, works
+from tests.kinds import context, parts, struck_inside, works
 from tests.strategies.test_reduce import OPS
 
 pytest.importorskip("jax")
@@ -123,6 +127,34 @@ def test_replicas_draw_their_own_numbers_the_same_in_every_run_and_after_a_check
         for _ in range(2):
             assert [draws(again) for _ in range(2)] == first[1:]
             checkpoint.restore(path)
+
+
+@pytest.mark.parametrize("kind", ["tpu-1", "tpu-2"])
+def test_an_interrupt_in_a_step_keeps_the_variables(kind):
+    def step():
+        count, x = nd.while_loop(
+            lambda k, x: k < 3_000_000,
+            lambda k, x: (k + 1, np.sin(x + k)),
+            (np.float64(0), np.float64(0)),
+        )
+        v.assign_add(np.ones(2) * (x <= 1))
+        return count
+
+    strategy = TPUS[kind]()
+    with strategy.scope():
+        v = nd.Variable(np.zeros(2), aggregation="mean")
+    strategy.run(step)
+    interrupt = functools.partial(os.kill, os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), struck_inside(interrupt, is_running):
+        strategy.run(step)
+    assert v.numpy().tolist() in ([1, 1], [2, 2])
+    strategy.run(step)
+    strategy.close()
+
+
+def is_running(code):
+    """Say whether code is that which runs a program."""
+    return code.co_name == "_run" and code.co_filename.endswith("program.py")
 
 
 def test_indexed_rows_leave_a_step_each_once(two):
