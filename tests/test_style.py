@@ -32,7 +32,7 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4395,
-    "jit": 1292,
+    "jit": 1291,
     "launcher": 1478,
     "models": 4008,
     "optimizers": 916,
