@@ -30,7 +30,7 @@ BUDGETS = {
     "compat": 1266,
     "coordinator": 898,
     "data": 1725,
-    "estimator": 1271,
+    "estimator": 1278,
     "graph": 4395,
     "jit": 1286,
     "launcher": 1478,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import threading
@@ -231,9 +232,14 @@ class CompiledStep:
             for k, differs in arguments.arrays
         ]
         key = devices.place(self._key(), -1) if program.draws else None
-        new, outputs, (flags, limits, told) = program.run(*states, arrays, inputs, key)
-        for group, value in zip(program.written, new, strict=True):
-            group.store(value)
+        results: list[Any] = []
+        try:  # An interrupt strikes after this call, when the old values are gone already.
+            results.extend(itertools.starmap(program.run, [(*states, arrays, inputs, key)]))
+        finally:
+            for values, *_ in results:
+                for group, value in zip(program.written, values, strict=True):
+                    group.store(value)
+        new, outputs, (flags, limits, told) = results[0]
         if devices.shares_memory:  # The host may change the arguments' arrays from now on.
             jax_module().block_until_ready((new, outputs))
         if program.errors and not (held := np.asarray(flags)).all():
