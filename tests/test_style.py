@@ -32,7 +32,7 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1271,
     "graph": 4395,
-    "jit": 1285,
+    "jit": 1308,
     "launcher": 1478,
     "models": 4008,
     "optimizers": 916,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1118,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32139
+TESTS_BUDGET = 32160
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
