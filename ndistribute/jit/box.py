@@ -23,6 +23,7 @@ from ndistribute.autodiff.diagnostics import name_of, user_line
 from ndistribute.context import current_trace
 from ndistribute.devices import Device, jax_module
 from ndistribute.errors import TracingError
+from ndistribute.jit.strided import placed
 from ndistribute.numpy_functions import ArrayMethods, cast, written_to
 
 _PYTHON = (bool, int, float, complex)
@@ -154,7 +155,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         _check_cast(new, self.dtype, "=")
         mask = raw if _is_mask(raw) else None
         if mask is None:
-            self.value = self.value.at[raw].set(jax_module().numpy.asarray(new).astype(self.dtype))
+            new = jax_module().numpy.asarray(new).astype(self.dtype)
+            self.value = placed(self.value, raw, new)
             return
         if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
             _refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
@@ -262,7 +264,7 @@ class SlicedView:
         return value[self._index]
 
     def write(self, value: Any, new: Any) -> Any:
-        return value.at[self._index].set(new)
+        return placed(value, self._index, new)
 
 
 class RearrangedView:

@@ -234,3 +234,27 @@ def test_a_script_for_tpus_runs_by_tensorflows_names():
     assert len(double.compilations) == 1
     strategy.close()
     tf.distribute.experimental.TPUStrategy(resolver).close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "index"),
+    [
+        ((4, 6, 6, 3), np.s_[:, 0::2, 1::2]),
+        ((7, 5), np.s_[1:6:3]),
+        ((9,), np.s_[::4]),
+        ((9,), np.s_[8::-2]),
+        ((4, 4), np.s_[0:3:2, 1:2:2]),
+        ((4, 4), np.s_[3:3:2]),
+    ],
+)
+def test_writes_to_elements_with_a_step_between_them_are_those_of_numpy(shape, index):
+    def written(x, values):
+        y = x * 1
+        y[index] = values
+        part = y[index]
+        part *= 2
+        return y
+
+    x = np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+    for values in (-x[index], np.float64(0.5)):
+        assert np.array_equal(written(x, values), nd.function(written)(x, values))
