@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 4008,
     "optimizers": 916,
     "parameter_server": 1595,
-    "strategies": 1267,
+    "strategies": 1284,
     "task": 293,
     "top level": 2806,
     "transport": 1992,
     "variables": 1118,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32243
+TESTS_BUDGET = 32300
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
