@@ -37,7 +37,7 @@ BUDGETS = {
     "models": 4017,
     "optimizers": 922,
     "parameter_server": 1595,
-    "strategies": 1267,
+    "strategies": 1284,
     "task": 293,
     "top level": 2806,
     "transport": 1992,

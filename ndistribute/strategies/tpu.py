@@ -6,9 +6,11 @@ reads or writes them outside of a step.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import socket
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.workers import Workers
 from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
+from ndistribute.errors import DistributeError
 from ndistribute.jit.box import Box
 from ndistribute.jit.program import AXIS, CompiledStep, Devices, identity_of
 from ndistribute.jit.traced_backend import TracedBackend
@@ -70,7 +73,7 @@ class TPUStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
     ) -> None:
         resolver = devices if isinstance(devices, ClusterResolver) else None
-        workers = None if resolver is None else connected(resolver, communication_options)
+        workers = None if resolver is None else _connected(resolver, communication_options)
         names: Any = list_devices("tpu") if devices is None or resolver is not None else devices
         chosen = resolve_devices(names)
         if any(device.kind != "tpu" for device in chosen):
@@ -159,53 +162,73 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> li
     >>> nd.initialize_tpu_system()[0]
     Device('tpu:0')
     """
-    if cluster_resolver is not None and (workers := connected(cluster_resolver, None)):
-        workers.close()
+    if cluster_resolver is not None:
+        _connect_jax(cluster_resolver, None)
     return list_devices("tpu")
 
 
-def connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:
-    """Return the group of a job's processes, whose JAX is one system; None for a process alone."""
+def _connect_jax(resolver: ClusterResolver, options: CommunicationOptions | None) -> None:
+    """Connect JAX with that of the job's other processes, until this one ends."""
+    jax = jax_module()
+    if jax.distributed.is_initialized() or resolver.num_workers < 2:
+        return
     workers = join_job(resolver, [Device("cpu:0")], options, "TPUStrategy")
-    if workers is None:
-        return None
-    try:
+    if workers is not None:
+        atexit.register(_disconnect_jax, workers)
         _start_jax(workers)
-    except BaseException:
+
+
+def _disconnect_jax(workers: Workers) -> None:
+    """Leave JAX's system; worker 0, which has its coordinator, leaves when the others have left."""
+    if getattr(sys, "last_value", None) is None:  # Else the others may wait for this process.
+        with contextlib.suppress(DistributeError):
+            workers.peers.exchange("end", b"", workers.options.timeout)
+    if workers.rank == 0:
         workers.close()
-        raise
-    return workers
+    jax_module().distributed.shutdown()
+    workers.close()
 
 
 def _start_jax(workers: Workers) -> None:
     jax, seconds = jax_module(), math.ceil(workers.options.timeout)
-    peers, rank = workers.peers, workers.rank
-    host, _ = split_address(peers.addresses[0])
+    host, _ = split_address(workers.peers.addresses[0])
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        if rank == 0:
+        if workers.rank == 0:
             free.bind((host, 0))
         port = free.getsockname()[1]
-    told = peers.exchange("jax", address_of(host, port).encode(), workers.options.timeout)
-    if not jax.distributed.is_initialized():
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # Without it, JAX ends this process when another one was killed.
-        jax.config.update("jax_enable_recoverability", True)
-        jax.distributed.initialize(
-            told[0].decode(),
-            workers.size,
-            rank,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=told[0].decode(),
-            initialization_timeout=seconds,
-            shutdown_timeout_seconds=seconds,
-        )
-    if (jax.process_index(), jax.process_count()) != (rank, workers.size):
+    address = address_of(host, port).encode()
+    first, *_ = workers.peers.exchange("jax", address, workers.options.timeout)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Without it, JAX ends this process when another one was killed.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.distributed.initialize(
+        first.decode(),
+        workers.size,
+        workers.rank,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=first.decode(),
+        initialization_timeout=seconds,
+        shutdown_timeout_seconds=seconds,
+    )
+
+
+def _connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:
+    """Return the group of a job's processes, whose JAX is one system; None for a process alone."""
+    _connect_jax(resolver, options)
+    workers = join_job(resolver, [Device("cpu:0")], options, "TPUStrategy")
+    if workers is None:
+        return None
+    jax = jax_module()
+    place = jax.process_index(), jax.process_count()
+    if place != (workers.rank, workers.size):
+        workers.close()
         raise RuntimeError(
-            f"JAX has process {jax.process_index()} of {jax.process_count()} where the cluster has "
-            f"worker {rank} of {workers.size}: let TPUStrategy connect JAX's processes."
+            f"JAX has process {place[0]} of {place[1]} where the cluster has worker "
+            f"{workers.rank} of {workers.size}: let TPUStrategy connect JAX's processes."
         )
     counts = Counter(device.process_index for device in jax.devices())
     workers.identities = [["tpu"] * counts[k] for k in range(workers.size)]
+    return workers
 
 
 class _TracedContext(ReplicaContext):

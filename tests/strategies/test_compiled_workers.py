@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -25,7 +27,7 @@ def joined():
     """Return the strategy of all processes."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
     options = nd.CommunicationOptions(timeout_seconds=DEADLINE)
-    return nd.TPUStrategy(nd.TFConfigClusterResolver(), options)
+    return nd.TPUStrategy(nd.TPUClusterResolver(), options)
 
 
 def trains(rank, size):
@@ -159,6 +161,32 @@ def test_an_error_of_one_process_while_it_compiles_is_told_to_all():
     assert "worker 1" in first
     assert "float()" in first
     assert "float()" in second
+
+
+SCRIPT = """
+import ndistribute as nd
+
+resolver = nd.TPUClusterResolver()
+nd.initialize_tpu_system(resolver)
+strategy = nd.TPUStrategy(resolver)
+total = strategy.run(lambda: nd.get_replica_context().all_reduce("sum", 1.0))
+assert total.values == (8.0,) * 4 if strategy.is_chief else total.values
+if not strategy.is_chief:
+    sum(range(30_000_000))  # Worker 0, which ends before, has JAX's coordinator.
+"""
+
+
+def test_a_script_ends_in_all_processes_whoever_is_first(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "ndistribute", "run", "-n", "2", str(tmp_path / "script.py")],
+        env=environ,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
 
 
 X = np.random.default_rng(1).normal(size=(16, 3))
