@@ -27,7 +27,7 @@ from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
-from ndistribute.jit.trace import StepTrace
+from ndistribute.jit.trace import OutsideArray, StepTrace
 from ndistribute.values import PerReplica
 
 AXIS = "replica"
@@ -107,6 +107,7 @@ class _Program(NamedTuple):
     errors: list[Callable[[], Exception]]
     result: Any  # The nest, in which each array is the place of its value.
     draws: bool
+    constants: list[OutsideArray]
 
 
 class CompiledStep:
@@ -212,6 +213,8 @@ class CompiledStep:
 
     def _run(self, program: _Program, arguments: _Arguments) -> list[Any]:
         devices = self._devices
+        for constant in program.constants:
+            constant.check()
         inputs = [compute() for compute in program.before]
         states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
         arrays = [
@@ -269,8 +272,11 @@ class CompiledStep:
         last = made[1]
         errors = [error for _, error in last.trace.checks]
         trace = last.trace
+        outside = [array for array in trace.constants.values() if not array.is_temporary]
         return _Program(
-            run, written, read, trace.before, trace.after, errors, last.result, bool(first.draws)
+            *(run, written, read, trace.before, trace.after, errors, last.result),
+            draws=bool(first.draws),
+            constants=outside,
         )
 
     def _key_like(self) -> list[Array]:
@@ -296,7 +302,7 @@ class CompiledStep:
         with tracing(trace), self._enter():
             try:
                 args, kwargs = nest()
-                return untrack(self._function(*args, **kwargs))
+                return tree.map_leaves(_up_to_date, untrack(self._function(*args, **kwargs)))
             finally:
                 trace.close()
 
@@ -312,6 +318,14 @@ class _Slot:
         if not self.rows:
             return outputs[self.index]
         return IndexedSlices(outputs[self.index], outputs[self.rows[0]], self.rows[1:])
+
+
+def _up_to_date(leaf: Any) -> Any:
+    """Return a result after a view among it has read what was written to its base."""
+    for box in (leaf.values, leaf.indices) if isinstance(leaf, IndexedSlices) else (leaf,):
+        if isinstance(box, Box):
+            box.value  # noqa: B018
+    return leaf
 
 
 def _is_slot(leaf: Any) -> bool:
@@ -407,15 +421,23 @@ class _Body:
 
 def identity_of(function: Any) -> Any:
     """Return a key that is equal for functions of one code with the same things around it."""
+    if hasattr(function, "__func__"):  # A method, which has the code of its function, too.
+        return identity_of(function.__func__), _Same(function.__self__)
     code = getattr(function, "__code__", None)
     if code is None:
-        inner = getattr(function, "__func__", None)
-        if inner is not None:
-            return identity_of(inner), _Same(function.__self__)
         return _Same(function)
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    cells = [_content(cell) for cell in function.__closure__ or ()]
     around = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    around += [function.__globals__.get(name) for name in code.co_names]
     return code, _Same(function.__globals__), tuple(map(_constant_key, around))
+
+
+def _content(cell: Any) -> Any:
+    """Return what a cell of a closure contains; None if it is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _current(group: Any, devices: Devices) -> Any:
