@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2820,
+    "autodiff": 2825,
     "cluster": 492,
     "collective": 3875,
     "compat": 1257,
@@ -34,19 +34,19 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1271,
     "graph": 4404,
-    "jit": 1482,
+    "jit": 1483,
     "launcher": 1460,
     "models": 3946,
     "optimizers": 889,
     "parameter_server": 1595,
     "strategies": 1190,
     "task": 293,
-    "top level": 2676,
+    "top level": 2679,
     "transport": 1990,
     "variables": 1112,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32883
+TESTS_BUDGET = 33244
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

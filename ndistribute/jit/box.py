@@ -534,7 +534,7 @@ def _checked_index(part: Any, shape: tuple[int, ...], axis: int) -> Any:
     if isinstance(part, Box):
         current_trace().check_index(part, shape[axis])
         return part.value
-    if isinstance(part, list | np.ndarray):
+    if isinstance(part, list | range | np.ndarray):
         array = np.asarray(part, None if np.size(part) else np.intp)
         if array.dtype != bool:
             _check_bounds(array, shape, axis)

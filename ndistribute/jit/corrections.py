@@ -35,6 +35,7 @@ _CUMULATIVE = frozenset(
 _DIVISIONS = frozenset({np.floor_divide, np.remainder, np.fmod, np.divmod})
 _FACTORIZING = frozenset({np.linalg.cholesky, np.linalg.inv, np.linalg.solve, np.linalg.tensorinv})
 _OF_VALUES = frozenset({np.linalg.eig, np.linalg.eigvals})
+_ALIASES = {"fix": "trunc", "psi": "digamma"}
 _IN_MEMORY = frozenset("casting copy kind order subok".split())
 
 
@@ -174,14 +175,14 @@ def of_jax(function: Any) -> Any:
     known: Any = None
     if isinstance(owner, np.ufunc):
         known = getattr(of_jax(owner), function.__name__, None)
-    elif function is np.fix:
-        known = jax.numpy.trunc
     else:
-        path = name_of(function).split(".")
+        path = [_ALIASES.get(name, name) for name in name_of(function).split(".")]
         if path[0] in ("np", "scipy"):
             known = jax.numpy if path[0] == "np" else jax.scipy
             for name in path[1:]:
                 known = getattr(known, name, None)
+            if path[0] == "scipy" and known is None:  # Some of NumPy's are there, too.
+                known = getattr(jax.numpy, path[-1], None)
     if known is None:
         refuse(function, "JAX has no such function")
     return known
