@@ -75,7 +75,8 @@ $(VENV)/cupy/%/ready: | $(VENV)/ready-test
 	@touch $@
 
 # The contract tests, of which the rows with GPUs run there.
-ON_GPUS := tests/strategies tests/variables tests/optimizers tests/test_equivalence.py
+ON_GPUS := tests/strategies tests/variables tests/optimizers tests/models/test_layers.py \
+  tests/test_equivalence.py
 
 cupy-check: cupy
 	for version in 13 14; do \

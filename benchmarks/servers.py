@@ -2,18 +2,13 @@
 
 With a chief, two workers run the steps that it schedules; without one, they run their own loops.
 Each process has one thread for arithmetic. The staleness of an update is the number of updates of
-other workers between the pull of its variables and the update. ``--limits`` measures the memory,
-threads and connections of servers in jobs of several sizes instead.
+other workers between the pull of its variables and the update.
 """
 
 from __future__ import annotations
 
 import collections
-import importlib
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -22,10 +17,8 @@ import numpy as np
 
 from benchmarks import peer, report
 from benchmarks.harness import OURS, TF, Benchmark, Contender, Group, main
-from benchmarks.machine import facts
 from benchmarks.training import CHECKED_STEPS, GRADIENT_BYTES, batch_of, step_of, tf_step_of
-from benchmarks.worker import Prepared, coordinator, serve, serves, strategy_of, task
-from tests.processes import Ranks
+from benchmarks.worker import Prepared, coordinator, strategy_of, task
 
 WORKERS = ("worker", "worker")
 # So many steps are scheduled before the chief waits for all of them.
@@ -201,92 +194,6 @@ def conclude(entries: list[dict[str, Any]]) -> str:
     return report.markdown(["", "examples/s", "mean", "staleness: updates"], rows)
 
 
-def as_task(rank: int, size: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Serve, or do the work of a client."""
-    if serves():
-        serve()
-        return None
-    return work(*args)
-
-
-def hold(times: int, count: int, elements: int) -> int:
-    """Change variables so many times each, and hold what was read; return its bytes."""
-    import ndistribute as nd
-
-    with strategy_of("ParameterServerStrategy").scope():
-        zeros = np.broadcast_to(np.float32(0), (elements,))
-        variables = [nd.Variable(zeros) for _ in range(count)]
-    gradient = np.ones(elements, np.float32)
-    for _ in range(times):
-        for variable in variables:
-            variable.assign_add(gradient)
-    _held.extend(variable.numpy() for variable in variables)
-    return sum(array.nbytes for array in _held)
-
-
-_held: list[Any] = []
-
-
-def schedule(count: int) -> None:
-    """Schedule so many functions, and wait for them."""
-    for number in range(count):
-        coordinator().schedule(abs, args=(number,))
-    coordinator().join()
-
-
-def beat(rank: int, size: int, count: int) -> None:
-    """Let this process's failure detector beat so many times, one each millisecond."""
-    from ndistribute.transport import failure_detector
-
-    class Beats:
-        beat_within = failure_detector.SILENCE_SECONDS
-        count = 0
-
-        def tick(self, now: float, excused: bool) -> None:
-            self.count += 1
-
-    beats = Beats()
-    failure_detector._BEATS = 60_000  # In the time of silence that is allowed, 60 s.
-    failure_detector.detector.watch(beats)
-    while beats.count < count:
-        threading.Event().wait(0.1)
-    failure_detector.detector.forget(beats)
-
-
-def limits(quick: bool) -> str:
-    """Return a table of the memory, threads and sockets of jobs of several sizes."""
-    environ = {"OPENBLAS_NUM_THREADS": "1", "NDISTRIBUTE_UNIX_SOCKETS": "1"}
-    wire = "tcp" if quick else "python"  # Forks start at once, but share memory.
-    rows = []
-
-    def ask(team: Ranks, jobs: Sequence[str], what: str, *call: Any) -> None:
-        """Run something on all processes, and note what the first of each job then has."""
-        began = time.monotonic()
-        told = [one.result() for one in team.run(*call, timeout=600.0)]
-        mb = sum(each or 0 for each in told) / 1e6 / jobs.count("worker")
-        what = what.format(mb=mb, seconds=time.monotonic() - began)
-        for job in dict.fromkeys(jobs):
-            found = facts(team.pids[jobs.index(job)])
-            rows.append([f"{what}: a {job}", *map(report.shown, found.values())])
-
-    # How often each variable is changed, how many there are, of how many elements.
-    large = (2, 1, 1 << 18) if quick else (2, 16, 1 << 24)
-    few, many = ((1, 2), 2) if quick else ((16, 32, 64), 4)
-    for workers, servers, asked in [(4, 1, large), *((n, many, (20, 4, 1000)) for n in few)]:
-        jobs = ("ps",) * servers + ("worker",) * workers
-        with Ranks(len(jobs), wire, environ, jobs=jobs) as team:
-            what = f"{workers} workers, {servers} servers, {{mb:.0f}} MB, {{seconds:.0f}} s"
-            ask(team, jobs, what, as_task, hold, *asked)
-    jobs, count = ("chief", "ps", "worker"), 1000 if quick else 100_000
-    with Ranks(len(jobs), wire, environ, jobs=jobs) as team:
-        for part in (count // 10, count - count // 10):
-            ask(team, jobs, f"{part} functions", as_task, schedule, part)
-        beats = 200 if quick else 7 * 24 * 3600 // 5  # Those of a week.
-        ask(team, jobs, f"{beats:,} heartbeats more", beat, beats)
-    head = ["", "resident MB", "shared MB", "peak MB", "threads", "sockets"]
-    return report.markdown(head, rows)
-
-
 BENCHMARK = Benchmark(
     "servers",
     "Parameter servers, MLP 784-512-512-10, SGD",
@@ -296,9 +203,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    # Under this name processes find what they are to run.
-    module = importlib.import_module("benchmarks.servers")
-    if "--limits" in sys.argv:
-        print(module.limits("--quick" in sys.argv))
-    else:
-        main(BENCHMARK)
+    main(BENCHMARK)

@@ -21,6 +21,7 @@ from ndistribute.cluster import SimpleClusterResolver as SimpleClusterResolver
 from ndistribute.cluster import SlurmClusterResolver as SlurmClusterResolver
 from ndistribute.cluster import TFConfigClusterResolver as TFConfigClusterResolver
 from ndistribute.cluster import TorchrunClusterResolver as TorchrunClusterResolver
+from ndistribute.cluster import TPUClusterResolver as TPUClusterResolver
 from ndistribute.collective.communicator import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -72,6 +73,7 @@ from ndistribute.strategies import OneDeviceStrategy as OneDeviceStrategy
 from ndistribute.strategies import ParameterServerStrategy as ParameterServerStrategy
 from ndistribute.strategies import Strategy as Strategy
 from ndistribute.strategies import TPUStrategy as TPUStrategy
+from ndistribute.strategies import initialize_tpu_system as initialize_tpu_system
 from ndistribute.task.server import SERVICES as _SERVICES
 from ndistribute.task.server import ServedTask as _ServedTask
 from ndistribute.task.server import Server as Server

@@ -226,9 +226,21 @@ class ReplicaContext:
             "strategy.run executes, and do not keep it."
         )
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name != "generator"]
+
     def __repr__(self) -> str:
         where = f"{self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, {self.device}"
         return f"ReplicaContext({where})"
+
+
+def part_of(length: int, rank: Any, count: int) -> Any:
+    """Return the index of a replica's part of an axis; in a compiled step, of equal parts."""
+    if not hasattr(rank, "is_checked"):
+        return slice(length * rank // count, length * (rank + 1) // count)
+    part = rank * (length // count) + np.arange(length // count)
+    part.is_checked = True
+    return part
 
 
 def current_frame() -> Frame:

@@ -1,9 +1,9 @@
 """Devices, the array namespace of each, and copies between them.
 
 CPU devices are logical: every ``cpu:i`` exists, and all share the host's memory. A GPU exists if
-the driver shows it to this process. ``tpu:i`` is device i of JAX, whatever it is; arrays are there
-inside compiled steps only. Only this module imports CuPy and JAX, at the first use of a device;
-other modules use the arrays' namespace and do not depend on which one it is.
+the driver shows it to this process. ``tpu:i`` is device i that JAX has in this process, whatever it
+is; arrays are there inside compiled steps only. Only this module imports CuPy and JAX, at the first
+use of a device; other modules use the arrays' namespace and do not depend on which one it is.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
         raise ValueError(f"kind must be 'cpu', 'gpu', 'tpu' or None, got {kind!r}.")
     count = 1
     if name != "cpu":
-        count = _gpu_count() if name == "gpu" else len(jax_module().devices())
+        count = _gpu_count() if name == "gpu" else len(jax_module().local_devices())
     return [Device(f"{name}:{index}") for index in range(count)]
 
 
@@ -158,7 +158,7 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
                 "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
                 "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
             )
-        if device.kind == "tpu" and device.index >= (count := len(jax_module().devices())):
+        if device.kind == "tpu" and device.index >= (count := len(jax_module().local_devices())):
             raise ValueError(f"{what}: {device} does not exist; JAX has {count} device(s).")
         if device.kind != "gpu" and devices.count(device) > 1:
             raise ValueError(

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_device_array
+from ndistribute.devices import (
+    Array,
+    Device,
+    array_namespace,
+    copy_to,
+    device_of,
+    is_device_array,
+    to_host,
+)
 from ndistribute.stream import working_on
 
 
@@ -63,7 +71,22 @@ class IndexedSlices:
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
         """
+        xp: Any = array_namespace(self.values, self.indices)
+        if hasattr(xp, "rows_once"):  # In a compiled step.
+            values, indices = xp.rows_once(self, last=False)
+            return IndexedSlices(values, indices, self.dense_shape)
         return IndexedSlices(*sum_rows(self.values, self.indices), self.dense_shape)
+
+    def last_rows(self) -> IndexedSlices:
+        """Return unique indices, in ascending order, with the last of the rows of each."""
+        xp: Any = array_namespace(self.values, self.indices)
+        if hasattr(xp, "rows_once"):  # In a compiled step.
+            values, indices = xp.rows_once(self, last=True)
+            return IndexedSlices(values, indices, self.dense_shape)
+        reverse = to_host(self.indices)[::-1]
+        unique, last = np.unique(reverse, return_index=True)
+        values = self.values[len(reverse) - 1 - last]
+        return IndexedSlices(values, unique, self.dense_shape)
 
     def to_dense(self) -> Array:
         """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""

@@ -36,6 +36,7 @@ import safetensors.numpy
 
 from ndistribute.dtypes import PORTABLE, dtype_named
 from ndistribute.errors import CheckpointCorruptError, DistributeError
+from ndistribute.timers import Attempts
 
 Array = npt.NDArray[Any]
 
@@ -275,8 +276,8 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
     directory = Path(directory)
     _make_directory(directory)
     path = directory / f"{name}.lock"
-    deadline = time.monotonic() + seconds
-    while True:
+    problem: Exception | None = None
+    for _ in Attempts(time.monotonic() + seconds, _POLL_SECONDS):
         with contextlib.ExitStack() as on_error:
             file = on_error.enter_context(open_regular(path, 0, os.O_RDWR | os.O_CREAT))
             _claimed.add(file)
@@ -286,15 +287,14 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
                     on_error.pop_all()
                     return file
             except (BlockingIOError, FileNotFoundError) as error:
-                if time.monotonic() > deadline:
-                    raise OSError(
-                        f"Another process still used the files of {name!r} in {directory} after "
-                        f"{seconds:g} s. Give each job a directory of its own."
-                    ) from error
+                problem = error
             except OSError as error:
                 why = f"{error.strerror}. Use a directory on a file system with locks (flock)"
                 raise OSError(error.errno, why, os.fspath(path)) from error
-        time.sleep(_POLL_SECONDS)
+    raise OSError(
+        f"Another process still used the files of {name!r} in {directory} after {seconds:g} s. "
+        "Give each job a directory of its own."
+    ) from problem
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
-"""`Timer`: is it time to save, to log or to evaluate? Loops, hooks and callbacks ask it.
+"""`Timer`: is it time to save, to log or to evaluate? And `Attempts` until a deadline.
 
-It counts steps or seconds since the last time. It has no thread: who asks also does the work.
+A timer counts steps or seconds since the last time. Nothing here has a thread: who asks also does
+the work.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "default"})()
@@ -56,6 +58,46 @@ class Timer:
     def reset(self) -> None:
         """Be due at the next step, as at the first one."""
         self.last_step = None
+
+
+class Attempts:
+    """Attempts until a deadline, which may be infinite; the first one is always made.
+
+    Args:
+        deadline: the monotonic time after which no attempt begins.
+        pauses: the seconds between attempts; the last number repeats.
+        wait: waits for some seconds; if it returns a true value, there are no more attempts.
+
+    >>> pauses = []
+    >>> for left in Attempts(float("inf"), 0.1, 0.2, wait=pauses.append):
+    ...     if len(pauses) == 3:
+    ...         break
+    >>> pauses
+    [0.1, 0.2, 0.2]
+    """
+
+    def __init__(
+        self, deadline: float, *pauses: float, wait: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._deadline, self._pauses, self._wait = deadline, pauses, wait
+        self._failures = -1  # Before the first attempt.
+
+    def __iter__(self) -> Attempts:
+        return self
+
+    def __next__(self) -> float:
+        """Return the seconds that are left, after a pause unless this is the first attempt."""
+        if self._failures >= 0:
+            left = self._deadline - time.monotonic()
+            pause = self._pauses[min(self._failures, len(self._pauses) - 1)]
+            if left <= 0 or self._wait(min(pause, left)):
+                raise StopIteration
+        self._failures += 1
+        return self._deadline - time.monotonic()
+
+    def succeed(self) -> None:
+        """Begin again with the first pause."""
+        self._failures = 0
 
 
 def steps_or_seconds(steps: Any, seconds: Any, default: tuple[Any, Any]) -> tuple[Any, Any]:

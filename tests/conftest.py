@@ -4,8 +4,6 @@ The check is a plugin rather than a fixture of this folder, so that it also cove
 the package's docstrings.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -32,6 +30,9 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+# JAX reads it when it starts; a process has this many devices for compiled steps.
+EMULATED_DEVICES = "--xla_force_host_platform_device_count=8"
 
 hypothesis.settings.register_profile(
     "ndistribute",
@@ -64,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(changed.undo)
     changed.setenv("TMPDIR", folder.name)
     changed.setattr(tempfile, "tempdir", folder.name)
+    os.environ.setdefault("XLA_FLAGS", EMULATED_DEVICES)
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")

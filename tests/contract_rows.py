@@ -4,8 +4,6 @@ A row is there if its code path differs from those of the others. What is added 
 a row here, and with it all of those tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial
@@ -15,18 +13,6 @@ import ndistribute as nd
 from ndistribute import tree
 from ndistribute.devices import is_device_array, to_host
 from tests.gpu.imitation.module import imitated_gpus
-
-__all__ = [
-    "GPUS",
-    "GPU_LAYOUTS",
-    "STRATEGIES",
-    "central",
-    "cpus",
-    "ground",
-    "mirrored",
-    "served",
-    "with_host_results",
-]
 
 
 def cpus(count: int) -> list[str]:
@@ -43,6 +29,10 @@ def central(count: int) -> nd.CentralStorageStrategy:
 
 def served(count: int) -> nd.ParameterServerStrategy:
     return nd.ParameterServerStrategy(devices=cpus(count))
+
+
+def tpus(count: int) -> nd.TPUStrategy:
+    return nd.TPUStrategy([f"tpu:{i}" for i in range(count)])
 
 
 class HostResults(nd.Strategy):
@@ -110,6 +100,11 @@ GPU_LAYOUTS: dict[str, tuple[type[nd.Strategy], tuple[Any, ...], dict[str, Any]]
 GPUS = {name: partial(on_gpus, name) for name in GPU_LAYOUTS}
 if nd.list_devices("gpu"):
     GPUS |= {f"real-{name}": GPUS[name] for name in ("gpu-shared-2", "gpu-and-cpu")}
+
+# Rows whose steps XLA compiles for its devices, which are emulated where there is only one.
+TPUS: dict[str, Callable[[], nd.Strategy]] = {
+    f"tpu-{count}": partial(tpus, count) for count in (1, 2, 8)
+}
 
 # Of several replicas in one process each: two replicas swap, three are an odd number.
 STRATEGIES: dict[str, Callable[[], nd.Strategy]] = {

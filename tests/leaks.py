@@ -4,8 +4,6 @@ Linux only, by reading /proc; a test that leaves nothing costs well under a mill
 closed here: a test closes the strategies that it opens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -21,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import held_by_zygote
-
-__all__ = ["Snapshot", "leaks_since"]
 
 # How long a thread, process or file may take to go away by itself once a test has ended.
 LEAK_DEADLINE_SECONDS = float(os.environ.get("LEAK_DEADLINE_SECONDS", "20"))

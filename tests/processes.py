@@ -32,17 +32,6 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "HANG_SECONDS",
-    "LISTEN",
-    "ROOT",
-    "Outcome",
-    "Ranks",
-    "Tasks",
-    "find_mpiexec",
-    "wait_until",
-]
-
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0
 END_SECONDS = 40.0
@@ -62,6 +51,15 @@ def environment(*more: Mapping[str, str]) -> dict[str, str]:
     for each in more:
         environ.update(each)
     return environ
+
+
+def python_says(*words: object, **options: Any) -> str:
+    """Run Python to its end, which must be a good one, and return what it prints."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {**pipes, "env": environment(), "timeout": 110, **options}
+    ran = subprocess.run([sys.executable, *map(str, words)], check=False, **options)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
+    return ran.stdout
 
 
 def tf_config(cluster: Mapping[str, Sequence[str]], job: str, index: int) -> str:

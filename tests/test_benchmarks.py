@@ -3,8 +3,6 @@
 What they measure is no test's business. The model behaves as networks do, and says where it errs.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -32,30 +30,17 @@ from benchmarks.hosts_model import HostsModel, Network, predictions
 from benchmarks.run_all import NAMES
 from benchmarks.training import GRADIENT_BYTES
 from tests.hosts.rig import skip_reason
-from tests.processes import ROOT
+from tests.processes import ROOT, python_says
 
 QUICK = Namespace(quick=True, repetitions=1, only="", peers=False, cores=2, busy=1)
 LOCAL = Contender("local", OURS, "all_reduce:in_steps", {"size": 4096, "calls": 1, "replicas": 2})
 BROKEN = Contender("broken", OURS, "training:ours", {"batch": 1})
 
 
-def command(*words, timeout=100.0):
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_benchmarks_run_and_write_their_results(tmp_path):
-    command("benchmarks.run_all", "--quick", "--out", tmp_path, timeout=280)
+    python_says("-m", "benchmarks.run_all", "--quick", "--out", tmp_path, timeout=280)
     for name in NAMES:
         written = json.loads((tmp_path / f"{name}.json").read_text())
         assert written["results"]
@@ -66,24 +51,15 @@ def test_all_benchmarks_run_and_write_their_results(tmp_path):
 
 
 def test_calls_are_counted():
-    said = command("benchmarks.overhead", "--calls")
+    said = python_says("-m", "benchmarks.overhead", "--calls")
     rows = [[cell.strip() for cell in line.split("|")] for line in said.splitlines()]
     assert all(int(calls) > 0 for calls in rows[2][2:4])
     assert rows[4][1] == "threads when idle"
 
 
-def test_each_worker_is_one_more_connection_and_thread_of_a_server():
-    said = command("benchmarks.servers", "--limits", "--quick")
-    servers = [line.split("|") for line in said.splitlines() if "a ps" in line]
-    few, more = (
-        [float(cell) for cell in line[-3:-1]] for line in servers if "2 servers" in line[1]
-    )
-    assert [b - a for a, b in zip(few, more, strict=True)] == [1, 1]
-
-
 def test_faults_are_measured_with_the_jobs_of_the_fault_tests(tmp_path):
     only = ("shared", "workers", "servers")
-    command("benchmarks.faults", "--quick", "--out", tmp_path / "f.json", "--only", *only)
+    python_says("-m", "benchmarks.faults", "--quick", "--out", tmp_path / "f.json", "--only", *only)
     rows = {row["what"]: row for row in json.loads((tmp_path / "f.json").read_text())["rows"]}
     assert rows["one worker raises"]["errors"] == ["WorkerLostError"]
     assert rows["one worker leaves a call out"]["errors"] == ["CollectiveMismatchError"]
@@ -140,7 +116,7 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_process():
 @pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
 def test_all_reduces_between_hosts_are_measured_beside_the_limit(tmp_path):
     words = ("--hosts", "2", "--quick", "--only", "10 Gbit", "--out", tmp_path / "h.json")
-    said = command("benchmarks.all_reduce", *words)
+    said = python_says("-m", "benchmarks.all_reduce", *words)
     assert "| 2 hosts at 10 Gbit/s, 4 KiB | 0.00328 |" in said
     written = json.loads((tmp_path / "h.json").read_text())
     (entry,) = written["results"]

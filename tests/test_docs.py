@@ -5,8 +5,6 @@ folder, from top to bottom. One marked ``pycon`` is a session whose output is co
 names. Blocks with any other mark, or none, are for reading.
 """
 
-from __future__ import annotations
-
 import doctest
 import re
 from collections.abc import Iterator

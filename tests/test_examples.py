@@ -1,7 +1,5 @@
 """The examples train to the same result under every strategy, however they are started."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -156,6 +154,12 @@ def test_four_command_lines_train_on_two_servers_and_two_workers(
 def test_the_launcher_starts_a_chief_that_sends_its_workers_functions() -> None:
     (said,) = output_of([*LAUNCHER, *"--workers 2 --ps 1 --chief".split(), *SERVERS])
     assert numbers_in(said) > (0.9,)
+
+
+def test_a_convolutional_network_trains_on_emulated_devices_of_jax() -> None:
+    said = output_here("examples/tpu_strategy.py", "--devices", "2", "--epochs", "3")
+    assert len(re.findall("compiled for float32.32,64.*", said)) == 1
+    assert numbers_in(said, "2 device.s.: test accuracy (.*)") > (0.85,)
 
 
 def test_the_demo_reaches_its_accuracy() -> None:

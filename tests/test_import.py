@@ -3,13 +3,12 @@
 import importlib.resources
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import ndistribute as nd
+from tests.processes import python_says
 
-OPTIONAL = set("cupy grpc matplotlib mpi4py scipy sklearn tensorflow torch tqdm".split())
+OPTIONAL = set("cupy grpc jax matplotlib mpi4py scipy sklearn tensorflow torch tqdm".split())
 
 # Asks for every module first, so that a package that is not installed, and whose import the
 # package would survive, is seen as well.
@@ -30,9 +29,7 @@ print(json.dumps([asked, threading.active_count()]))
 
 
 def test_import_asks_for_no_optional_package_and_starts_no_thread():
-    command = [sys.executable, "-c", _LIST_IMPORTS]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
-    modules, threads = json.loads(ran.stdout)
+    modules, threads = json.loads(python_says("-c", _LIST_IMPORTS))
     asked = {name.partition(".")[0] for name in modules}
     assert "ndistribute" in asked
     assert asked & OPTIONAL == set()
@@ -56,7 +53,7 @@ assert nd.estimator.Estimator
 
 
 def test_import_loads_neither_graphs_nor_estimators_until_they_are_used():
-    subprocess.run([sys.executable, "-c", _LIST_GUESTS], check=True, timeout=110)
+    python_says("-c", _LIST_GUESTS)
 
 
 def test_the_changelog_tells_of_this_version():

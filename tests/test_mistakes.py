@@ -4,8 +4,6 @@ Each says what failed, where, what was expected, and what to write instead. To r
 would: ``python -m tests.test_mistakes`` prints the code and the message of each.
 """
 
-from __future__ import annotations
-
 import copy
 import linecache
 import pickle

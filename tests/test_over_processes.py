@@ -4,8 +4,6 @@ The contract tests of strategies and variables, and those of equivalence, run in
 over each way in which these can meet; `tests/kinds.py` offers them strategies of all workers there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

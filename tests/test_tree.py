@@ -1,7 +1,5 @@
 """Nests: what counts as one, and that nothing is lost in taking one apart and putting it back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple

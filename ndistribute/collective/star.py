@@ -19,6 +19,7 @@ from typing import Any
 
 from ndistribute import errors
 from ndistribute.collective.bootstrap import ProcessInfo
+from ndistribute.timers import Attempts
 from ndistribute.tracebacks import OF_SEVERAL
 from ndistribute.transport.codec import Decoder, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
@@ -296,11 +297,10 @@ class Star:
 
     def _reach_rank_0(self, timeout: float) -> Connection:
         """Connect to rank 0, which may not have started yet."""
-        info, reason = self._info, "there was no time to try"
+        info = self._info
         hello = Hello(f"worker {info.rank}", "control", "worker 0", details=info.details())
-        deadline, pause = time.monotonic() + timeout, threading.Event()
-        report = WaitReport(f"worker {info.rank}")
-        while time.monotonic() < deadline:
+        deadline, report = time.monotonic() + timeout, WaitReport(f"worker {info.rank}")
+        for _ in Attempts(deadline, _RETRY_SECONDS):
             connection = None
             try:
                 who = info.first, info.credentials, hello, _messages
@@ -314,7 +314,6 @@ class Star:
                     raise
                 reason = f"{error}".rstrip(".")
                 report.tell(f"worker 0 at {info.first} ({reason})")
-            pause.wait(timeout=_RETRY_SECONDS)
         raise errors.CollectiveTimeoutError(
             f"worker {info.rank} waited {timeout:g} s for worker 0 at {info.first} to start: "
             f"{reason}. Check that all {info.size} processes were started with the same secret, "

@@ -23,6 +23,7 @@ import numpy as np
 from ndistribute.collective.control_plane import ControlPlane, WaitMonitor
 from ndistribute.devices import Array
 from ndistribute.errors import WorkerLostError
+from ndistribute.timers import Attempts
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.secret import NonBlockingTls
 
@@ -128,11 +129,10 @@ class Transport(Protocol):
     ) -> WorkerLostError:
         """Return an error for a failed message, unless the control plane raises a better one."""
         shortest, longest = _GRACE_SECONDS
-        until = time.monotonic() + min(max(shortest, silence_seconds() / 2), longest)
-        while time.monotonic() < until:
+        seconds = min(max(shortest, silence_seconds() / 2), longest)
+        for _ in Attempts(time.monotonic() + seconds, 0.002):
             self._check()
             look()
-            time.sleep(0.002)
         return WorkerLostError(reason, rank=rank)
 
 

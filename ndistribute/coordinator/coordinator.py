@@ -30,6 +30,7 @@ from ndistribute.coordinator.closures import Closure, ClosureQueue, PerWorkerDat
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load, require_cloudpickle
 from ndistribute.coordinator.worker import MAX_FUNCTIONS, Forget, Outcome, Run, Stuck, WorkerService
 from ndistribute.timeline import recorded
+from ndistribute.timers import Attempts
 from ndistribute.transport.codec import Decoder, MalformedError
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.handshake import Hello
@@ -339,16 +340,18 @@ class _Link:
                     del self._known[next(iter(self._known))]
 
     def _serve(self, connector: Connector) -> None:
-        failures, report = 0, WaitReport("the coordinator")
-        while not self._queue.closing.is_set():
+        report, closing = WaitReport("the coordinator"), self._queue.closing
+        pauses = [min(pause, self._owner._longest_pause) for pause in _PAUSES]
+        attempts = Attempts(float("inf"), *pauses, wait=closing.wait)
+        for _ in attempts:
             connection: Connection | None = None
             problem: Exception = ConnectionLostError("the coordinator is closing.")
             try:
                 connection = connector()
                 self.arrive(connection)
-                while not self._queue.closing.is_set():
+                while not closing.is_set():
                     self.finish(connection.receive()[1])
-                    failures = 0
+                    attempts.succeed()
             except Exception as error:
                 problem = error
                 if connection is None:
@@ -364,9 +367,6 @@ class _Link:
             if connection is not None:
                 connection.close()
             self._owner._wake()
-            pause = _PAUSES[min(failures, len(_PAUSES) - 1)]
-            failures += 1
-            self._queue.closing.wait(timeout=min(pause, self._owner._longest_pause))
 
 
 def _payloads(closure: Closure) -> list[Pickled]:

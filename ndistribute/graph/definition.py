@@ -2,26 +2,31 @@
 
 A definition names its function; `numpy_functions.py` and `kernels.py` have the tables in which the
 process that runs it looks the name up. So a graph from another process can only call what stands in
-these tables. The arguments of a function are a template: nested lists of plain values, in which
-``["input", k]`` stands for the operation's k-th input.
+these tables. The arguments of a function are a template: a node of plain values, in which
+``{"$input": k}`` stands for the operation's k-th input.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from ndistribute.devices import Device, as_array, to_host
-from ndistribute.dtypes import dtype_named
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.plain import KINDS, Encoder, Kind
 from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
-_PLAIN = (bool, int, float, str, type(None))
+# What is an argument for itself, and what is no element of an array of numbers or text.
+_LEAVES = (bool, int, float, complex, str, type(None), EllipsisType, np.dtype)
+_NO_ELEMENTS = (type(None), EllipsisType, np.dtype, slice)
+_DTYPES = (np.generic, bool, int, float, complex)  # Classes that stand for their dtypes.
+_NESTS = {kind.type: kind for kind in (Kind(list, list, list), KINDS["tuple"], KINDS["slice"])}
 _DEEPEST = 32
 _NO_TEMPLATE = "the arguments of an operation are no template."
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
@@ -67,6 +72,34 @@ class OperationInput(NamedTuple):
     k: int
 
 
+class _Templates(Encoder):
+    """Encode the arguments of functions, among which are inputs."""
+
+    kinds = frozenset({"float", "tuple", "slice", "complex", "ellipsis", "dtype"})
+    others = ("$input",)
+    refusal = (
+        TypeError,
+        "a {kind} cannot be an argument of an operation: graphs contain arrays, numbers, strings, "
+        "slices, dtypes, and lists of these.",
+    )
+
+    def encode(self, value: Any, path: Any = "") -> Any:
+        if type(value) is OperationInput:  # First, because most arguments are inputs.
+            return {"$input": value.k}
+        return super().encode(value, path)
+
+    def encode_other(self, value: Any, path: Any) -> Any:
+        if isinstance(value, type) and issubclass(value, _DTYPES):
+            return self.encode(np.dtype(value))
+        return super().encode_other(value, path)
+
+    def decode_other(self, tag: str, node: dict[str, Any]) -> OperationInput:
+        return OperationInput(node[tag])
+
+
+_templates = _Templates()
+
+
 def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the template of a call whose arguments contain `OperationInput`.
 
@@ -74,9 +107,23 @@ def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         TypeError: an argument is something that cannot be sent.
 
     >>> call_template((OperationInput(0), slice(1, None)), {"axis": 0})
-    [[['input', 0], ['slice', 1, None, None]], {'axis': 0}]
+    [[{'$input': 0}, {'$slice': [1, None, None]}], {'axis': 0}]
     """
-    return [[*map(_encoded, args)], {name: _encoded(value) for name, value in kwargs.items()}]
+    named = {name: _templates.encode(value) for name, value in kwargs.items()}
+    return [[*map(_templates.encode, args)], named]
+
+
+def arguments(template: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a template, with `OperationInput` for the inputs.
+
+    Raises:
+        MalformedError: it is no template.
+    """
+    try:
+        args, kwargs = _templates.decode([[], {}] if template is None else template)
+        return [*args], {**kwargs}
+    except Exception as error:  # It may come from elsewhere.
+        raise MalformedError(f"{_NO_TEMPLATE} {error}") from error
 
 
 def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
@@ -85,20 +132,18 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
     Raises:
         MalformedError: the template is not one, or refers to an input that is not among `count`.
     """
-    if template in (None, [[["input", k] for k in range(count)], {}]):
+    if template in (None, [[{"$input": k} for k in range(count)], {}]):
         return lambda inputs: (inputs, {})
-    if not isinstance(template, list) or list(map(type, template)) != [list, dict]:
-        raise MalformedError(_NO_TEMPLATE)
-    args, kwargs = template
-    parts = [_decoded(arg, count) for arg in args]
-    named = {str(name): _decoded(value, count) for name, value in kwargs.items()}
+    args, kwargs = arguments(template)
+    parts = [_filled(arg, count) for arg in args]
+    named = {str(name): _filled(value, count) for name, value in kwargs.items()}
     return lambda inputs: (
         [part(inputs) for part in parts],
         {name: part(inputs) for name, part in named.items()},
     )
 
 
-def refuse_objects(node: Any) -> None:
+def refuse_objects(template: Any) -> None:
     """Raise an error for a template whose call makes arrays of Python objects.
 
     To compute with them may take for ever, holds Python's lock, and cannot be ended.
@@ -106,86 +151,40 @@ def refuse_objects(node: Any) -> None:
     Raises:
         MalformedError: it names such a dtype, or has lists of what is neither number nor text.
     """
-    parts = [*node, *node.values()] if isinstance(node, dict) else node
-    is_bad = isinstance(node, str) and (node in ("sig", "signature") or _is_of_objects(node))
-    if isinstance(node, list) and node[0] in ("list", "tuple"):
-        kinds = [part[0] if isinstance(part, list) else part for part in node[1:]]
-        is_bad = any(kind in (None, "dtype", "ellipsis", "slice") for kind in kinds)
-    if is_bad:
-        raise MalformedError(f"no {node!r}: operations compute with numbers and text alone.")
-    for part in parts if isinstance(node, dict | list) else ():
-        refuse_objects(part)
+    args, kwargs = arguments(template)
+    values = [*args, *kwargs, *kwargs.values()]
+    for value in values:
+        is_bad = isinstance(value, np.dtype) and value.hasobject
+        if isinstance(value, list | tuple):
+            values += value
+            is_bad = any(isinstance(part, _NO_ELEMENTS) for part in value)
+        if is_bad or (isinstance(value, str) and _is_of_objects(value)):
+            raise MalformedError(f"no {value!r}: operations compute with numbers and text alone.")
 
 
 def _is_of_objects(text: str) -> bool:
     try:
-        return np.dtype(text).hasobject if re.search("O|object", text) else False
-    except (SyntaxError, TypeError, ValueError):  # It is no dtype.
+        is_dtype = re.search("O|object", text) and np.dtype(text).hasobject
+    except (SyntaxError, TypeError, ValueError):
         return False
+    return bool(is_dtype) or text in ("sig", "signature")
 
 
-def _encoded(value: Any) -> Any:
-    if isinstance(value, OperationInput):
-        return ["input", value.k]
-    if isinstance(value, np.generic) and not isinstance(value, np.complexfloating):
-        return value.item()
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, list | tuple):
-        return [type(value).__name__ if type(value) is list else "tuple", *map(_encoded, value)]
-    if isinstance(value, slice):
-        return ["slice", *map(_encoded, (value.start, value.stop, value.step))]
-    if value is Ellipsis:
-        return ["ellipsis"]
-    if isinstance(value, complex | np.complexfloating):
-        return ["complex", value.real, value.imag]
-    if isinstance(value, np.dtype) or (isinstance(value, type) and _is_dtype(value)):
-        return ["dtype", np.dtype(value).name]
-    why = "graphs contain arrays, numbers, strings, slices, dtypes, and lists of these."
-    raise TypeError(f"a {type(value).__name__} cannot be an argument of an operation: {why}")
-
-
-def _is_dtype(kind: type) -> bool:
-    return issubclass(kind, np.generic) or kind in (bool, int, float, complex)
-
-
-def _decoded(node: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]], Any]:
+def _filled(value: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]], Any]:
     """Return a function from an operation's inputs to one argument."""
-    if isinstance(node, _PLAIN):
-        return lambda inputs: node
-    if depth > _DEEPEST or not isinstance(node, list) or not node:
-        raise MalformedError(_NO_TEMPLATE)
-    kind, rest = node[0], node[1:]
-    if kind == "input":
-        k = rest[0] if len(rest) == 1 else None
+    if isinstance(value, OperationInput):
+        k = value.k
         if type(k) is not int or not 0 <= k < count:
             raise MalformedError(f"an operation has no input {k!r}.")
         return lambda inputs: inputs[k]
-    if kind == "ellipsis" and not rest:
-        return lambda inputs: Ellipsis
-    if kind == "dtype" and len(rest) == 1 and isinstance(rest[0], str):
-        dtype = _dtype(rest[0])
-        return lambda inputs: dtype
-    made = _MADE.get(kind) if isinstance(kind, str) else None
-    if made is None:
+    if isinstance(value, _LEAVES):
+        return lambda inputs: value
+    nest = _NESTS.get(type(value))
+    if nest is None or depth > _DEEPEST:
         raise MalformedError(_NO_TEMPLATE)
-    parts = [_decoded(part, count, depth + 1) for part in rest]
+    made = nest.made
+    parts = [_filled(part, count, depth + 1) for part in nest.body(value)]
     return lambda inputs: made([part(inputs) for part in parts])
-
-
-_MADE: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "slice": lambda parts: slice(*parts),
-    "complex": lambda parts: complex(*parts),
-}
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    try:
-        return np.dtype(dtype_named(name))
-    except (TypeError, ValueError, ImportError) as error:
-        raise MalformedError(f"no dtype {name!r} is known here.") from error
 
 
 def pack(value: Any) -> Value:

@@ -24,7 +24,7 @@ from ndistribute.graph import variables as v
 from ndistribute.graph.graph import Tensor, get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
-from ndistribute.timers import UNSET, steps_or_seconds
+from ndistribute.timers import UNSET, Attempts, steps_or_seconds
 
 T = TypeVar("T")
 _RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
@@ -200,18 +200,16 @@ def is_ready(session: Session, ready_op: Any) -> bool:
 
 def retried(make: Callable[[], T], max_wait_secs: float) -> T:
     """Return what a function returns; tasks that fail meanwhile may come back until a deadline."""
-    begun, told = time.monotonic(), False
-    while True:
+    attempts, is_silent = Attempts(time.monotonic() + max_wait_secs, _POLL_SECONDS), True
+    for left in attempts:
         try:
             return make()
         except _RECOVERABLE as error:
-            waited = time.monotonic() - begun
-            if waited > max_wait_secs:
-                raise
-            if waited > _SILENT_SECONDS and not told:
-                told = True
+            problem = error
+            if is_silent and max_wait_secs - left > _SILENT_SECONDS:
+                is_silent = False
                 _log.warning("still waiting, for %g s at most: %s", max_wait_secs, str(error))
-            time.sleep(_POLL_SECONDS)
+    raise problem
 
 
 def open_session(

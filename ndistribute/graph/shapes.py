@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.graph.definition import OperationDef, filler
+from ndistribute.graph.definition import OperationDef, arguments, filler
 from ndistribute.graph.ops import op_named
 from ndistribute.numpy_functions import Function, Results
 
@@ -174,10 +174,10 @@ def _results(definition: OperationDef, inputs: Sequence[Known]) -> list[Known]:
 
 def _reshaped(definition: OperationDef, tensor: Known) -> Known:
     """Return what the new shape alone tells of a reshaped tensor."""
-    args, kwargs = definition.call
-    shape = args[1] if len(args) > 1 else kwargs.get("shape")
-    if isinstance(shape, list) and shape[0] != "input" and all(type(n) is int for n in shape[1:]):
-        return Known(tensor.dtype, Shape(None if n == -1 else n for n in shape[1:]))
+    args, kwargs = arguments(definition.call)
+    shape: Any = args[1] if len(args) > 1 else kwargs.get("shape")
+    if type(shape) in (list, tuple) and all(type(n) is int for n in shape):
+        return Known(tensor.dtype, Shape(None if n == -1 else n for n in shape))
     return Known()
 
 
@@ -238,7 +238,10 @@ def _with_cuts(index: Any, blind: Sequence[Any], cut: slice) -> Any:
 
 def _common(first: Any, second: Any, is_value: bool) -> Known:
     """Return what is known of a result that is one of two arrays."""
-    arrays = np.asarray(first), np.asarray(second)
+    try:
+        arrays = np.asarray(first), np.asarray(second)
+    except ValueError:  # They are several arrays each, of different shapes.
+        return Known()
     shared = shared_by([Known(array.dtype, Shape(array.shape)) for array in arrays])
     if shared.dtype is None or shared.dtype == object:  # An object is no array, such as rows.
         return Known()

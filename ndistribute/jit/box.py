@@ -183,7 +183,9 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             refuse_shape("x[mask]")
         view = SlicedView(raw)
         if _is_basic(raw):
-            return Box(self.value[raw], self, view, self.refusal)
+            part = Box(self.value[raw], self, view, self.refusal)
+            part.is_checked = self.is_checked
+            return part
         return Box(view.read(self.value))
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -493,7 +495,7 @@ def _raw(value: Any) -> Any:
     if isinstance(value, Box):
         return value.value
     if isinstance(value, np.ndarray) and value.ndim:
-        current_trace().constant(value)
+        current_trace().use_outside(value)
         return value.copy()  # JAX would keep it alive.
     return value
 

@@ -14,7 +14,8 @@ from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.context import current_frame, current_trace, get_replica_context, get_strategy
 from ndistribute.devices import Array
 from ndistribute.errors import TracingError
-from ndistribute.jit.program import MOST_PROGRAMS, Compilation, CompiledStep, Devices, identity_of
+from ndistribute.jit.identity import identity_of
+from ndistribute.jit.program import MOST_PROGRAMS, Compilation, CompiledStep, Devices
 
 
 class Function:

@@ -10,7 +10,9 @@ devices it is one program for all of them, in which each replica has its part of
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +29,8 @@ from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
+from ndistribute.jit.identity import constant_key
+from ndistribute.jit.sparse_rows import NO_ROW
 from ndistribute.jit.trace import OutsideArray, StepTrace
 from ndistribute.values import PerReplica
 
@@ -103,11 +107,11 @@ class _Program(NamedTuple):
     written: list[Any]
     read: list[Any]
     before: list[Callable[[], Any]]
-    after: list[Callable[[], None]]
-    errors: list[Callable[[], Exception]]
+    after: list[Callable[..., None]]
+    errors: list[Callable[..., Exception]]
     result: Any  # The nest, in which each array is the place of its value.
     draws: bool
-    constants: list[OutsideArray]
+    outside: list[OutsideArray]
 
 
 class CompiledStep:
@@ -118,6 +122,7 @@ class CompiledStep:
         devices: where it runs.
         enter: returns the context in which it is traced.
         key: returns the seed of the random numbers of a call, for each replica of this process.
+        together: calls a function that compiles, where all processes do.
 
     Attributes:
         compilations: the compilations, in order.
@@ -129,10 +134,13 @@ class CompiledStep:
         devices: Devices,
         enter: Callable[[], contextlib.AbstractContextManager[Any]],
         key: Callable[[], list[Array]],
+        together: Callable[[Callable[[], Any]], Any] = operator.call,
     ) -> None:
         self.compilations: list[Compilation] = []
         self._function, self._devices, self._enter, self._key = function, devices, enter, key
+        self._together = together
         self._programs: OrderedDict[Any, _Program] = OrderedDict()
+        self._constants: dict[Any, list[Callable[[], Any]]] = {}
         self._lock = threading.RLock()
         self._name = getattr(function, "__qualname__", repr(function))
 
@@ -140,17 +148,23 @@ class CompiledStep:
         """Return the results of the replicas of this process."""
         arguments = self._arguments((tuple(args), dict(kwargs)))
         with self._lock, _numpys_dtypes():
-            program = self._programs.get(arguments.key)
+            program = self._programs.get(self._key_of(arguments))
             if program is not None:
                 return self._run(program, arguments)
             began = time.perf_counter()
-            program = self._compile(arguments)
+            program = self._together(functools.partial(self._compile, arguments))
+            key = self._key_of(arguments)
             results = self._run(program, arguments)
-            self._programs[arguments.key] = program
+            self._programs[key] = program
             if len(self._programs) > MOST_PROGRAMS:
-                self._programs.popitem(last=False)
+                (dropped, _), _ = self._programs.popitem(last=False)
+                self._constants.pop(dropped, None)
             self._report(arguments, time.perf_counter() - began)
             return results
+
+    def _key_of(self, arguments: _Arguments) -> Any:
+        computed = [compute() for compute in self._constants.get(arguments.key, ())]
+        return arguments.key, tuple(computed)
 
     def _report(self, arguments: _Arguments, seconds: float) -> None:
         shown = ", ".join(_shown(leaf) for leaf in arguments.leaves)
@@ -177,7 +191,7 @@ class CompiledStep:
                 arrays.append((k, False))
                 keys.append((leaf.shape, leaf.dtype, False))
             else:
-                keys.append(_constant_key(leaf))
+                keys.append(constant_key(leaf))
         return _Arguments(nest, leaves, arrays, (tree.outline(nest), tuple(keys)))
 
     def _joined(self, value: PerReplica) -> Any:
@@ -213,8 +227,8 @@ class CompiledStep:
 
     def _run(self, program: _Program, arguments: _Arguments) -> list[Any]:
         devices = self._devices
-        for constant in program.constants:
-            constant.check()
+        for array in program.outside:
+            array.check()
         inputs = [compute() for compute in program.before]
         states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
         arrays = [
@@ -222,15 +236,16 @@ class CompiledStep:
             for k, differs in arguments.arrays
         ]
         key = devices.place(self._key(), -1) if program.draws else None
-        new, outputs, flags = program.run(*states, arrays, inputs, key)
+        new, outputs, (flags, limits, told) = program.run(*states, arrays, inputs, key)
         for group, value in zip(program.written, new, strict=True):
             group.store(value)
         if devices.shares_memory:  # The host may change the arguments' arrays from now on.
             jax_module().block_until_ready((new, outputs))
         if program.errors and not (held := np.asarray(flags)).all():
-            raise program.errors[int(np.argmin(held))]()
-        for effect in program.after:
-            effect()
+            first = int(np.argmin(held))
+            raise program.errors[first](*limits.get(first, ()))
+        for effect, values in zip(program.after, told, strict=True):
+            effect(*map(np.asarray, values))
         return self._results(program.result, outputs)
 
     def _results(self, result: Any, outputs: Sequence[Any]) -> list[Any]:
@@ -272,11 +287,12 @@ class CompiledStep:
         last = made[1]
         errors = [error for _, error in last.trace.checks]
         trace = last.trace
-        outside = [array for array in trace.constants.values() if not array.is_temporary]
+        self._constants[arguments.key] = trace.constants
         return _Program(
-            *(run, written, read, trace.before, trace.after, errors, last.result),
+            *(run, written, read, trace.before, [effect for effect, _ in trace.after], errors),
+            result=last.result,
             draws=bool(first.draws),
-            constants=outside,
+            outside=[array for array in trace.outside.values() if not array.is_temporary],
         )
 
     def _key_like(self) -> list[Array]:
@@ -287,7 +303,10 @@ class CompiledStep:
         jax = jax_module()
         for _ in range(_MOST_ATTEMPTS):
             body = _Body(self, arguments, None)
-            arrays = [_abstract(arguments.leaves[k], differs) for k, differs in arguments.arrays]
+            arrays = [
+                _abstract(arguments.leaves[k], self._devices.size if differs else 0)
+                for k, differs in arguments.arrays
+            ]
             jax.eval_shape(body.spread(None), [], [], arrays, [], None)
             trace: StepTrace = body.trace
             if not trace.created:
@@ -317,7 +336,9 @@ class _Slot:
     def of(self, outputs: Sequence[Any]) -> Any:
         if not self.rows:
             return outputs[self.index]
-        return IndexedSlices(outputs[self.index], outputs[self.rows[0]], self.rows[1:])
+        values, indices = outputs[self.index], outputs[self.rows[0]]
+        is_row = indices != NO_ROW
+        return IndexedSlices(values[is_row], indices[is_row], self.rows[1:])
 
 
 def _up_to_date(leaf: Any) -> Any:
@@ -388,7 +409,7 @@ class _Body:
         outputs: list[Any] = []
         self.result = tree.map_leaves(lambda leaf: self._kept(leaf, outputs), result)
         if self._groups is None:
-            return [], [], None
+            return [], [], (None, {}, [])
         new = []
         flags = self._flags(trace, several)
         for group, old in zip(self._groups[0], written, strict=True):
@@ -397,7 +418,18 @@ class _Body:
             new.append(
                 value if flags is None else jax_module().numpy.where(flags.all(), value, old)
             )
-        return new, [output[None] for output in outputs] if several else outputs, flags
+        told = [[value._value for value in values] for _, values in trace.after]
+        limits = self._limits(trace, several)
+        outputs = [output[None] for output in outputs] if several else outputs
+        return new, outputs, (flags, limits, told)
+
+    def _limits(self, trace: StepTrace, several: bool) -> dict[int, Any]:
+        """Return the least and the largest numbers of checks, of all replicas."""
+        if not several:
+            return trace.limits
+        lax = jax_module().lax
+        pairs = trace.limits.items()
+        return {k: (lax.pmin(low, AXIS), lax.pmax(high, AXIS)) for k, (low, high) in pairs}
 
     def _flags(self, trace: StepTrace, several: bool) -> Any:
         """Return which checks held on all replicas."""
@@ -419,27 +451,6 @@ class _Body:
         return _Slot(len(outputs) - 1)
 
 
-def identity_of(function: Any) -> Any:
-    """Return a key that is equal for functions of one code with the same things around it."""
-    if hasattr(function, "__func__"):  # A method, which has the code of its function, too.
-        return identity_of(function.__func__), _Same(function.__self__)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return _Same(function)
-    cells = [_content(cell) for cell in function.__closure__ or ()]
-    around = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    around += [function.__globals__.get(name) for name in code.co_names]
-    return code, _Same(function.__globals__), tuple(map(_constant_key, around))
-
-
-def _content(cell: Any) -> Any:
-    """Return what a cell of a closure contains; None if it is not assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
 def _current(group: Any, devices: Devices) -> Any:
     """Return the value of a state on the devices."""
     if group.array is None:
@@ -453,12 +464,11 @@ def _current(group: Any, devices: Devices) -> Any:
     return group.array
 
 
-def _abstract(leaf: Any, differs: bool) -> Any:
-    jax = jax_module()
-    if not differs:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    parts = leaf.values
-    return jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
+def _abstract(leaf: Any, replicas: int) -> Any:
+    """Return the shape and dtype of an array, or of one for each replica."""
+    array = leaf.values[0] if replicas else leaf
+    shape = (replicas, *array.shape) if replicas else array.shape
+    return jax_module().ShapeDtypeStruct(shape, array.dtype)
 
 
 def _host(output: Any) -> Any:
@@ -476,38 +486,18 @@ def _shown(leaf: Any) -> str:
     return repr(leaf)[:40]
 
 
-def _constant_key(leaf: Any) -> Any:
-    """Return what tells a constant of a program from others: its value, or itself."""
-    if isinstance(leaf, str | bytes | int | float | complex | bool | None):
-        return type(leaf), leaf
-    return _Same(leaf)
-
-
-class _Same:
-    """A key for an object that equals itself only."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
-
-
 @contextlib.contextmanager
 def _numpys_dtypes() -> Any:
     """Compute in the dtypes of NumPy, whatever JAX is configured for."""
     jax = jax_module()
-    with jax.enable_x64(True), jax.default_matmul_precision("float32"):
+    owner = jax if hasattr(jax, "enable_x64") else jax.experimental  # There before JAX 0.8.
+    with owner.enable_x64(True), jax.default_matmul_precision("float32"):
         yield
 
 
 def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
     """Raise an error if two traces of a step differ."""
-    first, second = [body.traced.jaxpr for body in made]
-    place = _difference(first, second)
+    place = _difference(*(body.traced.jaxpr for body in made))
     if place is None:
         statics = [tree.flatten(body.result) for body in made]
         for old, new in zip(*statics, strict=True):

@@ -8,11 +8,12 @@ call, such as a learning rate, are inputs, computed plainly before each call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,16 @@ class StepTrace:
         self.states: dict[Any, Box] = {}  # By `CellGroup`.
         self.written: dict[Any, None] = {}  # The states that the step wrote, in order.
         self.before: list[Callable[[], Any]] = []  # The inputs, computed plainly.
-        self.after: list[Callable[[], None]] = []  # Called when the program has run.
-        self.checks: list[tuple[Any, Callable[[], Exception]]] = []
+        # What is called when the program has run, and the values that it passes.
+        self.after: list[tuple[Callable[..., None], Sequence[Box]]] = []
+        self.constants: list[Callable[[], Any]] = []
+        self.checks: list[tuple[Any, Callable[..., Exception]]] = []
+        self.limits: dict[int, tuple[Any, Any]] = {}  # What some errors say, by the check's place.
         self.created = 0  # The variables that were made.
         self.draws = 0
         self.is_open = True
         self.counts: dict[int, int] = {}  # Steps of each optimizer, by id.
-        self.constants: dict[int, OutsideArray] = {}  # By the id of their memory's owner.
+        self.outside: dict[int, OutsideArray] = {}  # By the id of their memory's owner.
         self.loops = 0  # The open loops.
         self._values, self._inputs, self._key = values, inputs, key
         self._level: list[Any] = []  # Open branches and loops, see `nested`.
@@ -102,24 +106,58 @@ class StepTrace:
             known = self._inputs[k] if k < len(self._inputs) else compute()
         return tree.map_leaves(lambda number: Box(jax_module().numpy.asarray(number)), known)
 
+    def constant(self, compute: Callable[[], Any]) -> Any:
+        """Return a value that is computed plainly before each call; each compiles a program."""
+        self.constants.append(compute)
+        with context.tracing(None):
+            return compute()
+
+    @contextlib.contextmanager
+    def only_if(self, condition: Box) -> Iterator[None]:
+        """Let writes to variables and effects in a ``with`` block depend on a condition."""
+        before = {group: state.value for group, state in self.states.items()}
+        outer, self.after = self.after, []
+        yield
+        for group in self.written:
+            state, old = self.states[group], before.get(group, (self._values or {}).get(group))
+            if old is not None:
+                state.value = jax_module().numpy.where(condition.value, state.value, old)
+        self.after = outer + [
+            (functools.partial(_call_if, effect), (condition, *values))
+            for effect, values in self.after
+        ]
+
     def count(self, owner: Any) -> int:
         """Return how many times this was called for an owner, from 1."""
         self.counts[id(owner)] = self.counts.get(id(owner), 0) + 1
         return self.counts[id(owner)]
 
-    def constant(self, array: np.ndarray[Any, Any]) -> None:
+    def use_outside(self, array: np.ndarray[Any, Any]) -> None:
         """Record an array from outside of the step, which may not change from now on."""
         while isinstance(array.base, np.ndarray):
             array = array.base
-        if array.flags.writeable and id(array) not in self.constants:
-            self.constants[id(array)] = OutsideArray(array)
+        if array.flags.writeable and id(array) not in self.outside:
+            self.outside[id(array)] = OutsideArray(array)
 
-    def check(self, is_valid: Any, error: Callable[[], Exception]) -> None:
+    def check(self, is_valid: Box, error: Callable[..., Exception], *limits: Box) -> None:
         """Raise an error when the step has run, unless a condition held in it.
 
-        No variable changes then.
+        No variable changes then. The error is made of the limits, if there are any: the least and
+        the largest number of all replicas.
         """
+        if limits and self.level is None:
+            self.limits[len(self.checks)] = limits[0].value, limits[1].value
         self.checks.append((jax_module().numpy.all(is_valid.value), error))
+
+    @contextlib.contextmanager
+    def explaining(self, explain: Callable[[Exception], Exception]) -> Iterator[None]:
+        """Let checks in a ``with`` block raise what a function makes of their errors."""
+        start = len(self.checks)
+        yield
+        self.checks[start:] = [
+            (flag, lambda *limits, error=error: explain(error(*limits)))
+            for flag, error in self.checks[start:]
+        ]
 
     def check_index(self, index: Box, length: int) -> None:
         """Check that indices into an axis are in range; JAX would use others without an error."""
@@ -189,6 +227,11 @@ class StepTrace:
     def close(self) -> None:
         """End the trace, whose boxes cannot be used any more."""
         self.is_open = False
+
+
+def _call_if(effect: Callable[..., None], condition: Any, *values: Any) -> None:
+    if condition:
+        effect(*values)
 
 
 def _value_of(leaf: Any) -> Any:

@@ -35,9 +35,8 @@ class TracedBackend(Backend):
             self.rank = Box(jax_module().lax.axis_index(axis).astype(np.int64))
             self.rank.is_checked = True
 
-    def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
-        for array, output in zip(inputs, outputs, strict=True):
-            output[...] = self._reduced(array, op)
+    def all_reduce(self, call: Call, inputs: Arrays, outputs: Any, op: ReduceOp) -> None:
+        outputs[:] = [self._reduced(array, op) for array in inputs]
 
     def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         opened = update.begin()
@@ -49,9 +48,9 @@ class TracedBackend(Backend):
         gather = jax_module().lax.all_gather
         return [Box(gather(_value(array), self._axis, axis=0, tiled=True)) for array in inputs]
 
-    def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
-        for buffer in buffers:
-            buffer[...] = Box(jax_module().lax.all_gather(_value(buffer), self._axis)[root])
+    def broadcast(self, call: Call, buffers: Any, root: int) -> None:
+        gather = jax_module().lax.all_gather
+        buffers[:] = [Box(gather(_value(buffer), self._axis)[root]) for buffer in buffers]
 
     def abort(self, cause: BaseException) -> None:
         """Do nothing, because nobody waits while a step is traced."""

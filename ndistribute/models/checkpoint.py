@@ -169,20 +169,19 @@ class Checkpoint:
                         "unknown here: call its build(variables) before."
                     )
             tensors = {path: part.numpy() for path, part in contents.variables_of(parts).items()}
+            encoder = contents.States(tensors)
 
             def encode() -> None:
                 for path, part in parts:
                     if has_state(part):
-                        states[path] = contents.encoded(part.state_dict(), f"{path}/state", tensors)
+                        states[path] = encoder.encode(part.state_dict(), f"{path}/state")
 
             by_all(self.strategy, encode)
             generators = contents.generators_of(self.strategy)
         seed: Any = current_seed()
         random = {"entropy": str(seed.entropy), "children": seed.n_children_spawned}
         random["generators"] = generators
-        inputs = {
-            path: contents.encoded(part.input_spec, path, tensors) for path, part in self._layers()
-        }
+        inputs = {path: encoder.encode(part.input_spec, path) for path, part in self._layers()}
         return tensors, {"states": states, "trained": trained, "random": random, "inputs": inputs}
 
     def load(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
@@ -197,7 +196,7 @@ class Checkpoint:
                 for path, part in self._parts():
                     if has_state(part):
                         undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
-                        part.load_state_dict(contents.decoded(data["states"][path], tensors))
+                        part.load_state_dict(contents.States(tensors).decode(data["states"][path]))
                 return sorted(path for path, _ in self._parts())
 
             first, *others = by_all(strategy, prepare)
@@ -235,7 +234,7 @@ class Checkpoint:
             lacks = contents.below([path], other, tensors) - known
             if lacks and inputs.get(path) is not None:
                 try:
-                    build_for(layer, contents.decoded(inputs[path], tensors), self.strategy)
+                    build_for(layer, contents.States(tensors).decode(inputs[path]), self.strategy)
                 except DistributeError:  # Of the workers, not of the model.
                     raise
                 except Exception as error:

@@ -13,17 +13,13 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.objects import all_gather_object
-from ndistribute.context import get_replica_context
 from ndistribute.dtypes import dtype_named
 from ndistribute.models.layers.layer import Layer, leaves
 from ndistribute.models.metrics import Metric
 from ndistribute.optimizers import Optimizer
+from ndistribute.plain import Encoder
 from ndistribute.variables import Variable
 from ndistribute.variables.policy import fitted
-
-# In a state as JSON: the reference to an array, the shape and dtype of an empty one, a tuple, and a
-# number that is not finite.
-_TENSOR, _EMPTY, _TUPLE, _FLOAT = _KEYS = "$tensor", "$empty", "$tuple", "$float"
 
 
 def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -53,45 +49,35 @@ def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set
     return {name for name in under if not f"{name}/".startswith(outside)}
 
 
-def encoded(state: Any, path: str, tensors: dict[str, Any]) -> Any:
-    """Return a copy of a state for JSON, with references to its arrays, which join the tensors."""
-    if isinstance(state, np.ndarray) and not isinstance(state, np.ma.MaskedArray):
-        if not state.size:
-            return {_EMPTY: [state.shape, state.dtype.name]}
-        path = f"{path}#{len(tensors)}" if path in tensors else path  # As a key may have a slash.
-        tensors[path] = state.copy()
-        return {_TENSOR: path}
-    if isinstance(state, dict) and all(isinstance(key, str) and key not in _KEYS for key in state):
-        return {key: encoded(item, f"{path}/{key}", tensors) for key, item in state.items()}
-    if isinstance(state, list | tuple):
-        items = [encoded(item, f"{path}/{k}", tensors) for k, item in enumerate(state)]
-        return {_TUPLE: items} if isinstance(state, tuple) else items
-    if isinstance(state, float) and not np.isfinite(state):
-        return {_FLOAT: repr(float(state))}
-    if state is None or isinstance(state, str | int | float):
-        return state
-    raise ValueError(
-        f"{path} is {state!r}: a state has text, numbers, arrays, None, and lists, tuples and "
-        f"dicts of them, whose keys are text but not {', '.join(_KEYS)}."
-    )
+class States(Encoder):
+    """Encode states for JSON, with references to arrays, which are copied to a file's tensors."""
 
+    kinds = frozenset({"float", "tuple", "dict"})
+    others = ("$tensor", "$empty")
+    refusal = ValueError, "{path} is {value!r}: a state has text, numbers, arrays, None, and nests."
 
-def decoded(state: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return what `encoded` got."""
-    match state:
-        case {"$tensor": path}:
-            return tensors[path]
-        case {"$empty": [shape, dtype]}:
-            return np.zeros(shape, dtype_named(dtype))
-        case {"$float": text}:
-            return float(text)
-        case {"$tuple": items}:
-            return tuple(decoded(items, tensors))
-        case dict():
-            return {key: decoded(item, tensors) for key, item in state.items()}
-        case list():
-            return [decoded(item, tensors) for item in state]
-    return state
+    def __init__(self, tensors: Any) -> None:
+        self._tensors = tensors
+
+    def name(self, path: Any) -> str:
+        return path if isinstance(path, str) else f"{self.name(path[0])}/{path[1]}"
+
+    def encode_other(self, value: Any, path: Any) -> Any:
+        if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+            return super().encode_other(value, path)
+        if not value.size:
+            return {"$empty": [value.shape, value.dtype.name]}
+        name = self.name(path)
+        if name in self._tensors:  # As a key may have a slash.
+            name = f"{name}#{len(self._tensors)}"
+        self._tensors[name] = value.copy()
+        return {"$tensor": name}
+
+    def decode_other(self, tag: str, node: dict[str, Any]) -> Any:
+        if tag == "$tensor":
+            return self._tensors[node[tag]]
+        shape, dtype = node[tag]
+        return np.zeros(shape, dtype_named(dtype))
 
 
 def slots_of(parts: Sequence[tuple[str, Any]]) -> dict[str, dict[str, dict[str, Variable]]]:
@@ -152,30 +138,18 @@ def fitting(
 
 def generators_of(strategy: Any) -> list[str]:
     """Return the states of the generators of all replicas as JSON; empty for GPUs."""
-
-    def state() -> str:
-        generator = _generator()
-        return "" if generator is None else json.dumps(generator.bit_generator.state)
-
-    states = list(strategy.local_results(strategy.run(state)))
+    generators = [replica.generator() for replica in strategy.replica_contexts]
+    states = [
+        json.dumps(each.bit_generator.state) if isinstance(each, np.random.Generator) else ""
+        for each in generators
+    ]
     group = strategy.input_topology.workers
     return states if group is None else list(itertools.chain(*all_gather_object(group, states)))
 
 
 def set_generators(strategy: Any, states: Sequence[str]) -> None:
     """Set the generators of the replicas for which there are states."""
-
-    def set_state() -> None:
-        replica, generator = get_replica_context(), _generator()
-        number = 0 if replica is None else replica.replica_id_in_sync_group
-        if generator is not None and number < len(states) and states[number]:
+    for replica in strategy.replica_contexts:
+        generator, number = replica.generator(), replica.replica_id_in_sync_group
+        if isinstance(generator, np.random.Generator) and number < len(states) and states[number]:
             generator.bit_generator.state = json.loads(states[number])
-
-    strategy.run(set_state)
-
-
-def _generator() -> np.random.Generator | None:
-    """Return the generator of this replica, if it is one of NumPy."""
-    replica = get_replica_context()
-    generator = None if replica is None else replica.rng
-    return generator if isinstance(generator, np.random.Generator) else None

@@ -19,10 +19,9 @@ from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.checkpoint import Weights, by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
+from ndistribute.plain import Encoder
 
 __all__ = ["export", "load"]
-
-_PLAIN = (str, int, float, bool, type(None))
 
 
 def export(model: Any, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
@@ -32,8 +31,8 @@ def export(model: Any, path: str | os.PathLike[str], max_to_keep: int | None = N
             f"export of model {model.name!r}: it is not built yet, so it has no weights. Fit it, "
             "or call it on an input first."
         )
-    path, writer = Path(path), _Writer()
-    data = {"model": writer.described(model, ""), "input": writer.described(model.input_spec, "")}
+    path, encoder = Path(path), _Architecture()
+    data = {"model": encoder.encode(model), "input": encoder.encode(model.input_spec)}
     data["trainable"] = [layer.trainable for layer in model.walk()]
     weights = Weights(model=model)
     write = weights.writer(path.parent, path.name, max_to_keep, {"architecture": data}, "model")
@@ -68,108 +67,93 @@ def load(
     if "architecture" not in data:
         raise ValueError(f"{source} is no exported model: write one with model.export(path).")
     described = data["architecture"]
-    reader = _Reader(source, custom_objects or {})
-    model = reader.made(described["model"])
-    model.build_for(reader.made(described["input"]))
+    decoder = _Architecture(source, custom_objects)
+    model = decoder.decode(described["model"])
+    model.build_for(decoder.decode(described["input"]))
     for layer, trainable in zip(model.walk(), described.get("trainable", ()), strict=False):
         layer.trainable = trainable
     Weights(model=model).load(source, tensors, {"states": {}})
     return model
 
 
-class _Writer:
-    """Describes values as JSON; a layer that occurs again is described by its number."""
+class _Architecture(Encoder):
+    """Encode the arguments of layers for JSON; a layer that occurs again is a number.
 
-    def __init__(self) -> None:
-        self._layers: dict[int, int] = {}
+    Decoding makes values of known classes and functions only.
+    """
 
-    def described(self, value: Any, where: str) -> Any:
-        """Return the description of a value; `where` names it in errors."""
-        if isinstance(value, _PLAIN) and not isinstance(value, np.generic):
-            return value
-        if isinstance(value, list | tuple):
-            items = [self.described(item, f"{where}[{k}]") for k, item in enumerate(value)]
-            return items if isinstance(value, list) else {"tuple": items}
-        if isinstance(value, Mapping):
-            return {"dict": {k: self.described(v, f"{where}[{k!r}]") for k, v in value.items()}}
+    kinds = frozenset({"float", "tuple", "dtype"})
+    mark = ""
+    others = ("dict", "empty", "shared", "function", "object", "layer")
+    refusal = (
+        ValueError,
+        "export: the argument {path} is {value!r}, which cannot be written: use a name, a number, "
+        "a layer, or a function with a name.",
+    )
+
+    def __init__(self, source: str = "", custom: Mapping[str, Callable[..., Any]] | None = None):
+        self._source, self._custom = source, custom or {}
+        self._numbers: dict[int, int] = {}  # Of layers that were encoded.
+        self._layers: list[Any] = []  # Those that were decoded.
+
+    def encode_other(self, value: Any, path: Any) -> Any:
         if isinstance(value, Layer):
-            return self._layer(value, where)
-        if isinstance(value, np.dtype):
-            return {"dtype": value.name}
+            return self._encoded_layer(value, self.name(path))
+        if isinstance(value, Mapping):
+            return {"dict": {k: self.encode(v, (path, k)) for k, v in value.items()}}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
-            fields = {n: self.described(getattr(value, n), f"{where}.{n}") for n in names}
+            here = self.name(path)
+            fields = {name: self.encode(getattr(value, name), f"{here}.{name}") for name in names}
             return {"object": type(value).__name__, "fields": fields}
-        if isinstance(value, np.ndarray) and not value.size:
-            return {"empty": list(value.shape), "dtype": value.dtype.name}
-        if isinstance(value, np.generic | np.ndarray):
-            return self.described(value.tolist(), where)
-        name = getattr(value, "__name__", "<lambda>")
-        if callable(value) and name != "<lambda>":
-            return {"function": name}
-        raise ValueError(
-            f"export: the argument {where} is {value!r}, which cannot be written: use a name, a "
-            "number, a layer, or a function with a name."
-        )
+        if isinstance(value, np.ndarray):
+            empty = {"empty": list(value.shape), "dtype": value.dtype.name}
+            return self.encode(value.tolist(), path) if value.size else empty
+        if getattr(value, "__name__", "<lambda>") != "<lambda>" and callable(value):
+            return {"function": value.__name__}
+        return super().encode_other(value, path)
 
-    def _layer(self, layer: Layer, where: str) -> Any:
-        number = self._layers.get(id(layer))
+    def _encoded_layer(self, layer: Layer, path: str) -> Any:
+        number = self._numbers.get(id(layer))
         if number is not None:
             return {"shared": number}
-        self._layers[id(layer)] = len(self._layers)
+        self._numbers[id(layer)] = len(self._numbers)
         config = {
-            name: self.described(value, f"{where or layer.name}.{name}")
+            name: self.encode(value, f"{path or layer.name}.{name}")
             for name, value in layer.get_config().items()
         }
         return {"layer": type(layer).__name__, "name": layer.name, "config": config}
 
-
-class _Reader:
-    """Makes values of their descriptions, of known classes and functions only."""
-
-    def __init__(self, source: str, custom: Mapping[str, Callable[..., Any]]) -> None:
-        self._source = source
-        self._custom = custom
-        self._layers: list[Any] = []
-
-    def made(self, described: Any) -> Any:
-        """Return the value of a description."""
-        match described:
-            case list():
-                return [self.made(item) for item in described]
-            case {"tuple": items}:
-                return tuple(self.made(items))
+    def decode_other(self, tag: str, node: dict[str, Any]) -> Any:
+        match node:
             case {"dict": items}:
                 return self._all(items)
             case {"empty": shape, "dtype": dtype}:
                 return np.zeros(shape, dtype_named(dtype))
-            case {"dtype": name}:
-                return dtype_named(name)
             case {"shared": number}:
                 return self._layers[number]
             case {"function": name}:
                 return self._known(activations.NAMED, name)
             case {"object": name, "fields": fields}:
                 return self._known(_OBJECTS, name)(**self._all(fields))
-            case {"layer": kind, "name": name, "config": config}:
-                place = len(self._layers)
-                self._layers.append(None)  # Layers are numbered as the writer met them.
-                layer = self._layers[place] = self._known(Layer.known, kind)(**self._all(config))
-                layer.name = name
-                return layer
-        return described
+        place = len(self._layers)
+        self._layers.append(None)  # Layers are numbered as they were met when they were encoded.
+        kind = self._known(Layer.known, node[tag])
+        layer = self._layers[place] = kind(**self._all(node["config"]))
+        layer.name = node["name"]
+        return layer
 
-    def _all(self, described: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self.made(value) for name, value in described.items()}
+    def _all(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.decode(node) for name, node in nodes.items()}
 
     def _known(self, table: Mapping[str, Any], name: str) -> Any:
-        known = self._custom.get(name, table.get(name))
-        if known is None:
+        value = self._custom.get(name, table.get(name))
+        if value is None:
             raise ValueError(
                 f"{self._source} needs {name!r}, which is unknown here: import the module that "
                 f"defines it, or pass custom_objects={{{name!r}: ...}}."
             )
-        return known
+        return value
 
 
 _KINDS: tuple[Any, ...] = (*initializers.NAMED.values(), *regularizers.NAMED.values())

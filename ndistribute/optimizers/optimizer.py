@@ -350,7 +350,7 @@ class Optimizer(Explaining, Shown):
         if trace is None:
             _count_step(counter)
         else:
-            trace.after.append(lambda: _count_step(counter))
+            trace.after.append((lambda: _count_step(counter), ()))
         return arrays, rate
 
     def _update_owned(

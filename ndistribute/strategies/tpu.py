@@ -7,7 +7,9 @@ reads or writes them outside of a step.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import math
+import socket
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,13 +17,18 @@ import numpy as np
 
 from ndistribute import context, tree
 from ndistribute.cluster import ClusterResolver
-from ndistribute.collective.communicator import Communicator
+from ndistribute.collective.communicator import CommunicationOptions, Communicator
+from ndistribute.collective.objects import all_gather_object
+from ndistribute.collective.workers import Workers
 from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.jit.box import Box
-from ndistribute.jit.program import AXIS, CompiledStep, Devices, identity_of
+from ndistribute.jit.identity import identity_of
+from ndistribute.jit.program import AXIS, CompiledStep, Devices
 from ndistribute.jit.traced_backend import TracedBackend
 from ndistribute.strategies.base import Strategy
+from ndistribute.strategies.local import join_job
+from ndistribute.transport.address import address_of, split_address
 from ndistribute.values import PerReplica
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.variable import Variable
@@ -36,13 +43,19 @@ class TPUStrategy(Strategy):
     shape of its arguments. So Python code in it runs while it is traced, and not in later calls;
     what would then be wrong raises `nd.errors.TracingError`.
 
+    Several processes train together if a resolver describes them: each has a replica on all of its
+    devices. JAX's distributed system connects them, whose coordinator is in worker 0.
+
     Args:
-        devices: names such as ``["tpu:0", "tpu:1"]``, a `TPUClusterResolver`, or None for all
-            devices of JAX.
+        devices: names such as ``["tpu:0", "tpu:1"]``, a resolver such as `TPUClusterResolver`, or
+            None for all devices that JAX has here.
+        communication_options: how long the processes wait for each other.
 
     Raises:
         MissingDependencyError: JAX is not installed.
         ValueError: a device does not exist.
+        RuntimeError: JAX was used in this process before it could be connected to the others.
+        CollectiveTimeoutError: not all processes started in time.
 
     >>> import ndistribute as nd
     >>> strategy = nd.TPUStrategy(["tpu:0"])
@@ -52,16 +65,24 @@ class TPUStrategy(Strategy):
     (np.float64(4.0),)
     """
 
-    def __init__(self, devices: Sequence[str | Device] | ClusterResolver | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str | Device] | ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
         resolver = devices if isinstance(devices, ClusterResolver) else None
+        workers = None if resolver is None else connected(resolver, communication_options)
         names: Any = list_devices("tpu") if devices is None or resolver is not None else devices
         chosen = resolve_devices(names)
         if any(device.kind != "tpu" for device in chosen):
             raise ValueError(f"TPUStrategy runs on devices such as 'tpu:0', got {names!r}.")
-        known = jax_module().devices()
-        self._on = Devices([known[device.index] for device in chosen])
+        if workers is None:
+            known = jax_module().local_devices()
+            self._on = Devices([known[device.index] for device in chosen])
+        else:
+            self._on = Devices(sorted(jax_module().devices(), key=lambda d: d.process_index))
         self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
-        super().__init__(chosen, resolver)
+        super().__init__(chosen, resolver, workers)
 
     @property
     def compilations(self) -> list[Any]:
@@ -84,14 +105,20 @@ class TPUStrategy(Strategy):
         key = identity_of(fn)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = CompiledStep(fn, self._on, self._traced, self._keys)
+            step = CompiledStep(fn, self._on, self._traced, self._keys, self._together)
+            self._steps[key] = step
             if len(self._steps) > _MOST_STEPS:
                 self._steps.popitem(last=False)
 
         def run() -> list[Any]:
             if self._refusal:
                 raise RuntimeError(f"{self!r} {self._refusal}")
-            return step(args, named)
+            try:
+                return step(args, named)
+            except jax_module().errors.JaxRuntimeError:
+                if self._workers is not None:  # The program breaks off where a worker was lost.
+                    self._workers.all_gather(np.zeros(1), 0)  # Which this names.
+                raise
 
         return tree.regroup(self._exclusively(run), context.join_leaf)
 
@@ -100,20 +127,94 @@ class TPUStrategy(Strategy):
         draws = [replica.generator().integers(2**32, size=2) for replica in self.replica_contexts]
         return [draw.astype(np.uint32) for draw in draws]
 
+    def _together(self, compiles: Callable[[], Any]) -> Any:
+        """Return what this process compiled, once all have; raise what another one raised."""
+        if self._workers is None:
+            return compiles()
+        error: Exception | None = None
+        try:
+            compiled = compiles()
+        except Exception as raised:  # Of any kind, because the others wait.
+            error = raised
+        with contextlib.suppress(*([] if error is None else [Exception])):
+            all_gather_object(self._workers, error)
+        if error is not None:
+            raise error
+        return compiled
+
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
-        replica: ReplicaContext = self.replica_contexts[0]
-        if self._on.mesh is not None:
-            replica = _TracedContext(self, self._on.size, replica.device)
-        with entered(Frame(self, replica)):
+        with entered(Frame(self, _TracedContext(self, self._on, self.devices[0]))):
             yield
+
+
+def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
+    """Connect JAX with that of the job's other processes, and return the devices here.
+
+    `TPUStrategy` does so by itself; this is for programs that use JAX's devices before.
+
+    Args:
+        cluster_resolver: describes the job; None: this process is alone.
+
+    >>> import ndistribute as nd
+    >>> nd.initialize_tpu_system()[0]
+    Device('tpu:0')
+    """
+    if cluster_resolver is not None and (workers := connected(cluster_resolver, None)):
+        workers.close()
+    return list_devices("tpu")
+
+
+def connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:
+    """Return the group of a job's processes, whose JAX is one system; None for a process alone."""
+    workers = join_job(resolver, [Device("cpu:0")], options, "TPUStrategy")
+    if workers is None:
+        return None
+    try:
+        _start_jax(workers)
+    except BaseException:
+        workers.close()
+        raise
+    return workers
+
+
+def _start_jax(workers: Workers) -> None:
+    jax, seconds = jax_module(), math.ceil(workers.options.timeout)
+    peers, rank = workers.peers, workers.rank
+    host, _ = split_address(peers.addresses[0])
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        if rank == 0:
+            free.bind((host, 0))
+        port = free.getsockname()[1]
+    told = peers.exchange("jax", address_of(host, port).encode(), workers.options.timeout)
+    if not jax.distributed.is_initialized():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # Without it, JAX ends this process when another one was killed.
+        jax.config.update("jax_enable_recoverability", True)
+        jax.distributed.initialize(
+            told[0].decode(),
+            workers.size,
+            rank,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=told[0].decode(),
+            initialization_timeout=seconds,
+            shutdown_timeout_seconds=seconds,
+        )
+    if (jax.process_index(), jax.process_count()) != (rank, workers.size):
+        raise RuntimeError(
+            f"JAX has process {jax.process_index()} of {jax.process_count()} where the cluster has "
+            f"worker {rank} of {workers.size}: let TPUStrategy connect JAX's processes."
+        )
+    counts = Counter(device.process_index for device in jax.devices())
+    workers.identities = [["tpu"] * counts[k] for k in range(workers.size)]
 
 
 class _TracedContext(ReplicaContext):
     """The context of all replicas of a compiled step, which are traced once."""
 
-    def __init__(self, strategy: TPUStrategy, size: int, device: Device) -> None:
-        backend, alone = TracedBackend(AXIS, size), TracedBackend(None, 1)
+    def __init__(self, strategy: TPUStrategy, devices: Devices, device: Device) -> None:
+        axis = None if devices.mesh is None else AXIS
+        backend, alone = TracedBackend(axis, devices.size), TracedBackend(None, 1)
         super().__init__(strategy, Communicator(backend, local=alone), device, {})
 
     def merge_call(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ndistribute import errors
+from ndistribute.timers import Attempts
 from ndistribute.transport.codec import Decoder, MalformedError, Record
 from ndistribute.transport.connection import Connection, ConnectionLostError, connect
 from ndistribute.transport.failure_detector import FORKED, detector, silence_seconds
@@ -114,18 +115,19 @@ class RepeatedCall(PendingCall):
         self._begun, self._deadline = time.monotonic(), deadline
         self._connect_until = min(deadline, self._begun + FIRST_SECONDS)  # Until a report is due.
         self.reply = None
+        self._attempts = Attempts(deadline, *_PAUSES, wait=client.closing.wait)
+        next(self._attempts)
         self._is_pending = False  # Whether it has a connection.
         self._problem: Exception | None = None  # The reason to send the request again.
         self._report: WaitReport | None = None  # Set once the request must be sent again.
         self._try(self._send_once)
 
     def result(self, until: float = float("inf")) -> Any:
-        pauses = iter(_PAUSES)
         while self.reply is None:
             if time.monotonic() > until:
                 return None
             if self._problem is not None:
-                self._again(next(pauses, _PAUSES[-1]))
+                self._again()
             elif not self._try(functools.partial(self._receive, self._deadline, until), until):
                 return None
         return self._checked_reply()
@@ -161,14 +163,13 @@ class RepeatedCall(PendingCall):
         self._send(self._connect_until, self._deadline)
         self._problem, self._is_pending = None, True
 
-    def _again(self, pause: float) -> None:
+    def _again(self) -> None:
         client, why, now = self._client, f"{self._problem}".rstrip("."), time.monotonic()
-        waited, left = now - self._begun, self._deadline - now
         self._report = self._report or WaitReport(client.name.partition("#")[0], self._begun)
         if self._report.tell(f"{client.title} ({why})"):
             client.waits(f"{client.title} ({why})")
         self._connect_until = min(self._deadline, max(self._report.due, now + _LEAST_SECONDS))
-        if left > 0 and not client.closing.wait(timeout=min(pause, left)):
+        if next(self._attempts, None) is not None:
             self._try(self._send_once)
             return
         self.cancel()
@@ -176,8 +177,9 @@ class RepeatedCall(PendingCall):
             message = f"{client.name} was closed while it asked {client.title}: {why}."
         else:
             message = (
-                f"{client.name}: {client.title} was not reached within {waited:.1f} s: {why}. Was "
-                "it started, with the same secret, and is the address reachable from here?"
+                f"{client.name}: {client.title} was not reached within {now - self._begun:.1f} s: "
+                f"{why}. Was it started, with the same secret, and is the address reachable from "
+                "here?"
             )
         raise errors.WorkerLostError(message) from self._problem
 

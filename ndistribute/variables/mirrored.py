@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.context import current_trace
+from ndistribute.context import current_trace, part_of
 from ndistribute.devices import Array, Device, copy_to, is_device_array
 from ndistribute.dtypes import kind_of
 from ndistribute.indexed_slices import map_values
@@ -139,7 +139,7 @@ class CellGroup:
         shards = sorted(self.array.addressable_shards, key=lambda s: s.index[along].start or 0)
         for cell, shard in zip(self.cells, shards, strict=True):
             part = np.array(shard.data)
-            cell.hold(part[0] if self.axis < 0 else part)
+            cell.hold(part.reshape(part.shape[1:]) if self.axis < 0 else part)
 
 
 def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:
@@ -213,7 +213,9 @@ class MirroredVariable(Variable):
 
     def begin_update(self) -> list[Array]:
         """Return the arrays to change in place, one per memory space; once for all replicas."""
-        return [cell.writable() for cell in self._cells]
+        # A compiled step has the shards of all replicas in one array.
+        cells = self._cells if current_trace() is None else self._cells[:1]
+        return [cell.writable() for cell in cells]
 
     def _apply(self, write: Write) -> None:
         for cell in self._cells:
@@ -327,12 +329,11 @@ class ShardedVariable(MirroredVariable):
         """Let compiled steps hold the shards in one array."""
         _join(self._cells, self._policy.shard_axis)
 
-    def cut(self, rank: int) -> tuple[slice, ...]:
+    def cut(self, rank: int) -> tuple[Any, ...]:
         """Return the index of a replica's shard in the whole."""
         axis = self._policy.shard_axis or 0
         count, length = self._strategy.num_replicas_in_sync, self._shape[axis]
-        part = slice(length * rank // count, length * (rank + 1) // count)
-        return (slice(None),) * axis + (part,)
+        return (slice(None),) * axis + (part_of(length, rank, count),)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -191,8 +191,8 @@ class Variable(ArrayLike):
     """
 
     _internal = frozenset(
-        "begin_update component home_of is_distributed_variable make raw_array replica "
-        "tracked_value".split()
+        "begin_update component home_of is_distributed_variable join_cells make raw_array "
+        "replica tracked_value".split()
     )
     is_distributed_variable = True
 
@@ -438,7 +438,9 @@ class Variable(ArrayLike):
         where = f"scatter ({how}) on variable {self.name!r} of shape {self._shape}"
         if not self._shape:
             raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
-        rows = native(np.atleast_1d(to_host(as_array(indices))))
+        rows = as_array(indices)
+        is_traced = hasattr(rows, "on_device")  # In a compiled step the indices have no values.
+        rows = native(np.atleast_1d(rows if is_traced else to_host(rows)))
         if rows.size == 0:
             rows = rows.astype(np.int64)
         if rows.dtype.kind not in "iu" or rows.ndim != 1:
@@ -446,8 +448,11 @@ class Variable(ArrayLike):
                 f"{where}: indices must be integers of one axis, got {rows.dtype} of shape "
                 f"{rows.shape}. Nothing has changed."
             )
-        outside = rows[(rows < 0) | (rows >= self._shape[0])]
-        if outside.size:
+        inside = (rows >= 0) & (rows < self._shape[0])
+        if is_traced:
+            wrong = f"{where}: an index is not in [0, {self._shape[0]}). Nothing has changed."
+            context.current_trace().check(inside, lambda: ValueError(wrong))
+        elif (outside := rows[~inside]).size:
             raise ValueError(
                 f"{where}: index {outside[0]} is not in [0, {self._shape[0]}). Nothing has changed."
             )

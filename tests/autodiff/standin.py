@@ -4,8 +4,6 @@ The variable is the least that the tape may rely on; the real ones are tested wi
 elsewhere.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ndistribute.autodiff import GradientTape, custom_gradient, untrack

@@ -1,7 +1,5 @@
 """Gradients of the collectives: the derivative of the sum of all replicas' targets."""
 
-from __future__ import annotations
-
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Operations that bring their own derivative."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -6,15 +6,15 @@ empty array `e`, which are made from it, and of the plain arrays `y` (like `x`),
 `labels`.
 """
 
-from __future__ import annotations
-
 import importlib
 import linecache
 import math
 import re
 import traceback
+from collections.abc import Callable
 from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from tests.autodiff.standin import check_gradients, check_second, dense
 
 TABLES = (RULES, RULES_BY_PATH, JOINT_RULES, COMPOSED)
 RNG = np.random.default_rng(7)
-X = RNG.uniform(0.2, 0.9, (3, 4))
+X, EYE = RNG.uniform(0.2, 0.9, (3, 4)), np.eye(3)
 PLAIN = {
     "labels": np.array([1, 3, 0]),
     "mask": np.array([True, False, True, True]),
@@ -181,6 +181,7 @@ x[rows] * 2
 x[np.arange(3), labels]
 x[:, mask]
 x[x > 0.4]
+x[[0, 1, 1]] + x * (x > y) + np.where(x <= y, x, 0) * (y != 0)
 x[:, None, :] * x[None, :, :]
 x[np.ix_([0, 2], [1, 3])]
 np.take(x, rows, axis=0) + x.take(rows, axis=0)
@@ -430,13 +431,19 @@ CONVERSIONS = lines(REFUSED.partition("# functions")[0])
 REFUSED_TWICE = {"special.digamma(x) + special.psi(x)": "zeta"}
 
 
-def named(x: np.ndarray) -> dict:
+def named(x: Any, y: Any = PLAIN["y"], eye: Any = EYE) -> dict[str, Any]:
     """Return what an expression may use, computed from `x`, which is tracked or plain."""
-    q = x[:, :3] + 2 * np.eye(3)
+    q = x[:, :3] + 2 * eye
     p = q @ q.T
-    stacks = {"s": np.stack([p, p + np.eye(3)]), "c": np.stack([x, x * x])}
-    parts = {"x": x, "a": x[0, 0], "v": x[1], "e": x[:, :0], "q": q, "p": p}
-    return {**PLAIN, **more_of_scipy(), **stacks, **parts}
+    stacks = {"s": np.stack([p, p + eye]), "c": np.stack([x, x * x])}
+    parts = {"x": x, "y": y, "a": x[0, 0], "v": x[1], "e": x[:, :0], "q": q, "p": p}
+    return {**PLAIN, **stacks, **parts}
+
+
+def function_of(expression: str) -> Callable[..., Any]:
+    """Return an expression as a function of `x`, and of the arrays `y` and `eye` if they differ."""
+    code = compile(expression, expression, "eval")
+    return lambda *arrays: eval(code, named(*arrays))
 
 
 @cache
@@ -448,11 +455,7 @@ def more_of_scipy() -> dict:
 
 @pytest.mark.parametrize("expression", lines(DIFFERENTIATED))
 def test_an_expression_is_differentiated_twice(expression):
-    code = compile(expression, expression, "eval")
-
-    def function(x):
-        return eval(code, named(x))
-
+    function = function_of(expression)
     check_gradients(function, X, rtol=1e-5)
     if expression in REFUSED_TWICE:
         with pytest.raises(TypeError, match=REFUSED_TWICE[expression]):
@@ -476,7 +479,7 @@ def test_an_expression_without_a_derivative_is_refused_by_name(row):
     code = compile(expression, "step.py", "eval")
     with GradientTape() as tape:
         x = tape.watch(X)
-        names = named(x)
+        names = named(x) | more_of_scipy()
         with pytest.raises((TypeError, ValueError)) as caught:
             tape.gradient(eval(code, names), x)
     # Where an element is set, NumPy raises a ValueError from ours.

@@ -1,7 +1,5 @@
 """What was recorded goes away with the gradient, so that variables can be updated in place."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import tracemalloc

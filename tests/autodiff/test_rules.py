@@ -3,8 +3,6 @@
 What is written in the middle of a step is in `test_expressions`.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

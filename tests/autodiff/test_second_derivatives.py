@@ -1,7 +1,5 @@
 """Gradients of gradients: by nested tapes they are right, or refused by name."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a tape records, for how long, and what it gives back."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

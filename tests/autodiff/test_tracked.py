@@ -1,7 +1,5 @@
 """A tracked array is used like the array that it stands for, and loses no gradient silently."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

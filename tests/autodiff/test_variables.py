@@ -1,7 +1,5 @@
 """Variables as sources: watching, snapshots, updates between reads, and rows of tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

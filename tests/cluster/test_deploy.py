@@ -1,7 +1,5 @@
 """The templates in deploy/ agree with themselves and with the package; no cluster runs them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

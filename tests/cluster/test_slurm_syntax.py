@@ -1,7 +1,5 @@
 """Slurm's abbreviations, expanded as `scontrol show hostnames` does."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

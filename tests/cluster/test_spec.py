@@ -1,7 +1,5 @@
 """A cluster's description, as `tf.train.ClusterSpec` gives and refuses it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Processes that have torchrun's variables find each other; so do those that torchrun starts."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -13,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.jobs.launched import environment
+from tests.processes import python_says
 
 SCRIPT = """
 import ndistribute as nd
@@ -97,13 +96,6 @@ def test_a_port_that_is_taken_is_an_error_that_names_the_option(port):
 def test_a_script_runs_unchanged_under_torchrun(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    job = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script],
-        env={**environment(), "TMPDIR": os.fspath(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == [SAYS, SAYS]
+    command = "-m", "torch.distributed.run", "--nproc-per-node", "2", script
+    said = python_says(*command, env=environment({"TMPDIR": os.fspath(tmp_path)}))
+    assert said.splitlines() == [SAYS, SAYS]

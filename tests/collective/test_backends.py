@@ -1,7 +1,5 @@
 """The backends between processes, over sockets, MPI and shared memory: values and mismatches."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.jobs import backend_calls

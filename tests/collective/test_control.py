@@ -1,7 +1,5 @@
 """The control plane: addresses, the star, who is lost or late, and that everyone learns it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """What is MPI's alone: coming together over it, and ending when a process fails."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -4,8 +4,6 @@
 its receive takes it: a schedule that needs a buffering network stops it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

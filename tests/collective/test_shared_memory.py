@@ -1,7 +1,5 @@
 """The shared-memory backend over real processes: right to the last bit, and what goes wrong."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

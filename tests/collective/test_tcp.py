@@ -1,7 +1,5 @@
 """The wire over sockets: what is lost, cut off or stopped, and messages of any size."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Collectives over replica threads against NumPy, to the last bit, and who owns which array."""
 
-from __future__ import annotations
-
 import functools
 import threading
 
@@ -105,15 +103,6 @@ def test_an_array_is_reduced_and_inputs_stay(strategy, op, dtype, shape, seed):
     result = run_twice(strategy, lambda x: context().all_reduce(op, x), given)
     assert agrees(result, op, given.values)
     assert bits(given.values) == before
-
-
-@given(st.data(), dtypes, shapes, seeds)
-@settings(max_examples=10)
-def test_one_replica_broadcasts(strategy, data, dtype, shape, seed):
-    root = data.draw(st.integers(0, strategy.num_replicas_in_sync - 1))
-    given = per_replica(strategy, lambda i: [draw(seed, i, shape, dtype), i])
-    result = run_twice(strategy, lambda x: context().communicator.broadcast(x, root), given)
-    assert bits(result) == bits(given.values[root])
 
 
 def test_rows_are_summed_in_a_dtype_that_holds_the_sum(strategy):
@@ -275,13 +264,6 @@ def test_memory_of_a_result_is_used_again_once_nobody_holds_it(hold):
     del held
     assert address(outputs.like(like)[0]) == where
     assert len(set(map(address, outputs.like(like * 3)))) == 3
-
-
-def test_results_of_earlier_steps_keep_their_values(strategy):
-    step = lambda k: context().all_reduce("sum", np.full(LARGE, float(k)))  # noqa: E731
-    results = [strategy.local_results(strategy.run(step, (k,))) for k in range(6)]
-    for k, result in enumerate(results):
-        assert all((value == strategy.num_replicas_in_sync * k).all() for value in result)
 
 
 def test_an_abort_releases_who_is_just_about_to_wait(monkeypatch):

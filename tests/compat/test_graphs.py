@@ -1,10 +1,6 @@
 """Scripts of TensorFlow 1 run by changing one import."""
 
-from __future__ import annotations
-
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +9,7 @@ import pytest
 
 from ndistribute import graph
 from ndistribute.compat import tf
+from tests.processes import python_says
 
 
 @pytest.fixture(autouse=True)
@@ -160,12 +157,6 @@ def test_names_have_two_meanings_depending_on_the_program() -> None:
     assert tf.compat.v1.train.Saver is graph.Saver
 
 
-def output_of(program: str, *arguments: str) -> str:
-    """Run a program of its own, and return what it prints."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
 def test_a_name_of_the_first_generation_decides_for_the_whole_program() -> None:
     program = (
         "import ndistribute.compat.tf as tf\n"
@@ -174,7 +165,7 @@ def test_a_name_of_the_first_generation_decides_for_the_whole_program() -> None:
         "print(type(tf.Variable(1.0)).__module__)\n"
     )
     expected = ["ndistribute.variables.mirrored", "ndistribute.graph.variables"]
-    assert output_of(program).split() == expected
+    assert python_says("-c", program).split() == expected
 
 
 def test_flags_are_parsed_and_the_program_exits_with_its_result() -> None:
@@ -189,7 +180,7 @@ def test_flags_are_parsed_and_the_program_exits_with_its_result() -> None:
         "    print(flags.job_name, flags.steps, flags.sync, flags.log, rest[1:])\n"
         "tf.app.run()\n"
     )
-    said = output_of(program, "--job_name=ps", "--sync", "--nolog", "--steps", "5", "other")
+    said = python_says("-c", program, "--job_name=ps", "--sync", "--nolog", "--steps", "5", "other")
     assert said == "ps 5 True False ['other']\n"
 
 

@@ -1,7 +1,5 @@
 """Layers of graphs compute what layers of models compute, with variables of TensorFlow's names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Functions of TensorFlow 1 give the values and dtypes that TensorFlow gives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

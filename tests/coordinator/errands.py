@@ -1,7 +1,5 @@
 """Functions that the tests send to workers: they import nothing heavy, so a worker starts soon."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

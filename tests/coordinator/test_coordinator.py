@@ -1,14 +1,11 @@
 """`ClusterCoordinator` with a worker in this process, and what a worker does for whom."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -511,63 +508,6 @@ def test_nothing_is_unpickled_for_a_stranger(caller, tmp_path):
         chief.send(evil)
         assert isinstance(value(chief), TypeError)
     assert path.exists()  # Whoever has the secret may: so the pickle would have made the file.
-
-
-@contextlib.contextmanager
-def tampering(port: int, old: bytes, new: bytes) -> Iterator[int]:
-    """Yield the port of a proxy before another port, which replaces bytes that pass."""
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 20):
-                sink.sendall(data.replace(old, new, 1))
-            sink.shutdown(socket.SHUT_WR)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-
-        def serve() -> None:
-            client = stack.enter_context(listener.accept()[0])
-            server = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            pumps = [(client, server), (server, client)]
-            threads = [threading.Thread(target=pump, args=ends) for ends in pumps]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(SECONDS)
-
-        serving = threading.Thread(target=serve)
-        serving.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            serving.join(SECONDS)
-
-
-def note_sevens(array: np.ndarray) -> np.ndarray:
-    NOTED.append(array)
-    return array + 2
-
-
-@pytest.mark.parametrize("size", [20_000, 3 << 20])
-def test_a_man_in_the_middle_changes_no_byte_of_long_arguments_and_results(caller, size):
-    run = order(1, note_sevens, np.full(size, 7, np.uint8))
-    with (
-        tampering(caller.server.port, b"\7" * 100, b"\7" * 50 + b"\6" + b"\7" * 49) as port,
-        contextlib.closing(caller.connect(port=port)) as connection,
-    ):
-        with contextlib.suppress(ConnectionLostError):  # While it is being sent.
-            connection.send(run)
-        with pytest.raises(ConnectionLostError):
-            connection.receive(time.monotonic() + SECONDS)
-    assert NOTED == []
-    with (
-        tampering(caller.server.port, b"\11" * 100, b"\11" * 50 + b"\10" + b"\11" * 49) as port,
-        contextlib.closing(caller.connect(port=port)) as connection,
-    ):
-        connection.send(run)
-        with pytest.raises(MalformedError, match="changed on its way"):
-            connection.receive(time.monotonic() + SECONDS)
-    assert len(NOTED) == 1
 
 
 class Shop:

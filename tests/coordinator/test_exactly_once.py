@@ -1,7 +1,5 @@
 """A function that runs again makes each update exactly once, or raises."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

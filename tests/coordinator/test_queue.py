@@ -1,7 +1,5 @@
 """The queue of a coordinator, without workers."""
 
-from __future__ import annotations
-
 from concurrent.futures import CancelledError
 
 import pytest

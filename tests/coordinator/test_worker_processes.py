@@ -1,8 +1,6 @@
 """`ClusterCoordinator` with workers that are processes: what they run, and what becomes of it when
 they are killed, stopped and started again."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -79,15 +77,6 @@ def meet(coordinator: ClusterCoordinator, fifo: str) -> list[int]:
     sides = [coordinator.schedule(errands.meet, (fifo, side)) for side in ("in", "out")]
     coordinator.join(timeout=SECONDS)
     return sorted(coordinator.fetch(sides))
-
-
-def test_two_workers_run_functions_at_once_and_pass_results_on(coordinator, fifo):
-    assert meet(coordinator, fifo) == [0, 1]
-    big = coordinator.schedule(errands.double, (np.arange(1_000_000),))
-    again = [coordinator.schedule(errands.double, (big,)) for _ in range(4)]
-    coordinator.join(timeout=SECONDS)
-    for value in coordinator.fetch(again):
-        np.testing.assert_array_equal(value, 4 * np.arange(1_000_000))
 
 
 def test_each_worker_has_its_own_dataset(coordinator, fifo):

@@ -3,8 +3,6 @@
 Files become elements by their reader, in an order that is the same wherever they are read.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import gc

@@ -1,14 +1,11 @@
 """Each replica gets its piece of each global batch, and every row is used exactly once."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
 import pytest
 
 from ndistribute.data import UNKNOWN_CARDINALITY, Dataset, InputContext, InputOptions
-from ndistribute.devices import Device, is_device_array, to_host
 from ndistribute.values import PerReplica
 from tests.data.workers import (
     all_threads_end,
@@ -55,17 +52,6 @@ def test_any_re_iterable_of_batches_is_accepted():
     assert distributed.cardinality() == UNKNOWN_CARDINALITY
     assert distribute([np.arange(2)], cpus(1)).cardinality() == 1
     assert pieces_of(distribute([], cpus(2))) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_pieces_land_on_their_gpu(prefetch):
-    gpus = [Device("gpu:0"), Device("gpu:0")]
-    dataset = Dataset.range(64).shuffle(64, seed=1).repeat(4).batch(24)
-    kept = [step.values for step in distribute(dataset, gpus, InputOptions(prefetch=prefetch))]
-    assert all(is_device_array(piece) for values in kept for piece in values)
-    rows = np.concatenate([to_host(piece) for values in kept for piece in values])
-    assert sorted(rows.tolist()) == sorted(4 * list(range(64)))
 
 
 def test_several_workers_take_as_many_steps_as_one_unless_each_reads_everything():

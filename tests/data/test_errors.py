@@ -1,7 +1,5 @@
 """What is wrong is refused where it is written, with what was passed and what to write instead."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Loaders of other libraries say themselves where they are; workers must have equal ones."""
 
-from __future__ import annotations
-
 import json
 import threading
 

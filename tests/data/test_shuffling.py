@@ -1,7 +1,5 @@
 """A shuffle is a permutation, keeps the window of its buffer, and follows its seed alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

@@ -3,8 +3,6 @@
 With as many workers and replicas as before, exactly the batches that were left follow.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

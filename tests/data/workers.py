@@ -1,7 +1,5 @@
 """Workers of a job, imitated by threads: each has a communicator, as processes would."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Ready-made estimators, and estimators of models: each learns as a direct computation does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

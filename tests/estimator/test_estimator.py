@@ -1,7 +1,5 @@
 """Estimators: training, evaluation and prediction through checkpoints, under any strategy."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

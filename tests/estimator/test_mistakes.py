@@ -1,7 +1,5 @@
 """Mistakes in programs with estimators and feature columns, and what the errors tell."""
 
-from __future__ import annotations
-
 import builtins
 import re
 from typing import Any

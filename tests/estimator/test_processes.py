@@ -1,7 +1,5 @@
 """Estimators in several processes: workers that reduce together, and all tasks of a cluster."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -5,8 +5,6 @@ differs, on the imitation and, where GPUs are visible, on those with the marker 
 is no GPU: see README.md.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

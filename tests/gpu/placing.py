@@ -1,14 +1,10 @@
 """Small helpers for tests of replicas on GPUs: where arrays are, and how to put them there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import ndistribute as nd
 from ndistribute.devices import copy_to, is_device_array, to_host
-
-__all__ = ["REAL", "components", "hosts", "need", "on", "place_of"]
 
 # What a test runs over besides the imitation: nothing where no GPU is visible.
 REAL = [pytest.param("real", marks=pytest.mark.gpu)] if nd.list_devices("gpu") else []

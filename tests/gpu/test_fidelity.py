@@ -1,7 +1,5 @@
 """The imitation takes what CuPy takes; where CuPy is installed this is looked up, without a GPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

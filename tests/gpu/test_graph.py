@@ -1,7 +1,5 @@
 """Operations of graphs on GPUs: inputs are copied there, and variables and gradients are there."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What of CuPy the package builds on; the imitation and real GPUs must both keep it."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

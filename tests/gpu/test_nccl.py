@@ -3,8 +3,6 @@
 Over the imitation, and with the marker `gpu` over NCCL itself, on all GPUs that are visible.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

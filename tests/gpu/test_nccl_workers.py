@@ -4,8 +4,6 @@ The processes are real. What they launch is done by an imitation of NCCL that wa
 NCCL does; with the marker `gpu` by NCCL itself, on two GPUs.
 """
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -4,8 +4,6 @@ What they hold, the contract tests compare: those of strategies, variables and o
 the same layouts of replicas on GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np
@@ -92,32 +90,6 @@ def test_values_that_lie_on_any_device_come_together(strategy):
     ):
         np.testing.assert_array_equal(*hosts([total, expected]))
     assert on(joined, strategy.devices[0])
-
-
-def written(variable, how):
-    """Let each replica write its number, from its own device, to a variable or two of its rows."""
-    values = here(np.full((4, 3), rank() + 1.0))
-    if how.startswith("scatter"):
-        getattr(variable, how)(here(np.array([2, 0, 2])), values[:3])
-    else:
-        getattr(variable, how)(values)
-
-
-@pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub", "scatter_add"])
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-def test_replicas_write_together_from_their_own_devices(strategy, how, aggregation):
-    variable, size = make(strategy, aggregation=aggregation), strategy.num_replicas_in_sync
-    strategy.run(lambda: written(variable, how))
-    total = sum(range(1, size + 1)) / {"sum": 1, "mean": size}.get(aggregation, 1)
-    number = total if aggregation != "only_first_replica" else 1.0
-    expected = {
-        "assign": np.full((4, 3), number),
-        "assign_add": START + number,
-        "assign_sub": START - number,
-        "scatter_add": START + number * np.array([[1], [0], [2], [0]]),
-    }[how]
-    for copy in hosts([*variable.values, *strategy.run(lambda: variable.value).values]):
-        np.testing.assert_allclose(copy, expected, rtol=1e-15)
 
 
 def test_results_may_be_used_at_once_and_inputs_written_again(strategy):

@@ -1,7 +1,5 @@
 """What the tests of graphs share: sessions, and servers of two tasks in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 FAULTS_KILLS says how many tasks are killed in each training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

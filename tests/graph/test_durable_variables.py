@@ -3,8 +3,6 @@
 FAULTS_KILLS says how often a server is killed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Sessions whose servers are killed, stopped and started again in the middle of steps."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Graphs in one process: what NumPy code makes of tensors, and what sessions make of graphs."""
 
-from __future__ import annotations
-
 import builtins
 import re
 import threading

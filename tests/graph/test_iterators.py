@@ -1,7 +1,5 @@
 """Steps take the batches of datasets, in this process and on servers of this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

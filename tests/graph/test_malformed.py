@@ -1,7 +1,5 @@
 """Graphs that no client makes: a server refuses them with an error, and goes on serving."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
@@ -58,10 +56,10 @@ def op(name: str, kind: str, *inputs: str, **options: Any) -> OperationDef:
 
 
 ONE = op("one", "constant", value=pack(np.ones(2)))
-NESTED: Any = ["input", 0]
+NESTED: Any = {"$input": 0}
 for _ in range(100):
-    NESTED = ["list", NESTED]
-LINE = op("line", "numpy.zeros_like", "one:0", call=[[["input", 0]], {"shape": 1 << 22}])
+    NESTED = [NESTED]
+LINE = op("line", "numpy.zeros_like", "one:0", call=[[{"$input": 0}], {"shape": 1 << 22}])
 BYTES = op("bytes", "constant", value=pack(np.array([b"x"], object)))
 FOREVER = 1 << 60  # As an exponent of Python's integers.
 OBJECTS = "computes with Python objects"
@@ -82,8 +80,10 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
         WAIT,
     ),
     "wrong template": ([ONE, op("a", "cast", "one:0", call=["call"])], "no template"),
+    "unknown template": ([ONE, op("a", "cast", "one:0", call=[[{"$x": 1}], {}])], "no template"),
+    "number as a key": ([ONE, op("a", "cast", "one:0", call=[[{1: 2}], {}])], "no template"),
     "deep template": ([ONE, op("a", "cast", "one:0", call=[[NESTED], {}])], "no template"),
-    "missing input": ([op("a", "numpy.add", call=[[["input", 0]], {}])], "no input"),
+    "missing input": ([op("a", "numpy.add", call=[[{"$input": 0}], {}])], "no input"),
     "no attributes": ([op("a", "read")], "'a' .read.* failed: KeyError"),
     "gradient of nothing": ([op("a", "gradient")], "is of no operation"),
     "no bodies": ([ONE, op("a", "cond", "one:0")], "'a' .cond.* failed"),
@@ -95,13 +95,13 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
     "integers among bytes": (
         [
             BYTES,
-            op("b", "numpy.full_like", "bytes:0", call=[[["input", 0], 7], {}]),
-            op("a", "numpy.power", "b:0", call=[[["input", 0], FOREVER], {}]),
+            op("b", "numpy.full_like", "bytes:0", call=[[{"$input": 0}, 7], {}]),
+            op("a", "numpy.power", "b:0", call=[[{"$input": 0}, FOREVER], {}]),
         ],
         OBJECTS,
     ),
     "multiplied bytes": (
-        [BYTES, op("a", "numpy.multiply", "bytes:0", call=[[["input", 0], 1 << 40], {}])],
+        [BYTES, op("a", "numpy.multiply", "bytes:0", call=[[{"$input": 0}, 1 << 40], {}])],
         OBJECTS,
     ),
     "random numbers without end": (
@@ -119,45 +119,45 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
 OPTIONS = {"missing fetch": {"fetch": "one:1"}, "feeds without values": {"feeds": ("one:0",)}}
 # Arguments of calls that would compute for ever, make too much, or multiply too often.
 ENDLESS: dict[str, Any] = {
-    "dtype": [[["input", 0], FOREVER], {"dtype": ["dtype", "object"]}],
-    "text for a dtype": [[["input", 0], FOREVER], {"dtype": "|O"}],
-    "signature": [[["input", 0], FOREVER], {"signature": "OO->O"}],
-    "signature of several": [[["input", 0], FOREVER], {"signature": ["tuple", "O", "O", "O"]}],
-    "list with None": [[["list", 7, None], FOREVER], {}],
-    "list in a list": [[["tuple", 7, ["list", ["ellipsis"]]], FOREVER], {}],
+    "dtype": [[{"$input": 0}, FOREVER], {"dtype": {"$dtype": "object"}}],
+    "text for a dtype": [[{"$input": 0}, FOREVER], {"dtype": "|O"}],
+    "signature": [[{"$input": 0}, FOREVER], {"signature": "OO->O"}],
+    "signature of several": [[{"$input": 0}, FOREVER], {"signature": {"$tuple": ["O", "O", "O"]}}],
+    "list with None": [[[7, None], FOREVER], {}],
+    "list in a list": [[{"$tuple": [7, [{"$ellipsis": None}]]}, FOREVER], {}],
 }
 LONG: dict[str, Any] = {
-    "tile": [[["input", 0], ["list", 1 << 20, 1 << 20]], {}],
-    "repeat": [[["input", 0], 1 << 40], {}],
-    "resize": [[["input", 0], ["tuple", 1 << 20, 1 << 20]], {}],
-    "broadcast_to": [[["input", 0], ["tuple", 1 << 40, 2]], {}],
-    "zeros_like": [[["input", 0]], {"shape": ["tuple", 1 << 20, 1 << 20]}],
+    "tile": [[{"$input": 0}, [1 << 20, 1 << 20]], {}],
+    "repeat": [[{"$input": 0}, 1 << 40], {}],
+    "resize": [[{"$input": 0}, {"$tuple": [1 << 20, 1 << 20]}], {}],
+    "broadcast_to": [[{"$input": 0}, {"$tuple": [1 << 40, 2]}], {}],
+    "zeros_like": [[{"$input": 0}], {"shape": {"$tuple": [1 << 20, 1 << 20]}}],
     "linspace": [[0.0, 1.0, 1 << 40], {}],
-    "multiply.outer": [[["input", 1], ["input", 1]], {}],
-    "add": [[["input", 1], ["input", 2]], {}],
-    "matmul": [[["input", 2], ["input", 3]], {}],
-    "tensordot": [[["input", 1], ["input", 1]], {"axes": 0}],
-    "diag": [[["input", 1]], {}],
-    "diagflat": [[["input", 0]], {"k": 1 << 40}],
-    "meshgrid": [[["input", 1], ["input", 1]], {}],
-    "pad": [[["input", 2], 1 << 20], {}],
-    "vander": [[["input", 1]], {}],
-    "histogram": [[["input", 0]], {"bins": 1 << 40}],
-    "array_split": [[["input", 0], 1 << 40], {}],
+    "multiply.outer": [[{"$input": 1}, {"$input": 1}], {}],
+    "add": [[{"$input": 1}, {"$input": 2}], {}],
+    "matmul": [[{"$input": 2}, {"$input": 3}], {}],
+    "tensordot": [[{"$input": 1}, {"$input": 1}], {"axes": 0}],
+    "diag": [[{"$input": 1}], {}],
+    "diagflat": [[{"$input": 0}], {"k": 1 << 40}],
+    "meshgrid": [[{"$input": 1}, {"$input": 1}], {}],
+    "pad": [[{"$input": 2}, 1 << 20], {}],
+    "vander": [[{"$input": 1}], {}],
+    "histogram": [[{"$input": 0}], {"bins": 1 << 40}],
+    "array_split": [[{"$input": 0}, 1 << 40], {}],
 }
 ENDLESS_WORK: dict[str, Any] = {
-    "convolve": [[["input", 0], ["input", 0]], {}],
-    "correlate": [[["input", 0], ["input", 0]], {"mode": "full"}],
-    "polyval": [[["input", 0], ["input", 0]], {}],
-    "poly": [[["input", 0]], {}],
-    "roots": [[["input", 0]], {}],
-    "diff": [[["input", 0]], {"n": 1 << 60}],
-    "einsum": [["i,j,k->", *[["input", 0]] * 3], {}],
+    "convolve": [[{"$input": 0}, {"$input": 0}], {}],
+    "correlate": [[{"$input": 0}, {"$input": 0}], {"mode": "full"}],
+    "polyval": [[{"$input": 0}, {"$input": 0}], {}],
+    "poly": [[{"$input": 0}], {}],
+    "roots": [[{"$input": 0}], {}],
+    "diff": [[{"$input": 0}], {"n": 1 << 60}],
+    "einsum": [["i,j,k->", *[{"$input": 0}] * 3], {}],
 }
 INPUTS = [
     op("line", "constant", value=pack(np.zeros(1 << 17, np.int8))),
-    op("column", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", -1, 1]], {}]),
-    op("row", "numpy.reshape", "line:0", call=[[["input", 0], ["tuple", 1, -1]], {}]),
+    op("column", "numpy.reshape", "line:0", call=[[{"$input": 0}, {"$tuple": [-1, 1]}], {}]),
+    op("row", "numpy.reshape", "line:0", call=[[{"$input": 0}, {"$tuple": [1, -1]}], {}]),
 ]
 NAMES = ("one:0", "line:0", "column:0", "row:0")
 for name, call in ENDLESS.items():

@@ -1,7 +1,5 @@
 """Metrics of graphs against the same figures of all batches together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

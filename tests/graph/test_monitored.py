@@ -1,7 +1,5 @@
 """Supervised training: sessions that initialise, restore, call hooks, save, and recover."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Optimizers make the same steps in graphs and in strategies, under the names of both."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

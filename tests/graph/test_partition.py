@@ -1,7 +1,5 @@
 """Graphs that are cut by task: together, the parts compute what the whole computes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

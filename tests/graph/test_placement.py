@@ -1,7 +1,5 @@
 """Where operations of graphs are placed, as scopes, functions and strategies say it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Savers of graphs write checkpoints whole, keep the newest, and read those of `nd.Checkpoint`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Scopes of variables: names, what is shared in them, and what initializers determine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

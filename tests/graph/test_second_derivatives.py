@@ -1,7 +1,5 @@
 """Gradients of gradients in graphs: as tapes and numeric differences give, or refused by name."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.models import nn
 from ndistribute.numpy_functions import register
 from tests.autodiff.standin import both, dense
-from tests.autodiff.test_expressions import DIFFERENTIATED, PLAIN, X, lines
+from tests.autodiff.test_expressions import DIFFERENTIATED, X, function_of, lines
 from tests.graph.conftest import PS, WORKER
 
 SHAPES = (6, 5, 5, 2), (3, 3, 2, 4), (16, 3)
@@ -35,22 +33,15 @@ def differences(run: Callable[[Any], Any], at: Any) -> Any:
     return found
 
 
-def function_of(expression: str) -> Callable[[Any], Any]:
-    def function(x: Any) -> Any:
-        q = x[:, :3] + 2 * np.eye(3)
-        names = {**PLAIN, "x": x, "a": x[0, 0], "v": x[1], "q": q, "p": q @ q.T}
-        return eval(expression, names)
-
-    return function
-
-
 def first_gradient(expression: str) -> Any:
-    """Return the function of an expression, x, y and dy/dx, if graphs can compute them."""
+    """Return the function of an expression, x, seeds and dy/dx, if graphs can compute them."""
     function, x = function_of(expression), g.placeholder(np.float64, X.shape)
     weights = np.random.default_rng(5).uniform(0.5, 1.5, np.shape(function(X)))
     y = function(x)
     if not isinstance(y, g.Tensor):
         raise TypeError(f"{y!r} is no tensor.")
+    if y.shape is not None:
+        assert all(n in (None, m) for n, m in zip(y.shape, weights.shape, strict=True))
     slope = g.gradients(y, x, weights)[0]
     return function, x, weights, slope
 

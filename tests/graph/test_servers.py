@@ -1,7 +1,5 @@
 """Sessions with a target: graphs over the servers of several tasks."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """What is known of tensors before a run is what the run then gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

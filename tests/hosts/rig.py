@@ -27,8 +27,6 @@ from typing import Any
 from tests.hosts.switch import mac_address
 from tests.processes import HANG_SECONDS, ROOT, START_SECONDS, environment, wait_until
 
-__all__ = ["Host", "Link", "Process", "Rig", "skip_reason"]
-
 _NAMESPACES = "--net --mount --uts --ipc --pid".split()
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 # Above this the switch in Python is the limit, and the kernel's bridge takes its place.

@@ -5,8 +5,6 @@ segments of 64 KiB pass in one read, with their virtio header, so that a gigabit
 Orders come as lines of JSON on standard input, and the end of that input ends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Hosts whose own names mean other addresses there, or that cannot reach each other."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

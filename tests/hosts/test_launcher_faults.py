@@ -1,7 +1,5 @@
 """Jobs of `ndistribute run --hosts` when a host vanishes, is cut off or comes back."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

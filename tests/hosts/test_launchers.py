@@ -3,8 +3,6 @@
 The short part, two hosts and one worker on each, is in `make test`; `make hosts-test` runs all.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Imitated hosts: what each has of its own, and what the network between them does and loses."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Servers, workers and chiefs whose cables are pulled: they wait, and each update counts once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

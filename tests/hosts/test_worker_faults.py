@@ -1,7 +1,5 @@
 """Workers whose network is cut or loses packets: all of them end, and tell which two are apart."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What processes call of the backends between them; the tests beside it say what must come out."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

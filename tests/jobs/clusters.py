@@ -1,7 +1,5 @@
 """The jobs of the fault tests: ranks on each wire, scripts as workers, this process as a task."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import textwrap

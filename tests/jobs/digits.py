@@ -1,6 +1,4 @@
-"""A small network that trains on digits, by `fit` and by loops, in whichever process calls it."""
-
-from __future__ import annotations
+"""A small network for digits, the step that trains it, and servers beside workers."""
 
 import functools
 import json
@@ -10,14 +8,11 @@ from typing import Any
 
 import ndistribute as nd
 from ndistribute.models import Sequential, layers, losses
-from tests.kinds import join
-
-BATCH, EPOCHS = 64, 2
 
 
 @functools.cache
 def digits(count: int) -> tuple[Any, Any]:
-    """Return images and labels; the last batch of 250 is short."""
+    """Return images and labels."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -42,10 +37,6 @@ def network() -> Sequential:
     return model
 
 
-def train_by_fit(strategy: nd.Strategy, model: Sequential, count: int, epochs: int) -> None:
-    model.fit(*digits(count), BATCH, epochs, 0, shuffle=False)
-
-
 def step_of(model: Sequential) -> Callable[[Any], None]:
     """Return the step of a replica, as a user writes it."""
 
@@ -58,31 +49,6 @@ def step_of(model: Sequential) -> Callable[[Any], None]:
         model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     return step
-
-
-def train_by_loop(strategy: nd.Strategy, model: Sequential, count: int, epochs: int) -> None:
-    step = step_of(model)
-    dataset = nd.Dataset.from_tensor_slices(digits(count)).batch(BATCH)
-    batches = strategy.distribute_dataset(dataset)
-    for _ in range(epochs):
-        for batch in batches:
-            strategy.run(step, args=(batch,))
-
-
-WAYS = {"fit": train_by_fit, "loop": train_by_loop}
-
-
-def weights(strategy: nd.Strategy, way: str) -> list[Any]:
-    """Return the weights after a short training."""
-    with strategy.scope():
-        model = network()
-        WAYS[way](strategy, model, 250, EPOCHS)
-        return list(model.get_weights())
-
-
-def on_worker(rank: int, size: int, way: str) -> list[Any]:
-    with join("auto", (1,) * size) as strategy:
-        return weights(strategy, way)
 
 
 SERVERS: list[nd.Server] = []  # Of this process, until it ends.

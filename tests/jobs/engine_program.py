@@ -4,8 +4,6 @@ It is a process of its own, as these engines leave threads and files in the proc
 It starts a small cluster. Each line that it reads is a job, and it answers each with a line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

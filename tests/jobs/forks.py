@@ -1,7 +1,5 @@
 """A worker that forks while it trains, and says what became of its updates and of the forks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

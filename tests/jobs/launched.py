@@ -1,7 +1,5 @@
 """Starts `ndistribute run` as a user does, for the tests, and watches its processes end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -7,10 +7,7 @@ import numpy as np
 
 import ndistribute as nd
 
-__all__ = ["Shared", "command", "count", "counted", "train", "watch"]
-
 MANY = 100_000
-MOST_LIVES = 4096
 
 
 class Shared:
@@ -41,30 +38,6 @@ def train():
         while not int(shared.stop):
             shared.descend()
             shared.steps.scatter_add([index], [1])
-
-
-def count():
-    """Be a worker that adds ones, and notes in a file each that was acknowledged.
-
-    TASK_OPTIONS say the file, and at which place of the variables this life of the worker adds.
-    """
-    options = json.loads(os.environ["TASK_OPTIONS"])
-    place = options["place"]
-    file = os.open(options["file"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with nd.ParameterServerStrategy() as strategy:
-        counts = counted(strategy)
-        with strategy.scope():
-            stop = nd.Variable(np.int64(0))
-        while not int(stop):
-            for index, variable in enumerate(counts):
-                variable.scatter_add([place], [1])
-                os.write(file, b"%d" % index)
-
-
-def counted(strategy):
-    """Return what `count` adds to, one variable on each of two servers."""
-    with strategy.scope():
-        return [nd.Variable(np.zeros(MOST_LIVES, np.int64)) for _ in range(2)]
 
 
 def watch():

@@ -4,8 +4,6 @@ As `NCCL_GROUND` says, over the imitation of CuPy 14 or 13, or over CuPy itself 
 process (real).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -24,7 +22,6 @@ from tests.kinds import context, here
 
 OPTIONS = nd.CommunicationOptions(timeout_seconds=40.0)
 SHORT = nd.CommunicationOptions(timeout_seconds=0.5)
-DTYPES = "bool uint16 int32 float16 float32 complex64".split()
 GROUND = os.environ.get("NCCL_GROUND", "14")
 
 

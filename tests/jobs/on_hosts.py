@@ -3,8 +3,6 @@
 `python -m tests.jobs.on_hosts` prints the table of all of them as Markdown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -20,8 +18,6 @@ from tests.hosts.rig import Host, Rig, skip_reason
 from tests.jobs import on_hosts_program as program
 from tests.processes import find_mpiexec, tf_config
 from tests.transport.ends import authority, tls_environ
-
-__all__ = ["COUNTS", "LAUNCHERS", "PER_HOST", "together"]
 
 COUNTS, PER_HOST = (2, 3, 4), (1, 2)
 SECONDS = 100.0

@@ -3,8 +3,6 @@
 The first argument is the kind; each process that trains prints the result, in full digits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Jobs on clusters of Ray and Dask that are really started, each on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -20,6 +18,7 @@ import pytest
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import dask, ray
 from tests.jobs.launched import environment, lasting
+from tests.processes import python_says
 
 pytestmark = pytest.mark.timeout(240)
 MODULES = {"ray": "ray", "dask": "distributed"}
@@ -177,15 +176,7 @@ end = os.pidfd_open(int(said))
 del placed
 print(bool(select.select([end], [], [], 20)[0]))
 """)
-    done = subprocess.run(
-        [sys.executable, program],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr
+    assert python_says(program, env=environment()) == "True\n"
 
 
 @pytest.mark.parametrize("engine", MODULES)

@@ -1,7 +1,5 @@
 """`ndistribute run` on this machine: real processes that print, raise, hang and are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

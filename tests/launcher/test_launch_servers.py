@@ -1,7 +1,5 @@
 """`ndistribute run --workers W --ps P`: real servers, workers, chiefs that end and are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs through MPI: the command for each family, and real ones where it is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What ranks print: cut into lines, shown with the rank, and the part that is worth repeating."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Other hosts: which there are, what ssh is told, and a job through an `ssh` that stays here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 And jobs that are started by nohup, and servers that take long over their last snapshot.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

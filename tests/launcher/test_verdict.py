@@ -1,7 +1,5 @@
 """What the end of one task means for the job: decisions, without a process."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A backup is continued by the training that wrote it alone, and used by one at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable
@@ -32,24 +30,29 @@ class Stop(callbacks.Callback):
             raise KeyboardInterrupt
 
 
+def noting(seen: list[int]) -> Callable[[Any, Any], Any]:
+    """Return a metric that notes the rows that a training sees."""
+
+    def note(y_true: Any, y_pred: Any) -> Any:
+        seen.extend(np.rint(y_true[:, 0]).astype(int).tolist())
+        return np.zeros(len(y_true))
+
+    return note
+
+
 def fit(folder: Path, *more: callbacks.Callback, model: Any = None, **changed: Any) -> list[int]:
     """Train, and return the rows that the training has seen; one argument may have changed."""
     given = {"optimizer": "adam", "loss": "mse", "activation": "relu", "x": X, "units": 4}
     given |= {"batch_size": 32, "epochs": 1, "dtype": None, "regularizer": None, "seed": 0}
     given |= changed
     seen: list[int] = []
-
-    def note(y_true: Any, y_pred: Any) -> Any:
-        seen.extend(np.rint(y_true[:, 0]).astype(int).tolist())
-        return np.zeros(len(y_true))
-
     nd.set_seed(given["seed"])
     if model is None:
         hidden = layers.Dense(
             given["units"], given["activation"], kernel_regularizer=given["regularizer"]
         )
         model = Sequential([hidden, layers.Dense(1, dtype=given["dtype"])])
-        model.compile(given["optimizer"], given["loss"], metrics=[note])
+        model.compile(given["optimizer"], given["loss"], metrics=[noting(seen)])
     names = ("class_weight", "shuffle", "epochs", "batch_size")
     options = {name: given[name] for name in names if name in given}
     data = given["x"] if isinstance(given["x"], tuple) else (given["x"], Y)
@@ -133,13 +136,8 @@ def test_no_row_is_missed_or_repeated_after_the_program_is_run_as_it_was(tmp_pat
 
 def test_the_same_model_goes_on_with_the_rate_that_a_callback_has_set(tmp_path: Path) -> None:
     seen: list[int] = []
-
-    def note(y_true: Any, y_pred: Any) -> Any:
-        seen.extend(np.rint(y_true[:, 0]).astype(int).tolist())
-        return np.zeros(len(y_true))
-
     model = Sequential([layers.Dense(1)])
-    model.compile(nd.optimizers.LossScale(nd.optimizers.Adam(0.1)), "mse", metrics=[note])
+    model.compile(nd.optimizers.LossScale(nd.optimizers.Adam(0.1)), "mse", metrics=[noting(seen)])
     fit(tmp_path, Stop(3), model=model)
     fit(tmp_path, model=model)
     assert sorted(seen) == [*range(300)]

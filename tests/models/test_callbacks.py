@@ -1,7 +1,5 @@
 """Callbacks act at the epochs and steps that they promise, on every replica alike."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable

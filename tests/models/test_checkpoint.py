@@ -3,8 +3,6 @@
 Of several workers only the chief sees the disk; a damaged checkpoint is never taken as whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -25,7 +23,7 @@ from tests.contract_rows import central, mirrored, served
 from tests.jobs.digits import serve, step_of
 from tests.kinds import DEADLINE, closing, context
 from tests.processes import HANG_SECONDS, Ranks
-from tests.strategies.on_servers import holders, worker_of
+from tests.strategies.on_servers import sharded
 
 
 def test_gradients_accumulated_so_far_are_part_of_a_checkpoint(tmp_path):
@@ -277,13 +275,6 @@ def test_workers_that_would_train_in_different_ways_are_told(what):
 BATCH, STEPS = 5, 3
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(0, 7, (23, 4)), RNG.integers(0, 3, 23)
-
-
-def sharded(servers: int, shards: int, replicas: int) -> Any:
-    """Return a strategy whose variables are in shards on several servers."""
-    with holders(servers) as held:
-        partitioner = nd.partitioners.FixedShardsPartitioner(shards)
-        return worker_of(held, replicas=replicas, variable_partitioner=partitioner)
 
 
 KINDS: dict[str, Callable[[], Any]] = {

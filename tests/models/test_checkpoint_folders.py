@@ -1,7 +1,5 @@
 """Folders of checkpoints that several processes write, and folders that hold what is no file."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -223,30 +221,3 @@ def test_a_reader_sees_a_whole_checkpoint_while_others_replace_it(tmp_path):
         *_, found = ranks.results(read_while_others_save, str(tmp_path), 20)
     assert found <= {1.0, 2.0}
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def restored_by_saver(path: Path) -> None:
-    """Restore the variables of a graph."""
-    with Graph().as_default(), Session() as session:
-        GraphVariable(np.zeros(3), name="v")
-        Saver().restore(session, path)
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    "load": nd.models.load,
-    "restore": lambda path: nd.Checkpoint(v=nd.Variable(np.zeros(3))).restore(path),
-    "manager": lambda path: nd.CheckpointManager(
-        nd.Checkpoint(v=nd.Variable(np.zeros(3))), path.parent
-    ).restore_or_initialize(),
-    "saver": restored_by_saver,
-}
-
-
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("name", ["tensors.safetensors", "data.json", "SHA256SUMS"])
-def test_no_reader_waits_for_a_pipe(reader, name, tmp_path):
-    path = nd.Checkpoint(v=nd.Variable(np.zeros(3))).save(tmp_path / "checkpoint")
-    (path / name).unlink()
-    os.mkfifo(path / name)
-    with pytest.raises(nd.CheckpointCorruptError, match=str(path / name)):
-        READERS[reader](path.with_suffix(""))

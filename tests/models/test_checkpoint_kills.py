@@ -3,8 +3,6 @@
 CHECKPOINT_KILLS says how many processes are killed, CHECKPOINT_SEED at which bytes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A chief trains on its workers by `fit`, whose callbacks see each step once, and by a loop."""
 
-from __future__ import annotations
-
 import math
 import signal
 import sys
@@ -14,7 +12,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.models import PreemptionCheckpointHandler, Sequential, callbacks, layers
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_newest
-from tests.jobs.digits import BATCH, digits, network
+from tests.jobs.digits import digits, network
 from tests.kinds import DEADLINE
 from tests.models.test_progress import Terminal
 from tests.models.test_resumption import Interrupt
@@ -47,7 +45,7 @@ def test_a_chief_fits_on_its_workers_and_evaluates(chief: nd.ParameterServerStra
     model, data = network(), digits(500)
     falling = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
     options: dict[str, Any] = {"validation_data": data, "callbacks": [falling]}
-    history = model.fit(*data, BATCH, 8, 0, **options).history
+    history = model.fit(*data, 64, 8, 0, **options).history
     assert model.optimizer.iterations == 64
     assert len(model.optimizer.slots) == 6  # So a checkpoint of the chief has them.
     assert history["val_accuracy"][-1] > 0.9

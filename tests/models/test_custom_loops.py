@@ -1,19 +1,16 @@
 """What loops of users' own need: shares of losses, metrics of tracked values, late restoring."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Sequential, callbacks, latest_checkpoint, layers, losses, metrics
+from ndistribute.models import Sequential, callbacks, layers, losses, metrics
 from tests.kinds import mine, strategy
 
 __all__ = ["strategy"]
 
 rng = np.random.default_rng(3)
 X = rng.normal(size=(12, 3)).astype(np.float32)
-Y = rng.integers(0, 2, 12)
 
 
 def test_shares_of_the_mean_loss_add_up_to_it(strategy):
@@ -194,15 +191,6 @@ def test_means_and_sums_count_weights_and_tracked_values():
         total.update_state(loss)
     mean(loss)
     assert mean.result() == total.result() == 4.0
-
-
-def test_the_latest_checkpoint_of_any_name_is_found(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "missing") is None
-    checkpoint = nd.Checkpoint(v=nd.Variable(1.0))
-    for name in ("ckpt_2", "ckpt_10", "ckpt_1"):
-        path = checkpoint.save(tmp_path / name)
-    assert latest_checkpoint(tmp_path) == path
 
 
 def test_a_manager_counts_the_steps_that_it_is_not_told(tmp_path):

@@ -1,7 +1,5 @@
 """A model that is exported is loaded with its architecture and weights, and without its code."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

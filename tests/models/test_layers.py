@@ -1,20 +1,27 @@
 """Layers under every strategy, divided among the replicas too: results, variables and refusals."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 
 import ndistribute as nd
+from ndistribute.devices import is_device_array
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import Sequential, layers, losses, regularizers
 from ndistribute.variables.mirrored import sharded_variable
-from tests.kinds import SEVERAL, fixture_over, one_process, parts, replica_ids, several, strategy
+from tests.kinds import (
+    ALL_MEMORIES,
+    SEVERAL,
+    SEVERAL_MEMORIES,
+    fixture_over,
+    here,
+    one_process,
+    parts,
+    replica_ids,
+)
 
-__all__ = ["several", "strategy"]
-
+strategy, several = fixture_over(ALL_MEMORIES), fixture_over(SEVERAL_MEMORIES)
 F = np.float64
 
 
@@ -37,12 +44,14 @@ def trained(strategy, make, x, steps=2):
         layer, optimizer = make(), nd.optimizers.SGD(0.5)
 
         def build():
-            layer(x[:1])
+            layer(here(x[:1]))
 
         def step(rows):
+            rows = here(rows)
             with nd.GradientTape() as tape:
                 y = layer(rows, training=True)
                 loss = np.sum(y * y / 2 + y) / len(x)
+            assert is_device_array(y.value) == is_device_array(rows)
             variables = layer.trainable_variables
             gradients = tape.gradient(loss, variables)
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
@@ -75,7 +84,7 @@ MADE = {
         lambda: chain(
             layers.Conv2D(4, 3, padding="same", activation="relu", dtype=F),
             layers.MaxPool2D(),
-            layers.Conv2D(2, (1, 2), strides=(2, 1), groups=2, dtype=F),
+            layers.Conv2D(2, (1, 2), strides=(2, 1), groups=2, activation="gelu", dtype=F),
             layers.AveragePool2D(2, strides=1),
             layers.GlobalAveragePool2D(),
             layers.Dense(3, activation="tanh", dtype=F),
@@ -111,9 +120,11 @@ def test_synchronized_statistics_are_those_of_all_examples(several):
     x = 3 + normal(7, 4)
     with several.scope():
         layer = layers.BatchNormalization(momentum=0.75, synchronized=True, dtype=F)
-        found = several.gather(
-            several.run(lambda rows: layer(rows, training=True), args=(pieces(several, x),)), axis=0
-        )
+
+        def normalize(rows):
+            return layer(here(rows), training=True)
+
+        found = several.gather(several.run(normalize, args=(pieces(several, x),)), axis=0)
         moved = layer.moving_mean.numpy(), layer.moving_variance.numpy()
     expected = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 1e-3)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
@@ -201,8 +212,13 @@ def test_dropout_is_different_on_each_replica_and_off_without_training(strategy)
     x = np.ones((100, 200), np.float32)
     with strategy.scope():
         layer = layers.Dropout(0.25)
-        found = strategy.local_results(strategy.run(lambda: layer(x, training=True)))
-        assert all((one == 1).all() for one in strategy.local_results(strategy.run(layer, (x,))))
+        found = strategy.local_results(strategy.run(lambda: layer(here(x), training=True)))
+        whole = strategy.local_results(strategy.run(lambda: layer(here(x))))
+        assert all((one == 1).all() for one in whole)
+        attention = layers.MultiHeadAttention(1, 4, dropout=0.5)
+        x = np.ones((1, 3, 4), np.float32)
+        attended = strategy.run(lambda: attention(here(x), here(x), training=True))
+        assert all(np.isfinite(one).all() for one in strategy.local_results(attended))
     for one in found:
         assert set(np.unique(one).tolist()) == {0.0, np.float32(1 / 0.75).item()}
         assert abs((one == 0).mean() - 0.25) < 0.02
@@ -222,11 +238,11 @@ def test_an_embedding_has_sparse_gradients_of_the_rows_in_use(strategy):
     tokens = np.array([[1, 3], [3, 4999]])
     with strategy.scope():
         layer = layers.Embedding(5000, 8)
-        strategy.run(lambda: layer(tokens))
+        strategy.run(lambda: layer(here(tokens)))
 
         def step():
             with nd.GradientTape() as tape:
-                y = layer(tokens.astype(np.float32))
+                y = layer(here(tokens.astype(np.float32)))
             gradient = tape.gradient(y, layer.embeddings)
             assert isinstance(gradient, nd.IndexedSlices)
             assert y.shape == (2, 2, 8)

@@ -1,7 +1,5 @@
 """Fused operations: their derivatives, their dtypes, and what they keep."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A SIGTERM on any worker: all save at the same step, exit with the code, and continue later."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What `fit` shows, a bar in a terminal and lines elsewhere; what the summary of a model names."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

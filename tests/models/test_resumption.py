@@ -4,8 +4,6 @@ The losses and weights are those of a training without an interruption, and each
 once an epoch.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 from pathlib import Path

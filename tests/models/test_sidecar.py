@@ -1,7 +1,5 @@
 """An evaluator beside a training scores each checkpoint, once and in order."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What TensorBoard is shown: a reader of event files of our own finds what was written."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """`fit`, `evaluate` and `predict` give the results of one replica under every strategy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What users of Keras define that nothing here calls is refused by name; `build` works."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The table of optimizers: each with the formula of its paper, written out in plain NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,9 +1,5 @@
 """16-bit variables train as float32 ones do, complex gradients train complex variables alone."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +10,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.optimizers import SGD, Adagrad, Adam, Optimizer
 from tests.kinds import host_memory, raised_in
+from tests.processes import python_says
 
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TARGET = np.linspace(-1.0, 1.0, 12).reshape(6, 2)
@@ -119,9 +116,7 @@ def test_a_server_knows_bfloat16_though_its_program_did_not_import_it() -> None:
         ((_, reply),) = Store().handle("a", 1, Create((NewVariable("v", (2,), "bfloat16"),)))
         print(*reply.states, _dtype_of("bfloat16"))
     """
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
-    assert run.stdout.split() == ["wanted", "bfloat16"]
+    assert python_says("-c", code).split() == ["wanted", "bfloat16"]
 
 
 def test_bfloat16_variables_are_written_like_other_floats(strategy: nd.Strategy) -> None:

@@ -1,7 +1,5 @@
 """Optimizers follow their formulas, sum and clip gradients, and refuse bad input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

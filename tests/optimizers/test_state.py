@@ -1,7 +1,5 @@
 """What an optimizer keeps can be made ahead, saved and restored by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The update rules give what their papers' formulas give, in place, whatever the blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of a store and of its service as a transport makes them, for tests."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import queue

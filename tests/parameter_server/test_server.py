@@ -1,7 +1,5 @@
 """What a server holds outlives its process: snapshots, and with a log every acknowledged change."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

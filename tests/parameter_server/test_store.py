@@ -1,7 +1,5 @@
 """Whatever a network does: changes are made whole and once, and nobody waits in vain."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np

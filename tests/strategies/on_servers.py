@@ -1,7 +1,5 @@
 """Parameter-server strategies whose servers are in the test's own process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import ndistribute as nd
 from ndistribute.parameter_server.client import ServerClient
 from ndistribute.parameter_server.store_service import LocalServer
-from tests.kinds import DEADLINE, cpus
+from tests.kinds import DEADLINE, cpus, inside_worker
 
 
 class LocallyServed(nd.ParameterServerStrategy):
@@ -65,3 +63,14 @@ def served(servers: int = 1, **options: Any) -> Iterator[LocallyServed]:
     """A strategy with servers of its own."""
     with holders(servers) as held, worker_of(held, **options) as strategy:
         yield strategy
+
+
+def sharded(servers: int = 2, shards: int = 3, replicas: int = 2) -> LocallyServed:
+    """Return a strategy whose variables are in shards on several servers."""
+    with holders(servers) as held:
+        partitioner = nd.partitioners.FixedShardsPartitioner(shards)
+        return worker_of(held, replicas=replicas, variable_partitioner=partitioner)
+
+
+# A row of contract tests, where all replicas are in one process.
+SHARDED = {} if inside_worker() else {"sharded-2": sharded}

@@ -1,7 +1,5 @@
 """What one worker passes and the others do not: all go on with one value, or all hear of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

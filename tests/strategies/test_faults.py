@@ -1,7 +1,5 @@
 """A replica that fails: the others are released, `run` raises what it raised, and life goes on."""
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import replace
@@ -22,12 +20,15 @@ from tests.kinds import (
     meet,
     mirrored,
     one_process,
+    plain_step,
     pool_threads,
     raised_in,
     rank,
     replica_ids,
     works,
 )
+
+pytestmark = plain_step("replicas fail on threads of their own")
 
 
 class MineError(Exception):

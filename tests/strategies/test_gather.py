@@ -1,7 +1,5 @@
 """`gather`, `local_results`, `distribute_values_from_function`: values in and out of replicas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

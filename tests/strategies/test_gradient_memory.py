@@ -1,7 +1,5 @@
 """Gradients of weights are computed where the other workers of the host read them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Each step catches its error, so that a test sees what every replica was told, an
 replicas are spread over processes, these meet again in the next step.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -20,11 +18,14 @@ from tests.kinds import (
     meet,
     mirrored,
     one_process,
+    plain_step,
     pool_threads,
     raised_in,
     rank,
     works,
 )
+
+pytestmark = plain_step("the replicas of a program make the same calls")
 
 
 def told(strategy, call, *, before=0):

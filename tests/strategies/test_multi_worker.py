@@ -3,8 +3,6 @@
 `tests/test_over_processes.py` runs the contract tests over workers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

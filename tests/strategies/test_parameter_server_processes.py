@@ -1,8 +1,6 @@
 """`ParameterServerStrategy` with servers and workers that are processes: what is sent and shared,
 and what becomes of it when processes are killed, stopped and forked."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

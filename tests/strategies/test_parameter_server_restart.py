@@ -1,7 +1,5 @@
 """A server that is started again from an older snapshot: work goes on, the loss is counted."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading
@@ -81,40 +79,6 @@ def test_work_goes_on_and_what_is_lost_is_counted(
             assert strategy.lost_updates == 2
             assert max(strategy.staleness()) <= 1
             strategy.close()
-
-
-def test_a_clock_that_is_behind_after_a_restart_changes_nothing(
-    cluster: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reads were stale, and what a later start had was counted as lost by an earlier one."""
-    directory, clock, clock_ns, behind = tmp_path / "snapshots", time.time, time.time_ns, [0]
-    monkeypatch.setattr(time, "time", lambda: clock() - behind[0])
-    monkeypatch.setattr(time, "time_ns", lambda: clock_ns() - behind[0] * 10**9)
-
-    def server() -> nd.Server:
-        return nd.Server(cluster, "ps", 0, snapshot_directory=directory, snapshot_seconds=1000.0)
-
-    def add(count: int) -> None:
-        for _ in range(count):
-            v.assign_add(1.0)
-        v.numpy()
-
-    with server() as first, worker(cluster) as strategy:
-        with strategy.scope():
-            v = nd.Variable(0.0)
-        add(900)
-        strategy.save_snapshots()
-        killed_after(first, directory, lambda: add(50))
-        for start, made in enumerate((30, 20, 10), start=1):
-            behind[0] = 86400 * start
-            with server() as later:
-                add(made)
-                assert v.numpy() == 900 + made
-                killed_after(later, directory, lambda: None)  # Its snapshot is the first one's.
-        with server():
-            assert v.numpy() == 900
-            assert strategy.lost_updates == 50 + 30 + 20 + 10
-        strategy.close()
 
 
 def test_a_start_whose_file_was_damaged_is_counted(

@@ -1,7 +1,5 @@
 """A replica that does not come in time: who waited for whom, and that the strategy goes on."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

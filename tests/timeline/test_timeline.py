@@ -1,7 +1,5 @@
 """Traces that real processes write, and what is left of them when one is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a report says about traces that were made up, so that the answer is known."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real jobs are traced, and the report finds what is made late in them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

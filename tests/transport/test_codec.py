@@ -1,7 +1,5 @@
 """What is encoded comes back the same; what is not, is a `MalformedError` and never worse."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import msgspec

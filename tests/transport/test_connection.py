@@ -1,7 +1,5 @@
 """A connection carries whole records over each transport, or says that it ended, and why."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -175,9 +173,15 @@ class Never:
         raise AssertionError("bytes were decoded that nobody vouches for")
 
 
-def test_a_flipped_byte_of_a_frame_with_a_mac_is_refused_before_anything_is_decoded():
-    (frame,) = frames(1, True, note(64, 0, 120, 1, text="some text"))
-    for position in range(len(frame)):
+@pytest.mark.parametrize(
+    ("sizes", "distance"), [((64, 0, 120, 1), 1), ((3000,), 97)], ids=["short", "in pieces"]
+)
+def test_a_flipped_byte_of_a_frame_with_a_mac_is_refused_before_anything_is_decoded(
+    sizes, distance, monkeypatch
+):
+    monkeypatch.setattr(module, "_PIECE_BYTES", 1024)
+    (frame,) = frames(1, True, note(*sizes, text="some text"))
+    for position in range(0, len(frame), distance):
         changed = bytearray(frame)
         changed[position] ^= 1
         with half(kinds=Never(), macs=True) as (connection, sock):

@@ -1,7 +1,5 @@
 """A process that ends is known at once, a stopped one after a while, and a busy one lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 Both sides are generators, so they are driven against each other here without a socket.
 """
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections.abc import Callable

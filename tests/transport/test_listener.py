@@ -1,7 +1,5 @@
 """A listener lets peers in, whatever strangers do meanwhile, and leaves nothing when it closes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

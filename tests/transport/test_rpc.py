@@ -1,7 +1,5 @@
 """A client's calls are answered by whichever life of its server is there, or fail with a reason."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -33,6 +31,7 @@ from tests.transport.ends import (
     at_once,
     client_of,
     knock,
+    open_sockets,
     serving,
 )
 
@@ -71,6 +70,17 @@ def test_calls_of_several_threads_get_their_own_replies(job):
 
     assert at_once(*[lambda thread=thread: ask(thread) for thread in range(6)]) == [None] * 6
     assert {*echo.here} == {client.name}
+
+
+@over_both
+def test_each_client_is_one_more_connection_and_thread_of_a_server(job):
+    _, client = job
+    client.call(Note("one"))
+    before = threading.active_count(), open_sockets()
+    with contextlib.closing(client_of(client.address, audience="ps:0")) as other:
+        other.call(Note("another"))
+        # The server and both ends of the connection are in this process.
+        assert (threading.active_count(), open_sockets()) == (before[0] + 1, before[1] + 2)
 
 
 def test_a_late_reply_is_not_taken_for_one_of_the_next_whatever_their_order(job):

@@ -1,7 +1,5 @@
 """All processes of a job find one secret, and an unsafe one is refused with what to do."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

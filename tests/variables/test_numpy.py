@@ -1,7 +1,5 @@
 """NumPy takes a variable like the array that it holds, and never changes it."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

@@ -1,7 +1,5 @@
 """How many shards a variable has, which rows are where, and what an index needs, against NumPy."""
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Variables on servers: what is fetched when, what closures keep back, and handles elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import random
@@ -142,6 +140,17 @@ def test_a_closure_that_reads_elsewhere_when_it_runs_again_makes_what_is_missing
                         if attempt < 3 and chance.random() < 0.1:
                             raise LookupError("The worker ends here.")
         assert [v.numpy().tolist() for v in theirs] == [[120.0]] * 3
+
+
+def test_a_closure_that_raises_changes_nothing() -> None:
+    with served(2) as strategy:
+        v = variable(strategy, 0.0)
+        with contextlib.suppress(LookupError), closure("chief", 1):
+            v.assign_add(1.0)
+            raise LookupError
+        with closure("chief", 2):
+            v.assign_add(2.0)
+        assert float(v) == 2.0
 
 
 def test_a_closure_makes_no_variables() -> None:

@@ -3,8 +3,6 @@
 The contract tests of this folder have a row for them, so that they behave like the array they hold.
 """
 
-from __future__ import annotations
-
 import pickle
 from contextlib import contextmanager
 

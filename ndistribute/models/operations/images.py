@@ -23,7 +23,7 @@ from ndistribute.autodiff import custom_gradient, untrack
 from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import added, as_operand
 from ndistribute.autodiff.rules.unbroadcast import zeros
-from ndistribute.devices import Array, array_namespace, as_array
+from ndistribute.devices import Array, array_namespace, as_array, jax_module
 from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.rows import Epilogue, KernelRule, in_place, operands, wide
 
@@ -179,7 +179,17 @@ def _conv2d(
     x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, rule: InPlace | None
 ) -> Any:
     dtype, images, weights = operands(as_array(x), as_array(kernel))
-    xp = array_namespace(images)
+    xp = array_namespace(images, weights)
+    if hasattr(weights, "is_checked"):
+        compiled = functools.partial(_conv2d_of_jax, windows=windows, groups=groups)
+        product, gradients = differentiated(compiled, images, weights)
+        end = Epilogue(product.reshape(-1, weights.shape[-1]), bias, rule)
+        end.finish(product.reshape(-1, weights.shape[-1]))
+
+        def joint(g: Array) -> list[Array]:
+            return [*gradients(end.before(g).reshape(product.shape)), end.of_bias(g)]
+
+        return product.astype(dtype, copy=False), joint
     columns = _Columns(images, windows, groups)
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
@@ -200,6 +210,35 @@ def _conv2d(
 
     rule_of_kernel = KernelRule(of_kernel, kernel, weights)
     return y.astype(dtype, copy=False), [of_x, rule_of_kernel, after.of_bias]
+
+
+def _conv2d_of_jax(images: Any, kernel: Any, *, windows: Windows, groups: int) -> Any:
+    padding = [
+        (before, max(0, padded - before - length))
+        for before, padded, length in zip(
+            windows.before, windows.padded, windows.image, strict=True
+        )
+    ]
+    return jax_module().lax.conv_general_dilated(
+        images,
+        kernel,
+        windows.strides,
+        padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
+def differentiated(function: Callable[..., Any], *boxes: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return what a function of JAX gives in a compiled step, and its gradients from its result's.
+
+    >>> differentiated.__name__
+    'differentiated'
+    """
+    kind, jax = type(boxes[-1]), jax_module()
+    result, pull = jax.vjp(function, *(getattr(box, "value", box) for box in boxes))
+    return kind(result), lambda g: [kind(change) for change in pull(g.value)]
 
 
 class _Columns:

@@ -4,8 +4,6 @@ An array never turns into a NumPy array by itself, never mixes with one, and wor
 device alone; results without axes are arrays. Values are NumPy's.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 

@@ -1,7 +1,5 @@
 """The imitated module itself: what ``import cupy`` finds while a test says so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -16,8 +14,6 @@ from ndistribute import devices
 from tests.gpu.imitation.array import Function, Ufunc, compute, ndarray, upload
 from tests.gpu.imitation.nccl import FakeNccl
 from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world, set_world
-
-__all__ = ["imitated_gpus"]
 
 _CACHES = (devices.cupy_module, devices._gpu_count, devices._is_device_type, devices.nccl_module)
 

@@ -6,8 +6,6 @@ threads that stand for the GPUs; the stream that it stands in is not done before
 of one process, it is done when the group ends, for all else that a stream is given is done at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -3,8 +3,6 @@
 Its wheel needs no GPU for that; `make cupy-check` installs it for CuPy 13 and 14, with NCCL.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator
@@ -18,8 +16,6 @@ try:  # Before the imitation takes its name.
         import cupy.cuda.nccl
 except ImportError:
     cupy = None
-
-__all__ = ["check_call", "signature_in"]
 
 
 def check_call(name, *args, **kwargs):

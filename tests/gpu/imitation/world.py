@@ -7,8 +7,6 @@ or not the numbers would have come out right. Streams are non-blocking ones: the
 for nobody. NCCL's kernels alone run on threads, for they wait for other GPUs.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The data of scikit-learn, read from its files."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
