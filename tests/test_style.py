@@ -30,21 +30,21 @@ BUDGETS = {
     "compat": 1266,
     "coordinator": 898,
     "data": 1725,
-    "estimator": 1271,
+    "estimator": 1278,
     "graph": 4395,
-    "jit": 1582,
+    "jit": 1613,
     "launcher": 1478,
-    "models": 4008,
-    "optimizers": 916,
+    "models": 4017,
+    "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1268,
     "task": 293,
     "top level": 2809,
     "transport": 1992,
-    "variables": 1118,
+    "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 32992
+TESTS_BUDGET = 33403
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

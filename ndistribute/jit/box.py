@@ -24,6 +24,7 @@ from ndistribute.context import current_trace
 from ndistribute.devices import Device, jax_module
 from ndistribute.jit.corrections import computed, divided, kind_of, of_jax
 from ndistribute.jit.refusals import refuse, refuse_leak, refuse_outside, refuse_shape, refuse_value
+from ndistribute.jit.strided import placed
 from ndistribute.jit.views import VIEWING, RearrangedView, SlicedView
 from ndistribute.numpy_functions import ArrayMethods, cast, written_to
 
@@ -196,7 +197,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             new = np.asarray(new, self.dtype)  # A number that does not fit is an error.
         mask = raw if _is_mask(raw) else None
         if mask is None:
-            self.value = self.value.at[raw].set(jax_module().numpy.asarray(new).astype(self.dtype))
+            old = self.value
+            self.value = placed(old, raw, jax_module().numpy.asarray(new).astype(self.dtype))
             return
         if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
             refuse_shape(f"x[mask] = values of shape {np.shape(new)}")

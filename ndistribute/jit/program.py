@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import threading
@@ -217,9 +218,9 @@ class CompiledStep:
             if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:
                 raise ValueError(
                     f"replica {rank} got {_shown(array)}, replica 0 {_shown(arrays[0])}: in a "
-                    "compiled step the parts of all replicas have one shape. Use "
-                    "batch(n, drop_remainder=True) with a multiple of the number of replicas, or "
-                    "pad the last batch."
+                    "compiled step the parts of all replicas have one shape. Pass a dataset, "
+                    "Dataset.from_tensor_slices((x, y)).batch(n, drop_remainder=True), where n is "
+                    "a multiple of the number of replicas, or pad the last batch."
                 )
         return PerReplica(arrays)
 
@@ -236,9 +237,14 @@ class CompiledStep:
             for k, differs in arguments.arrays
         ]
         key = devices.place(self._key(), -1) if program.draws else None
-        new, outputs, (flags, limits, told) = program.run(*states, arrays, inputs, key)
-        for group, value in zip(program.written, new, strict=True):
-            group.store(value)
+        results: list[Any] = []
+        try:  # An interrupt strikes after this call, when the old values are gone already.
+            results.extend(itertools.starmap(program.run, [(*states, arrays, inputs, key)]))
+        finally:
+            for values, *_ in results:
+                for group, value in zip(program.written, values, strict=True):
+                    group.store(value)
+        new, outputs, (flags, limits, told) = results[0]
         if devices.shares_memory:  # The host may change the arguments' arrays from now on.
             jax_module().block_until_ready((new, outputs))
         if program.errors and not (held := np.asarray(flags)).all():
@@ -287,7 +293,8 @@ class CompiledStep:
         last = made[1]
         errors = [error for _, error in last.trace.checks]
         trace = last.trace
-        self._constants[arguments.key] = trace.constants
+        if trace.constants:
+            self._constants[arguments.key] = trace.constants
         return _Program(
             *(run, written, read, trace.before, [effect for effect, _ in trace.after], errors),
             result=last.result,

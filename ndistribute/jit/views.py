@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ndistribute.jit.corrections import of_jax
+from ndistribute.jit.strided import placed
 
 _SAME_ORDER = frozenset(
     {np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d}
@@ -43,7 +44,7 @@ class SlicedView:
         return base[index if Ellipsis in index else (*index, ...)]
 
     def write(self, value: Any, new: Any) -> Any:
-        return value.at[self._index].set(new)
+        return placed(value, self._index, new)
 
 
 class RearrangedView:

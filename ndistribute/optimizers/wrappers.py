@@ -15,6 +15,7 @@ import numpy as np
 
 from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import array_namespace, as_array
+from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.optimizers.clipping import widened
 from ndistribute.optimizers.optimizer import Optimizer, check_whole, sum_over
@@ -235,6 +236,11 @@ class LossScale(_Wrapper):
         if replica is not None and divided(variables):  # Of which each replica has seen its own.
             is_finite = replica.all_reduce("min", is_finite.astype(float)) > 0
         adjust, trace = functools.partial(self._adjust, _local_id()), current_trace()
+        if trace is not None and trace.count(self) > 1:
+            raise TracingError(
+                "LossScale makes a second step in one compiled step, which would depend on whether "
+                "the first overflowed: call run for each, or use an optimizer for each."
+            )
         with contextlib.nullcontext() if trace is None else trace.only_if(is_finite):
             if trace is not None or is_finite:
                 scale = self.scale

@@ -159,3 +159,39 @@ def test_an_error_of_one_process_while_it_compiles_is_told_to_all():
     assert "worker 1" in first
     assert "float()" in first
     assert "float()" in second
+
+
+X = np.random.default_rng(1).normal(size=(16, 3))
+
+
+def network():
+    dense = nd.layers.Dense(4, activation="tanh", dtype="float64"), nd.layers.Dense(1)
+    model = nd.Sequential([*dense])
+    model.compile(nd.optimizers.Adam(0.05), "mean_squared_error")
+    model.build_for(X[:1])
+    return model
+
+
+def fits(rank, size, folder):
+    """Continue a training from a checkpoint, and save another one."""
+    with joined():
+        model = network()
+        checkpoint = nd.Checkpoint(model=model)
+        checkpoint.restore(f"{folder}/start")
+        history = model.fit(X, X.sum(1, keepdims=True), batch_size=8, epochs=2, shuffle=False)
+        checkpoint.save(f"{folder}/end")
+        return history.history["loss"]
+
+
+def test_models_fit_and_checkpoints_go_from_one_process_to_two_and_back(tmp_path):
+    alone = network()
+    checkpoint = nd.Checkpoint(model=alone)
+    checkpoint.save(tmp_path / "start")
+    with Ranks(2) as workers:
+        first, second = workers.results(fits, str(tmp_path))
+    wanted = alone.fit(X, X.sum(1, keepdims=True), batch_size=8, epochs=2, shuffle=False)
+    assert first == second == pytest.approx(wanted.history["loss"], rel=1e-6)
+    weights = alone.get_weights()
+    checkpoint.restore(tmp_path / "end")
+    for value, expected in zip(alone.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)

@@ -102,6 +102,12 @@ class Windows:
         return y, x
 
     @functools.cached_property
+    def padding(self) -> list[Pair]:
+        """The padding before and after the image, in each direction."""
+        lengths = zip(self.before, self.padded, self.image, strict=True)
+        return [(before, padded - before - length) for before, padded, length in lengths]
+
+    @functools.cached_property
     def overlap(self) -> bool:
         """Whether an element may belong to several windows."""
         return self.extents[0] > self.strides[0] or self.extents[1] > self.strides[1]
@@ -213,17 +219,11 @@ def _conv2d(
 
 
 def _conv2d_of_jax(images: Any, kernel: Any, *, windows: Windows, groups: int) -> Any:
-    padding = [
-        (before, max(0, padded - before - length))
-        for before, padded, length in zip(
-            windows.before, windows.padded, windows.image, strict=True
-        )
-    ]
     return jax_module().lax.conv_general_dilated(
         images,
         kernel,
         windows.strides,
-        padding,
+        windows.padding,
         rhs_dilation=windows.dilation,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=groups,
@@ -231,11 +231,7 @@ def _conv2d_of_jax(images: Any, kernel: Any, *, windows: Windows, groups: int) -
 
 
 def differentiated(function: Callable[..., Any], *boxes: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return what a function of JAX gives in a compiled step, and its gradients from its result's.
-
-    >>> differentiated.__name__
-    'differentiated'
-    """
+    """Return what a function of JAX gives in a compiled step, and the function of its gradients."""
     kind, jax = type(boxes[-1]), jax_module()
     result, pull = jax.vjp(function, *(getattr(box, "value", box) for box in boxes))
     return kind(result), lambda g: [kind(change) for change in pull(g.value)]
@@ -368,6 +364,13 @@ def average_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str
     return _average_pool(x, windows=Windows.over(x.shape[1:3], size, strides or size, padding))
 
 
+def _sums_of_jax(images: Any, *, windows: Windows) -> Any:
+    size, strides = (1, *windows.size, 1), (1, *windows.strides, 1)
+    padding, zero = [(0, 0), *windows.padding, (0, 0)], np.zeros((), images.dtype)[()]
+    lax = jax_module().lax
+    return lax.reduce_window(images, zero, lax.add, size, strides, padding)
+
+
 def _plain_max_pool(x: Any, *, windows: Windows) -> Any:
     """Return the elements that are the first largest ones of their windows, by their index."""
     values = untrack(x)
@@ -429,11 +432,17 @@ def _average_pool(x: Any, *, windows: Windows) -> Any:
     x = as_operand(x)
     xp, images = array_namespace(untrack(x)), wide(x)
     dtype = images.dtype if images.dtype.kind in "fc" else np.dtype(np.float64)
+    present = np.zeros((*windows.count, 1), dtype)
+    for offset in windows.offsets:
+        present[offset.outer[1:]] += 1
+    counts = xp.asarray(present)
+    if hasattr(images, "is_checked"):  # In a compiled step; the loop below takes longer there.
+        compiled = functools.partial(_sums_of_jax, windows=windows)
+        sums, gradients = differentiated(compiled, images.astype(dtype))
+        return (sums / counts).astype(x.dtype), lambda g: gradients(g.astype(dtype) / counts)
     y = xp.zeros((len(x), *windows.count, x.shape[3]), dtype)
-    counts = xp.zeros((*windows.count, 1), dtype)
     for offset in windows.offsets:
         y = added(y, offset.outer, images[offset.inner], distinct=True)
-        counts[offset.outer[1:]] += 1
     y /= counts
 
     def vjp(g: Array) -> Array:
