@@ -90,8 +90,11 @@ class IndexedSlices:
 
     def to_dense(self) -> Array:
         """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""
+        dense = array_namespace(self.values).zeros(self.dense_shape, self.dtype)
+        if hasattr(self.values, "on_device"):  # A compiled step has no values to sort.
+            np.add.at(dense, self.indices, self.values)
+            return dense
         rows = self.summed()
-        dense = array_namespace(rows.values).zeros(self.dense_shape, rows.dtype)
         dense[rows.indices] = rows.values
         return dense
 

@@ -24,7 +24,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2828,
+    "autodiff": 2833,
     "cluster": 514,
     "collective": 3855,
     "compat": 1266,
@@ -32,14 +32,14 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4395,
-    "jit": 1315,
+    "jit": 1613,
     "launcher": 1478,
     "models": 4017,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1284,
     "task": 293,
-    "top level": 2806,
+    "top level": 2809,
     "transport": 1992,
     "variables": 1128,
 }

@@ -22,29 +22,24 @@ from ndistribute import tree
 from ndistribute.autodiff.diagnostics import name_of, user_line
 from ndistribute.context import current_trace
 from ndistribute.devices import Device, jax_module
-from ndistribute.errors import TracingError
+from ndistribute.jit.corrections import computed, divided, kind_of, of_jax
+from ndistribute.jit.refusals import refuse, refuse_leak, refuse_outside, refuse_shape, refuse_value
 from ndistribute.jit.strided import placed
+from ndistribute.jit.views import VIEWING, RearrangedView, SlicedView
 from ndistribute.numpy_functions import ArrayMethods, cast, written_to
 
 _PYTHON = (bool, int, float, complex)
-# Functions whose result is a view of their first argument, if that is contiguous.
-_VIEWS = frozenset(
-    {np.reshape, np.ravel, np.transpose, np.swapaxes, np.moveaxis, np.squeeze, np.expand_dims}
-    | {np.atleast_1d, np.atleast_2d, np.atleast_3d, np.rollaxis}
-)
-# Functions whose array arguments NumPy converts to one dtype first; JAX has other rules.
-_PROMOTING = frozenset(
-    getattr(np, name)
-    for name in (
-        "append clip column_stack concatenate cross dot dstack einsum hstack inner kron outer "
-        "select stack tensordot vdot vstack where"
-    ).split()
-)
+_SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit, np.unstack})
 _IN_PLACE = {
     np.fill_diagonal: "fill_diagonal",
     np.put: "put",
     np.put_along_axis: "put_along_axis",
 }
+_NO_IMAG = "is the imaginary part of real numbers, which is always zero"
+_UNKNOWN = "an order in memory that was not followed"
+_IN_C_ORDER = (np.dot, np.inner, np.tensordot)
+_AT_LEAST = (np.atleast_1d, np.atleast_2d, np.atleast_3d)
+_TAKING = (np.take, np.take_along_axis)
 _AT = {np.add: "add", np.subtract: "subtract", np.multiply: "multiply", np.divide: "divide"} | {
     np.maximum: "max",
     np.minimum: "min",
@@ -69,7 +64,10 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         refusal: why it cannot be written; None: it can.
     """
 
-    __slots__ = ("_seen", "_trace", "_value", "_view", "base", "is_checked", "level", "refusal")
+    __slots__ = (
+        *"_layout _seen _trace _value _view base is_checked level like refusal".split(),
+        "__weakref__",
+    )
     __array_priority__ = 500.0
     on_device = True  # For `ndistribute.devices`.
 
@@ -81,6 +79,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         self._trace = trace = current_trace()
         self.level = None if trace is None else trace.level  # The branch or loop that made it.
         self.is_checked = False  # Whether its values are known to be valid indices.
+        self.like: Any = None  # An array whose order of elements in memory NumPy gave it.
+        self._layout: Any = None
 
     @property
     def value(self) -> Any:
@@ -115,9 +115,44 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     device = property(lambda self: Device("tpu:0"), doc="The first of JAX's devices.")
 
     @property
+    def layout(self) -> Any:
+        """An array without values that has the order of the elements in NumPy's memory."""
+        if self._layout is None:
+            if self.base is not None:
+                self._layout = self._view.layout(self.base.layout)
+            elif self.like is not None and self.like is not _UNKNOWN:
+                self._layout = np.empty_like(self.like.layout)
+            else:
+                self._layout = np.empty(self.shape, "F" if self.dtype.kind == "c" else "b")
+        return self._layout
+
+    @property
     def flat(self) -> Box:
         """The elements along one axis, a view."""
-        return self._call(np.ravel, (self,), {})  # type: ignore[no-any-return]
+        view = RearrangedView(np.ravel, (), {})
+        return Box(view.read(self.value), self, view, self.refusal)
+
+    @flat.setter
+    def flat(self, new: Any) -> None:
+        self.flat[...] = new
+
+    @property
+    def real(self) -> Any:
+        """The real part, a view."""
+        return np.real(self)
+
+    @real.setter
+    def real(self, new: Any) -> None:
+        np.real(self)[...] = new
+
+    @property
+    def imag(self) -> Any:
+        """The imaginary part, a view."""
+        return np.imag(self)
+
+    @imag.setter
+    def imag(self, new: Any) -> None:
+        np.imag(self)[...] = new
 
     @staticmethod
     def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -130,6 +165,10 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             return NotImplemented  # A tracked array or a variable, which takes the call.
         if method == "at":
             return _at(ufunc, *inputs)
+        if method == "outer":
+            first, second = (x if isinstance(x, Box) else np.asarray(x) for x in inputs)
+            first = self._call(np.reshape, (first, (*first.shape, *[1] * second.ndim)), {})
+            return call(ufunc, (first, second), kwargs)
         if method != "__call__":
             return call(getattr(ufunc, method), inputs, kwargs)
         return call(ufunc, inputs, kwargs)
@@ -142,7 +181,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         raw = _raw_index(index, self)
         if _is_mask(raw) and not isinstance(raw, np.ndarray):
-            _refuse_shape("x[mask]")
+            refuse_shape("x[mask]")
         view = SlicedView(raw)
         if _is_basic(raw):
             part = Box(self.value[raw], self, view, self.refusal)
@@ -152,20 +191,36 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raw, new = _raw_index(index, self), _raw(value)
-        _check_cast(new, self.dtype, "=")
+        if isinstance(value, Box):
+            _check_cast(new, self.dtype, "=")
+        else:
+            new = np.asarray(new, self.dtype)  # A number that does not fit is an error.
         mask = raw if _is_mask(raw) else None
         if mask is None:
-            new = jax_module().numpy.asarray(new).astype(self.dtype)
-            self.value = placed(self.value, raw, new)
+            old = self.value
+            self.value = placed(old, raw, jax_module().numpy.asarray(new).astype(self.dtype))
             return
         if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
-            _refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
+            refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
         mask = mask.reshape(*mask.shape, *[1] * (self.ndim - mask.ndim))
         self.value = jax_module().numpy.where(mask, new, self.value).astype(self.dtype)
 
     def astype(self, dtype: Any, **kwargs: Any) -> Any:
         """Return the array cast to a dtype."""
         return _cast(self, dtype, **kwargs)
+
+    def flatten(self, order: str = "C") -> Box:
+        """Return a copy of the elements along one axis."""
+        return Box(self._call(np.ravel, (self, order), {}).value)
+
+    def copy(self, order: str = "C") -> Box:
+        """Return a copy."""
+        return Box(self.value)
+
+    def __pow__(self, other: Any) -> Any:
+        if type(other) is int and other == 2:  # NumPy does the same, whose squares of bool differ.
+            return self._call(np.square, (self,), {})
+        return self._call(np.power, (self, other), {})
 
     def fill(self, value: Any) -> None:
         """Set all elements to one value."""
@@ -218,7 +273,7 @@ for _name, _what, _instead in (
     ("__int__", "int()", _KEEP),
     ("__complex__", "complex()", _KEEP),
     ("__index__", "an index or a range", "Write np.where, np.take or nd.while_loop."),
-    ("__array__", "np.asarray", _KEEP),
+    ("__array__", "np.asarray", "Join arrays by np.stack or np.concatenate. " + _KEEP),
     ("item", ".item()", _KEEP),
     ("tolist", ".tolist()", _KEEP),
     ("numpy", ".numpy()", _KEEP),
@@ -228,78 +283,22 @@ for _name, _what, _instead in (
 del _name, _what, _instead
 
 
-def refuse_value(what: str, instead: str) -> NoReturn:
-    """Raise the error for code that needs the values of an array while a step is traced."""
-    raise TracingError(
-        f"{what} at {user_line()} needs the values of an array in a compiled step, which has none "
-        f"before it runs. {instead} Or run this function plainly."
-    )
-
-
-def _refuse_shape(what: str) -> NoReturn:
-    raise TracingError(
-        f"{what} at {user_line()}: the values of an array decide the shape of the result, which a "
-        "compiled step must know before it runs. Write np.where(mask, x, 0) in place of x[mask], "
-        "or run this function plainly."
-    )
-
-
-def refuse_leak(trace: Any) -> NoReturn:
-    """Raise the error for a box that is used outside the step in which it was made."""
-    raise TracingError(
-        f"a value that a compiled step computed is used at {user_line()}, outside of that step: it "
-        "has no value. Return it from the step, or assign it to a variable."
-    )
-
-
-class SlicedView:
-    """The view of the elements at a basic index, which has no arrays."""
-
-    __slots__ = ("_index",)
-
-    def __init__(self, index: Any) -> None:
-        self._index = index
-
-    def read(self, value: Any) -> Any:
-        return value[self._index]
-
-    def write(self, value: Any, new: Any) -> Any:
-        return placed(value, self._index, new)
-
-
-class RearrangedView:
-    """The view of all elements in another shape or order, as a function of NumPy returns it."""
-
-    __slots__ = ("_args", "_function", "_kwargs")
-
-    def __init__(self, function: Any, args: Any, kwargs: Any) -> None:
-        self._function, self._args, self._kwargs = function, args, kwargs
-
-    def read(self, value: Any) -> Any:
-        return _of_jax(self._function)(value, *self._args, **self._kwargs)
-
-    def write(self, value: Any, new: Any) -> Any:
-        places = np.arange(value.size).reshape(value.shape)
-        places = self._function(places, *self._args, **self._kwargs).ravel()
-        flat = new.reshape(-1)
-        if not np.array_equal(places, np.arange(value.size)):
-            flat = flat[np.argsort(places)]
-        return flat.reshape(value.shape)
-
-
 def call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of a function of NumPy with boxes among its arguments."""
     written = written_to(function, args, kwargs)
-    if written and not kwargs.get("out"):
+    if written and kwargs.get("out") is None:
         _write(function, args, kwargs)
         return None
-    out = kwargs.pop("out", None) if "out" in kwargs else None
-    result = _result(function, args, kwargs)
-    if out is None:
-        return result
+    out = kwargs.pop("out", None)
     outputs = out if isinstance(out, tuple) else (out,)
+    where = kwargs.pop("where", True) if isinstance(function, np.ufunc) else True
+    if where is not True and outputs[0] is None:
+        refuse(function, "where= without out= leaves elements without a value: use np.where")
+    result = _result(function, args, kwargs)
+    if all(target is None for target in outputs):
+        return result
     for target, value in zip(outputs, (result,) if len(outputs) == 1 else result, strict=True):
-        _output(target, value)
+        _output(target, value if where is True else np.where(where, value, target))
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -310,15 +309,6 @@ def _output(target: Any, value: Any) -> None:
         refuse_outside(target)
     _check_cast(value, target.dtype, "out=")
     target.value = jax_module().numpy.broadcast_to(value.value, target.shape).astype(target.dtype)
-
-
-def refuse_outside(target: Any) -> NoReturn:
-    """Raise the error for a write to an array outside of the step that is traced."""
-    raise TracingError(
-        f"a compiled step writes to a {type(target).__name__} that was made outside of it, at "
-        f"{user_line()}: such a write would happen once, while the step is traced. Make it a "
-        "variable, nd.Variable(array), and assign to it, or return the value."
-    )
 
 
 def _check_cast(value: Any, dtype: np.dtype[Any], what: str) -> None:
@@ -337,83 +327,86 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(function, np.ufunc):
         return _ufunc(function, args, kwargs)
     if function in _SHAPED_BY_VALUES or (function is np.where and len(args) == 1):
-        _refuse_shape(name_of(function))
-    if function in _VIEWS and isinstance(args[0], Box) and "order" not in kwargs:
-        source, *rest = args
-        if function is np.reshape and len(rest) > 1:
-            rest = _in_c_order(function, rest)
-        view = RearrangedView(function, rest, kwargs)
-        return Box(view.read(source.value), source, view, source.refusal)
-    plain = functools.partial(_plain_options, function)
-    raw_args, raw_kwargs = tree.map_leaves(_raw, tuple(args)), tree.map_leaves(_raw, plain(kwargs))
-    if function in _PROMOTING:
-        raw_args = _promoted(function, raw_args)
+        refuse_shape(name_of(function))
+    if function in _SPLITTING:
+        return function._implementation(*args, **kwargs)  # It slices its argument.
+    if function in VIEWING and isinstance(args[0], Box):
+        if len(args) > 1 and function in _AT_LEAST:
+            return tuple(function(arg) for arg in args)
+        return _rearranged(function, args[0], args[1:], kwargs)
+    raw_args, raw_kwargs = tree.map_leaves(_raw, tuple(args)), tree.map_leaves(_raw, kwargs)
+    if function in _TAKING:
+        _check_taken(*args, **kwargs)
     try:
-        result = _of_jax(function)(*raw_args, **raw_kwargs)
+        result = computed(function, raw_args, raw_kwargs)
     except jax_module().errors.ConcretizationTypeError:
-        _refuse_shape(name_of(function))
-    return boxed(result)
+        refuse_value(name_of(function), _KEEP)
+    return _like_operands(boxed(result), args, function in _IN_C_ORDER)
 
 
-def _in_c_order(function: Any, rest: Sequence[Any]) -> list[Any]:
-    if rest[1] not in ("C", "A", "K"):
-        raise TypeError(f"{name_of(function)} with order={rest[1]!r} is not possible here.")
-    return list(rest[:1])
+def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[str, Any]) -> Box:
+    """Return the result of a function that gives a view of its argument, or a copy."""
+    kwargs = {name: v for name, v in kwargs.items() if name not in ("copy", "subok")}
+    if source.ndim > 1 and not {"A", "K"}.isdisjoint(map(str, (*args, *kwargs.values()))):
+        refuse(function, "the order in memory decides its result: pass order='C' or 'F'")
+    view = RearrangedView(function, args, kwargs)
+    value = view.read(source.value)
+    refusal = "is read-only: copy it first, as x.copy()" if view.is_read_only else source.refusal
+    if source.like is _UNKNOWN:
+        refusal = "is a copy or a view, as its order in memory decides: copy it first, as x.copy()"
+    if not np.may_share_memory(view.layout(source.layout), source.layout):
+        return Box(value, refusal=_NO_IMAG if function is np.imag else None)
+    return Box(value, source, view, refusal)
 
 
-def _plain_options(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return options without those that only concern memory, or which sort: JAX's is stable."""
-    without = ("order", "subok", "copy", "casting", "kind")
-    return {n: v for n, v in kwargs.items() if n not in without}
+def _like_operands(result: Any, operands: Sequence[Any], elementwise: bool = True) -> Any:
+    """Return results that have the order in memory of their operands, where NumPy keeps it."""
+    results = [box for box in _boxes(result) if box.ndim > 1]
+    sources = [x for x in _boxes(operands) if x.ndim > 1] if results else []
+    if not any(source.base is not None or source.like is not None for source in sources):
+        return result
+    for box in results:
+        same = [x for x in sources if x.shape == box.shape]
+        if same and all(map(_is_reordered, same)):
+            box.like = same[0]
+        elif not elementwise and any(map(_is_reordered, sources)):
+            box.like = _UNKNOWN
+    return result
 
 
-def _promoted(function: Any, args: Any) -> Any:
-    """Return arguments with the dtype that NumPy converts them to."""
-    head, rest = (args[:1], args[1:]) if function is np.where else ((), args)
-    leaves = tree.flatten(rest)
-    numeric = [leaf for leaf in leaves if hasattr(leaf, "dtype") or isinstance(leaf, _PYTHON)]
-    if len(numeric) < 2:
-        return args
-    kinds = [_kind(leaf) if hasattr(leaf, "dtype") else leaf for leaf in numeric]
-    try:
-        dtype = np.result_type(*(0.0 if kind is float else kind for kind in kinds))
-    except TypeError:
-        return args
-    if dtype.kind not in "fc":
-        return args
-    same = [leaf.astype(dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves]
-    return (*head, *tree.unflatten(rest, same))
+def _boxes(nest: Any) -> list[Box]:
+    return [leaf for leaf in tree.flatten(nest) if isinstance(leaf, Box)]
+
+
+def _is_reordered(box: Box) -> bool:
+    return box.like is _UNKNOWN or not np.empty_like(box.layout).flags.c_contiguous
+
+
+def _check_taken(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: Any = None) -> None:
+    """Check the indices of `np.take` and `np.take_along_axis`, of which JAX makes NaN."""
+    axis = axis if isinstance(axis, int) else None
+    shape = (np.size(x),) if axis is None else np.shape(x)
+    if mode not in ("clip", "wrap"):
+        _checked_index(indices, shape, axis or 0)
 
 
 def _ufunc(ufunc: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    where, dtype = kwargs.pop("where", True), kwargs.pop("dtype", None)
-    numpy = jax_module().numpy
+    dtype, numpy = kwargs.pop("dtype", None), jax_module().numpy
+    if not kwargs.keys() <= {"casting", "order", "subok"}:
+        refuse(ufunc, f"of the keywords {', '.join(kwargs)}")
     raw = [_raw(value) for value in inputs]
     raw = [value if _is_number(value) else numpy.asarray(value) for value in raw]
-    kinds = tuple(map(_kind, raw))
+    kinds = tuple(map(kind_of, raw))
     loop = _dtypes(ufunc, kinds, None if dtype is None else np.dtype(dtype))
     cast_in = [numpy.asarray(v, d) for v, d in zip(raw, loop[: ufunc.nin], strict=True)]
-    options = _plain_options(ufunc, kwargs)
-    result = _of_jax(ufunc)(*cast_in, **options)
-    if where is not True:
-        refuse_value("where= of a ufunc without out=", "Write np.where.")
-    weak = all(kind in _PYTHON for kind in kinds)
+    result = divided(ufunc, cast_in, of_jax(ufunc)(*cast_in))
+    weak = all(isinstance(kind, type) for kind in kinds)
     results = result if isinstance(result, tuple) else (result,)
     made = tuple(
         Box(value if weak and value.dtype == d else _strong(value, d))
         for value, d in zip(results, loop[ufunc.nin :], strict=True)
     )
-    return made if isinstance(result, tuple) else made[0]
-
-
-def _kind(value: Any) -> Any:
-    """Return the dtype of a value, or Python's type for a number that takes that of the others."""
-    if getattr(value, "weak_type", False):
-        return {"f": float, "i": int, "c": complex}.get(np.dtype(value.dtype).kind, value.dtype)
-    kind = type(value)
-    if kind in (int, float, complex):
-        return kind
-    return np.dtype(bool) if kind is bool else np.dtype(value.dtype)
+    return _like_operands(made if isinstance(result, tuple) else made[0], inputs)
 
 
 @functools.lru_cache(4096)
@@ -431,9 +424,13 @@ def _at(ufunc: Any, target: Any, index: Any, value: Any = None) -> None:
     if not isinstance(target, Box):
         refuse_outside(target)
     if ufunc not in _AT or value is None:
-        raise TracingError(f"np.{ufunc.__name__}.at at {user_line()} cannot be compiled.")
+        refuse(ufunc.at, "it has no such form in JAX")
     place = target.value.at[_raw_index(index, target)]
-    new = jax_module().numpy.asarray(_raw(value)).astype(target.dtype)
+    new = value if isinstance(value, Box) or type(value) in _PYTHON else np.asarray(value)
+    loop = _dtypes(ufunc, (target.dtype, kind_of(_raw(new))), None)
+    if not np.can_cast(loop[-1], target.dtype, "same_kind"):
+        refuse(ufunc.at, f"it would cast {loop[-1]} to {target.dtype}")
+    new = jax_module().numpy.asarray(_raw(new)).astype(target.dtype)
     target.value = getattr(place, _AT[ufunc])(new)
 
 
@@ -442,19 +439,27 @@ def _write(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     target, *rest = args or kwargs.values()
     if not isinstance(target, Box):
         refuse_outside(target)
-    numpy, raw = jax_module().numpy, [_raw(value) for value in rest]
+    numpy = jax_module().numpy
+    raw = [np.asarray(v) if type(v) is list else _raw(v) for v in rest]
     named = {name: _raw(value) for name, value in kwargs.items()}
     if function is np.copyto:
         where = named.pop("where", True)
-        source = numpy.asarray(raw[0]).astype(target.dtype)
-        target.value = numpy.where(where, source, target.value)
+        source = numpy.asarray(raw[0])
+        if named.get("casting") != "unsafe":
+            _check_cast(np.empty(0, source.dtype), target.dtype, "out=")
+        target.value = numpy.where(where, source.astype(target.dtype), target.value)
+    elif function is np.putmask:
+        new = numpy.resize(raw[1], target.shape).astype(target.dtype)
+        target.value = numpy.where(raw[0], new, target.value)
     elif function in _IN_PLACE:
+        if function is np.put:
+            _check_taken(target, rest[0], mode=named.get("mode"))
+        elif function is np.put_along_axis:
+            _check_taken(target, rest[0], named.get("axis", [*rest, None, None][2]))
         new = getattr(numpy, _IN_PLACE[function])(target.value, *raw, inplace=False, **named)
         target.value = new
     else:
-        raise TracingError(
-            f"{name_of(function)} at {user_line()} cannot be compiled: use np.where."
-        )
+        refuse(function, "it has no such form in JAX: use np.where")
 
 
 def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwargs: Any) -> Any:
@@ -464,7 +469,9 @@ def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwar
     if not np.can_cast(x.dtype, dtype, casting):  # type: ignore[arg-type]
         raise TypeError(f"Cannot cast array data from {x.dtype} to {dtype} by the rule {casting!r}")
     value = x.value.real if x.dtype.kind == "c" and dtype.kind not in "cb" else x.value
-    return Box(_strong(value, dtype))
+    if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
+        value = _strong(value, np.dtype(np.int32))  # Which wraps around, as in NumPy.
+    return _like_operands(Box(_strong(value, dtype)), (x,))
 
 
 def _strong(value: Any, dtype: np.dtype[Any]) -> Any:
@@ -489,6 +496,9 @@ def _raw(value: Any) -> Any:
     """Return a value as JAX takes it."""
     if isinstance(value, Box):
         return value.value
+    if isinstance(value, np.ndarray) and value.ndim:
+        current_trace().use_outside(value)
+        return value.copy()  # JAX would keep it alive.
     return value
 
 
@@ -515,22 +525,30 @@ def _raw_index(index: Any, box: Box) -> Any:
             axis = box.ndim - sum(p is not None for p in parts[k + 1 :])
         elif isinstance(part, Box) and part.dtype == bool:
             if len(parts) > 1:
-                _refuse_shape("x[mask, ...]")
+                refuse_shape("x[mask, ...]")
             return part.value
-        elif isinstance(part, Box):
-            current_trace().check_index(part, box.shape[axis])
-            parts[k] = part.value
-            axis += 1
-        elif isinstance(part, list | np.ndarray) and np.asarray(part).dtype != bool:
-            parts[k] = np.asarray(part, None if np.size(part) else np.intp)
-            _check_bounds(parts[k], box.shape, axis)
-            axis += 1
         elif part is not None:
-            parts[k] = operator.index(part) if isinstance(part, np.integer) else part
-            if isinstance(parts[k], int):
-                _check_bounds(np.asarray(parts[k]), box.shape, axis)
-            axis += 1
+            parts[k] = _checked_index(part, box.shape, axis)
+            axis += np.ndim(parts[k]) if _is_mask(parts[k]) else 1
     return tuple(parts) if isinstance(index, tuple) else parts[0]
+
+
+def _checked_index(part: Any, shape: tuple[int, ...], axis: int) -> Any:
+    """Return a part of an index as JAX takes it, after a check that it is in range."""
+    if isinstance(part, Box):
+        current_trace().check_index(part, shape[axis])
+        return part.value
+    if isinstance(part, list | range | np.ndarray):
+        array = np.asarray(part, None if np.size(part) else np.intp)
+        if array.dtype != bool:
+            _check_bounds(array, shape, axis)
+        return array
+    if isinstance(part, bool | np.bool_):
+        refuse_shape("x[True]")
+    if not isinstance(part, int | np.integer):
+        return part
+    _check_bounds(np.asarray(part), shape, axis)
+    return operator.index(part)
 
 
 def _check_bounds(part: Any, shape: tuple[int, ...], axis: int) -> None:
@@ -541,28 +559,6 @@ def _check_bounds(part: Any, shape: tuple[int, ...], axis: int) -> None:
     if outside.size:
         bad = np.ravel(outside)[0]
         raise IndexError(f"index {bad} is out of bounds for axis {axis} with size {shape[axis]}")
-
-
-@functools.cache
-def _of_jax(function: Any) -> Any:
-    """Return JAX's function of the same name."""
-    jax = jax_module()
-    if function is cast:
-        return lambda x, dtype, **_: x.astype(dtype)
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, np.ufunc):
-        return getattr(_of_jax(owner), function.__name__)
-    path = name_of(function).split(".")
-    if path[0] in ("np", "scipy"):
-        known = jax.numpy if path[0] == "np" else jax.scipy
-        for name in path[1:]:
-            known = getattr(known, name, None)
-        if known is not None:
-            return known
-    raise TracingError(
-        f"{name_of(function)} at {user_line()} cannot be compiled, because JAX has no such "
-        "function: write it by other functions of NumPy, or run this function plainly."
-    )
 
 
 class _Namespace:

@@ -81,10 +81,13 @@ def while_loop(
         return new, held & now
 
     start = tuple(numpy.asarray(_value(value)) for value in state)
+    trace.loops += 1
     try:
         values, held = lax.while_loop(lambda c: test(*c[0])[0], step, (start, numpy.bool_(True)))
     except TypeError as error:
         raise TracingError(f"nd.while_loop at {user_line()}: {error}") from error
+    finally:
+        trace.loops -= 1
     _check_inside(trace, held)
     return tuple(map(boxed, values))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.context import current_frame, current_trace, get_replica_context, get_strategy
 from ndistribute.devices import Array
 from ndistribute.errors import TracingError
-from ndistribute.jit.program import Compilation, CompiledStep, Devices
+from ndistribute.jit.identity import identity_of
+from ndistribute.jit.program import MOST_PROGRAMS, Compilation, CompiledStep, Devices
 
 
 class Function:
@@ -25,7 +27,7 @@ class Function:
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
         self._attribute = ""  # The name in a class.
-        self._steps: dict[Any, CompiledStep] = {}
+        self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
 
     @property
     def compilations(self) -> list[Compilation]:
@@ -43,7 +45,8 @@ class Function:
                 "see into it: open the tape in the function."
             )
         replica = get_replica_context() or get_strategy().replica_contexts[0]
-        key = replica.strategy.serial, replica.local_replica_id, frame.replica is None
+        place = replica.strategy.serial, replica.local_replica_id, frame.replica is None
+        key = *place, identity_of(self.python_function)
         step = self._steps.get(key)
         if step is None:
 
@@ -53,6 +56,8 @@ class Function:
             enter = contextlib.nullcontext
             step = CompiledStep(self.python_function, Devices(), enter, seeds)
             step = self._steps.setdefault(key, step)
+            while len(self._steps) > MOST_PROGRAMS:
+                self._steps.popitem(last=False)
         return step(args, kwargs)[0]
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -79,7 +84,9 @@ def function(python_function: Callable[..., Any]) -> Any:
 
     Args:
         python_function: computes with NumPy's functions. Arrays are its inputs; other arguments,
-            such as Python numbers, are constants: other values compile it again.
+            such as Python numbers, are constants: other values compile it again, and so do others
+            of what is around the function. An array around it, a global or of a closure, is a
+            constant too, and a call raises if it has changed; read-only arrays are not looked at.
 
     Raises:
         TracingError: at a call, if the function does what only plain code can; it says where.

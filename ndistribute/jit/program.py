@@ -30,8 +30,9 @@ from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
+from ndistribute.jit.identity import constant_key
 from ndistribute.jit.sparse_rows import NO_ROW
-from ndistribute.jit.trace import StepTrace
+from ndistribute.jit.trace import OutsideArray, StepTrace
 from ndistribute.values import PerReplica
 
 AXIS = "replica"
@@ -111,6 +112,7 @@ class _Program(NamedTuple):
     errors: list[Callable[..., Exception]]
     result: Any  # The nest, in which each array is the place of its value.
     draws: bool
+    outside: list[OutsideArray]
 
 
 class CompiledStep:
@@ -156,7 +158,8 @@ class CompiledStep:
             results = self._run(program, arguments)
             self._programs[key] = program
             if len(self._programs) > MOST_PROGRAMS:
-                self._programs.popitem(last=False)
+                (dropped, _), _ = self._programs.popitem(last=False)
+                self._constants.pop(dropped, None)
             self._report(arguments, time.perf_counter() - began)
             return results
 
@@ -189,7 +192,7 @@ class CompiledStep:
                 arrays.append((k, False))
                 keys.append((leaf.shape, leaf.dtype, False))
             else:
-                keys.append(_constant_key(leaf))
+                keys.append(constant_key(leaf))
         return _Arguments(nest, leaves, arrays, (tree.outline(nest), tuple(keys)))
 
     def _joined(self, value: PerReplica) -> Any:
@@ -225,6 +228,8 @@ class CompiledStep:
 
     def _run(self, program: _Program, arguments: _Arguments) -> list[Any]:
         devices = self._devices
+        for array in program.outside:
+            array.check()
         inputs = [compute() for compute in program.before]
         states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
         arrays = [
@@ -290,9 +295,11 @@ class CompiledStep:
         trace = last.trace
         if trace.constants:
             self._constants[arguments.key] = trace.constants
-        effects = [effect for effect, _ in trace.after]
         return _Program(
-            run, written, read, trace.before, effects, errors, last.result, bool(first.draws)
+            *(run, written, read, trace.before, [effect for effect, _ in trace.after], errors),
+            result=last.result,
+            draws=bool(first.draws),
+            outside=[array for array in trace.outside.values() if not array.is_temporary],
         )
 
     def _key_like(self) -> list[Array]:
@@ -321,7 +328,7 @@ class CompiledStep:
         with tracing(trace), self._enter():
             try:
                 args, kwargs = nest()
-                return untrack(self._function(*args, **kwargs))
+                return tree.map_leaves(_up_to_date, untrack(self._function(*args, **kwargs)))
             finally:
                 trace.close()
 
@@ -339,6 +346,14 @@ class _Slot:
         values, indices = outputs[self.index], outputs[self.rows[0]]
         is_row = indices != NO_ROW
         return IndexedSlices(values[is_row], indices[is_row], self.rows[1:])
+
+
+def _up_to_date(leaf: Any) -> Any:
+    """Return a result after a view among it has read what was written to its base."""
+    for box in (leaf.values, leaf.indices) if isinstance(leaf, IndexedSlices) else (leaf,):
+        if isinstance(box, Box):
+            box.value  # noqa: B018
+    return leaf
 
 
 def _is_slot(leaf: Any) -> bool:
@@ -443,18 +458,6 @@ class _Body:
         return _Slot(len(outputs) - 1)
 
 
-def identity_of(function: Any) -> Any:
-    """Return a key that is equal for functions of one code with the same things around it."""
-    if hasattr(function, "__func__"):  # A method, which has the code of its function, too.
-        return identity_of(function.__func__), _Same(function.__self__)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return _Same(function)
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    around = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return code, _Same(function.__globals__), tuple(map(_constant_key, around))
-
-
 def _current(group: Any, devices: Devices) -> Any:
     """Return the value of a state on the devices."""
     if group.array is None:
@@ -488,26 +491,6 @@ def _shown(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | np.generic):
         return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
     return repr(leaf)[:40]
-
-
-def _constant_key(leaf: Any) -> Any:
-    """Return what tells a constant of a program from others: its value, or itself."""
-    if isinstance(leaf, str | bytes | int | float | complex | bool | None):
-        return type(leaf), leaf
-    return _Same(leaf)
-
-
-class _Same:
-    """A key for an object that equals itself only."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
 
 
 @contextlib.contextmanager

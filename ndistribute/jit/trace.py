@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,8 @@ from ndistribute import context, tree
 from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.devices import jax_module
 from ndistribute.errors import TracingError
-from ndistribute.jit.box import Box, boxed, refuse_leak
+from ndistribute.jit.box import Box, boxed
+from ndistribute.jit.refusals import refuse_leak
 
 _READ_ONLY = "is what a variable was when it was read, which never changes: compute a new array"
 
@@ -53,6 +56,8 @@ class StepTrace:
         self.draws = 0
         self.is_open = True
         self.counts: dict[int, int] = {}  # Steps of each optimizer, by id.
+        self.outside: dict[int, OutsideArray] = {}  # By the id of their memory's owner.
+        self.loops = 0  # The open loops.
         self._values, self._inputs, self._key = values, inputs, key
         self._level: list[Any] = []  # Open branches and loops, see `nested`.
 
@@ -127,6 +132,13 @@ class StepTrace:
         self.counts[id(owner)] = self.counts.get(id(owner), 0) + 1
         return self.counts[id(owner)]
 
+    def use_outside(self, array: np.ndarray[Any, Any]) -> None:
+        """Record an array from outside of the step, which may not change from now on."""
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        if array.flags.writeable and id(array) not in self.outside:
+            self.outside[id(array)] = OutsideArray(array)
+
     def check(self, is_valid: Box, error: Callable[..., Exception], *limits: Box) -> None:
         """Raise an error when the step has run, unless a condition held in it.
 
@@ -165,6 +177,11 @@ class StepTrace:
 
     def next_key(self) -> Any:
         """Return a random key that was not used yet."""
+        if self.loops:
+            raise TracingError(
+                f"random numbers are drawn at {user_line()} inside nd.while_loop, where each "
+                "iteration would draw the same ones: draw all of them before the loop."
+            )
         self.draws += 1
         random, key = jax_module().random, self._key
         if key is None:  # A trace that looks for the state needs only its shape.
@@ -222,6 +239,33 @@ def _value_of(leaf: Any) -> Any:
         return leaf.value
     value = getattr(leaf, "value", None)
     return value.value if isinstance(value, Box) else jax_module().numpy.asarray(leaf)
+
+
+class OutsideArray:
+    """An array that a program has as a constant, to tell whether it has changed since."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array, self._line = weakref.ref(array), user_line()
+        self._sum = _checksum(array)
+
+    def check(self) -> None:
+        """Raise an error if the array exists and has other values now."""
+        array = self._array()
+        if array is not None and _checksum(array) != self._sum:
+            raise TracingError(
+                f"the {array.dtype} array of shape {array.shape} that a compiled step uses at "
+                f"{self._line} has changed since the step was compiled, which has its values as "
+                "constants: pass it as an argument, or make it a variable."
+            )
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the array does not exist any more."""
+        return self._array() is None
+
+
+def _checksum(array: np.ndarray[Any, Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
 class TracedGenerator:

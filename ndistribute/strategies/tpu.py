@@ -26,7 +26,8 @@ from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.errors import DistributeError
 from ndistribute.jit.box import Box
-from ndistribute.jit.program import AXIS, CompiledStep, Devices, identity_of
+from ndistribute.jit.identity import identity_of
+from ndistribute.jit.program import AXIS, CompiledStep, Devices
 from ndistribute.jit.traced_backend import TracedBackend
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.local import join_job
