@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.compat import tf
 from ndistribute.variables.mirrored import sharded_variable
 from tests.contract_rows import TPUS, tpus
 from tests.kinds import context, parts, struck_inside, works
@@ -210,30 +209,6 @@ def test_every_kind_of_variable_and_collective_gives_what_numpy_gives(kind):
     np.testing.assert_allclose(cut, np.arange(16.0).reshape(8, 2) / 4, rtol=1e-12)
     assert strategy.reduce("sum", results[0]["SUM"]).tolist() == pytest.approx(size * table.sum(0))
     strategy.close()
-
-
-def test_a_script_for_tpus_runs_by_tensorflows_names():
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="")
-    tf.config.experimental_connect_to_cluster(resolver)
-    assert len(tf.tpu.experimental.initialize_tpu_system(resolver)) == 8
-    strategy = tf.distribute.TPUStrategy(resolver)
-    assert strategy.num_replicas_in_sync == 8
-    with strategy.scope():
-        v = tf.Variable(1.0)
-
-    @tf.function(jit_compile=True)
-    def double(x):
-        return 2 * x
-
-    @tf.function
-    def step():
-        return strategy.run(lambda x: double(v * x), args=(np.float32(3),))
-
-    assert strategy.reduce("sum", step()) == 48
-    assert double(np.float32(2)) == 4
-    assert len(double.compilations) == 1
-    strategy.close()
-    tf.distribute.experimental.TPUStrategy(resolver).close()
 
 
 @pytest.mark.parametrize(
