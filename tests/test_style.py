@@ -31,7 +31,7 @@ BUDGETS = {
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
-    "graph": 4395,
+    "graph": 4397,
     "jit": 1613,
     "launcher": 1478,
     "models": 4017,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33427
+TESTS_BUDGET = 33429
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
