@@ -33,15 +33,16 @@ from benchmarks.machine import busy_seconds, machine, seconds_of
 from ndistribute.launcher import doctor
 from tests.processes import Ranks, Starter
 
-OURS, TF, TORCH, MPICH = "ours", "TF", "PyTorch", "MPICH"
+OURS, TF, TORCH, MPICH, JAX = "ours", "TF", "PyTorch", "MPICH", "JAX"
 # What a side's interpreter must have, and what else of it is worth noting.
 _PACKAGES = {
-    OURS: ["numpy", "mpi4py", "mpich"],
+    OURS: ["numpy", "mpi4py", "mpich", "jax"],
     TF: ["tensorflow"],
     TORCH: ["torch"],
     MPICH: ["mpi4py", "mpich"],
+    JAX: ["keras", "jax"],
 }
-_PYTHONS = {TF: "tf_python", TORCH: "torch_python", MPICH: "mpi_python"}
+_PYTHONS = {TF: "tf_python", TORCH: "torch_python", MPICH: "mpi_python", JAX: "jax_python"}
 
 # OpenBLAS's threads spin for 40 ms after their work (seen); the next contender must not share the
 # cores with them.
@@ -127,6 +128,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tf-python", default=sys.executable, help="interpreter with TensorFlow")
     parser.add_argument("--torch-python", default=sys.executable, help="one with PyTorch")
     parser.add_argument("--mpi-python", default=sys.executable, help="one with mpi4py and MPICH")
+    parser.add_argument("--jax-python", default=sys.executable, help="one with Keras and JAX")
     parser.add_argument("--cores", type=int, default=2, help="that all processes share; 2")
     parser.add_argument("--busy", type=int, default=0, help="loops that use cores meanwhile; none")
     parser.add_argument("--repetitions", type=int, help="of each contender; 7, quick 1")

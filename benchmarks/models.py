@@ -131,9 +131,9 @@ def _fill_block(torch: Any, part: Any, weights: _Weights) -> None:
         _fill_dense(torch, dense, weights)
 
 
-def data_of(name: str, steps: int) -> tuple[Any, Any]:
+def data_of(name: str, rows: int) -> tuple[Any, Any]:
     """Return the inputs and the labels of an epoch."""
-    rng, rows = np.random.default_rng(1), BATCH * steps
+    rng = np.random.default_rng(1)
     labels = rng.integers(CLASSES, size=rows).astype(np.int64)
     if name.startswith("transformer"):
         return rng.integers(WORDS, size=(rows, LENGTH)), labels
@@ -156,18 +156,23 @@ class _Memory:
         return {"grown_mb": peak - self._before, "peak_mb": peak}
 
 
+def fill(model: Any, x: Any) -> None:
+    """Give a model of ndistribute or of Keras its first weights."""
+    weights = _Weights()
+    model(x[:1])  # Creates the variables, which have no optimizer or metric among them.
+    kinds = [(one.name.rpartition("/")[2], one.shape) for one in model.trainable_variables]
+    model.set_weights([weights(kind, *shape) for kind, shape in kinds])
+
+
 def _fitted(lib: Any, scope: Any, name: str, steps: int) -> Prepared:
     """Return the work of `fit`, whose first epoch is not counted."""
-    x, y = data_of(name, steps)
+    x, y = data_of(name, BATCH * steps)
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-    weights = _Weights()
     with scope:
         model = model_of(lib, name)
         loss = lib.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(lib.optimizers.Adam(RATE, epsilon=1e-7), loss)
-        model(x[:1])  # Creates the variables, which have no optimizer or metric among them.
-        kinds = [(one.name.rpartition("/")[2], one.shape) for one in model.trainable_variables]
-        model.set_weights([weights(kind, *shape) for kind, shape in kinds])
+        fill(model, x)
     memory, count = _Memory(), CHECKED_STEPS * BATCH
     checked = model.fit(x[:count], y[:count], **options).history["loss"][0]
 
@@ -215,7 +220,7 @@ def torch(model: str, strategy: str, steps: int) -> Iterator[Prepared]:
         workers = lib.distributed.get_world_size()
         net = lib.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = lib.optim.Adam(net.parameters(), RATE, eps=1e-7)
-    x, y = data_of(model, steps)
+    x, y = data_of(model, BATCH * steps)
     x = np.moveaxis(x, 3, 1) if x.ndim == 4 else x
     x, y = (one.reshape(steps, workers, -1, *one.shape[1:])[:, rank] for one in (x, y))
     batches = [

@@ -1,4 +1,4 @@
-"""TensorFlow and PyTorch, set up once in each process; no other file imports them."""
+"""TensorFlow, PyTorch and Keras on JAX, set up once in each process; no other file imports them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def tensorflow() -> ModuleType:
     tf.config.threading.set_intra_op_parallelism_threads(_threads())
     tf.config.threading.set_inter_op_parallelism_threads(_threads())
     return tf
+
+
+@functools.cache
+def keras_on_jax() -> ModuleType:
+    """Return Keras with its backend JAX."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    return keras
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from benchmarks.harness import add_options, options_of
 from benchmarks.machine import machine
 from tests.processes import ROOT
 
-NAMES = ("overhead", "input", "training", "models", "all_reduce", "servers", "graph")
+NAMES = ("overhead", "input", "training", "models", "compiled", "all_reduce", "servers", "graph")
 # A full run with peers takes a few minutes a benchmark.
 _SECONDS = 3600.0
 _log = logging.getLogger("benchmarks")

@@ -21,6 +21,7 @@ from ndistribute.cluster import SimpleClusterResolver as SimpleClusterResolver
 from ndistribute.cluster import SlurmClusterResolver as SlurmClusterResolver
 from ndistribute.cluster import TFConfigClusterResolver as TFConfigClusterResolver
 from ndistribute.cluster import TorchrunClusterResolver as TorchrunClusterResolver
+from ndistribute.cluster import TPUClusterResolver as TPUClusterResolver
 from ndistribute.collective.communicator import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -54,6 +55,9 @@ from ndistribute.errors import DistributeError as DistributeError
 from ndistribute.errors import WorkerLostError as WorkerLostError
 from ndistribute.exports import export as _export
 from ndistribute.indexed_slices import IndexedSlices as IndexedSlices
+from ndistribute.jit.branches import cond as cond
+from ndistribute.jit.branches import while_loop as while_loop
+from ndistribute.jit.function import function as function
 from ndistribute.models import Checkpoint as Checkpoint
 from ndistribute.models import CheckpointManager as CheckpointManager
 from ndistribute.models import Model as Model
@@ -68,6 +72,8 @@ from ndistribute.strategies import MultiWorkerMirroredStrategy as MultiWorkerMir
 from ndistribute.strategies import OneDeviceStrategy as OneDeviceStrategy
 from ndistribute.strategies import ParameterServerStrategy as ParameterServerStrategy
 from ndistribute.strategies import Strategy as Strategy
+from ndistribute.strategies import TPUStrategy as TPUStrategy
+from ndistribute.strategies import initialize_tpu_system as initialize_tpu_system
 from ndistribute.task.server import SERVICES as _SERVICES
 from ndistribute.task.server import ServedTask as _ServedTask
 from ndistribute.task.server import Server as Server

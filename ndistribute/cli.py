@@ -20,7 +20,9 @@ from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launc
 from ndistribute.version import __version__
 
 _USAGE_ERROR = 2
-_BENCHMARKS = "all_reduce cost_model faults graph input models overhead run_all servers training"
+_BENCHMARKS = (
+    "all_reduce compiled cost_model faults graph input models overhead run_all servers training"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

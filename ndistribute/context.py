@@ -76,6 +76,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.frames = [Frame(None, None)]
+        self.trace: Any = None  # The trace of a compiled step.
 
 
 _thread = _State()
@@ -121,6 +122,10 @@ class ReplicaContext:
     def rng(self) -> Any:
         """This replica's own random generator; after `set_seed` it is the same in every run."""
         self._frame("rng")
+        return self.generator() if _thread.trace is None else _thread.trace.rng
+
+    def generator(self) -> Any:
+        """Return this replica's own random generator, wherever this is called."""
         replica, seed = self.replica_id_in_sync_group, _State.seed
         known, generator = self._generators.get(replica, (None, None))
         if known is not seed:
@@ -221,14 +226,41 @@ class ReplicaContext:
             "strategy.run executes, and do not keep it."
         )
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name != "generator"]
+
     def __repr__(self) -> str:
         where = f"{self.replica_id_in_sync_group} of {self.num_replicas_in_sync}, {self.device}"
         return f"ReplicaContext({where})"
 
 
+def part_of(length: int, rank: Any, count: int) -> Any:
+    """Return the index of a replica's part of an axis; in a compiled step, of equal parts."""
+    if not hasattr(rank, "is_checked"):
+        return slice(length * rank // count, length * (rank + 1) // count)
+    part = rank * (length // count) + np.arange(length // count)
+    part.is_checked = True
+    return part
+
+
 def current_frame() -> Frame:
     """Return the innermost frame of this thread."""
     return _thread.frames[-1]
+
+
+def current_trace() -> Any:
+    """Return the trace of the step that this thread compiles now, or None."""
+    return _thread.trace
+
+
+@contextmanager
+def tracing(trace: Any) -> Iterator[None]:
+    """Make a trace the current one for a ``with`` block; None: compute plainly."""
+    outer, _thread.trace = _thread.trace, trace
+    try:
+        yield
+    finally:
+        _thread.trace = outer
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Devices, the array namespace of each, and copies between them.
 
 CPU devices are logical: every ``cpu:i`` exists, and all share the host's memory. A GPU exists if
-the driver shows it to this process. Only this module imports CuPy, at the first use of a GPU; other
-modules use the arrays' namespace and do not depend on which one it is.
+the driver shows it to this process. ``tpu:i`` is device i that JAX has in this process, whatever it
+is; arrays are there inside compiled steps only. Only this module imports CuPy and JAX, at the first
+use of a device; other modules use the arrays' namespace and do not depend on which one it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray; CuPy has no stubs and may not be i
 
 _PATTERN = re.compile(
     r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
-    r"(?:/(?:device:)?(?P<device>(?:cpu|gpu):(?:\d+|\*)))?/?",
+    r"(?:/(?:device:)?(?P<device>(?:cpu|gpu|tpu):(?:\d+|\*)))?/?",
     re.IGNORECASE,
 )
 
@@ -87,13 +88,16 @@ class Device:
 
     @property
     def memory_space(self) -> str:
-        """The name of the device's memory: ``"cpu"`` for all CPUs, ``"gpu:i"`` for GPU i."""
-        return "cpu" if self.kind == "cpu" else f"gpu:{self.index}"
+        """The name of the device's memory: ``"cpu"`` for all CPUs, ``"gpu:i"`` for GPU i.
+
+        JAX's devices are one memory, ``"tpu"``, because one program serves all of them.
+        """
+        return f"gpu:{self.index}" if self.kind == "gpu" else self.kind
 
     @property
     def namespace(self) -> ModuleType:
-        """The module for arrays on the device: ``numpy`` for a CPU, ``cupy`` for a GPU."""
-        return np if self.kind == "cpu" else cupy_module()
+        """The module for arrays on the device: ``cupy`` for a GPU, else ``numpy``."""
+        return cupy_module() if self.kind == "gpu" else np
 
     def __str__(self) -> str:
         where = "" if self.job is None else f"/job:{self.job}"
@@ -113,7 +117,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
     """Return the devices of this machine: the visible GPUs, then one logical CPU.
 
     Args:
-        kind: ``"cpu"``, ``"gpu"``, or None for both.
+        kind: ``"cpu"``, ``"gpu"``, or None for both; ``"tpu"`` for the devices of JAX.
 
     Raises:
         ValueError: `kind` is something else.
@@ -124,9 +128,12 @@ def list_devices(kind: str | None = None) -> list[Device]:
     if kind is None:
         return [*list_devices("gpu"), *list_devices("cpu")]
     name = str(kind).lower()
-    if name not in ("gpu", "cpu"):
-        raise ValueError(f"kind must be 'cpu', 'gpu' or None, got {kind!r}.")
-    return [Device(f"{name}:{index}") for index in range(_gpu_count() if name == "gpu" else 1)]
+    if name not in ("gpu", "cpu", "tpu"):
+        raise ValueError(f"kind must be 'cpu', 'gpu', 'tpu' or None, got {kind!r}.")
+    count = 1
+    if name != "cpu":
+        count = _gpu_count() if name == "gpu" else len(jax_module().local_devices())
+    return [Device(f"{name}:{index}") for index in range(count)]
 
 
 def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices") -> list[Device]:
@@ -151,31 +158,36 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
                 "CUDA_VISIBLE_DEVICES, and that CuPy is installed: pip install "
                 "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
             )
-        if device.kind == "cpu" and devices.count(device) > 1:
+        if device.kind == "tpu" and device.index >= (count := len(jax_module().local_devices())):
+            raise ValueError(f"{what}: {device} does not exist; JAX has {count} device(s).")
+        if device.kind != "gpu" and devices.count(device) > 1:
             raise ValueError(
                 f"{what}: {device} is named twice. CPU devices are logical: name another, "
-                "for example cpu:0 and cpu:1."
+                f"for example {device.kind}:0 and {device.kind}:1."
             )
     return devices
 
 
 def array_namespace(*arrays: Array) -> ModuleType:
-    """Return ``cupy`` if any of the arrays is on a GPU, else ``numpy``."""
+    """Return ``cupy`` if any array is on a GPU, what compiled steps have instead, or ``numpy``."""
     for array in arrays:
-        if type(array) is not np.ndarray and is_gpu_array(array):
-            return cupy_module()
+        if type(array) is not np.ndarray and is_device_array(array):
+            return getattr(type(array), "namespace", None) or cupy_module()
     return np
 
 
-def is_gpu_array(value: Any) -> bool:
-    """Return True if a value is a CuPy array; does not import CuPy."""
+def is_device_array(value: Any) -> bool:
+    """Return True if a value is an array of CuPy or of a compiled step; imports neither."""
     kind: Any = type(value)
-    return kind is not np.ndarray and _is_gpu_type(kind)
+    return kind is not np.ndarray and _is_device_type(kind)
 
 
 def device_of(array: Array) -> Device:
     """Return the device whose memory contains an array, ``cpu:0`` for host memory."""
-    return _device_named(f"gpu:{array.device.id}" if is_gpu_array(array) else "cpu:0")
+    if not is_device_array(array):
+        return _device_named("cpu:0")
+    device = array.device
+    return device if type(device) is Device else _device_named(f"gpu:{device.id}")
 
 
 def as_array(value: Any) -> Array:
@@ -183,7 +195,7 @@ def as_array(value: Any) -> Array:
 
     Variables and tracked arrays have a method `raw_array`, which returns their array.
     """
-    if type(value) is np.ndarray or is_gpu_array(value):
+    if type(value) is np.ndarray or is_device_array(value):
         return value
     raw_array = getattr(value, "raw_array", None)
     return np.asarray(value) if raw_array is None else raw_array()
@@ -191,8 +203,8 @@ def as_array(value: Any) -> Array:
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:
     """Return an array in host memory, without a copy if it is there already."""
-    if not is_gpu_array(array):
-        return np.asarray(array)
+    if not is_device_array(array) or hasattr(array, "on_device"):
+        return np.asarray(array)  # In a compiled step, this raises.
     host = _pinned_empty(array.shape, array.dtype)
     with array.device:
         array.get(out=host)
@@ -200,11 +212,16 @@ def to_host(array: Array) -> np.ndarray[Any, Any]:
 
 
 def copy_to(array: Array, device: Device) -> Array:
-    """Return an array in the memory of a device, without a copy if it is there already."""
+    """Return an array in the memory of a device, without a copy if it is there already.
+
+    Arrays enter and leave compiled steps as arguments and results, and not by this function.
+    """
+    if device.kind == "tpu" or hasattr(array, "on_device"):
+        return array
     if device.kind == "cpu":
         return array if type(array) is np.ndarray else to_host(array)
     cupy = cupy_module()
-    on_gpu = is_gpu_array(array)
+    on_gpu = is_device_array(array)
     if on_gpu:
         if array.device.id == device.index:
             return array
@@ -227,8 +244,10 @@ def copy_to(array: Array, device: Device) -> Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_gpu_type(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "device")
+def _is_device_type(kind: type) -> bool:
+    return hasattr(kind, "device") and (
+        kind.__module__.partition(".")[0] == "cupy" or hasattr(kind, "on_device")
+    )
 
 
 @functools.cache
@@ -251,6 +270,21 @@ def cupy_module() -> ModuleType:
             "depending on the CUDA version that your driver supports."
         ) from error
     return cupy  # type: ignore[no-any-return]
+
+
+@functools.cache
+def jax_module() -> Any:
+    """Return the module ``jax``, imported at the first call."""
+    try:
+        import jax
+        import jax.scipy.linalg
+        import jax.scipy.special
+    except ImportError as error:
+        raise MissingDependencyError(
+            "compiled steps need JAX: pip install 'ndistribute[jax]', or jax[tpu] or jax[cuda12] "
+            "for TPUs and GPUs."
+        ) from error
+    return jax
 
 
 @functools.cache
@@ -283,7 +317,7 @@ def nccl_available() -> bool:
 
 def device_identity(device: Device) -> str:
     """Return ``"cpu"``, or ``"gpu"`` with the GPU's PCI bus id if NCCL is installed."""
-    if device.kind == "cpu" or not nccl_available():
+    if device.kind != "gpu" or not nccl_available():
         return device.kind
     return f"gpu {cupy_module().cuda.Device(device.index).pci_bus_id.upper()}"
 

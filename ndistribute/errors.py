@@ -64,6 +64,10 @@ class MissingDependencyError(DistributeError, ImportError):
     """An optional package that is not installed; the message names the command to install it."""
 
 
+class TracingError(DistributeError, TypeError):
+    """A compiled step does what only a plain step can; the message names the line."""
+
+
 class OperationError(DistributeError):
     """The failure of an operation of a graph program, and with it of the whole step.
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.devices import Array, Device, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.devices import (
+    Array,
+    Device,
+    array_namespace,
+    copy_to,
+    device_of,
+    is_device_array,
+    to_host,
+)
 from ndistribute.stream import working_on
 
 
@@ -63,12 +71,30 @@ class IndexedSlices:
         >>> IndexedSlices(np.array([[1.0], [2.0], [4.0]]), np.array([7, 2, 7]), (9, 1)).summed()
         IndexedSlices(indices=[2 7], shape=(9, 1), dtype=float64)
         """
+        xp: Any = array_namespace(self.values, self.indices)
+        if hasattr(xp, "rows_once"):  # In a compiled step.
+            values, indices = xp.rows_once(self, last=False)
+            return IndexedSlices(values, indices, self.dense_shape)
         return IndexedSlices(*sum_rows(self.values, self.indices), self.dense_shape)
+
+    def last_rows(self) -> IndexedSlices:
+        """Return unique indices, in ascending order, with the last of the rows of each."""
+        xp: Any = array_namespace(self.values, self.indices)
+        if hasattr(xp, "rows_once"):  # In a compiled step.
+            values, indices = xp.rows_once(self, last=True)
+            return IndexedSlices(values, indices, self.dense_shape)
+        reverse = to_host(self.indices)[::-1]
+        unique, last = np.unique(reverse, return_index=True)
+        values = self.values[len(reverse) - 1 - last]
+        return IndexedSlices(values, unique, self.dense_shape)
 
     def to_dense(self) -> Array:
         """Return the whole array, of shape `dense_shape`, with zeros in all other rows."""
+        dense = array_namespace(self.values).zeros(self.dense_shape, self.dtype)
+        if hasattr(self.values, "on_device"):  # A compiled step has no values to sort.
+            np.add.at(dense, self.indices, self.values)
+            return dense
         rows = self.summed()
-        dense = array_namespace(rows.values).zeros(self.dense_shape, rows.dtype)
         dense[rows.indices] = rows.values
         return dense
 
@@ -101,7 +127,7 @@ def sum_rows(values: Array, indices: Array) -> tuple[Array, Array]:
 
     Rows of equal indices are added in a fixed order.
     """
-    if is_gpu_array(values):
+    if is_device_array(values):
         return _sum_runs(values, indices)
     order = np.argsort(indices, kind="stable")
     rows, values = indices[order], values[order]

@@ -77,7 +77,7 @@ def working_on(device: Device) -> contextlib.AbstractContextManager[Any]:
 
     If another GPU was current, the work that the block enqueued is complete at its end.
     """
-    return _NOTHING if device.kind == "cpu" else _visiting(device.index)
+    return _visiting(device.index) if device.kind == "gpu" else _NOTHING
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def write_to(target: Array, array: Array) -> None:
 
 def random_generator(device: Device, seed: np.random.SeedSequence) -> Any:
     """Return a new random generator of NumPy or CuPy for a device, seeded by `seed`."""
-    if device.kind == "cpu":
+    if device.kind != "gpu":
         return np.random.Generator(np.random.PCG64(seed))
     cupy = cupy_module()
     with cupy.cuda.Device(device.index):

@@ -79,8 +79,8 @@ def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) 
     for replica, tree in enumerate(trees):
         if not same_structure(first, tree):
             raise ValueError(
-                f"replica {replica} passed or returned {_outline(tree)}, replica 0 "
-                f"{_outline(first)}. Every replica must pass and return the same structure."
+                f"replica {replica} passed or returned {outline(tree)}, replica 0 "
+                f"{outline(first)}. Every replica must pass and return the same structure."
             )
     columns = zip(*map(flatten, trees), strict=True)
     return unflatten(first, [make_leaf(column) for column in columns])
@@ -138,10 +138,11 @@ def _rebuilt(tree: Tree, make: Callable[[Leaf], Leaf], *, keep: bool = False) ->
     return dataclasses.replace(tree, **dict(zip(keys, new, strict=True)))
 
 
-def _outline(tree: Tree) -> str:
+def outline(tree: Tree) -> str:
+    """Return a text that is the same for structures that differ in their leaves only."""
     if _nesting(type(tree)) is None:
         return "a leaf"
     named = not isinstance(tree, list | tuple)
     pairs = zip(*_children(tree), strict=True)
-    inside = [f"{key}: {_outline(child)}" if named else _outline(child) for key, child in pairs]
+    inside = [f"{key}: {outline(child)}" if named else outline(child) for key, child in pairs]
     return f"{type(tree).__name__}({', '.join(inside)})"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.devices import Array, is_gpu_array
+from ndistribute.devices import Array, array_namespace, is_device_array
 from ndistribute.dtypes import can_cast, computing_dtype, kind_of
 
 # Blocks of the gradient, the variable and two slots fit a core's second-level cache together.
@@ -84,7 +84,7 @@ def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any
     """Update a variable and its slots, all contiguous, in blocks; `gradient` does not change."""
     flat, flats = gradient.reshape(-1), [array.reshape(-1) for array in arrays]
     dtype = computing_dtype(arrays[0].dtype)
-    size = max(1, flat.size if is_gpu_array(flat) else BLOCK_ELEMENTS)
+    size = max(1, flat.size if is_device_array(flat) else BLOCK_ELEMENTS)
     for start in range(0, flat.size, size):
         block = slice(start, start + size)
         update_block(rule, [array[block] for array in flats], flat[block].astype(dtype), rate)
@@ -105,6 +105,8 @@ def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any
     # 16-bit floats are updated in float32, which is also their slots' dtype, because the square of
     # a gradient may exceed the range of float16. A complex number is updated as two real numbers.
     variable, *slots = arrays
+    if type(gradient) is not type(variable):  # A constant gradient in a compiled step.
+        gradient = array_namespace(variable).asarray(gradient)
     if variable.dtype.char in "fd" and gradient.dtype == variable.dtype:
         rule.update(variable, gradient, slots, rate)
         return

@@ -31,6 +31,9 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
+# JAX reads it when it starts; a process has this many devices for compiled steps.
+EMULATED_DEVICES = "--xla_force_host_platform_device_count=8"
+
 hypothesis.settings.register_profile(
     "ndistribute",
     deadline=None,
@@ -62,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(changed.undo)
     changed.setenv("TMPDIR", folder.name)
     changed.setattr(tempfile, "tempdir", folder.name)
+    os.environ.setdefault("XLA_FLAGS", EMULATED_DEVICES)
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)
     config.pluginmanager.register(LeakCheck(), "ndistribute-leaks")

@@ -11,7 +11,7 @@ from typing import Any
 
 import ndistribute as nd
 from ndistribute import tree
-from ndistribute.devices import is_gpu_array, to_host
+from ndistribute.devices import is_device_array, to_host
 from tests.gpu.imitation.module import imitated_gpus
 
 
@@ -29,6 +29,10 @@ def central(count: int) -> nd.CentralStorageStrategy:
 
 def served(count: int) -> nd.ParameterServerStrategy:
     return nd.ParameterServerStrategy(devices=cpus(count))
+
+
+def tpus(count: int) -> nd.TPUStrategy:
+    return nd.TPUStrategy([f"tpu:{i}" for i in range(count)])
 
 
 class HostResults(nd.Strategy):
@@ -62,7 +66,7 @@ def _leaf_on_host(leaf: Any) -> Any:
         return leaf if same else nd.PerReplica(values)
     if isinstance(leaf, nd.IndexedSlices):
         return nd.IndexedSlices(on_host(leaf.values), on_host(leaf.indices), leaf.shape)
-    return to_host(leaf) if is_gpu_array(leaf) else leaf
+    return to_host(leaf) if is_device_array(leaf) else leaf
 
 
 def with_host_results(kind: type[Any]) -> Any:
@@ -96,6 +100,11 @@ GPU_LAYOUTS: dict[str, tuple[type[nd.Strategy], tuple[Any, ...], dict[str, Any]]
 GPUS = {name: partial(on_gpus, name) for name in GPU_LAYOUTS}
 if nd.list_devices("gpu"):
     GPUS |= {f"real-{name}": GPUS[name] for name in ("gpu-shared-2", "gpu-and-cpu")}
+
+# Rows whose steps XLA compiles for its devices, which are emulated where there is only one.
+TPUS: dict[str, Callable[[], nd.Strategy]] = {
+    f"tpu-{count}": partial(tpus, count) for count in (1, 2, 8)
+}
 
 # Of several replicas in one process each: two replicas swap, three are an odd number.
 STRATEGIES: dict[str, Callable[[], nd.Strategy]] = {

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from types import CodeType
 from typing import Any
 
@@ -22,10 +23,11 @@ import ndistribute as nd
 from ndistribute import tree
 from ndistribute.cluster import resolve
 from ndistribute.collective.threads import SMALL_BYTES
-from ndistribute.devices import copy_to
+from ndistribute.devices import as_array, copy_to
 from tests.contract_rows import (
     GPUS,
     STRATEGIES,
+    TPUS,
     central,
     cpus,
     ground,
@@ -88,6 +90,9 @@ ALL = SEVERAL if inside_worker() else {"default": nd.get_strategy, **STRATEGIES}
 ALL_MEMORIES = SEVERAL if inside_worker() else {**ALL, **GPUS}
 SEVERAL_MEMORIES = SEVERAL if inside_worker() else {**STRATEGIES, **GPUS}
 SEVERAL_MEMORIES.pop("gpu-second", None)
+# With compiled steps: one row runs everything, and the others what depends on the number.
+COMPILED = {} if inside_worker() or not find_spec("jax") else TPUS
+COMPILED_2 = {kind: make for kind, make in COMPILED.items() if kind == "tpu-2"}
 
 
 def fixture_over(kinds: Mapping[str, Callable[[], nd.Strategy]], *without: str) -> Any:
@@ -103,6 +108,8 @@ def fixture_over(kinds: Mapping[str, Callable[[], nd.Strategy]], *without: str) 
         kind, marker = request.param, request.node.get_closest_marker("host_memory")
         if marker and kind in GPUS:
             pytest.skip(f"host memory: {marker.args[0]}")
+        if (plain := request.node.get_closest_marker("plain_step")) and kind in TPUS:
+            pytest.skip(f"plain steps: {plain.args[0]}")
         with ground(kind), closing(kinds[kind]()) as strategy:
             yield strategy
 
@@ -136,12 +143,12 @@ def rank() -> int:
 
 def here(nest: Any) -> Any:
     """Return the arrays of a nest in the memory of this replica's device."""
-    return tree.map_leaves(lambda array: copy_to(np.asarray(array), context().device), nest)
+    return tree.map_leaves(lambda array: copy_to(as_array(array), context().device), nest)
 
 
-def meet() -> float:
+def meet() -> Any:
     """Make the simplest collective call."""
-    return float(context().all_reduce("sum", here(1.0)))
+    return context().all_reduce("sum", here(1.0))
 
 
 def replica_ids(strategy: nd.Strategy) -> list[int]:
@@ -178,6 +185,11 @@ def one_process(reason: str) -> pytest.MarkDecorator:
 def host_memory(reason: str) -> pytest.MarkDecorator:
     """Leave out the rows with replicas on GPUs, and say why."""
     return pytest.mark.host_memory(reason)
+
+
+def plain_step(reason: str) -> pytest.MarkDecorator:
+    """Leave out the rows with compiled steps, and say why."""
+    return pytest.mark.plain_step(reason)
 
 
 @contextmanager
@@ -229,18 +241,23 @@ def works(strategy: nd.Strategy) -> bool:
     """Say whether a correct step of small and large collectives gives the right values."""
     size = strategy.num_replicas_in_sync
 
-    def step() -> bool:
+    even = isinstance(strategy, nd.TPUStrategy)  # Its replicas have parts of one shape.
+
+    def step() -> tuple[Any, ...]:
         total = context().all_reduce("sum", {"small": rank(), "large": np.ones(LARGE)})
-        rows = context().all_gather(np.full(rank(), rank()), axis=0)
-        own = context().merge_call(lambda _, i: i, args=(rank(),))
+        rows = np.reshape(rank(), (1,)) if even else np.full(rank(), rank())
+        returned = context().merge_call(lambda _, i: i, args=(rank(),))
+        return total, context().all_gather(rows, axis=0), returned, rank()
+
+    def is_right(total: Any, rows: Any, returned: Any, number: Any) -> bool:
         return (
             total["small"] == size * (size - 1) // 2
             and bool((total["large"] == size).all())
-            and len(rows) == size * (size - 1) // 2
-            and own == rank()
+            and len(rows) == (size if even else size * (size - 1) // 2)
+            and bool(returned == number)
         )
 
-    return strategy.local_results(strategy.run(step)) == each(strategy, True)
+    return all(is_right(*results) for results in strategy.local_results(strategy.run(step)))
 
 
 @contextmanager

@@ -156,6 +156,12 @@ def test_the_launcher_starts_a_chief_that_sends_its_workers_functions() -> None:
     assert numbers_in(said) > (0.9,)
 
 
+def test_a_convolutional_network_trains_on_emulated_devices_of_jax() -> None:
+    said = output_here("examples/tpu_strategy.py", "--devices", "2", "--epochs", "3")
+    assert len(re.findall("compiled for float32.32,64.*", said)) == 1
+    assert numbers_in(said, "2 device.s.: test accuracy (.*)") > (0.85,)
+
+
 def test_the_demo_reaches_its_accuracy() -> None:
     assert accuracy_here(FIT, "mirrored", 2) >= 0.98
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import ndistribute as nd
 from tests.processes import python_says
 
-OPTIONAL = set("cupy grpc matplotlib mpi4py scipy sklearn tensorflow torch tqdm".split())
+OPTIONAL = set("cupy grpc jax matplotlib mpi4py scipy sklearn tensorflow torch tqdm".split())
 
 # Asks for every module first, so that a package that is not installed, and whose import the
 # package would survive, is seen as well.

@@ -24,26 +24,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2819,
-    "cluster": 492,
-    "collective": 3844,
-    "compat": 1257,
+    "autodiff": 2833,
+    "cluster": 514,
+    "collective": 3855,
+    "compat": 1266,
     "coordinator": 898,
     "data": 1725,
-    "estimator": 1271,
-    "graph": 4388,
-    "launcher": 1460,
-    "models": 3920,
-    "optimizers": 878,
+    "estimator": 1278,
+    "graph": 4397,
+    "jit": 1613,
+    "launcher": 1478,
+    "models": 4017,
+    "optimizers": 922,
     "parameter_server": 1595,
-    "strategies": 1104,
+    "strategies": 1285,
     "task": 293,
-    "top level": 2730,
+    "top level": 2809,
     "transport": 1992,
-    "variables": 1048,
+    "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 31729
+TESTS_BUDGET = 33429
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -20,7 +20,7 @@ from ndistribute.autodiff.recorder import tracked_pass
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.autodiff.rules.unbroadcast import kept_shape, wide
 from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, refuse_detached
-from ndistribute.context import current_frame
+from ndistribute.context import current_frame, current_trace
 from ndistribute.devices import Array, as_array
 from ndistribute.indexed_slices import IndexedSlices
 
@@ -111,11 +111,16 @@ def _check_repeated(result: Any, repeated: Any) -> None:
     """Raise a TypeError if a function that runs again returns another result, but for rounding."""
     for first, again in zip(tree.flatten(result), tree.flatten(repeated), strict=True):
         bound = 10 ** (-1.25 * first.real.itemsize)  # Threads of BLAS may add in another order.
-        if not np.allclose(as_array(again), first, bound, bound, equal_nan=True):
-            raise TypeError(
-                "it ran again, and returned another result: pass what may change, such as the "
-                "value of a variable or random numbers, as an argument"
-            )
+        equal = np.allclose(as_array(again), first, bound, bound, equal_nan=True)
+        error = functools.partial(
+            TypeError,
+            "it ran again, and returned another result: pass what may change, such as the "
+            "value of a variable or random numbers, as an argument",
+        )
+        if hasattr(first, "on_device"):
+            current_trace().check(equal, error)
+        elif not equal:
+            raise error()
 
 
 def _rules(

@@ -151,12 +151,16 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_user_file(file: str) -> bool:
+    """Return True if a file belongs neither to this package nor to an installed one."""
+    return not file.startswith(_LIBRARIES) and "-packages" + os.sep not in file
+
+
 def _user_frame() -> FrameType:
     """Return the innermost frame of the user's code; without one, of any code."""
     first = None
     for frame in _frames():
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and "-packages" + os.sep not in file:
+        if is_user_file(frame.f_code.co_filename):
             return frame
         first = first or frame
     return first or sys._getframe()

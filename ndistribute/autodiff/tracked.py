@@ -25,7 +25,7 @@ from ndistribute.autodiff.rules.elementwise import special_rules
 from ndistribute.autodiff.rules.placing import placed
 from ndistribute.autodiff.rules.shape import Path, index_rule
 from ndistribute.context import current_frame
-from ndistribute.devices import as_array, is_gpu_array, to_host
+from ndistribute.devices import as_array, is_device_array, to_host
 from ndistribute.numpy_functions import CONSTANT, WRITING_OPTIONS, ArrayMethods, written_to
 
 # Types without tracked arrays inside, so that one look-up decides the common case.
@@ -96,7 +96,7 @@ class Tracked(ArrayMethods):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the raw value if no tape records; read-only unless it is a copy."""
         value = self._plain("np.asarray")
-        if is_gpu_array(value):
+        if is_device_array(value):
             raise TypeError("a tracked GPU array is not converted to a NumPy array: use .numpy().")
         if copy or (dtype is not None and dtype != value.dtype):
             return np.array(value, dtype=dtype)
@@ -382,7 +382,7 @@ def _is_detached(x: Any) -> bool:
 
 def read_only(value: Any) -> Any:
     """Return a read-only view, or a copy of a GPU array, so that the value cannot change."""
-    return value.copy() if is_gpu_array(value) else ownership.read_only(np.asarray(value))
+    return value.copy() if is_device_array(value) else ownership.read_only(np.asarray(value))
 
 
 def is_differentiable(value: Any) -> bool:
@@ -461,7 +461,7 @@ def _converted(ufunc: Any, value: Any, graph: Any) -> tuple[Any, int | None]:
     if isinstance(value, list | tuple):
         value = _without_list(value)
     value, place = operand(value, graph)
-    if place is not None or isinstance(value, _OPERANDS) or is_gpu_array(value):
+    if place is not None or isinstance(value, _OPERANDS) or is_device_array(value):
         return value, place
     array = np.asarray(value)
     if array.dtype == object:
@@ -483,7 +483,7 @@ def _without_list(value: Any) -> Any:
 def _is_foreign(value: Any) -> bool:
     """Return True for arrays of other libraries, such as pandas, which are constants."""
     known = isinstance(value, _OPERANDS) or not hasattr(type(value), "__array__")
-    return not known and not is_gpu_array(value)
+    return not known and not is_device_array(value)
 
 
 def _hides_array(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from ndistribute.cluster.environment import MPIClusterResolver as MPIClusterResolver
 from ndistribute.cluster.environment import TFConfigClusterResolver as TFConfigClusterResolver
 from ndistribute.cluster.environment import TorchrunClusterResolver as TorchrunClusterResolver
+from ndistribute.cluster.environment import TPUClusterResolver as TPUClusterResolver
 from ndistribute.cluster.environment import resolve as resolve
 from ndistribute.cluster.environment import resolver_of_job as resolver_of_job
 from ndistribute.cluster.resolvers import ClusterResolver as ClusterResolver

@@ -202,6 +202,47 @@ class TorchrunClusterResolver(ClusterResolver):
         super().__init__(cluster, "worker", rank, "torchrun")
 
 
+class TPUClusterResolver(ClusterResolver):
+    """The resolver for the hosts of a TPU, which Google's machines name to each other.
+
+    Elsewhere it describes what the launcher of this process tells, or this process alone.
+
+    Args:
+        tpu: empty, or ``"local"`` for this host alone.
+        port: the port at which the hosts find each other.
+        environ: the environment variables; None: ``os.environ``.
+
+    Raises:
+        ValueError: `tpu` is another name, or the variables contradict each other.
+
+    >>> hosts = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
+    >>> resolver = TPUClusterResolver(environ=hosts)
+    >>> resolver.worker_addresses, resolver.worker_index
+    (('a:8488', 'b:8488'), 1)
+    """
+
+    def __init__(
+        self, tpu: str | None = "", port: int = 8488, *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        if tpu not in (None, "", "local"):
+            raise ValueError(
+                f"TPUClusterResolver({tpu!r}): a program for a TPU runs on its hosts themselves. "
+                "Start it there, and pass '' for all hosts or 'local' for one."
+            )
+        environ = os.environ if environ is None else environ
+        hosts = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+        job = None
+        if not tpu and len(hosts) > 1:
+            cluster = ClusterSpec({"worker": [f"{host.strip()}:{port}" for host in hosts]})
+            rank = number_in(environ, "TPU_WORKER_ID")
+            job = ClusterResolver(cluster, "worker", rank, "tpu")
+        elif not tpu:
+            job = resolve(environ)
+        job = job or ClusterResolver(ClusterSpec({}))
+        super().__init__(job.cluster_spec(), job.task_type, job.task_id, job.environment)
+        self.bootstrap, self.address_hint = job.bootstrap, job.address_hint
+
+
 def _cluster(described: dict[str, Any]) -> ClusterSpec:
     jobs = dict(described)
     for job, tasks in described.items():

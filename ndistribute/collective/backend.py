@@ -92,6 +92,7 @@ class Backend(Protocol):
     device: Device = Device("cpu:0")
     owner: int = 0
     owners: int = 1
+    is_traced: bool = False  # Whether its calls are parts of a compiled step.
 
     def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
         """Run `combine` once on the values of this process's replicas, in replica order."""

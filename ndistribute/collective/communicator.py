@@ -20,6 +20,7 @@ from ndistribute import tree
 from ndistribute.collective.backend import Arrays, Backend, Call, Combine, Signature, T, Update
 from ndistribute.collective.reduce_op import ReduceOp, reduce_rows, result_dtype
 from ndistribute.collective.step_tracker import StepTracker
+from ndistribute.context import current_trace
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
@@ -295,6 +296,13 @@ class Communicator:
         Recovery compares its completion if `counts`: if every replica receives from all others in
         it, or if it writes variables.
         """
+        if current_trace() is not None and not self._backend.is_traced:
+            raise TypeError(
+                f"{kind} in a compiled function, which each of {self.size} replicas calls for "
+                "itself: compile what has no collectives, such as the loss and its gradients, "
+                "and call apply_gradients or all_reduce after it. Under nd.TPUStrategy the whole "
+                "step is compiled."
+            )
         if self.part_of is None:
             self.calls_made += 1
         guard = self.guard

@@ -113,6 +113,7 @@ class ControlPlane:
             self.close()
             raise
         self.hosts = tuple(str(member["host"]) for member in self._members)
+        self.addresses = tuple(str(member["address"]) for member in self._members)
 
     def _begin(self, generation: int) -> None:
         """Begin a generation of the group; the state of the last one is dropped."""

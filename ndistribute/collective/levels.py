@@ -36,6 +36,7 @@ class SingleReplicaBackend:
     def __init__(self, threads: Backend, processes: Backend) -> None:
         self.rank, self.size = processes.rank, processes.size
         self.device, self.owner, self.owners = threads.device, threads.owner, threads.owners
+        self.is_traced = False
         self.all_reduce = processes.all_reduce
         self.reduce_update = processes.reduce_update
         self.all_gather = processes.all_gather

@@ -18,7 +18,7 @@ from ndistribute.collective.backend import Arrays, Backend, Call, Combine, T, Up
 from ndistribute.collective.cuts import blocks, owned_ranges
 from ndistribute.collective.headers import check_calls
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.devices import Array, array_namespace, copy_to, device_of, is_gpu_array
+from ndistribute.devices import Array, array_namespace, copy_to, device_of, is_device_array
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
 from ndistribute.stream import Stream, settle, write_to
 from ndistribute.timeline import recorded
@@ -318,6 +318,6 @@ def owned_blocks(
     """
     for leaf, start, stop in owned_ranges(tuple([array.size for array in arrays]), owners, owner):
         array = arrays[leaf]
-        block = stop - start if is_gpu_array(array) else max(1, block_bytes // array.itemsize)
+        block = stop - start if is_device_array(array) else max(1, block_bytes // array.itemsize)
         for first, last in blocks(start, stop, block):
             yield leaf, slice(first, last)

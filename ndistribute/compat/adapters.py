@@ -443,10 +443,10 @@ def filled(number: int) -> Any:
 
 fill, zeros, ones = unary(_fill, 0), filled(0), filled(1)
 _COMPILING = (
-    "autograph experimental_autograph_options experimental_compile experimental_relax_shapes "
-    "input_signature jit_compile reduce_retracing"
+    "autograph experimental_autograph_options experimental_relax_shapes input_signature "
+    "reduce_retracing"
 )
-function = adapted(lambda func=None: func or (lambda wrapped: wrapped), *_COMPILING.split())
+function = adapted(graphs.function, *_COMPILING.split(), experimental_compile="jit_compile")
 gather = unary(
     lambda params, indices, axis=0: (
         params[indices]

@@ -22,6 +22,7 @@ from ndistribute import graph, models, tree
 from ndistribute.data import Dataset
 from ndistribute.graph.graph import in_default_of_a_block
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
+from ndistribute.jit.function import function as jit_function
 from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 
@@ -518,3 +519,9 @@ def _as_bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray) and not value.ndim:  # A number, as NumPy's functions return.
         return value[()]
     return value
+
+
+def function(func: Any = None, jit_compile: bool | None = None) -> Any:
+    """Return a function itself, or compiled by XLA where the program asks for that."""
+    make = jit_function if jit_compile else lambda wrapped: wrapped
+    return make if func is None else make(func)

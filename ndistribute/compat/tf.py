@@ -1,7 +1,8 @@
 """Names of TensorFlow 2: ``import ndistribute.compat.tf as tf`` runs many of its scripts unchanged.
 
-Arrays are NumPy's and CuPy's, and everything runs at once: `function` returns its function. In the
-table, a namespace is in brackets; `Names` tells how the words after it are read.
+Arrays are NumPy's and CuPy's, and everything runs at once: `function` returns its function, unless
+it is told to compile it. In the table, a namespace is in brackets; `Names` tells how the words
+after it are read.
 """
 
 import sys as _sys
@@ -12,7 +13,8 @@ from ndistribute.version import __version__ as _version
 _TABLE = """
 [app] .compat.tf: flags  .compat.graphs/graph: run
 [config] .compat.adapters: list_logical_devices=list_devices list_physical_devices=list_devices
-        run_functions_eagerly=nothing set_soft_device_placement=nothing
+        experimental_connect_to_cluster=nothing run_functions_eagerly=nothing
+        set_soft_device_placement=nothing
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     .compat.adapters: enable_op_determinism=nothing set_memory_growth=nothing
 [contrib]
@@ -30,12 +32,14 @@ _TABLE = """
         in_cross_replica_context
     ndistribute/server: Server
     ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
-        OneDeviceStrategy ParameterServerStrategy
+        OneDeviceStrategy ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver
     ndistribute/resolver: SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
+        TPUClusterResolver
 [distribute.coordinator] ndistribute: ClusterCoordinator
 [distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
-        MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy coordinator
+        MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
+        coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
         CommunicationOptions
     .compat.adapters: PreemptionCheckpointHandler
@@ -143,6 +147,8 @@ _TABLE = """
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
         get_checkpoint_state get_or_create_global_step piecewise_constant polynomial_decay
         replica_device_setter
+[tpu]
+[tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm
         tensordot
     ndistribute: GradientTape IndexedSlices VariableAggregation VariableSynchronization

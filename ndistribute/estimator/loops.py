@@ -35,6 +35,7 @@ from ndistribute.graph.partition import pruned
 from ndistribute.graph.variables import GLOBAL_VARIABLES
 from ndistribute.models.batches import unpacked
 from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
+from ndistribute.strategies import TPUStrategy
 
 _log = logging.getLogger("ndistribute")
 
@@ -59,8 +60,18 @@ class GraphLoops:
         self._model_fn, self._config, self._params = model_fn, config, params
 
     def strategy(self, configured: Any) -> Any:
-        """Return the strategy that a `RunConfig` has, or that of the current scope."""
-        return configured or get_strategy()
+        """Return the strategy that a `RunConfig` has, or that of the current scope.
+
+        Raises:
+            ValueError: its steps are compiled.
+        """
+        strategy = configured or get_strategy()
+        if isinstance(strategy, TPUStrategy):
+            raise ValueError(
+                f"{strategy!r} cannot compile the graph of a model_fn: train an nd.Model by "
+                "model_to_estimator, or use another strategy."
+            )
+        return strategy
 
     def train(
         self, spec: TrainSpec, steps: int | None = None, after_step: AfterStep = lambda: None

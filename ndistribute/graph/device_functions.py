@@ -38,7 +38,9 @@ def device(device_name_or_function: str | DeviceFunction | None) -> AbstractCont
     '/job:worker/task:1/device:GPU:0'
     """
     if isinstance(device_name_or_function, str):
-        parse_device(device_name_or_function)
+        if parse_device(device_name_or_function).get("device", "").startswith("TPU"):
+            what = f"{device_name_or_function!r}: operations of graphs run on CPUs and GPUs."
+            raise ValueError(f"{what} Steps for TPUs are functions that nd.TPUStrategy runs.")
     return get_default_graph().device(device_name_or_function)
 
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.devices import Device, copy_to, device_of, is_gpu_array, list_devices, parse_device
+from ndistribute.devices import (
+    Device,
+    copy_to,
+    device_of,
+    is_device_array,
+    list_devices,
+    parse_device,
+)
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on
@@ -100,7 +107,7 @@ def _run_on(
     """Return what a function of inputs computes on a device; None: where the values `near` are."""
     if device is None:
         arrays = (getattr(value, "values", value) for value in near)  # Of rows, their values.
-        on_gpu = [array for array in arrays if is_gpu_array(array)]
+        on_gpu = [array for array in arrays if is_device_array(array)]
         device = device_of(on_gpu[0]) if on_gpu else CPU
     with working_on(device):
         result = compute([moved(value, device) for value in inputs])
@@ -113,6 +120,6 @@ def moved(value: Any, device: Device) -> Any:
     """Return a value of an operation in the memory of a device; text stays where it is."""
     if isinstance(value, IndexedSlices):
         return value.on(device)
-    if is_gpu_array(value) or (isinstance(value, np.ndarray) and value.dtype.kind not in "USO"):
+    if is_device_array(value) or (isinstance(value, np.ndarray) and value.dtype.kind not in "USO"):
         return copy_to(value, device)
     return value

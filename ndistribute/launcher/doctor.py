@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -137,11 +138,31 @@ def _packages() -> Iterator[Finding]:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 version = version or f"{package} {metadata.version(package)}"
         yield _either(name, version, "absent", "not installed", remedy)
+    yield _jax()
     try:
         mpi = find_mpiexec()
         yield Finding("mpiexec", "ok", f"{mpi.family} {mpi.version} at {mpi.path}")
     except MissingDependencyError as error:
         yield Finding("mpiexec", "absent", str(error), _FOR_MPI)
+
+
+def _jax() -> Finding:
+    """Say which devices compiled steps have; another process asks, and frees them at its end."""
+    ask = "import jax; print(*(d.device_kind for d in jax.devices()), sep='|')"
+    options: Any = {"env": os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "timeout": 60}
+    options |= {"stderr": subprocess.DEVNULL, "text": True}
+    try:
+        version = metadata.version("jax")
+        said = subprocess.check_output([sys.executable, "-c", ask], **options)
+    except metadata.PackageNotFoundError:
+        remedy = "for compiled steps: pip install 'ndistribute[jax]'"
+        return Finding("JAX", "absent", "not installed", remedy)
+    except subprocess.SubprocessError:
+        text = f"jax {version}, which opens no device: another program may have them"
+        return Finding("JAX", "slow", text, "end that program, or set JAX_PLATFORMS=cpu")
+    kinds = Counter(said.strip().split("|")).items()
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+    return Finding("JAX", "ok", f"jax {version}, {devices}")
 
 
 def _machine() -> Iterator[Finding]:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.objects import all_gather_object
-from ndistribute.context import get_replica_context
 from ndistribute.dtypes import dtype_named
 from ndistribute.models.layers.layer import Layer, leaves
 from ndistribute.models.metrics import Metric
@@ -139,30 +138,18 @@ def fitting(
 
 def generators_of(strategy: Any) -> list[str]:
     """Return the states of the generators of all replicas as JSON; empty for GPUs."""
-
-    def state() -> str:
-        generator = _generator()
-        return "" if generator is None else json.dumps(generator.bit_generator.state)
-
-    states = list(strategy.local_results(strategy.run(state)))
+    generators = [replica.generator() for replica in strategy.replica_contexts]
+    states = [
+        json.dumps(each.bit_generator.state) if isinstance(each, np.random.Generator) else ""
+        for each in generators
+    ]
     group = strategy.input_topology.workers
     return states if group is None else list(itertools.chain(*all_gather_object(group, states)))
 
 
 def set_generators(strategy: Any, states: Sequence[str]) -> None:
     """Set the generators of the replicas for which there are states."""
-
-    def set_state() -> None:
-        replica, generator = get_replica_context(), _generator()
-        number = 0 if replica is None else replica.replica_id_in_sync_group
-        if generator is not None and number < len(states) and states[number]:
+    for replica in strategy.replica_contexts:
+        generator, number = replica.generator(), replica.replica_id_in_sync_group
+        if isinstance(generator, np.random.Generator) and number < len(states) and states[number]:
             generator.bit_generator.state = json.loads(states[number])
-
-    strategy.run(set_state)
-
-
-def _generator() -> np.random.Generator | None:
-    """Return the generator of this replica, if it is one of NumPy."""
-    replica = get_replica_context()
-    generator = None if replica is None else replica.rng
-    return generator if isinstance(generator, np.random.Generator) else None

@@ -7,6 +7,7 @@ the batch is divided.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ndistribute.autodiff.rules.placing import as_operand
-from ndistribute.context import get_replica_context
+from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
@@ -71,16 +72,22 @@ class Loss(Explaining, Shown):
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Return the loss of each example, times its weight."""
         y_true, y_pred = aligned(y_true, y_pred)
+
+        def explained(error: Exception) -> ValueError:
+            return ValueError(
+                f"loss {self.name!r} of labels {y_true.dtype}{[*y_true.shape]} and predictions "
+                f"{y_pred.dtype}{[*y_pred.shape]}: {error}"
+            )
+
+        trace = current_trace()
         try:
             text = y_true.flat if y_true.dtype.kind in "OSU" else ()
             if any(isinstance(y, str | bytes | None) for y in text):
                 raise ValueError("labels are numbers: use np.unique(y, return_inverse=True)[1].")
-            losses = self.call(y_true, y_pred)
+            with contextlib.nullcontext() if trace is None else trace.explaining(explained):
+                losses = self.call(y_true, y_pred)
         except ValueError as error:
-            raise ValueError(
-                f"loss {self.name!r} of labels {y_true.dtype}{[*y_true.shape]} and predictions "
-                f"{y_pred.dtype}{[*y_pred.shape]}: {error}"
-            ) from error
+            raise explained(error) from error
         if losses.ndim == 0 and sample_weight is not None:
             raise ValueError(
                 f"loss {self.name!r} returned one number, which sample_weight and class_weight can "
@@ -112,7 +119,9 @@ def global_count(count: int) -> float:
     replica = get_replica_context()
     if replica is not None and replica.num_replicas_in_sync > 1:
         # Not through the tape, which would differentiate it.
-        count = replica.communicator.all_reduce("sum", np.int64(count))
+        total = replica.communicator.all_reduce("sum", np.int64(count))
+        # In a compiled step the parts of all replicas have one shape.
+        count = total if current_trace() is None else count * replica.num_replicas_in_sync
     return max(1.0, float(count))
 
 
@@ -270,11 +279,8 @@ def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool 
         )
     labels = labels.astype(np.int64)
     classes = y_pred.shape[-1]
-    if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError(
-            f"sparse_categorical_crossentropy: labels must be in [0, {classes}), got "
-            f"{int(labels.min())} to {int(labels.max())}. The last layer needs a unit per class."
-        )
+    what = f"sparse_categorical_crossentropy: labels must be in [0, {classes})"
+    operations.check_range(labels, classes, what, "The last layer needs a unit per class.")
     logits = y_pred if from_logits else _log_of(y_pred)
     return operations.softmax_cross_entropy(logits, labels)
 

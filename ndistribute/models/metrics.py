@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ndistribute.autodiff import untrack
-from ndistribute.devices import as_array, to_host
+from ndistribute.context import current_trace
+from ndistribute.devices import array_namespace, as_array, to_host
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import losses
@@ -85,7 +86,7 @@ class Sum(Metric):
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values, each times its weight."""
         total, _ = weighted_sum(values, sample_weight)
-        self.state.assign_add(np.array([total]))
+        self.state.assign_add(joined(total))
 
     def value_of(self, sums: Any) -> float:
         """Return the sum."""
@@ -103,7 +104,7 @@ class Mean(Metric):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values, each with its weight."""
-        self.state.assign_add(np.array(weighted_sum(values, sample_weight)))
+        self.state.assign_add(joined(*weighted_sum(values, sample_weight)))
 
     def value_of(self, sums: Any) -> float:
         """Return the sum over the count."""
@@ -214,7 +215,7 @@ class _Ratio(Mean):
         both = y_true > 0.5, y_pred > self.threshold
         counted = both[0] & both[1], both[self._among]
         sums = [weighted_sum(examples, sample_weight)[0] for examples in counted]
-        self.state.assign_add(np.array(sums))
+        self.state.assign_add(joined(*sums))
 
     _among: ClassVar[int]
 
@@ -270,15 +271,22 @@ def get(metric: Any, loss: losses.Loss) -> Metric:
     return made if isinstance(made, Metric) else MeanMetric(made)
 
 
-def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[float, float]:
+def joined(*numbers: Any) -> Any:
+    """Return numbers as an array of float64, on the host or in a compiled step."""
+    if current_trace() is None:
+        return np.array([float(number) for number in numbers])
+    return np.stack(numbers).astype(np.float64)
+
+
+def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     """Return the weighted sum of values, and the sum of their weights."""
     values = as_array(untrack(values))
     if sample_weight is None:
-        return float(values.sum(dtype=np.float64)), float(values.size)
+        return values.sum(dtype=np.float64), values.size
     weight = as_array(sample_weight)
     weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
-    weight = np.broadcast_to(weight, values.shape) if type(weight) is np.ndarray else weight
-    return float((values * weight).sum(dtype=np.float64)), float(weight.sum(dtype=np.float64))
+    weight = array_namespace(weight).broadcast_to(weight, values.shape)
+    return (values * weight).sum(dtype=np.float64), weight.sum(dtype=np.float64)
 
 
 def sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
@@ -309,4 +317,7 @@ def _squeezed(y_true: Any, y_pred: Any) -> Any:
     return labels
 
 
-_export(vars(), but="binary_accuracy categorical_accuracy sparse_categorical_accuracy weighted_sum")
+_export(
+    vars(),
+    but="binary_accuracy categorical_accuracy joined sparse_categorical_accuracy weighted_sum",
+)

@@ -14,7 +14,7 @@ from ndistribute.errors import CheckpointCorruptError
 from ndistribute.models.batches import check_counts, unpacked
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History
 from ndistribute.models.checkpoint import Weights
-from ndistribute.models.training import TrainingPosition
+from ndistribute.models.position import TrainingPosition
 from ndistribute.tensor_files import Saved
 
 _log = logging.getLogger("ndistribute")

@@ -26,6 +26,7 @@ from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.devices import to_host
+from ndistribute.jit.function import Function
 from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
@@ -35,9 +36,8 @@ from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
-from ndistribute.variables import Variable
+from ndistribute.models.position import NO_BATCHES, TrainingPosition
 
-_NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
 _ONE_OUTPUT = (
     "{}: fit and evaluate compare one output of a model with one array of labels. For several, "
     "write a step of your own with a GradientTape and a loss for each output; predict returns any "
@@ -48,75 +48,6 @@ _OF_KERAS = """
     compute_loss compute_metrics get_metrics_result make_predict_function make_test_function
     make_train_function predict_step reset_metrics test_step train_step
 """.split()
-
-
-@dataclasses.dataclass(eq=False)
-class TrainingPosition:
-    """Where a training is; a part of the state from which it can be continued."""
-
-    epoch: int  # From 0.
-    callbacks: Sequence[Callback] = ()
-    step: int = 0  # The steps made in the epoch.
-    steps_made: int = 0  # The steps made in all epochs.
-    ahead: int = 0  # The steps beyond these that workers of a chief are making.
-    iterator: Any = None  # Over the distributed dataset.
-    finished: bool = False  # Whether the training ended as planned.
-    trained: Sequence[Variable] = ()
-    penalized: Sequence[Layer] = ()  # The layers whose regularizers add to the loss.
-    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    _restored: Any = None  # The position of the iterator to begin at.
-
-    def begin_epoch(self, dataset: Any, steps: int | None) -> None:
-        """Set the iterator for an epoch, to the restored position if there is one.
-
-        Args:
-            dataset: the distributed dataset.
-            steps: the steps of an epoch, if epochs go on in the dataset; otherwise None.
-        """
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            self.iterator = iter(dataset)
-            self.iterator.load_state_dict(restored)  # Later iterations continue after it.
-        if self.iterator is None or (steps is None and not self.step):
-            self.iterator = iter(dataset)
-            for _ in range(self.step):  # A chief, which saved no position in its input, made them.
-                next(self.iterator, None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values."""
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "steps_made": self.steps_made,
-            "input": None if self.iterator is None else self.iterator.state_dict(),
-            "fingerprint": dict(self.fingerprint),
-        }
-
-    def check_state(self, source: Path, state: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` if a state, which was saved in a folder, is of another training."""
-        was, now = state.get("fingerprint", {}), self.fingerprint
-        parts = [part for part in {**was, **now} if was.get(part) != now.get(part)]
-        if parts:
-            changed = "; ".join(f"{part} was {was.get(part)}, is {now.get(part)}" for part in parts)
-            raise ValueError(
-                f"{source} is of another training: {changed}. Run the program as it was to "
-                f"continue it, or delete {source.parent} to begin anew. Nothing has changed."
-            )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position of `state_dict`."""
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.steps_made, self._restored = state["steps_made"], state["input"]
-
-    def check_used(self, steps: int | None) -> None:
-        """Raise a `ValueError` if the dataset ended before the steps of an epoch, or at once."""
-        if not self.step and steps is None:
-            raise ValueError(_NO_BATCHES.format("fit"))
-        if steps is not None:
-            raise ValueError(
-                f"epoch {self.epoch + 1}: the dataset ended after {self.step} of steps_per_epoch="
-                f"{steps} steps: append .repeat() to the dataset, or pass fewer steps."
-            )
 
 
 class Trainer(Layer):
@@ -136,6 +67,9 @@ class Trainer(Layer):
         # Each metric, and whether it counts sample weights.
         self._metrics: list[tuple[_metrics.Metric, bool]] = []
         self.position = TrainingPosition(0)
+        self._jit_compile = False
+        self._steps: dict[str, Any] = {}  # By the name of the method.
+        self._parts_of_steps: frozenset[Any] = frozenset()
 
     def compile(
         self,
@@ -143,6 +77,7 @@ class Trainer(Layer):
         loss: Any = None,
         metrics: Sequence[Any] | None = None,
         weighted_metrics: Sequence[Any] | None = None,
+        jit_compile: bool = False,
     ) -> None:
         """Set the optimizer, the loss and the metrics.
 
@@ -153,10 +88,13 @@ class Trainer(Layer):
             loss: a `Loss`, its name, or a function of labels and predictions.
             metrics: metrics, their names, or functions of labels and predictions.
             weighted_metrics: the same; these use the sample weights.
+            jit_compile: whether XLA compiles the steps of `fit`, `evaluate` and `predict`; with
+                several replicas, those of `fit` without the update. `TPUStrategy` always does.
 
         Raises:
             TypeError: a class is passed, or metrics are no list.
-            ValueError: a name is unknown, or there are several losses.
+            ValueError: a name is unknown, there are several losses, or steps whose variables are on
+                parameter servers are to be compiled.
             RuntimeError: called in the scope of another strategy than that of the model.
         """
         if isinstance(loss, list | tuple | Mapping):
@@ -168,6 +106,12 @@ class Trainer(Layer):
             if isinstance(part, type):
                 name = part.__name__
                 raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
+        if jit_compile and hasattr(type(self.strategy), "servers"):
+            raise ValueError(
+                "compile: jit_compile=True, but a compiled step has no variables on parameter "
+                "servers: leave it out, or use another strategy."
+            )
+        self._jit_compile, self._parts_of_steps = bool(jit_compile), frozenset()
         with self.strategy.scope():
             self.optimizer = _optimizers.get(optimizer)
             halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
@@ -339,18 +283,19 @@ class Trainer(Layer):
         with strategy.scope():
             data = _batches.batches_of(x, batch_size=batch_size)
             self._build_from(data)
+            self._renew_steps()
             parts: list[Any] = []
             called.call("on_predict_begin", {})
             for batch in itertools.islice(strategy.distribute_dataset(data), steps):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
                 inputs, _, _ = _batches.unpacked(batch)
-                outputs = strategy.run(self, args=(inputs,), kwargs={"training": False})
+                outputs = strategy.run(self._steps["_predict_step"], args=(inputs,))
                 parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
             called.call("on_predict_end", {})
         if not parts:
-            raise ValueError(_NO_BATCHES.format("predict"))
+            raise ValueError(NO_BATCHES.format("predict"))
         progress.show_line({}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
@@ -361,25 +306,49 @@ class Trainer(Layer):
             data: this replica's part of the batch.
             rows: the number of examples on all replicas; None: not known in this process.
         """
+        count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
+        gradients = self._steps.get("_gradients", self._gradients)(data, count)
+        pairs = zip(gradients, self.position.trained, strict=True)
+        self.optimizer.apply_gradients(pairs)
+
+    def _gradients(self, data: Any, rows: float) -> list[Any]:
+        """Return the gradients of this replica, and count its part of the batch."""
         with GradientTape() as tape:
             y, predicted, weight = self._compared(data, training=True)
             each = self.loss.weighted(y, predicted, weight)
-            count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
-            loss = np.sum(each) / max(1.0, count * math.prod(each.shape[1:]))
+            loss = np.sum(each) / max(1.0, rows * math.prod(each.shape[1:]))
             penalties = [each for layer in self.position.penalized for each in layer.penalties()]
             if penalties:  # Each replica computes them, and the gradients are added up.
                 replica = get_replica_context()
                 loss = loss + sum(penalties) / (replica.num_replicas_in_sync if replica else 1)
             loss = self.optimizer.scale_loss(loss)
-        trained = self.position.trained
-        gradients = tape.gradient(loss, trained)
-        self.optimizer.apply_gradients(zip(gradients, trained, strict=True))
+        gradients: list[Any] = tape.gradient(loss, self.position.trained)
         self._count(each, penalties, y, predicted, weight)
+        return gradients
 
     def _test_step(self, data: Any) -> None:
         """Add this replica's part of a batch to the metrics."""
         y, predicted, weight = self._compared(data, training=False)
         self._count(self.loss.weighted(y, predicted, weight), self.losses, y, predicted, weight)
+
+    def _predict_step(self, inputs: Any) -> Any:
+        """Return the predictions for this replica's part of a batch."""
+        return self(inputs, training=False)
+
+    def _renew_steps(self) -> None:
+        """Make new steps if the model has other parts: its compiled steps would keep the old."""
+        parts = frozenset([*self.walk(), *self.trainable_variables])
+        if parts == self._parts_of_steps:
+            return
+        alone = self.strategy.num_replicas_in_sync == 1
+        compiled = Function if self._jit_compile else functools.partial
+        self._steps = {
+            "_train_step": (compiled if alone else functools.partial)(self._train_step),
+            "_gradients": compiled(self._gradients),
+            "_test_step": compiled(self._test_step),
+            "_predict_step": compiled(self._predict_step),
+        }
+        self._parts_of_steps = parts
 
     def _compared(self, data: Any, *, training: bool) -> tuple[Any, Any, Any]:
         """Return the labels, predictions and weights of this replica's part of a batch."""
@@ -399,9 +368,9 @@ class Trainer(Layer):
 
     def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:
         each, predicted = untrack((each, predicted))
-        total = float(each.sum(dtype=np.float64))
-        total += sum(float(untrack(penalty)) for penalty in penalties) * each.size
-        self._loss_mean.state.assign_add(np.array([total, each.size]))
+        total = each.sum(dtype=np.float64)
+        total += sum(untrack(penalty) for penalty in penalties) * each.size
+        self._loss_mean.state.assign_add(_metrics.joined(total, each.size))
         for metric, weighted in self._metrics:
             metric.update_state(y, predicted, weight if weighted else None)
 
@@ -425,6 +394,7 @@ class Trainer(Layer):
             remedy = "Make the same model and pass the same arguments on all workers."
             check_alike(workers, "fit", without_data(self, options), remedy)
         self.stop_training = False
+        self._renew_steps()
         self.position = TrainingPosition(
             epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=facts
         )
@@ -461,12 +431,13 @@ class Trainer(Layer):
 
     def run_step(self, batch: Any) -> None:
         """Make a step on all replicas with a distributed batch; see `fit`."""
-        self.strategy.run(self._train_step, args=(batch, self._rows_of_step(batch)))
+        step = self._steps.get("_train_step", self._train_step)  # A worker has none.
+        self.strategy.run(step, args=(batch, self._rows_of_step(batch)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
         position = dataclasses.replace(self.position, callbacks=(), iterator=None)
-        return {**vars(self), "position": position}
+        return {**vars(self), "position": position, "_steps": {}, "_parts_of_steps": frozenset()}
 
     def _callbacks(
         self,
@@ -495,16 +466,17 @@ class Trainer(Layer):
         _batches.check_counts(1, steps=steps)
         batches = _batches.batches_of(*data, batch_size)
         self._build_from(batches)
+        self._renew_steps()
         self._reset_metrics()
         made, end = 0, called.overriding("on_test_batch_end")
         called.call("on_test_begin", {})
         for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
             called.call("on_test_batch_begin", made, {})
-            self.strategy.run(self._test_step, args=(batch,))
+            self.strategy.run(self._steps["_test_step"], args=(batch,))
             self._end_batch(end, made)
             made += 1
         if not made:
-            raise ValueError(_NO_BATCHES.format("evaluate"))
+            raise ValueError(NO_BATCHES.format("evaluate"))
         logs = self._results()
         called.call("on_test_end", logs)
         return logs
@@ -530,7 +502,7 @@ class Trainer(Layer):
             return
         first = next(iter(data), None)
         if first is None:
-            raise ValueError(_NO_BATCHES.format(f"model {self.name!r}"))
+            raise ValueError(NO_BATCHES.format(f"model {self.name!r}"))
         self.build_for(_batches.unpacked(first)[0])
 
     def build_for(self, batch: Any) -> None:

@@ -6,15 +6,13 @@ own, of whose norm the other replicas have the rest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
-from operator import mul
 from typing import Any
 
 import numpy as np
 
-from ndistribute.context import get_replica_context
+from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import Array, array_namespace, device_of
 from ndistribute.dtypes import computing_dtype
 from ndistribute.indexed_slices import IndexedSlices, map_values
@@ -43,13 +41,19 @@ def clipped(
     shards = divided(variables)
     if shards:  # Of which each replica has a part of the norm.
         replica: Any = get_replica_context()
-        squares = replica.all_reduce("sum", np.array([norms[index] ** 2 for index in shards]))
+        squares = replica.all_reduce("sum", np.stack([norms[index] ** 2 for index in shards]))
         for index, square in zip(shards, squares, strict=True):
-            norms[index] = math.sqrt(square)
+            norms[index] = np.sqrt(square)
     if kind == "global_clipnorm":
-        norms = [math.sqrt(sum(norm**2 for norm in norms))] * len(norms)
+        norms = [np.sqrt(sum(norm**2 for norm in norms))] * len(norms)
     pairs = zip(wide, norms, strict=True)
-    return [g if norm <= bound else map_values(partial(mul, bound / norm), g) for g, norm in pairs]
+    return [map_values(partial(_scaled, bound, norm), gradient) for gradient, norm in pairs]
+
+
+def _scaled(bound: float, norm: Any, array: Array) -> Array:
+    if current_trace() is None:
+        return array if norm <= bound else array * float(bound / norm)
+    return array * np.where(norm <= bound, 1, bound / norm).astype(array.dtype)
 
 
 def _cut(bound: float, array: Array) -> Array:
@@ -72,7 +76,8 @@ def _summed(gradient: Any) -> Any:
         return gradient.summed()
 
 
-def _norm(gradient: Any) -> float:
+def _norm(gradient: Any) -> Any:
     array = gradient.values if isinstance(gradient, IndexedSlices) else gradient
     with working_on(device_of(array)):
-        return float(array_namespace(array).linalg.norm(array.reshape(-1)))
+        norm = array_namespace(array).linalg.norm(array.reshape(-1)).astype(np.float64)
+        return norm if current_trace() is not None else float(norm)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ndistribute import update_rules
 from ndistribute.collective.backend import Update
-from ndistribute.context import current_frame, told_apart
+from ndistribute.context import current_frame, current_trace, told_apart
 from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype, native
 from ndistribute.indexed_slices import IndexedSlices, map_values
@@ -321,10 +321,11 @@ class Optimizer(Explaining, Shown):
                 self._counter = strategy.make_variable(zero, policy)
         return self._counter
 
-    def _rate(self) -> float:
+    def _rate(self, ahead: int = 0) -> float:
         rate = self.learning_rate
         # A tape may watch a rate that is a variable, and would refuse float(variable).
-        return float(as_array(rate(int(self._counter)) if callable(rate) else rate))
+        made = int(self._counter) + ahead
+        return float(as_array(rate(made) if callable(rate) else rate))
 
     def _summable(self, gradient: Any) -> Any:
         """Return a gradient to sum: `IndexedSlices` widened, and dense if the rule requires it."""
@@ -336,14 +337,20 @@ class Optimizer(Explaining, Shown):
 
     def _open(self, variables: Sequence[Any]) -> _Opened:
         """Count the step, and return the arrays to write and the rate; once for all replicas."""
-        steps = int(self._counter) + 1
-        rate = self.rule.rate(steps, self._rate())
+        trace, counter = current_trace(), self._counter
+        if trace is None:
+            rate = self.rule.rate(int(counter) + 1, self._rate())
+        else:
+            ahead = trace.count(self)  # Of the steps made before the compiled step.
+            rate = trace.input(lambda: self.rule.rate(int(counter) + ahead, self._rate(ahead - 1)))
         arrays = []
         for variable in variables:
             columns = [each.begin_update() for each in (variable, *self._slots[variable])]
             arrays.append(list(zip(*columns, strict=True)))
-        for counter in self._counter.begin_update():
-            write_to(counter, np.asarray(steps))
+        if trace is None:
+            _count_step(counter)
+        else:
+            trace.after.append((lambda: _count_step(counter), ()))
         return arrays, rate
 
     def _update_owned(
@@ -436,6 +443,12 @@ class Optimizer(Explaining, Shown):
             update = names, tuple(sent), tuple(kept_in)
             applies[server] = Apply(*update, counter.name, title, rate, numbers)
         return applies, {server: shards for server, (shards, *_) in parts.items()}
+
+
+def _count_step(counter: Any) -> None:
+    steps = np.asarray(int(counter) + 1)
+    for array in counter.begin_update():
+        write_to(array, steps)
 
 
 def _checked(

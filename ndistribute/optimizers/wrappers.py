@@ -6,13 +6,16 @@ slots and the step count.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ndistribute.context import get_replica_context
+from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import array_namespace, as_array
+from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.optimizers.clipping import widened
 from ndistribute.optimizers.optimizer import Optimizer, check_whole, sum_over
@@ -127,22 +130,38 @@ class GradientAccumulation(_Wrapper):
                 self.build(variables)
             else:
                 replica.merge_call(lambda _: self.build(variables))
-        me = _local_id()
-        calls = self._calls[me] = self._calls.get(me, self._before) + 1
+        is_due = self._count_call()
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
                 self._sums[variable].scatter_add(gradient)
             elif gradient is not None:
                 self._sums[variable].assign_add(as_array(gradient))
-        if calls % self.steps:
+        if not is_due:
             return
         means = [
-            (None if gradient is None else self._sums[variable].numpy() / self.steps, variable)
+            (None if gradient is None else as_array(self._sums[variable]) / self.steps, variable)
             for gradient, variable in pairs
         ]
         self.inner.apply_gradients(means, skip_gradients_aggregation)
         for _, variable in pairs:
             self._sums[variable].assign(np.zeros(variable.shape, variable.dtype))
+
+    def _count_call(self) -> bool:
+        """Count a call of this replica, and return whether it makes a step."""
+        me, trace = _local_id(), current_trace()
+
+        def calls() -> int:
+            return self._calls.get(me, self._before)
+
+        def count() -> None:
+            self._calls[me] = calls() + 1
+
+        if trace is None:
+            count()
+            return not calls() % self.steps
+        ahead = trace.count(self)
+        trace.after.append((count, ()))
+        return bool(trace.constant(lambda: not (calls() + ahead) % self.steps))
 
 
 class LossScale(_Wrapper):
@@ -182,13 +201,16 @@ class LossScale(_Wrapper):
         self._states: dict[int, tuple[float, int]] = {}
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> Any:
         """The current scale."""
-        return self._states.get(_local_id(), self._first)[0]
+        me, trace = _local_id(), current_trace()
+        if trace is None:
+            return self._states.get(me, self._first)[0]
+        return trace.input(lambda: np.float32(self._states.get(me, self._first)[0]))
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, in float32: differentiate this one."""
-        return self.inner.scale_loss(loss.astype(np.float32) * np.float32(self.scale))
+        return self.inner.scale_loss(loss.astype(np.float32) * self.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, and the number of steps since it changed."""
@@ -210,19 +232,34 @@ class LossScale(_Wrapper):
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
             gradients = sum_over(replica, gradients, variables)  # So all replicas decide alike.
-        is_finite = all(_is_finite(gradient) for gradient in gradients)
+        is_finite = functools.reduce(np.logical_and, map(_is_finite, gradients), np.True_)
         if replica is not None and divided(variables):  # Of which each replica has seen its own.
-            is_finite = bool(replica.all_reduce("min", float(is_finite)))
-        me = _local_id()
+            is_finite = replica.all_reduce("min", is_finite.astype(float)) > 0
+        adjust, trace = functools.partial(self._adjust, _local_id()), current_trace()
+        if trace is not None and trace.count(self) > 1:
+            raise TracingError(
+                "LossScale makes a second step in one compiled step, which would depend on whether "
+                "the first overflowed: call run for each, or use an optimizer for each."
+            )
+        with contextlib.nullcontext() if trace is None else trace.only_if(is_finite):
+            if trace is not None or is_finite:
+                scale = self.scale
+                unscaled = [map_values(lambda array: array / scale, each) for each in gradients]
+                pairs = list(zip(unscaled, variables, strict=True))
+                self.inner.apply_gradients(pairs, skip_gradients_aggregation=True)
+        if trace is None:
+            adjust(is_finite)
+        else:
+            trace.after.append((adjust, (is_finite,)))
+
+    def _adjust(self, me: int, is_finite: Any) -> None:
+        """Set the scale of a replica after a step."""
         scale, steps = self._states.get(me, self._first)
         if not is_finite:
             self._states[me] = max(1.0, scale / 2), 0
-            return
-        unscaled = [map_values(lambda array: array / scale, gradient) for gradient in gradients]
-        scaled_back = zip(unscaled, variables, strict=True)
-        self.inner.apply_gradients(scaled_back, skip_gradients_aggregation=True)
-        grows = steps + 1 == self._growth_steps
-        self._states[me] = (2 * scale, 0) if grows else (scale, steps + 1)
+        else:
+            grows = steps + 1 == self._growth_steps
+            self._states[me] = (2 * scale, 0) if grows else (scale, steps + 1)
 
 
 def _local_id() -> int:
@@ -230,6 +267,6 @@ def _local_id() -> int:
     return 0 if replica is None else replica.local_replica_id
 
 
-def _is_finite(gradient: Any) -> bool:
+def _is_finite(gradient: Any) -> Any:
     values = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-    return bool(array_namespace(values).isfinite(values).all())
+    return array_namespace(values).isfinite(values).all()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ndistribute.devices import copy_to, device_of, is_gpu_array, to_host
+from ndistribute.devices import copy_to, device_of, is_device_array, to_host
 from ndistribute.dtypes import PORTABLE
 from ndistribute.ownership import read_only
 from ndistribute.parameter_server import messages as m
@@ -88,7 +88,7 @@ class SharedVariables(Variables):
         with cell.lock:
             if cell.array is None:
                 raise _without_value(name)
-            if is_gpu_array(values):
+            if is_device_array(values):
                 self._move(cell, values)
             if indices is None and values.shape != cell.array.shape:
                 values = np.broadcast_to(values, cell.array.shape)
@@ -107,7 +107,7 @@ class SharedVariables(Variables):
                 lock = self.cell(name).lock
                 lock.acquire()
                 held.append(lock)
-            if is_gpu_array(change.gradients[0].values):
+            if is_device_array(change.gradients[0].values):
                 for name in names:
                     self._move(self.cell(name), change.gradients[0].values)
             step = OptimizerStep(self, change)
@@ -140,7 +140,7 @@ class SharedVariables(Variables):
 
     def _move(self, cell: Cell, values: Any) -> None:
         """Move a variable, such as a restored one, to the GPU on which it is changed."""
-        if not is_gpu_array(cell.array):
+        if not is_device_array(cell.array):
             cell.array = copy_to(cell.array, device_of(values))
 
 

@@ -10,5 +10,7 @@ from ndistribute.strategies.local import OneDeviceStrategy as OneDeviceStrategy
 from ndistribute.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
+from ndistribute.strategies.tpu import TPUStrategy as TPUStrategy
+from ndistribute.strategies.tpu import initialize_tpu_system as initialize_tpu_system
 
 register_default_strategy(DefaultStrategy())

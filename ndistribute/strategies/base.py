@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -88,6 +89,9 @@ class Strategy:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
         self._workers = workers
+        if workers is not None:
+            # The other workers wait for this, so it also runs if the program never calls close.
+            self._good_bye = weakref.finalize(self, workers.close)
         self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()
         self._turn = threading.RLock()  # Reentrant: only its owner can release it.
@@ -117,6 +121,8 @@ class Strategy:
 
     def _on_close(self) -> None:
         """Release the resources that the strategy has besides its replicas."""
+        if self._workers is not None:
+            self._good_bye()
 
     # Methods that variables and input pipelines call.
 
@@ -217,8 +223,11 @@ class Strategy:
         if self._cross_replica_frame("run").merging:
             what = "run was called inside merge_call, while the replicas wait for it."
             raise RuntimeError(f"{what} Return the value and call run outside.")
+        return self._run_step(fn, args, dict(kwargs or {}))
+
+    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Return the results of all replicas of this process; the arguments are checked."""
         size = len(self.devices)
-        named = dict(kwargs or {})
         calls = [
             (args and tree.select(args, rank, size), named and tree.select(named, rank, size))
             for rank in range(size)
@@ -377,7 +386,10 @@ class Strategy:
 
     def __repr__(self) -> str:
         closed = "closed " if self._refusal == _CLOSED else ""
-        return f"{closed}{type(self).__name__}({', '.join(map(repr, map(str, self.devices)))})"
+        shown = f"{closed}{type(self).__name__}({', '.join(map(repr, map(str, self.devices)))})"
+        if self._workers is None:
+            return shown
+        return f"{shown} of worker {self._workers.rank} of {self._workers.size}"
 
     def _build(self) -> None:
         """Make the replicas' communicators, contexts and thread pool."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -160,38 +159,34 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str | Device] | None = None,
     ) -> None:
         resolver = resolver_of_job(cluster_resolver)
-        if not isinstance(communication_options, CommunicationOptions | None):
-            what = "communication_options must be nd.CommunicationOptions(...),"
-            raise TypeError(f"{what} got {communication_options!r}.")
         local_devices = resolve_devices(devices)
-        workers = _join(resolver, local_devices, communication_options or CommunicationOptions())
-        if workers is not None:
-            # The other workers wait for this, so it also runs if the program never calls close.
-            self._good_bye = weakref.finalize(self, workers.close)
+        workers = join_job(resolver, local_devices, communication_options)
         super().__init__(local_devices, resolver, workers)
 
-    def _on_close(self) -> None:
-        if self._workers is not None:
-            self._good_bye()
 
-    def __repr__(self) -> str:
-        if self._workers is None:
-            return super().__repr__()
-        return f"{super().__repr__()} of worker {self._workers.rank} of {self._workers.size}"
-
-
-def _join(
-    resolver: ClusterResolver, devices: Sequence[Device], options: CommunicationOptions
+def join_job(
+    resolver: ClusterResolver,
+    devices: Sequence[Device],
+    options: CommunicationOptions | None,
+    what: str = "MultiWorkerMirroredStrategy",
 ) -> Workers | None:
-    """Return this process's connections to the other workers, or None if it works alone."""
+    """Return this process's connections to the other workers, or None if it works alone.
+
+    Errors name the strategy, `what`.
+    """
+    if not isinstance(options, CommunicationOptions | None):
+        raise TypeError(
+            f"communication_options must be nd.CommunicationOptions(...), got {options!r}."
+        )
     if resolver.task_type == "evaluator" or resolver.num_workers < 2:
         return None
     rank = resolver.worker_index
     if rank is None:
-        what = f"a task of job {resolver.task_type!r} cannot use MultiWorkerMirroredStrategy:"
-        raise ValueError(f"{what} only the cluster's chief and workers can.")
+        task = f"a task of job {resolver.task_type!r} cannot use {what}:"
+        raise ValueError(f"{task} only the cluster's chief and workers can.")
     try:
-        return join_workers(resolver.worker_addresses, rank, devices, options)
+        addresses, options = resolver.worker_addresses, options or CommunicationOptions()
+        return join_workers(addresses, rank, devices, options)
     except OSError as error:
         if resolver.address_hint:
             error.add_note(resolver.address_hint)

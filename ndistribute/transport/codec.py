@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ndistribute.devices import is_gpu_array, to_host
+from ndistribute.devices import is_device_array, to_host
 from ndistribute.dtypes import PORTABLE, dtype_named
 
 MAX_DIMENSIONS = 32
@@ -88,7 +88,7 @@ class Decoder(Generic[T]):
 
 def _write_other(value: Any) -> Any:
     """Return what is sent for a number of NumPy, the length of an axis, or an array."""
-    if is_gpu_array(value):
+    if is_device_array(value):
         value = to_host(value)
     if not isinstance(value, np.ndarray):
         if isinstance(value, np.generic):

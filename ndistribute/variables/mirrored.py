@@ -16,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.devices import Array, Device, copy_to, is_gpu_array
+from ndistribute.context import current_trace, part_of
+from ndistribute.devices import Array, Device, copy_to, is_device_array
 from ndistribute.dtypes import kind_of
 from ndistribute.indexed_slices import map_values
 from ndistribute.ownership import ArrayOwner
@@ -33,26 +34,36 @@ class SnapshotArray(ArrayOwner):
     otherwise it happens in place.
     """
 
-    __slots__ = ("_view", "device", "version")
+    __slots__ = ("_group", "_view", "device", "version")
 
     def __init__(self, initial: Array, device: Device) -> None:
         self.device = device
         self.version = 0
+        self._group: CellGroup | None = None
         with working_on(device):
             # The copy owns its memory, so NumPy makes it the base even of views of views.
             self._hold(copy_to(initial, device).copy(order="C"))
 
     def read(self) -> Array:
         """Return a snapshot that never changes, which is read-only on a CPU."""
+        if (trace := current_trace()) is not None:
+            return trace.read(self)
+        if self._group is not None:
+            self._group.fetch()
         # Each reader gets its own view, because it may set the view's shape or flags.
         return self._view.view()
 
     def writable(self, *, keep: bool = True) -> Array:
         """Return the array to update: a new one if a snapshot exists; `keep` copies the values."""
+        if (trace := current_trace()) is not None:
+            return trace.writable(self)
+        if self._group is not None:
+            self._group.fetch()
+            self._group.array = None
         self.version += 1
         if self.is_shared(own_views=1):
             with working_on(self.device):
-                needed = keep or is_gpu_array(self.array)
+                needed = keep or is_device_array(self.array)
                 self._hold(self.array.copy() if needed else np.empty_like(self.array))
         return self.array
 
@@ -72,15 +83,73 @@ class SnapshotArray(ArrayOwner):
             else:
                 target -= value
 
+    @property
+    def group(self) -> CellGroup:
+        """The cells that compiled steps hold in one array; this one alone, unless others are."""
+        if self._group is None:
+            self._group = CellGroup([self], None)
+        return self._group
+
+    def set_group(self, group: CellGroup) -> None:
+        """Make compiled steps hold the cell in one array with others."""
+        self._group = group
+
+    def hold(self, array: Array) -> None:
+        """Replace the array, by one that nobody else writes to."""
+        self._hold(array)
+
     def _hold(self, array: Array) -> None:
         self.array = array
         self._view = array.view()
-        if not is_gpu_array(array):
+        if not is_device_array(array):
             self._view.flags.writeable = False
 
 
+class CellGroup:
+    """Cells that compiled steps hold in one of JAX's arrays, the cells of a variable's replicas.
+
+    Args:
+        cells: one for each replica of this process, or one for all.
+        axis: None: all replicas have the same value. Otherwise the axis along which the array joins
+            those of the replicas; -1: a new first axis.
+    """
+
+    __slots__ = ("array", "axis", "cells", "is_newer")
+
+    def __init__(self, cells: Sequence[SnapshotArray], axis: int | None) -> None:
+        self.cells, self.axis = cells, axis
+        self.array: Any = None  # The array of JAX, if it is not older than the cells.
+        self.is_newer = False  # Whether the cells are older than it.
+
+    def store(self, array: Any) -> None:
+        """Keep the value that a compiled step gave."""
+        self.array, self.is_newer = array, True
+        for cell in self.cells:
+            cell.version += 1
+
+    def fetch(self) -> None:
+        """Copy the value that a compiled step gave into the cells, unless they have it."""
+        if not self.is_newer:
+            return
+        self.is_newer = False
+        if self.axis is None:
+            self.cells[0].hold(np.array(self.array))
+            return
+        along = max(self.axis, 0)
+        shards = sorted(self.array.addressable_shards, key=lambda s: s.index[along].start or 0)
+        for cell, shard in zip(self.cells, shards, strict=True):
+            part = np.array(shard.data)
+            cell.hold(part.reshape(part.shape[1:]) if self.axis < 0 else part)
+
+
+def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:
+    group = CellGroup(cells, axis)
+    for cell in cells:
+        cell.set_group(group)
+
+
 def _apply_rows(write: Write, target: Array) -> None:
-    on_gpu, combine = is_gpu_array(target), np.add if write.how == "assign_add" else np.subtract
+    on_gpu, combine = is_device_array(target), np.add if write.how == "assign_add" else np.subtract
     # CuPy's result for repeated indices is undefined, or defined for few dtypes only.
     if write.how == "assign":
         rows = write.rows_once() if on_gpu else write.value
@@ -103,7 +172,7 @@ class DeviceCopies:
         known, copy = self._held.get(device.memory_space, (None, array))
         if known != version:
             copy = copy_to(array, device)
-            if not is_gpu_array(copy):
+            if not is_device_array(copy):
                 copy.flags.writeable = False
             self._held[device.memory_space] = (version, copy)
         return copy.view()
@@ -123,6 +192,10 @@ class MirroredVariable(Variable):
         devices = [homes[self.home_of.index(k)] for k in range(len(spaces))]
         self._cells = [SnapshotArray(array, device) for device in devices]
 
+    def join_cells(self) -> None:
+        """Let compiled steps hold the one value of all replicas in one array."""
+        _join(self._cells, None)
+
     def _homes(self, devices: Sequence[Device]) -> Sequence[Device]:
         """Return the device that stores the array of each replica."""
         return devices
@@ -140,7 +213,9 @@ class MirroredVariable(Variable):
 
     def begin_update(self) -> list[Array]:
         """Return the arrays to change in place, one per memory space; once for all replicas."""
-        return [cell.writable() for cell in self._cells]
+        # A compiled step has the shards of all replicas in one array.
+        cells = self._cells if current_trace() is None else self._cells[:1]
+        return [cell.writable() for cell in cells]
 
     def _apply(self, write: Write) -> None:
         for cell in self._cells:
@@ -179,6 +254,10 @@ class SyncOnReadVariable(Variable):
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
         super()._set_up(strategy, array, policy)
         self._cells = [SnapshotArray(array, device) for device in strategy.devices]
+
+    def join_cells(self) -> None:
+        """Let compiled steps hold the values of the replicas in one array."""
+        _join(self._cells, -1)
 
     def component(self) -> Array:
         """Return this replica's value, or the values of all replicas combined outside replicas."""
@@ -246,12 +325,15 @@ class ShardedVariable(MirroredVariable):
         pairs = zip(self._cuts, contexts, strict=True)
         self._cells = [SnapshotArray(array[cut], context.device) for cut, context in pairs]
 
-    def cut(self, rank: int) -> tuple[slice, ...]:
+    def join_cells(self) -> None:
+        """Let compiled steps hold the shards in one array."""
+        _join(self._cells, self._policy.shard_axis)
+
+    def cut(self, rank: int) -> tuple[Any, ...]:
         """Return the index of a replica's shard in the whole."""
         axis = self._policy.shard_axis or 0
         count, length = self._strategy.num_replicas_in_sync, self._shape[axis]
-        part = slice(length * rank // count, length * (rank + 1) // count)
-        return (slice(None),) * axis + (part,)
+        return (slice(None),) * axis + (part_of(length, rank, count),)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp
-from ndistribute.devices import Array, as_array, device_of, to_host
+from ndistribute.context import current_trace
+from ndistribute.devices import Array, as_array, device_of
 from ndistribute.dtypes import can_cast, kind_of, standard
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import working_on
@@ -119,10 +120,7 @@ class Write:
         rows = self.value
         if self.how != "assign" or not self.sparse:
             return rows
-        indices = to_host(rows.indices)
-        unique, last = np.unique(indices[::-1], return_index=True)
-        values = rows.values[len(indices) - 1 - last]
-        return IndexedSlices(values, as_array(unique), rows.dense_shape)
+        return rows.last_rows()
 
     def aggregated(self, aggregation: VariableAggregation, communicator: Any) -> Write:
         """Return the combination of all replicas' writes; a collective call."""
@@ -131,9 +129,12 @@ class Write:
             return Write(self.how, communicator.all_reduce(op, self.rows_once()))
         if not self.sparse:
             return Write(self.how, communicator.broadcast(rows, root=0))
-        first = slice(None if communicator.rank == 0 else 0)
-        pair = (rows.indices[first], rows.values[first])
-        indices, values = communicator.all_gather(pair, axis=0)
+        if current_trace() is not None:  # All replicas have as many rows.
+            indices, values = communicator.broadcast((rows.indices, rows.values), root=0)
+        else:
+            first = slice(None if communicator.rank == 0 else 0)
+            pair = (rows.indices[first], rows.values[first])
+            indices, values = communicator.all_gather(pair, axis=0)
         return Write(self.how, IndexedSlices(values, indices, rows.dense_shape))
 
 

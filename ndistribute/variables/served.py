@@ -22,9 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.context import current_frame
+from ndistribute.context import current_frame, current_trace
 from ndistribute.devices import Array, copy_to, to_host
-from ndistribute.errors import CollectiveTimeoutError, DistributeError, WorkerLostError
+from ndistribute.errors import (
+    CollectiveTimeoutError,
+    DistributeError,
+    TracingError,
+    WorkerLostError,
+)
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.parameter_server.client import Servers
 from ndistribute.parameter_server.messages import Change, Item, VariableUpdate
@@ -126,6 +131,11 @@ class ServedVariable(Variable):
 
     def component(self) -> Array:
         """Return a snapshot in this replica's memory, from this step or later."""
+        if current_trace() is not None:
+            raise TracingError(
+                f"variable {self.name!r}, which is on parameter servers, is used in a compiled "
+                "step, which would keep its value of now: pass variable.numpy() as an argument."
+            )
         self.replica("read")
         replica = current_frame().replica
         versions, whole = self._fetched(in_step=replica is not None)

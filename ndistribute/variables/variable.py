@@ -18,7 +18,14 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ndistribute import context, tree
 from ndistribute.context import current_frame
-from ndistribute.devices import Array, array_namespace, as_array, device_of, is_gpu_array, to_host
+from ndistribute.devices import (
+    Array,
+    array_namespace,
+    as_array,
+    device_of,
+    is_device_array,
+    to_host,
+)
 from ndistribute.dtypes import kind_of, native
 from ndistribute.errors import CollectiveMismatchError
 from ndistribute.indexed_slices import IndexedSlices
@@ -149,7 +156,7 @@ class ArrayLike(NDArrayOperatorsMixin):
 def detached(value: Any) -> Any:
     """Return an array whose changes do not affect a variable."""
     # A snapshot on a CPU is read-only. CuPy has no such flag, so a view on a GPU is copied.
-    if type(value) is np.ndarray or not is_gpu_array(value) or value.base is None:
+    if type(value) is np.ndarray or not is_device_array(value) or value.base is None:
         return value
     with working_on(device_of(value)):
         return value.copy()
@@ -184,8 +191,8 @@ class Variable(ArrayLike):
     """
 
     _internal = frozenset(
-        "begin_update component home_of is_distributed_variable make raw_array replica "
-        "tracked_value".split()
+        "begin_update component home_of is_distributed_variable join_cells make raw_array "
+        "replica tracked_value".split()
     )
     is_distributed_variable = True
 
@@ -242,6 +249,9 @@ class Variable(ArrayLike):
         policy = replace(self._policy, name=f"{self.name}/{name}", trainable=False)
         policy.check_dtype(array.dtype)
         return self._make_beside(name, array, policy)
+
+    def join_cells(self) -> None:
+        """Let compiled steps for several devices hold the components in one array."""
 
     def _make_beside(self, name: str, array: Array, policy: VariablePolicy) -> Variable:
         return type(self).make(self._strategy, array, policy)
@@ -428,7 +438,9 @@ class Variable(ArrayLike):
         where = f"scatter ({how}) on variable {self.name!r} of shape {self._shape}"
         if not self._shape:
             raise ValueError(f"{where}: a variable without axes has no rows. Nothing has changed.")
-        rows = native(np.atleast_1d(to_host(as_array(indices))))
+        rows = as_array(indices)
+        is_traced = hasattr(rows, "on_device")  # In a compiled step the indices have no values.
+        rows = native(np.atleast_1d(rows if is_traced else to_host(rows)))
         if rows.size == 0:
             rows = rows.astype(np.int64)
         if rows.dtype.kind not in "iu" or rows.ndim != 1:
@@ -436,8 +448,11 @@ class Variable(ArrayLike):
                 f"{where}: indices must be integers of one axis, got {rows.dtype} of shape "
                 f"{rows.shape}. Nothing has changed."
             )
-        outside = rows[(rows < 0) | (rows >= self._shape[0])]
-        if outside.size:
+        inside = (rows >= 0) & (rows < self._shape[0])
+        if is_traced:
+            wrong = f"{where}: an index is not in [0, {self._shape[0]}). Nothing has changed."
+            context.current_trace().check(inside, lambda: ValueError(wrong))
+        elif (outside := rows[~inside]).size:
             raise ValueError(
                 f"{where}: index {outside[0]} is not in [0, {self._shape[0]}). Nothing has changed."
             )
@@ -488,6 +503,10 @@ def create_variable(initial_value: Any, dtype: Any, policy: VariablePolicy) -> A
             f"{type(initial_value).__name__}: pass one component of it."
         )
     strategy, replica = context.get_strategy(), context.get_replica_context()
+    if (trace := context.current_trace()) is not None:
+        trace.created += 1
+        with context.tracing(None):  # Its value is plain, and the same in all traces.
+            return _create(strategy, _initial_array(initial_value, dtype), policy)
     if replica is None or replica.num_replicas_in_sync == 1:
         return _create(strategy, _initial_array(initial_value, dtype), policy)
     array = None

@@ -257,3 +257,18 @@ def test_what_was_written_for_this_process_comes_first():
     # As after `srun torchrun`: Slurm started torchrun, and torchrun this process.
     started = {**STEP, **mpi, **TORCHRUN, "TORCHELASTIC_RUN_ID": "7"}
     assert isinstance(resolve(started), Torchrun)
+
+
+def test_the_hosts_of_a_tpu_are_workers_and_one_host_is_alone():
+    kind = nd.TPUClusterResolver
+    resolver = kind(port=9000, environ={"TPU_WORKER_HOSTNAMES": "a,b,c", "TPU_WORKER_ID": "2"})
+    assert resolver.worker_addresses == ("a:9000", "b:9000", "c:9000")
+    assert (resolver.worker_index, resolver.environment) == (2, "tpu")
+    for alone in (kind("local", environ=TORCHRUN), kind(environ={"TPU_WORKER_HOSTNAMES": "a"})):
+        assert (alone.num_workers, alone.is_chief) == (1, True)
+    elsewhere = kind(environ=TORCHRUN)
+    assert elsewhere.cluster_spec() == Torchrun(environ=TORCHRUN).cluster_spec()
+    with pytest.raises(ValueError, match="its hosts themselves"):
+        kind("my-tpu", environ={})
+    with pytest.raises(ValueError, match="TPU_WORKER_ID"):
+        kind(environ={"TPU_WORKER_HOSTNAMES": "a,b"})

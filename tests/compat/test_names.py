@@ -34,7 +34,7 @@ rng = np.random.default_rng(0)
         ("keras.losses", "MeanSquareError", "MeanSquaredError"),
         ("keras.losses.Reduction", "NON", "NONE"),
         ("keras.callbacks", "ModelCheckpoints", "ModelCheckpoint"),
-        ("distribute", "TPUStrategy", "Strategy"),
+        ("distribute", "TPUStrategies", "TPUStrategy"),
         ("distribute.experimental", "MirorredStrategy", "MirroredStrategy"),
         ("data", "Datasets", "Dataset"),
         ("config", "list_devices", "list_physical_devices"),

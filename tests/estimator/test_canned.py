@@ -11,6 +11,7 @@ from ndistribute import estimator as est
 from ndistribute.estimator import feature_column as fc
 from ndistribute.graph.hooks import CheckpointSaverListener, SessionRunHook
 from ndistribute.graph.optimizers import AdagradOptimizer, AdamOptimizer, GradientDescentOptimizer
+from tests.contract_rows import TPUS
 from tests.estimator.test_estimator import STRATEGIES
 
 RNG = np.random.default_rng(0)
@@ -144,9 +145,22 @@ def compiled(learning_rate: float = 0.1) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["mirrored", "workers", "servers"])
+def test_a_graph_is_not_compiled_and_what_is_said_so():
+    pytest.importorskip("jax")
+    with nd.TPUStrategy(["tpu:0"]) as strategy:
+        estimator = est.LinearRegressor(
+            [COLUMN], config=est.RunConfig(train_distribute=strategy, eval_distribute=strategy)
+        )
+        for use in (estimator.train, estimator.evaluate):
+            with pytest.raises(ValueError, match=r"TPUStrategy.*model_to_estimator"):
+                use(batches(X, Y), steps=1)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "workers", "servers", "tpu-2"])
 def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path, name):
-    with STRATEGIES[name]() as strategy:
+    if name in TPUS:
+        pytest.importorskip("jax")
+    with {**STRATEGIES, **TPUS}[name]() as strategy:
         config = est.RunConfig(train_distribute=strategy, save_checkpoints_steps=20)
         estimator = est.model_to_estimator(compiled(), tmp_path, config)
         spec = est.TrainSpec(batches(X, Y), max_steps=50)
@@ -162,8 +176,8 @@ def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path, name):
         again = est.model_to_estimator(compiled(), tmp_path)
         again.train(batches(X, Y), max_steps=60)
         assert again.evaluate(once(X, Y))["global_step"] == 60
-        predicted = [one["predictions"] for one in again.predict(lambda: X[:5])]
-        np.testing.assert_allclose(predicted, Y[:5], atol=0.1)
+        predicted = [one["predictions"] for one in again.predict(lambda: X[:6])]
+        np.testing.assert_allclose(predicted, Y[:6], atol=0.1)
 
 
 def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.devices import copy_to, is_gpu_array, to_host
+from ndistribute.devices import copy_to, is_device_array, to_host
 
 # What a test runs over besides the imitation: nothing where no GPU is visible.
 REAL = [pytest.param("real", marks=pytest.mark.gpu)] if nd.list_devices("gpu") else []
@@ -17,7 +17,7 @@ def on(array, device):
 
 def place_of(array):
     """Return the memory space in which an array lies."""
-    return f"gpu:{array.device.id}" if is_gpu_array(array) else "cpu"
+    return f"gpu:{array.device.id}" if is_device_array(array) else "cpu"
 
 
 def components(strategy, make):

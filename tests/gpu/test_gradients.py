@@ -3,7 +3,7 @@
 import numpy as np
 
 import ndistribute as nd
-from ndistribute.devices import Device, copy_to, is_gpu_array, to_host
+from ndistribute.devices import Device, copy_to, is_device_array, to_host
 from tests.autodiff.test_expressions import DIFFERENTIATED, EYE, PLAIN, X, function_of, lines
 from tests.models.test_operations import calls
 
@@ -32,7 +32,7 @@ def check(name, function, arrays):
     """Compare a function's value and gradients on the GPU with those of the host."""
     both = [gradients(function, arrays, place) for place in ("cpu:0", "gpu:0")]
     for on_host, on_gpu in zip(*both, strict=True):
-        assert is_gpu_array(on_gpu), name
+        assert is_device_array(on_gpu), name
         assert (on_gpu.shape, on_gpu.dtype) == (on_host.shape, on_host.dtype), name
         np.testing.assert_allclose(to_host(on_gpu), on_host, rtol=1e-9, atol=1e-9, err_msg=name)
 

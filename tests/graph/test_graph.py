@@ -194,7 +194,7 @@ g.Graph().add("identity", [g.constant(1.0)])
 g.DatasetIterator([])
 -> ValueError: empty
 g.device("/tpu:0")
--> ValueError: '/tpu:0' is not the name of a device. Write
+-> ValueError: '/tpu:0': operations of graphs run on CPUs and GPUs. Steps for TPUs
 g.replica_device_setter(2, ps_strategy=3)
 -> TypeError: ps_strategy is a function
 g.Variable([1.0], name="w") + g.GradientDescentOptimizer(0.1).minimize(g.constant(1.0))

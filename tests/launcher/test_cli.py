@@ -1,5 +1,6 @@
 """The `ndistribute` command: what it takes, what it refuses, and what it hands on."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def test_the_command_is_installed_under_its_name():
 def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(capfd):
     names = (
         "Python|processor|BLAS|BLAS threads|BLAS kernels|mpi4py|CuPy|NCCL|cloudpickle|"
-        "mpiexec|GPUs|shared memory|loopback|host name|ssh"
+        "JAX|mpiexec|GPUs|shared memory|loopback|host name|ssh"
     )
     findings = doctor.examine()
     assert [finding.name for finding in findings] == names.split("|")
@@ -106,6 +107,23 @@ def test_the_doctor_looks_at_everything_and_names_a_remedy_for_what_is_not_well(
     assert cli.main(["doctor"]) == 0
     said = capfd.readouterr().out
     assert all(name in said for name in names.split("|"))
+
+
+def test_the_doctor_lists_the_devices_of_jax_without_opening_them_here(monkeypatch):
+    def line():
+        return str(doctor._jax())
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert re.fullmatch(r"ok +JAX +jax [\d.]+, 3 x cpu", line())
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    assert re.search("^slow .* opens no device: .*\n.* set JAX_PLATFORMS=cpu", line())
+
+    def version(package):
+        raise doctor.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert "pip install 'ndistribute[jax]'" in line()
 
 
 def test_the_doctor_says_how_many_blas_threads_steps_use_and_why(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.devices import is_gpu_array
+from ndistribute.devices import is_device_array
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import Sequential, layers, losses, regularizers
 from ndistribute.variables.mirrored import sharded_variable
@@ -51,7 +51,7 @@ def trained(strategy, make, x, steps=2):
             with nd.GradientTape() as tape:
                 y = layer(rows, training=True)
                 loss = np.sum(y * y / 2 + y) / len(x)
-            assert is_gpu_array(y.value) == is_gpu_array(rows)
+            assert is_device_array(y.value) == is_device_array(rows)
             variables = layer.trainable_variables
             gradients = tape.gradient(loss, variables)
             optimizer.apply_gradients(zip(gradients, variables, strict=True))

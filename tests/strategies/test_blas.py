@@ -22,8 +22,10 @@ from ndistribute.blas import (
     set_by_user,
     shared_blas,
 )
-from tests.kinds import closing, in_thread, inside_worker, mirrored, raised_in
+from tests.kinds import closing, in_thread, inside_worker, mirrored, plain_step, raised_in
 from tests.processes import Ranks
+
+pytestmark = plain_step("the threads of replicas")
 
 
 def threads() -> list[int]:

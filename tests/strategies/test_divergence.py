@@ -9,7 +9,9 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.collective.communicator import Communicator
-from tests.kinds import context, here, inside_worker, meet, parts, rank, replica_ids
+from tests.kinds import context, here, inside_worker, meet, parts, plain_step, rank, replica_ids
+
+pytestmark = plain_step("replicas fail on threads of their own")
 
 STEPS = 60
 between_workers = pytest.mark.skipif(not inside_worker(), reason="one process is interrupted whole")

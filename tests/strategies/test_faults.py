@@ -20,12 +20,15 @@ from tests.kinds import (
     meet,
     mirrored,
     one_process,
+    plain_step,
     pool_threads,
     raised_in,
     rank,
     replica_ids,
     works,
 )
+
+pytestmark = plain_step("replicas fail on threads of their own")
 
 
 class MineError(Exception):

@@ -27,13 +27,17 @@ from tests.kinds import (
     meet,
     mirrored,
     one_process,
+    plain_step,
     pool_threads,
     rank,
     wait_until_in,
     works,
 )
 
-pytestmark = one_process("an interrupt reaches one of them")
+pytestmark = [
+    one_process("an interrupt reaches one of them"),
+    plain_step("replicas wait on threads of their own"),
+]
 
 FILES = (str(Path(nd.__file__).parent), contextlib.__file__)
 delivered = threading.Event()

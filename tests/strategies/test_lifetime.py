@@ -17,6 +17,7 @@ from tests.kinds import (
     meet,
     mirrored,
     one_process,
+    plain_step,
     pool_threads,
     raised_in,
     rank,
@@ -31,7 +32,8 @@ def test_a_strategy_is_a_context_manager_of_its_scope_that_closes(several):
         assert nd.get_strategy() is several
         v = nd.Variable(1.0)
         assert works(several)
-        assert len(pool_threads()) == len(several.devices) - 1
+        threads = 0 if isinstance(several, nd.TPUStrategy) else len(several.devices) - 1
+        assert len(pool_threads()) == threads
     assert not nd.has_strategy()
     assert not pool_threads()
     assert v.distribute_strategy is several
@@ -85,6 +87,7 @@ def test_after_closing_variables_stay_and_every_use_says_that_it_is_closed(sever
 
 
 @one_process("workers have a test of their own")
+@plain_step("JAX warns of every fork")
 def test_run_in_a_forked_child_raises_and_closing_there_closes_nothing(several):
     assert works(several)  # With its threads, which a fork has not.
 
@@ -99,6 +102,7 @@ def test_run_in_a_forked_child_raises_and_closing_there_closes_nothing(several):
 
 
 @one_process("workers have a test of their own")
+@plain_step("no replica forks")
 def test_a_collective_raises_in_a_child_that_a_replica_forks(several):
     def step():
         told = forked(meet) if rank() == 0 else ""
@@ -213,6 +217,7 @@ def test_a_strategy_that_nobody_holds_is_collected():
 
 
 @one_process("the order of threads is each process's own")
+@plain_step("it counts what happens in each call")
 def test_runs_of_one_strategy_from_two_threads_take_turns(strategy):
     inside = []
     most = []

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import DEADLINE, context, each, mine, raised_in, rank, works
+from tests.kinds import DEADLINE, context, each, mine, plain_step, raised_in, rank, works
 
 
+@plain_step("it runs while the step is traced")
 def test_a_merge_call_runs_once_and_a_per_replica_that_it_returns_comes_apart(strategy):
     calls = []
 
@@ -57,6 +58,7 @@ def test_cross_replica_methods_in_a_replica_name_what_to_call(strategy):
         assert works(strategy)
 
 
+@plain_step("no replica has a thread of its own")
 def test_a_context_is_refused_outside_its_replica_and_its_thread(several):
     """After the step, in another replica or strategy, and on a thread that the step started."""
     contexts = several.run(context).values

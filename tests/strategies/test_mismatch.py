@@ -18,11 +18,14 @@ from tests.kinds import (
     meet,
     mirrored,
     one_process,
+    plain_step,
     pool_threads,
     raised_in,
     rank,
     works,
 )
+
+pytestmark = plain_step("the replicas of a program make the same calls")
 
 
 def told(strategy, call, *, before=0):

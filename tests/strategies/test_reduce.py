@@ -150,7 +150,7 @@ def test_reduce_and_gather_in_a_merge_call(strategy):
     def step():
         total = context().merge_call(lambda s, x: s.reduce("sum", x), args=(rank() + 1,))
         return total, context().merge_call(
-            lambda s, x: s.gather(x, 0).sum(), args=(np.array([rank()]),)
+            lambda s, x: s.gather(x, 0).sum(), args=(np.reshape(rank(), (1,)),)
         )
 
     total, joined = strategy.run(step)

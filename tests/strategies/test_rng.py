@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import closing, context, host_memory, mine, mirrored
+from tests.kinds import closing, context, host_memory, mine, mirrored, plain_step
 from tests.processes import python_says
 
 
@@ -21,12 +21,18 @@ def test_a_seed_decides_what_is_drawn_from_step_to_step(strategy):
     assert [draw(strategy) for _ in range(3)] == first
     nd.set_seed(8)
     assert draw(strategy) != first[0]
+
+
+@host_memory("a generator of CuPy is another")
+@plain_step("it has a generator of its own")
+def test_a_replica_has_one_generator_of_numpy(strategy):
     generators = [strategy.run(lambda: context().rng).values for _ in range(2)]
     assert all(first is second for first, second in zip(*generators, strict=True))
     assert all(type(generator) is np.random.Generator for generator in generators[0])
 
 
 @host_memory("a generator of CuPy draws other numbers")
+@plain_step("JAX draws other numbers")
 def test_each_replica_draws_its_own_whatever_the_strategy(strategy):
     nd.set_seed(7)
     with closing(mirrored(5)) as five:

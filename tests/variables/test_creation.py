@@ -13,6 +13,7 @@ from tests.kinds import (
     mirrored,
     one_process,
     parts,
+    plain_step,
     raised_in,
     rank,
     wait_until_in,
@@ -147,6 +148,7 @@ def test_an_unknown_policy_no_synchronization_or_a_mean_of_integers_is_refused(s
             strategy.run(nd.Variable, (True,), policy)
 
 
+@plain_step("a program makes its variables while it is traced, by values that are known then")
 def test_in_run_all_replicas_get_one_variable_matched_by_order(strategy):
     calls = []
 
@@ -186,6 +188,7 @@ def test_in_run_the_first_replica_draws_the_value_whoever_comes_last(late):
 
 
 @one_process("a variable is one for the replicas of a process")
+@plain_step("one trace stands for all replicas")
 def test_in_run_replicas_must_agree(several):
     for make_one in (
         lambda odd: nd.Variable(np.zeros(3 if odd else 2)),

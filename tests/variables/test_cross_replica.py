@@ -87,7 +87,7 @@ def test_a_variable_without_a_strategy_is_read_everywhere_and_written_outside_re
     with several.scope():
         assert float(v) == 1
         v.assign(2.0)
-    assert several.run(lambda: float(v)).values == each(several, 2.0)
+    assert several.run(lambda: v + 0).values == each(several, 2.0)
     with raised_in(several, None, RuntimeError, "scope"):
         several.run(lambda: v.assign_add(1.0))
     nd.get_replica_context().merge_call(lambda _: v.assign_add(1.0))

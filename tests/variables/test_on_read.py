@@ -21,10 +21,10 @@ def components(strategy, v):
 def test_a_replica_reads_and_writes_its_own_component(strategy):
     def step(v):
         v.assign_add(rank() + 1.0)
-        first = float(v)
+        first = v + 0
         v.assign_sub(1.0)
         v.assign(v * 2)
-        return first, float(v)
+        return first, v + 0
 
     for aggregation in AGGREGATIONS:
         v = make(strategy, 10.0, aggregation)
@@ -42,7 +42,7 @@ def test_a_replica_reads_and_writes_its_own_component(strategy):
 def test_a_cross_replica_read_combines(strategy, aggregation, combine):
     for dtype in ("float64", "float16", "int32")[: 2 if aggregation == "mean" else 3]:
         v = make(strategy, np.zeros(2, dtype), aggregation)
-        strategy.run(lambda v=v, dtype=dtype: v.assign(np.full(2, rank() + 1, dtype)))
+        strategy.run(lambda v=v, dtype=dtype: v.assign((np.ones(2) * (rank() + 1)).astype(dtype)))
         wanted = combine(range(1, strategy.num_replicas_in_sync + 1))
         for read in (v.numpy, v.read_value, lambda v=v: v + 0, lambda v=v: np.asarray(v)):
             assert read().dtype == dtype
@@ -90,7 +90,7 @@ def test_otherwise_values_go_to_each(strategy):
 
 def test_reduce_and_gather_see_the_components(strategy):
     v = make(strategy, np.zeros(1), "none")
-    strategy.run(lambda: v.assign([rank() + 1.0]))
+    strategy.run(lambda: v.assign(np.reshape(rank() + 1.0, (1,))))
     size = strategy.num_replicas_in_sync
     assert strategy.reduce("max", v).tolist() == [size]
     assert strategy.reduce("mean", v, axis=0) == (size + 1) / 2
@@ -102,8 +102,8 @@ def test_replicas_need_not_write_alike_and_what_was_read_stays(several):
     before = v.read_value()
 
     def step():
-        for _ in range(rank()):
-            v.assign_add(np.ones(2))
+        for i in range(several.num_replicas_in_sync):
+            v.assign_add(np.where(i < rank(), np.ones(2), 0))
         return meet()
 
     size = several.num_replicas_in_sync

@@ -12,6 +12,7 @@ from tests.kinds import (
     mirrored,
     one_process,
     parts,
+    plain_step,
     raised_in,
     rank,
     works,
@@ -60,9 +61,9 @@ def test_every_replica_reads_what_was_written(strategy):
 
     def step(passed):
         assert passed is v
-        before = float(v.read_value())
+        before = v.read_value()
         v.assign_add(1.0).assign_add(1.0)
-        return before, float(v) * meet()
+        return before, v * meet()
 
     size = strategy.num_replicas_in_sync
     first, second = strategy.run(step, (v,))
@@ -78,6 +79,7 @@ def test_half_precision_is_summed_in_single():
         assert float(v) == 2052
 
 
+@plain_step("one trace stands for all replicas")
 def test_a_wrong_value_on_one_replica_changes_nothing(several):
     v = make(several, [10.0], aggregation="sum")
     for write, wrong, right in (
@@ -91,6 +93,7 @@ def test_a_wrong_value_on_one_replica_changes_nothing(several):
         assert works(several)
 
 
+@plain_step("one trace stands for all replicas")
 @one_process("a worker alone with it hears of it in its next step")
 def test_a_write_that_a_replica_skips_is_an_error_and_changes_nothing(several):
     v = make(several, aggregation="sum")
@@ -101,6 +104,7 @@ def test_a_write_that_a_replica_skips_is_an_error_and_changes_nothing(several):
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "only_first_replica"])
+@plain_step("one trace stands for all replicas")
 def test_writes_of_different_kinds_or_variables_do_not_pair(several, aggregation):
     v, w = (make(several, aggregation=aggregation, name=name) for name in "vw")
     with raised_in(several, None, nd.CollectiveMismatchError):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from tests.kinds import here, mirrored, parts, rank, replica_ids
+from tests.kinds import here, mirrored, parts, plain_step, rank, replica_ids
 
 OPS = ["scatter_add", "scatter_sub", "scatter_update"]
 
@@ -72,7 +72,7 @@ def test_rows_are_aggregated_like_the_whole_array(several, aggregation):
     combined = {"sum": dense.sum(0), "mean": dense.mean(0), "only_first_replica": dense[0]}
 
     def step(change):
-        change(here(np.array([rank(), 5, 5])), here(np.full((3, 2), rank() + 1.0)))
+        change(here(np.stack([rank(), 5, 5])), here(np.ones((3, 2)) * (rank() + 1.0)))
 
     for method, sign in (("scatter_add", 1), ("scatter_sub", -1)):
         v = make(several, np.zeros((6, 2)), aggregation=aggregation)
@@ -82,7 +82,9 @@ def test_rows_are_aggregated_like_the_whole_array(several, aggregation):
 
     v = make(several, np.full((4, 2), -1.0), aggregation=aggregation)
     several.run(
-        lambda: v.scatter_update([2, 0, 2], [[9.0, 9.0], [1.0, 1.0], np.full(2, rank() + 1.0)])
+        lambda: v.scatter_update(
+            [2, 0, 2], np.stack([np.full(2, 9.0), np.ones(2), np.ones(2) * (rank() + 1.0)])
+        )
     )
     each = np.arange(1.0, size + 1)  # Of equal indices the last one holds.
     last = {"sum": each.sum(), "mean": each.mean(), "only_first_replica": 1}[aggregation]
@@ -91,6 +93,7 @@ def test_rows_are_aggregated_like_the_whole_array(several, aggregation):
         assert np.allclose(part, [[first] * 2, [-1, -1], [last] * 2, [-1, -1]])
 
 
+@plain_step("in a program all parts have one shape")
 def test_replicas_may_pass_different_numbers_of_rows(several):
     for dtype in (float, np.int32):
         v = make(several, np.zeros(6, dtype), aggregation="sum")
@@ -101,7 +104,7 @@ def test_replicas_may_pass_different_numbers_of_rows(several):
 
 def test_a_replica_scatters_into_its_own_component(several):
     v = make(several, np.zeros(5), synchronization="on_read", aggregation="sum")
-    several.run(lambda: v.scatter_add([rank()], [1.0]))
+    several.run(lambda: v.scatter_add(np.reshape(rank(), (1,)), [1.0]))
     size = several.num_replicas_in_sync
     for i, part in zip(replica_ids(several), several.local_results(v), strict=True):
         assert part.tolist() == np.eye(5)[i].tolist()

@@ -13,7 +13,7 @@ from ndistribute import ownership
 from ndistribute.collective.communicator import SMALL_BYTES, Outputs
 from ndistribute.parameter_server.stored_variables import Cell
 from ndistribute.variables.served import ServedVariable
-from tests.kinds import host_memory, mirrored, rank
+from tests.kinds import host_memory, mirrored, plain_step, rank
 
 START = np.arange(12.0).reshape(3, 4)
 UPDATES = {
@@ -106,6 +106,7 @@ def test_an_update_goes_elsewhere_while_a_read_is_held_and_stays_there():
 
 
 @host_memory("it compares addresses")
+@plain_step("it compares addresses")
 def test_updates_in_replicas_are_in_place_but_for_who_holds_a_read(strategy):
     def step(v):
         float(np.sum(v * v))

@@ -31,7 +31,7 @@ from ndistribute.autodiff.rules.unbroadcast import (
     wide,
     zeros,
 )
-from ndistribute.devices import Array, array_namespace, is_gpu_array, to_host
+from ndistribute.devices import Array, array_namespace, is_device_array, to_host
 from ndistribute.indexed_slices import IndexedSlices
 
 # The position of an argument: (1,), (0, 2) inside a list, ("x",) for a keyword.
@@ -102,7 +102,7 @@ def _selected(shape: tuple[int, ...], index: Any, g: Array) -> SparseGradient:
 
 def _exact(item: Any, g: Array) -> Any:
     """Return one part of an index, with lists and other array-likes as arrays."""
-    if item is None or item is Ellipsis or isinstance(item, _INDICES) or is_gpu_array(item):
+    if item is None or item is Ellipsis or isinstance(item, _INDICES) or is_device_array(item):
         return item
     array = np.asarray(item)
     return array_namespace(g).asarray(array, dtype=None if array.size else np.intp)

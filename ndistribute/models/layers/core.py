@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.context import current_trace, get_replica_context, get_strategy, part_of
 from ndistribute.models import activations, initializers, operations, regularizers
 from ndistribute.models.layers.layer import Layer
 from ndistribute.variables.mirrored import sharded_variable
@@ -239,11 +239,9 @@ class Embedding(Layer):
         """Return the rows, of shape ``(*inputs.shape, output_dim)``."""
         if inputs.dtype.kind not in "iu":
             inputs = inputs.astype(np.int64)
-        if inputs.size and not 0 <= int(inputs.min()) <= int(inputs.max()) < self.input_dim:
-            raise ValueError(
-                f"{self.name}: indices must be in [0, {self.input_dim}), got {int(inputs.min())} "
-                f"to {int(inputs.max())}. Increase input_dim, or map unknown words to one index."
-            )
+        what = f"{self.name}: indices must be in [0, {self.input_dim})"
+        advice = "Increase input_dim, or map unknown words to one index."
+        operations.check_range(inputs, self.input_dim, what, advice)
         return self.embeddings[inputs]
 
 
@@ -299,7 +297,7 @@ class _ParallelDense(Dense):
             make = self._sharded if self._axis else self.add_weight
             self.bias = make("bias", (self.units,), of_bias)
 
-    def _whole_batch(self, inputs: Any, context: Any) -> tuple[Any, slice | None]:
+    def _whole_batch(self, inputs: Any, context: Any) -> tuple[Any, Any]:
         """Return the examples of all replicas, and which are this one's; None if it is alone."""
         if inputs.ndim != 2:
             raise ValueError(
@@ -309,9 +307,12 @@ class _ParallelDense(Dense):
         inputs = self.checked(inputs, self._features, "features")
         if context is None or context.num_replicas_in_sync == 1:
             return inputs, None
+        rank, whole = context.replica_id_in_sync_group, context.all_gather(inputs, axis=0)
+        if current_trace() is not None:
+            return whole, part_of(len(whole), rank, context.num_replicas_in_sync)
         lengths = context.all_gather(np.array([len(inputs)]), axis=0)
-        start = int(lengths[: context.replica_id_in_sync_group].sum())
-        return context.all_gather(inputs, axis=0), slice(start, start + len(inputs))
+        start = int(lengths[:rank].sum())
+        return whole, slice(start, start + len(inputs))
 
     def _sharded(self, name: str, shape: Sequence[int], initializer: Any, axis: int = 0) -> Any:
         if self.kernel_regularizer or self.bias_regularizer:

@@ -326,13 +326,13 @@ def build_for(layer: Layer, batch: Any, strategy: Any) -> None:
     """Create the variables of a layer for inputs of the shapes and dtypes of a batch."""
     example = tree.map_leaves(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), batch)
 
-    def call() -> None:
+    def call(inputs: Any) -> None:
         replica = get_replica_context()
         device = strategy.devices[0] if replica is None else replica.device
-        layer(tree.map_leaves(lambda array: copy_to(array, device), example), training=False)
+        layer(tree.map_leaves(lambda array: copy_to(array, device), inputs), training=False)
 
     with strategy.scope():
-        strategy.run(call)
+        strategy.run(call, args=(example,))
 
 
 def set_dtype_policy(policy: Any) -> None:

@@ -9,6 +9,7 @@ from ndistribute.models.operations.images import conv2d as conv2d
 from ndistribute.models.operations.images import max_pool2d as max_pool2d
 from ndistribute.models.operations.rows import attention as attention
 from ndistribute.models.operations.rows import batch_normalization as batch_normalization
+from ndistribute.models.operations.rows import check_range as check_range
 from ndistribute.models.operations.rows import dense as dense
 from ndistribute.models.operations.rows import layer_normalization as layer_normalization
 from ndistribute.models.operations.rows import normalized_by as normalized_by

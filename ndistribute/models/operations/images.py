@@ -23,7 +23,7 @@ from ndistribute.autodiff import custom_gradient, untrack
 from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import added, as_operand
 from ndistribute.autodiff.rules.unbroadcast import zeros
-from ndistribute.devices import Array, array_namespace, as_array
+from ndistribute.devices import Array, array_namespace, as_array, jax_module
 from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.rows import Epilogue, KernelRule, in_place, operands, wide
 
@@ -100,6 +100,12 @@ class Windows:
             for k, extent in enumerate(self.extents)
         )
         return y, x
+
+    @functools.cached_property
+    def padding(self) -> list[Pair]:
+        """The padding before and after the image, in each direction."""
+        lengths = zip(self.before, self.padded, self.image, strict=True)
+        return [(before, padded - before - length) for before, padded, length in lengths]
 
     @functools.cached_property
     def overlap(self) -> bool:
@@ -179,7 +185,17 @@ def _conv2d(
     x: Any, kernel: Any, bias: Any, *, windows: Windows, groups: int, rule: InPlace | None
 ) -> Any:
     dtype, images, weights = operands(as_array(x), as_array(kernel))
-    xp = array_namespace(images)
+    xp = array_namespace(images, weights)
+    if hasattr(weights, "is_checked"):
+        compiled = functools.partial(_conv2d_of_jax, windows=windows, groups=groups)
+        product, gradients = differentiated(compiled, images, weights)
+        end = Epilogue(product.reshape(-1, weights.shape[-1]), bias, rule)
+        end.finish(product.reshape(-1, weights.shape[-1]))
+
+        def joint(g: Array) -> list[Array]:
+            return [*gradients(end.before(g).reshape(product.shape)), end.of_bias(g)]
+
+        return product.astype(dtype, copy=False), joint
     columns = _Columns(images, windows, groups)
     filters = weights.shape[-1]
     shape = len(images), *windows.count, filters
@@ -200,6 +216,25 @@ def _conv2d(
 
     rule_of_kernel = KernelRule(of_kernel, kernel, weights)
     return y.astype(dtype, copy=False), [of_x, rule_of_kernel, after.of_bias]
+
+
+def _conv2d_of_jax(images: Any, kernel: Any, *, windows: Windows, groups: int) -> Any:
+    return jax_module().lax.conv_general_dilated(
+        images,
+        kernel,
+        windows.strides,
+        windows.padding,
+        rhs_dilation=windows.dilation,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
+def differentiated(function: Callable[..., Any], *boxes: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return what a function of JAX gives in a compiled step, and the function of its gradients."""
+    kind, jax = type(boxes[-1]), jax_module()
+    result, pull = jax.vjp(function, *(getattr(box, "value", box) for box in boxes))
+    return kind(result), lambda g: [kind(change) for change in pull(g.value)]
 
 
 class _Columns:
@@ -329,6 +364,13 @@ def average_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str
     return _average_pool(x, windows=Windows.over(x.shape[1:3], size, strides or size, padding))
 
 
+def _sums_of_jax(images: Any, *, windows: Windows) -> Any:
+    size, strides = (1, *windows.size, 1), (1, *windows.strides, 1)
+    padding, zero = [(0, 0), *windows.padding, (0, 0)], np.zeros((), images.dtype)[()]
+    lax = jax_module().lax
+    return lax.reduce_window(images, zero, lax.add, size, strides, padding)
+
+
 def _plain_max_pool(x: Any, *, windows: Windows) -> Any:
     """Return the elements that are the first largest ones of their windows, by their index."""
     values = untrack(x)
@@ -390,11 +432,17 @@ def _average_pool(x: Any, *, windows: Windows) -> Any:
     x = as_operand(x)
     xp, images = array_namespace(untrack(x)), wide(x)
     dtype = images.dtype if images.dtype.kind in "fc" else np.dtype(np.float64)
+    present = np.zeros((*windows.count, 1), dtype)
+    for offset in windows.offsets:
+        present[offset.outer[1:]] += 1
+    counts = xp.asarray(present)
+    if hasattr(images, "is_checked"):  # In a compiled step; the loop below takes longer there.
+        compiled = functools.partial(_sums_of_jax, windows=windows)
+        sums, gradients = differentiated(compiled, images.astype(dtype))
+        return (sums / counts).astype(x.dtype), lambda g: gradients(g.astype(dtype) / counts)
     y = xp.zeros((len(x), *windows.count, x.shape[3]), dtype)
-    counts = xp.zeros((*windows.count, 1), dtype)
     for offset in windows.offsets:
         y = added(y, offset.outer, images[offset.inner], distinct=True)
-        counts[offset.outer[1:]] += 1
     y /= counts
 
     def vjp(g: Array) -> Array:

@@ -22,6 +22,7 @@ import numpy as np
 from ndistribute.autodiff import custom_gradient, untrack
 from ndistribute.autodiff.custom import fused, log_softmax
 from ndistribute.autodiff.rules.placing import as_operand, is_tracked
+from ndistribute.context import current_trace
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
 from ndistribute.models.activations import IN_PLACE, InPlace, linear
@@ -148,6 +149,22 @@ class Epilogue:
         """Return the gradient of the bias."""
         last, sums = self._sums
         return sums if last is g else column_sums(self.before(g))
+
+
+def check_range(indices: Array, length: int, what: str, advice: str) -> None:
+    """Raise a `ValueError` unless indices are in ``[0, length)``; in a compiled step after it."""
+
+    def error(low: int, high: int) -> ValueError:
+        return ValueError(f"{what}, got {int(low)} to {int(high)}. {advice}")
+
+    if not indices.size:
+        return
+    low, high = indices.min(), indices.max()
+    if hasattr(indices, "is_checked"):
+        current_trace().check((low >= 0) & (high < length), error, low, high)
+        indices.is_checked = True
+    elif not 0 <= low <= high < length:
+        raise error(low, high)
 
 
 Product = Callable[[Array, Array | None], Array]
@@ -386,7 +403,7 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
         if total is not None:
             sums = total(sums)
         scale = factor if gamma is None else factor * wide(gamma)
-        of_normalized, of_mean = (-scale / max(1.0, count) * part for part in xp.split(sums, 2))
+        of_normalized, of_mean = (-scale / count * part for part in xp.split(sums, 2))
         # The sum of three terms, in the buffer of the product.
         change, *vectors = joined_rows(product, of_normalized, of_mean, scale)
         xp.multiply(normalized.reshape(change.shape), vectors[0], out=change)
@@ -444,19 +461,19 @@ def layer_normalization(x: Any, gamma: Any, beta: Any, *, epsilon: float) -> Any
     return y, [of_x, lambda g: column_sums(_rows(g) * normalized), lambda g: column_sums(_rows(g))]
 
 
-def _moments(mean: Array, centred: Array, total: Total | None) -> tuple[Array, Array, float]:
-    """Return mean and variance of each column, and the number of rows, of all replicas."""
+def _moments(mean: Array, centred: Array, total: Total | None) -> tuple[Array, Array, Any]:
+    """Return mean and variance of each column, and the number of rows, at least 1, of all."""
     count, squares = float(len(centred)), column_sums(centred * centred)
     if total is None:
-        return mean, squares / max(1.0, count), count
+        return mean, squares / max(1.0, count), max(1.0, count)
     # In float64, in which squares of a large mean do not cancel.
     xp, local = array_namespace(mean), mean.astype(np.float64)
     parts = [xp.full(1, count), count * local, squares + count * local * local]
     sums = total(xp.concatenate(parts))
-    everyone = float(sums[0])
-    whole, second = xp.split(sums[1:] / max(1.0, everyone), 2)
+    everyone = np.maximum(sums[0], 1)
+    whole, second = xp.split(sums[1:] / everyone, 2)
     variance = xp.maximum(second - whole * whole, 0)
-    return whole.astype(mean.dtype), variance.astype(mean.dtype), everyone
+    return whole.astype(mean.dtype), variance.astype(mean.dtype), everyone.astype(mean.dtype)
 
 
 def _rows(x: Array) -> Array:

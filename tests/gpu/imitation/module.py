@@ -15,7 +15,7 @@ from tests.gpu.imitation.array import Function, Ufunc, compute, ndarray, upload
 from tests.gpu.imitation.nccl import FakeNccl
 from tests.gpu.imitation.world import Device, Pinned, Stream, World, current_world, set_world
 
-_CACHES = (devices.cupy_module, devices._gpu_count, devices._is_gpu_type, devices.nccl_module)
+_CACHES = (devices.cupy_module, devices._gpu_count, devices._is_device_type, devices.nccl_module)
 
 
 class _Namespace(types.ModuleType):

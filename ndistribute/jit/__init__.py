@@ -1,0 +1,1 @@
+"""Compiled steps: NumPy code that XLA compiles, see `ndistribute.function` and `TPUStrategy`."""

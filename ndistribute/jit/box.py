@@ -1,0 +1,596 @@
+"""`Box`: an array of a compiled step, which behaves as a NumPy array that can be written.
+
+JAX's arrays cannot change. A box holds one, and replaces it when the box is written, so that code
+for NumPy's arrays runs while a step is traced: operators in place, ``out=``, ``ufunc.at``, and
+views that write through to the array they are part of. Results have NumPy's dtypes. A box has no
+values before the compiled step runs, so whatever needs them raises an error that names the user's
+line.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from ndistribute import tree
+from ndistribute.autodiff.diagnostics import name_of, user_line
+from ndistribute.context import current_trace
+from ndistribute.devices import Device, jax_module
+from ndistribute.jit.corrections import computed, divided, kind_of, of_jax
+from ndistribute.jit.refusals import refuse, refuse_leak, refuse_outside, refuse_shape, refuse_value
+from ndistribute.jit.strided import placed
+from ndistribute.jit.views import VIEWING, RearrangedView, SlicedView
+from ndistribute.numpy_functions import ArrayMethods, cast, written_to
+
+_PYTHON = (bool, int, float, complex)
+_SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit, np.unstack})
+_IN_PLACE = {
+    np.fill_diagonal: "fill_diagonal",
+    np.put: "put",
+    np.put_along_axis: "put_along_axis",
+}
+_NO_IMAG = "is the imaginary part of real numbers, which is always zero"
+_UNKNOWN = "an order in memory that was not followed"
+_IN_C_ORDER = (np.dot, np.inner, np.tensordot)
+_AT_LEAST = (np.atleast_1d, np.atleast_2d, np.atleast_3d)
+_TAKING = (np.take, np.take_along_axis)
+_AT = {np.add: "add", np.subtract: "subtract", np.multiply: "multiply", np.divide: "divide"} | {
+    np.maximum: "max",
+    np.minimum: "min",
+}
+# What the values of an array decide: the shape of the result, which a program must know before.
+_SHAPED_BY_VALUES = frozenset(
+    getattr(np, name)
+    for name in (
+        "argwhere compress extract flatnonzero intersect1d nonzero setdiff1d setxor1d trim_zeros "
+        "union1d unique unique_all unique_counts unique_inverse unique_values"
+    ).split()
+)
+
+
+class Box(ArrayMethods, NDArrayOperatorsMixin):
+    """An array of a step that is being traced; see the module.
+
+    Args:
+        value: JAX's value.
+        base: the box of which this one is a view; None: it holds the value itself.
+        view: how it is a part of its base.
+        refusal: why it cannot be written; None: it can.
+    """
+
+    __slots__ = (
+        *"_layout _seen _trace _value _view base is_checked level like refusal".split(),
+        "__weakref__",
+    )
+    __array_priority__ = 500.0
+    on_device = True  # For `ndistribute.devices`.
+
+    def __init__(
+        self, value: Any, base: Box | None = None, view: Any = None, refusal: str | None = None
+    ) -> None:
+        self._value, self.base, self._view, self.refusal = value, base, view, refusal
+        self._seen: Any = None if base is None else base.value  # The base that gave the value.
+        self._trace = trace = current_trace()
+        self.level = None if trace is None else trace.level  # The branch or loop that made it.
+        self.is_checked = False  # Whether its values are known to be valid indices.
+        self.like: Any = None  # An array whose order of elements in memory NumPy gave it.
+        self._layout: Any = None
+
+    @property
+    def value(self) -> Any:
+        """JAX's value."""
+        trace = current_trace()
+        if self._trace is not trace:
+            refuse_leak(self._trace)
+        if self.base is not None and self.base.value is not self._seen:
+            self._seen = self.base.value
+            self._value = self._view.read(self._seen)
+        return self._value
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        if self.refusal is not None:
+            raise ValueError(f"the array written at {user_line()} {self.refusal}.")
+        trace = current_trace()
+        if self._trace is not trace:
+            refuse_leak(self._trace)
+        if self.base is None:
+            trace.check_level(self, "an array")
+            self._value = new
+        else:
+            self.base.value = self._view.write(self.base.value, new)
+
+    shape = property(lambda self: self._value.shape, doc="The lengths of the axes.")
+    ndim = property(lambda self: self._value.ndim, doc="The number of axes.")
+    dtype = property(lambda self: np.dtype(self._value.dtype), doc="The dtype of the elements.")
+    size = property(lambda self: math.prod(self.shape), doc="The number of elements.")
+    itemsize = property(lambda self: self.dtype.itemsize, doc="The bytes of one element.")
+    nbytes = property(lambda self: self.size * self.itemsize, doc="The bytes of all elements.")
+    device = property(lambda self: Device("tpu:0"), doc="The first of JAX's devices.")
+
+    @property
+    def layout(self) -> Any:
+        """An array without values that has the order of the elements in NumPy's memory."""
+        if self._layout is None:
+            if self.base is not None:
+                self._layout = self._view.layout(self.base.layout)
+            elif self.like is not None and self.like is not _UNKNOWN:
+                self._layout = np.empty_like(self.like.layout)
+            else:
+                self._layout = np.empty(self.shape, "F" if self.dtype.kind == "c" else "b")
+        return self._layout
+
+    @property
+    def flat(self) -> Box:
+        """The elements along one axis, a view."""
+        view = RearrangedView(np.ravel, (), {})
+        return Box(view.read(self.value), self, view, self.refusal)
+
+    @flat.setter
+    def flat(self, new: Any) -> None:
+        self.flat[...] = new
+
+    @property
+    def real(self) -> Any:
+        """The real part, a view."""
+        return np.real(self)
+
+    @real.setter
+    def real(self, new: Any) -> None:
+        np.real(self)[...] = new
+
+    @property
+    def imag(self) -> Any:
+        """The imaginary part, a view."""
+        return np.imag(self)
+
+    @imag.setter
+    def imag(self, new: Any) -> None:
+        np.imag(self)[...] = new
+
+    @staticmethod
+    def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if function is cast:
+            return _cast(*args, **kwargs)
+        return call(function, args, dict(kwargs))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(hasattr(type(value), "raw_array") for value in inputs):
+            return NotImplemented  # A tracked array or a variable, which takes the call.
+        if method == "at":
+            return _at(ufunc, *inputs)
+        if method == "outer":
+            first, second = (x if isinstance(x, Box) else np.asarray(x) for x in inputs)
+            first = self._call(np.reshape, (first, (*first.shape, *[1] * second.ndim)), {})
+            return call(ufunc, (first, second), kwargs)
+        if method != "__call__":
+            return call(getattr(ufunc, method), inputs, kwargs)
+        return call(ufunc, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(hasattr(kind, "raw_array") for kind in types):
+            return NotImplemented
+        return call(function, args, kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        raw = _raw_index(index, self)
+        if _is_mask(raw) and not isinstance(raw, np.ndarray):
+            refuse_shape("x[mask]")
+        view = SlicedView(raw)
+        if _is_basic(raw):
+            part = Box(self.value[raw], self, view, self.refusal)
+            part.is_checked = self.is_checked
+            return part
+        return Box(view.read(self.value))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raw, new = _raw_index(index, self), _raw(value)
+        if isinstance(value, Box):
+            _check_cast(new, self.dtype, "=")
+        else:
+            new = np.asarray(new, self.dtype)  # A number that does not fit is an error.
+        mask = raw if _is_mask(raw) else None
+        if mask is None:
+            old = self.value
+            self.value = placed(old, raw, jax_module().numpy.asarray(new).astype(self.dtype))
+            return
+        if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
+            refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
+        mask = mask.reshape(*mask.shape, *[1] * (self.ndim - mask.ndim))
+        self.value = jax_module().numpy.where(mask, new, self.value).astype(self.dtype)
+
+    def astype(self, dtype: Any, **kwargs: Any) -> Any:
+        """Return the array cast to a dtype."""
+        return _cast(self, dtype, **kwargs)
+
+    def flatten(self, order: str = "C") -> Box:
+        """Return a copy of the elements along one axis."""
+        return Box(self._call(np.ravel, (self, order), {}).value)
+
+    def copy(self, order: str = "C") -> Box:
+        """Return a copy."""
+        return Box(self.value)
+
+    def __pow__(self, other: Any) -> Any:
+        if type(other) is int and other == 2:  # NumPy does the same, whose squares of bool differ.
+            return self._call(np.square, (self,), {})
+        return self._call(np.power, (self, other), {})
+
+    def fill(self, value: Any) -> None:
+        """Set all elements to one value."""
+        self[...] = value
+
+    def sort(self, axis: int = -1) -> None:
+        """Sort in place."""
+        self.value = jax_module().numpy.sort(self.value, axis=axis)
+
+    def view(self, *args: Any) -> Box:
+        """Return a view of the same shape and dtype."""
+        if args and np.dtype(args[0]) != self.dtype:
+            raise TypeError(f"x.view(dtype) at {user_line()} is not possible in a compiled step.")
+        return self[...]  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of an array without axes")
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[k] for k in range(len(self)))
+
+    def __copy__(self) -> Box:
+        return Box(self.value)
+
+    def __deepcopy__(self, memo: Any) -> Box:
+        return Box(self.value)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"<array of a compiled step, {self.dtype.name}{self.shape}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_value(what, instead)
+
+    return refuse
+
+
+_KEEP = "Compute with the array itself, by NumPy's functions, or return it from the step."
+for _name, _what, _instead in (
+    ("__bool__", "a condition", "Write np.where, nd.cond or nd.while_loop."),
+    ("__float__", "float()", _KEEP),
+    ("__int__", "int()", _KEEP),
+    ("__complex__", "complex()", _KEEP),
+    ("__index__", "an index or a range", "Write np.where, np.take or nd.while_loop."),
+    ("__array__", "np.asarray", "Join arrays by np.stack or np.concatenate. " + _KEEP),
+    ("item", ".item()", _KEEP),
+    ("tolist", ".tolist()", _KEEP),
+    ("numpy", ".numpy()", _KEEP),
+    ("__reduce__", "pickle", _KEEP),
+):
+    setattr(Box, _name, _refusing(_what, _instead))
+del _name, _what, _instead
+
+
+def call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function of NumPy with boxes among its arguments."""
+    written = written_to(function, args, kwargs)
+    if written and kwargs.get("out") is None:
+        _write(function, args, kwargs)
+        return None
+    out = kwargs.pop("out", None)
+    outputs = out if isinstance(out, tuple) else (out,)
+    where = kwargs.pop("where", True) if isinstance(function, np.ufunc) else True
+    if where is not True and outputs[0] is None:
+        refuse(function, "where= without out= leaves elements without a value: use np.where")
+    result = _result(function, args, kwargs)
+    if all(target is None for target in outputs):
+        return result
+    for target, value in zip(outputs, (result,) if len(outputs) == 1 else result, strict=True):
+        _output(target, value if where is True else np.where(where, value, target))
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _output(target: Any, value: Any) -> None:
+    if target is None:
+        return
+    if not isinstance(target, Box):
+        refuse_outside(target)
+    _check_cast(value, target.dtype, "out=")
+    target.value = jax_module().numpy.broadcast_to(value.value, target.shape).astype(target.dtype)
+
+
+def _check_cast(value: Any, dtype: np.dtype[Any], what: str) -> None:
+    if isinstance(value, _PYTHON) and not isinstance(value, complex):
+        return
+    source = getattr(value, "dtype", None)
+    if source is not None and what != "=" and not np.can_cast(source, dtype, "same_kind"):
+        raise TypeError(
+            f"Cannot cast output from {source} to {dtype} with casting rule 'same_kind'"
+        )
+    if np.dtype(source or complex).kind == "c" and dtype.kind != "c":
+        raise TypeError(f"a complex value cannot be written to an array of {dtype}.")
+
+
+def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if isinstance(function, np.ufunc):
+        return _ufunc(function, args, kwargs)
+    if function in _SHAPED_BY_VALUES or (function is np.where and len(args) == 1):
+        refuse_shape(name_of(function))
+    if function in _SPLITTING:
+        return function._implementation(*args, **kwargs)  # It slices its argument.
+    if function in VIEWING and isinstance(args[0], Box):
+        if len(args) > 1 and function in _AT_LEAST:
+            return tuple(function(arg) for arg in args)
+        return _rearranged(function, args[0], args[1:], kwargs)
+    raw_args, raw_kwargs = tree.map_leaves(_raw, tuple(args)), tree.map_leaves(_raw, kwargs)
+    if function in _TAKING:
+        _check_taken(*args, **kwargs)
+    try:
+        result = computed(function, raw_args, raw_kwargs)
+    except jax_module().errors.ConcretizationTypeError:
+        refuse_value(name_of(function), _KEEP)
+    return _like_operands(boxed(result), args, function in _IN_C_ORDER)
+
+
+def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[str, Any]) -> Box:
+    """Return the result of a function that gives a view of its argument, or a copy."""
+    kwargs = {name: v for name, v in kwargs.items() if name not in ("copy", "subok")}
+    if source.ndim > 1 and not {"A", "K"}.isdisjoint(map(str, (*args, *kwargs.values()))):
+        refuse(function, "the order in memory decides its result: pass order='C' or 'F'")
+    view = RearrangedView(function, args, kwargs)
+    value = view.read(source.value)
+    refusal = "is read-only: copy it first, as x.copy()" if view.is_read_only else source.refusal
+    if source.like is _UNKNOWN:
+        refusal = "is a copy or a view, as its order in memory decides: copy it first, as x.copy()"
+    if not np.may_share_memory(view.layout(source.layout), source.layout):
+        return Box(value, refusal=_NO_IMAG if function is np.imag else None)
+    return Box(value, source, view, refusal)
+
+
+def _like_operands(result: Any, operands: Sequence[Any], elementwise: bool = True) -> Any:
+    """Return results that have the order in memory of their operands, where NumPy keeps it."""
+    results = [box for box in _boxes(result) if box.ndim > 1]
+    sources = [x for x in _boxes(operands) if x.ndim > 1] if results else []
+    if not any(source.base is not None or source.like is not None for source in sources):
+        return result
+    for box in results:
+        same = [x for x in sources if x.shape == box.shape]
+        if same and all(map(_is_reordered, same)):
+            box.like = same[0]
+        elif not elementwise and any(map(_is_reordered, sources)):
+            box.like = _UNKNOWN
+    return result
+
+
+def _boxes(nest: Any) -> list[Box]:
+    return [leaf for leaf in tree.flatten(nest) if isinstance(leaf, Box)]
+
+
+def _is_reordered(box: Box) -> bool:
+    return box.like is _UNKNOWN or not np.empty_like(box.layout).flags.c_contiguous
+
+
+def _check_taken(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: Any = None) -> None:
+    """Check the indices of `np.take` and `np.take_along_axis`, of which JAX makes NaN."""
+    axis = axis if isinstance(axis, int) else None
+    shape = (np.size(x),) if axis is None else np.shape(x)
+    if mode not in ("clip", "wrap"):
+        _checked_index(indices, shape, axis or 0)
+
+
+def _ufunc(ufunc: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    dtype, numpy = kwargs.pop("dtype", None), jax_module().numpy
+    if not kwargs.keys() <= {"casting", "order", "subok"}:
+        refuse(ufunc, f"of the keywords {', '.join(kwargs)}")
+    raw = [_raw(value) for value in inputs]
+    raw = [value if _is_number(value) else numpy.asarray(value) for value in raw]
+    kinds = tuple(map(kind_of, raw))
+    loop = _dtypes(ufunc, kinds, None if dtype is None else np.dtype(dtype))
+    cast_in = [numpy.asarray(v, d) for v, d in zip(raw, loop[: ufunc.nin], strict=True)]
+    result = divided(ufunc, cast_in, of_jax(ufunc)(*cast_in))
+    weak = all(isinstance(kind, type) for kind in kinds)
+    results = result if isinstance(result, tuple) else (result,)
+    made = tuple(
+        Box(value if weak and value.dtype == d else _strong(value, d))
+        for value, d in zip(results, loop[ufunc.nin :], strict=True)
+    )
+    return _like_operands(made if isinstance(result, tuple) else made[0], inputs)
+
+
+@functools.lru_cache(4096)
+def _dtypes(ufunc: Any, kinds: tuple[Any, ...], dtype: Any) -> tuple[np.dtype[Any], ...]:
+    """Return the dtypes in which NumPy computes, of the inputs and of the results."""
+    options: Any = {"casting": "same_kind"}
+    if dtype is not None:
+        options["signature"] = (None,) * ufunc.nin + (dtype,) * ufunc.nout
+    known: tuple[np.dtype[Any], ...]
+    known = ufunc.resolve_dtypes((*kinds, *[None] * ufunc.nout), **options)
+    return known
+
+
+def _at(ufunc: Any, target: Any, index: Any, value: Any = None) -> None:
+    if not isinstance(target, Box):
+        refuse_outside(target)
+    if ufunc not in _AT or value is None:
+        refuse(ufunc.at, "it has no such form in JAX")
+    place = target.value.at[_raw_index(index, target)]
+    new = value if isinstance(value, Box) or type(value) in _PYTHON else np.asarray(value)
+    loop = _dtypes(ufunc, (target.dtype, kind_of(_raw(new))), None)
+    if not np.can_cast(loop[-1], target.dtype, "same_kind"):
+        refuse(ufunc.at, f"it would cast {loop[-1]} to {target.dtype}")
+    new = jax_module().numpy.asarray(_raw(new)).astype(target.dtype)
+    target.value = getattr(place, _AT[ufunc])(new)
+
+
+def _write(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Carry out a function that writes to its first argument."""
+    target, *rest = args or kwargs.values()
+    if not isinstance(target, Box):
+        refuse_outside(target)
+    numpy = jax_module().numpy
+    raw = [np.asarray(v) if type(v) is list else _raw(v) for v in rest]
+    named = {name: _raw(value) for name, value in kwargs.items()}
+    if function is np.copyto:
+        where = named.pop("where", True)
+        source = numpy.asarray(raw[0])
+        if named.get("casting") != "unsafe":
+            _check_cast(np.empty(0, source.dtype), target.dtype, "out=")
+        target.value = numpy.where(where, source.astype(target.dtype), target.value)
+    elif function is np.putmask:
+        new = numpy.resize(raw[1], target.shape).astype(target.dtype)
+        target.value = numpy.where(raw[0], new, target.value)
+    elif function in _IN_PLACE:
+        if function is np.put:
+            _check_taken(target, rest[0], mode=named.get("mode"))
+        elif function is np.put_along_axis:
+            _check_taken(target, rest[0], named.get("axis", [*rest, None, None][2]))
+        new = getattr(numpy, _IN_PLACE[function])(target.value, *raw, inplace=False, **named)
+        target.value = new
+    else:
+        refuse(function, "it has no such form in JAX: use np.where")
+
+
+def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwargs: Any) -> Any:
+    dtype = np.dtype(dtype)
+    if x.dtype == dtype and not copy and not x.value.weak_type:
+        return x
+    if not np.can_cast(x.dtype, dtype, casting):  # type: ignore[arg-type]
+        raise TypeError(f"Cannot cast array data from {x.dtype} to {dtype} by the rule {casting!r}")
+    value = x.value.real if x.dtype.kind == "c" and dtype.kind not in "cb" else x.value
+    if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
+        value = _strong(value, np.dtype(np.int32))  # Which wraps around, as in NumPy.
+    return _like_operands(Box(_strong(value, dtype)), (x,))
+
+
+def _strong(value: Any, dtype: np.dtype[Any]) -> Any:
+    return jax_module().lax.convert_element_type(value, dtype)
+
+
+def boxed(result: Any) -> Any:
+    """Return a nest of JAX's values as boxes with dtypes of their own."""
+    jax = jax_module()
+
+    def box(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return Box(_strong(leaf, leaf.dtype) if leaf.weak_type else leaf)
+
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*map(box, result))
+    return type(result)(map(box, result)) if isinstance(result, tuple | list) else box(result)
+
+
+def _raw(value: Any) -> Any:
+    """Return a value as JAX takes it."""
+    if isinstance(value, Box):
+        return value.value
+    if isinstance(value, np.ndarray) and value.ndim:
+        current_trace().use_outside(value)
+        return value.copy()  # JAX would keep it alive.
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float, complex) or getattr(value, "weak_type", False)
+
+
+def _is_mask(index: Any) -> bool:
+    return getattr(index, "dtype", None) == np.dtype(bool)
+
+
+def _is_basic(index: Any) -> bool:
+    """Return True if NumPy returns a view for an index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or isinstance(part, int | slice | type(Ellipsis)) for part in parts)
+
+
+def _raw_index(index: Any, box: Box) -> Any:
+    """Return an index as JAX takes it; indices that are computed are checked when the step runs."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    axis = 0
+    for k, part in enumerate(parts):
+        if part is Ellipsis:
+            axis = box.ndim - sum(p is not None for p in parts[k + 1 :])
+        elif isinstance(part, Box) and part.dtype == bool:
+            if len(parts) > 1:
+                refuse_shape("x[mask, ...]")
+            return part.value
+        elif part is not None:
+            parts[k] = _checked_index(part, box.shape, axis)
+            axis += np.ndim(parts[k]) if _is_mask(parts[k]) else 1
+    return tuple(parts) if isinstance(index, tuple) else parts[0]
+
+
+def _checked_index(part: Any, shape: tuple[int, ...], axis: int) -> Any:
+    """Return a part of an index as JAX takes it, after a check that it is in range."""
+    if isinstance(part, Box):
+        current_trace().check_index(part, shape[axis])
+        return part.value
+    if isinstance(part, list | range | np.ndarray):
+        array = np.asarray(part, None if np.size(part) else np.intp)
+        if array.dtype != bool:
+            _check_bounds(array, shape, axis)
+        return array
+    if isinstance(part, bool | np.bool_):
+        refuse_shape("x[True]")
+    if not isinstance(part, int | np.integer):
+        return part
+    _check_bounds(np.asarray(part), shape, axis)
+    return operator.index(part)
+
+
+def _check_bounds(part: Any, shape: tuple[int, ...], axis: int) -> None:
+    """Raise an `IndexError` for an index that is known now, and not in range; JAX would clip it."""
+    if axis >= len(shape):
+        raise IndexError(f"too many indices for an array of shape {shape}.")
+    outside = part[(part < -shape[axis]) | (part >= shape[axis])] if part.size else part
+    if outside.size:
+        bad = np.ravel(outside)[0]
+        raise IndexError(f"index {bad} is out of bounds for axis {axis} with size {shape[axis]}")
+
+
+class _Namespace:
+    """NumPy's functions, of which those that make arrays make boxes."""
+
+    _MAKERS = frozenset(
+        "arange array asarray ascontiguousarray empty eye full identity linspace".split()
+        + "ones tri zeros".split()
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._MAKERS:
+            return getattr(np, name)
+        return functools.partial(_make, name)
+
+
+def _make(name: str, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[0], Box):
+        made = args[0]
+        dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+        made = made if dtype is None else made.astype(dtype, copy=False)
+        return Box(made.value) if name == "array" and kwargs.get("copy", True) else made
+    if args and isinstance(args[0], list | tuple) and name in ("array", "asarray"):
+        leaves = tree.flatten(list(args[0]))
+        if any(isinstance(leaf, Box) for leaf in leaves):
+            return np.stack([_make(name, item, **kwargs) for item in args[0]])
+    return Box(
+        jax_module().numpy.asarray(
+            getattr(np, "zeros" if name == "empty" else name)(*args, **kwargs)
+        )
+    )
+
+
+namespace = _Namespace()
+Box.namespace = namespace  # type: ignore[attr-defined]

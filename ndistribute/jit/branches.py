@@ -1,0 +1,120 @@
+"""`cond` and `while_loop`: branches and loops that depend on values, compiled and plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ndistribute import tree
+from ndistribute.autodiff.diagnostics import user_line
+from ndistribute.context import current_frame, current_trace
+from ndistribute.devices import jax_module
+from ndistribute.errors import TracingError
+from ndistribute.jit.box import Box, boxed
+
+
+def cond(
+    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any
+) -> Any:
+    """Return what one of two functions returns, depending on a condition.
+
+    In a compiled step both are compiled, and the step runs one. They may read variables and arrays
+    from around them, and write to none; what they return has the same shapes and dtypes.
+
+    Args:
+        pred: a boolean, or an array of one.
+        true_fn: called with the operands if the condition holds.
+        false_fn: called with them otherwise.
+        operands: arrays.
+
+    Raises:
+        TracingError: in a compiled step, if the branches differ, or a tape records.
+
+    >>> import ndistribute as nd
+    >>> nd.cond(2 > 1, lambda x: x + 1, lambda x: x - 1, 10)
+    11
+    """
+    trace = current_trace()
+    if trace is None or not isinstance(pred, Box):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    _refuse_tape("nd.cond", "np.where")
+    like: list[Any] = []
+    branches = [trace.nested(_outlined(branch, like)) for branch in (true_fn, false_fn)]
+    values = [_value(operand) for operand in operands]
+    try:
+        flat, held = jax_module().lax.cond(pred.value, *branches, *values)
+    except TypeError as error:
+        raise TracingError(f"nd.cond at {user_line()}: the branches differ. {error}") from error
+    _check_inside(trace, held)
+    return tree.unflatten(like[0], boxed(list(flat)))
+
+
+def while_loop(
+    cond_fn: Callable[..., Any], body_fn: Callable[..., Any], loop_vars: Any
+) -> tuple[Any, ...]:
+    """Return the loop's variables after a body was called as long as a condition holds.
+
+    Args:
+        cond_fn: called with the variables; returns a boolean.
+        body_fn: called with them; returns their new values, of the same shapes and dtypes.
+        loop_vars: a sequence of arrays and numbers.
+
+    Raises:
+        TracingError: in a compiled step, if the body changes a shape or dtype, or a tape records.
+
+    >>> import ndistribute as nd
+    >>> nd.while_loop(lambda k, x: k < 3, lambda k, x: (k + 1, x * 2), (0, 1.0))
+    (3, 8.0)
+    """
+    state, trace = tuple(loop_vars), current_trace()
+    if trace is None:
+        while cond_fn(*state):
+            state = tuple(body_fn(*state))
+        return state
+    _refuse_tape("nd.while_loop", "a Python loop over a fixed number of steps")
+    lax, numpy = jax_module().lax, jax_module().numpy
+    test, body = trace.nested(cond_fn), trace.nested(lambda *values: tuple(body_fn(*values)))
+
+    def step(carried: Any) -> Any:
+        values, held = carried
+        new, now = body(*values)
+        return new, held & now
+
+    start = tuple(numpy.asarray(_value(value)) for value in state)
+    trace.loops += 1
+    try:
+        values, held = lax.while_loop(lambda c: test(*c[0])[0], step, (start, numpy.bool_(True)))
+    except TypeError as error:
+        raise TracingError(f"nd.while_loop at {user_line()}: {error}") from error
+    finally:
+        trace.loops -= 1
+    _check_inside(trace, held)
+    return tuple(map(boxed, values))
+
+
+def _outlined(branch: Callable[..., Any], like: list[Any]) -> Callable[..., Any]:
+    def call(*operands: Any) -> list[Any]:
+        result = branch(*operands)
+        like.append(tree.map_leaves(lambda leaf: None, result))
+        return tree.flatten(result)
+
+    return call
+
+
+def _refuse_tape(what: str, instead: str) -> None:
+    if getattr(current_frame().recorder, "is_recording", False):
+        raise TracingError(
+            f"{what} at {user_line()} in a compiled step while a GradientTape records has no "
+            f"gradient: use {instead}, or compute it outside of the tape."
+        )
+
+
+def _check_inside(trace: Any, held: Any) -> None:
+    where = user_line()
+    trace.checks.append(
+        (held, lambda: IndexError(f"an index or a label at {where} is out of range."))
+    )
+
+
+def _value(operand: Any) -> Any:
+    return operand.value if isinstance(operand, Box) else operand

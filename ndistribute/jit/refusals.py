@@ -1,0 +1,50 @@
+"""The errors for what a compiled step cannot do, which name the line of the user's code."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ndistribute.autodiff.diagnostics import name_of, user_line
+from ndistribute.errors import TracingError
+
+
+def refuse(function: Any, why: str) -> NoReturn:
+    """Raise the error for a function of NumPy that cannot be compiled."""
+    raise TracingError(
+        f"{name_of(function)} at {user_line()} cannot be compiled, because {why.rstrip('.')}. "
+        "Write it by other functions of NumPy, or run this function plainly."
+    )
+
+
+def refuse_value(what: str, instead: str) -> NoReturn:
+    """Raise the error for code that needs the values of an array while a step is traced."""
+    raise TracingError(
+        f"{what} at {user_line()} needs the values of an array in a compiled step, which has none "
+        f"before it runs. {instead} Or run this function plainly."
+    )
+
+
+def refuse_shape(what: str) -> NoReturn:
+    """Raise the error for code in which values decide a shape."""
+    raise TracingError(
+        f"{what} at {user_line()}: the values of an array decide the shape of the result, which a "
+        "compiled step must know before it runs. Write np.where(mask, x, 0) in place of x[mask], "
+        "or run this function plainly."
+    )
+
+
+def refuse_leak(trace: Any) -> NoReturn:
+    """Raise the error for a box that is used outside the step in which it was made."""
+    raise TracingError(
+        f"a value that a compiled step computed is used at {user_line()}, outside of that step: it "
+        "has no value. Return it from the step, or assign it to a variable."
+    )
+
+
+def refuse_outside(target: Any) -> NoReturn:
+    """Raise the error for a write to an array outside of the step that is traced."""
+    raise TracingError(
+        f"a compiled step writes to a {type(target).__name__} that was made outside of it, at "
+        f"{user_line()}: such a write would happen once, while the step is traced. Make it a "
+        "variable, nd.Variable(array), and assign to it, or return the value."
+    )

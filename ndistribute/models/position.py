@@ -1,0 +1,83 @@
+"""`TrainingPosition`: where `fit` is in its epochs and its data, so that it can continue there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ndistribute.models.callbacks.callback import Callback
+from ndistribute.models.layers.layer import Layer
+from ndistribute.variables import Variable
+
+NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
+
+
+@dataclasses.dataclass(eq=False)
+class TrainingPosition:
+    """Where a training is; a part of the state from which it can be continued."""
+
+    epoch: int  # From 0.
+    callbacks: Sequence[Callback] = ()
+    step: int = 0  # The steps made in the epoch.
+    steps_made: int = 0  # The steps made in all epochs.
+    ahead: int = 0  # The steps beyond these that workers of a chief are making.
+    iterator: Any = None  # Over the distributed dataset.
+    finished: bool = False  # Whether the training ended as planned.
+    trained: Sequence[Variable] = ()
+    penalized: Sequence[Layer] = ()  # The layers whose regularizers add to the loss.
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    _restored: Any = None  # The position of the iterator to begin at.
+
+    def begin_epoch(self, dataset: Any, steps: int | None) -> None:
+        """Set the iterator for an epoch, to the restored position if there is one.
+
+        Args:
+            dataset: the distributed dataset.
+            steps: the steps of an epoch, if epochs go on in the dataset; otherwise None.
+        """
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.iterator = iter(dataset)
+            self.iterator.load_state_dict(restored)  # Later iterations continue after it.
+        if self.iterator is None or (steps is None and not self.step):
+            self.iterator = iter(dataset)
+            for _ in range(self.step):  # A chief, which saved no position in its input, made them.
+                next(self.iterator, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps_made": self.steps_made,
+            "input": None if self.iterator is None else self.iterator.state_dict(),
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    def check_state(self, source: Path, state: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` if a state, which was saved in a folder, is of another training."""
+        was, now = state.get("fingerprint", {}), self.fingerprint
+        parts = [part for part in {**was, **now} if was.get(part) != now.get(part)]
+        if parts:
+            changed = "; ".join(f"{part} was {was.get(part)}, is {now.get(part)}" for part in parts)
+            raise ValueError(
+                f"{source} is of another training: {changed}. Run the program as it was to "
+                f"continue it, or delete {source.parent} to begin anew. Nothing has changed."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position of `state_dict`."""
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.steps_made, self._restored = state["steps_made"], state["input"]
+
+    def check_used(self, steps: int | None) -> None:
+        """Raise a `ValueError` if the dataset ended before the steps of an epoch, or at once."""
+        if not self.step and steps is None:
+            raise ValueError(NO_BATCHES.format("fit"))
+        if steps is not None:
+            raise ValueError(
+                f"epoch {self.epoch + 1}: the dataset ended after {self.step} of steps_per_epoch="
+                f"{steps} steps: append .repeat() to the dataset, or pass fewer steps."
+            )

@@ -1,0 +1,31 @@
+"""A script for TPUs runs by the names that it has in TensorFlow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ndistribute.compat import tf
+
+
+def test_a_script_for_tpus_runs_by_tensorflows_names():
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="")
+    tf.config.experimental_connect_to_cluster(resolver)
+    assert len(tf.tpu.experimental.initialize_tpu_system(resolver)) == 8
+    strategy = tf.distribute.TPUStrategy(resolver)
+    assert strategy.num_replicas_in_sync == 8
+    with strategy.scope():
+        v = tf.Variable(1.0)
+
+    @tf.function(jit_compile=True)
+    def double(x):
+        return 2 * x
+
+    @tf.function
+    def step():
+        return strategy.run(lambda x: double(v * x), args=(np.float32(3),))
+
+    assert strategy.reduce("sum", step()) == 48
+    assert double(np.float32(2)) == 4
+    assert len(double.compilations) == 1
+    strategy.close()
+    tf.distribute.experimental.TPUStrategy(resolver).close()
