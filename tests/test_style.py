@@ -31,7 +31,7 @@ BUDGETS = {
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
-    "graph": 4397,
+    "graph": 4398,
     "jit": 1613,
     "launcher": 1478,
     "models": 4017,

@@ -37,10 +37,11 @@ def device(device_name_or_function: str | DeviceFunction | None) -> AbstractCont
     >>> x.device
     '/job:worker/task:1/device:GPU:0'
     """
-    if isinstance(device_name_or_function, str):
-        if parse_device(device_name_or_function).get("device", "").startswith("TPU"):
-            what = f"{device_name_or_function!r}: operations of graphs run on CPUs and GPUs."
-            raise ValueError(f"{what} Steps for TPUs are functions that nd.TPUStrategy runs.")
+    is_name = isinstance(device_name_or_function, str)
+    parts = parse_device(device_name_or_function) if is_name else {}
+    if parts.get("device", "").startswith("TPU"):
+        what = f"{device_name_or_function!r}: operations of graphs run on CPUs and GPUs."
+        raise ValueError(f"{what} Steps for TPUs are functions that nd.TPUStrategy runs.")
     return get_default_graph().device(device_name_or_function)
 
 
