@@ -37,10 +37,10 @@ def device(device_name_or_function: str | DeviceFunction | None) -> AbstractCont
     >>> x.device
     '/job:worker/task:1/device:GPU:0'
     """
-    is_name = isinstance(device_name_or_function, str)
-    parts = parse_device(device_name_or_function) if is_name else {}
+    name = device_name_or_function
+    parts = parse_device(name) if isinstance(name, str) else {}
     if parts.get("device", "").startswith("TPU"):
-        what = f"{device_name_or_function!r}: operations of graphs run on CPUs and GPUs."
+        what = f"{name!r}: operations of graphs run on CPUs and GPUs."
         raise ValueError(f"{what} Steps for TPUs are functions that nd.TPUStrategy runs.")
     return get_default_graph().device(device_name_or_function)
 
