@@ -471,7 +471,10 @@ def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwar
     value = x.value.real if x.dtype.kind == "c" and dtype.kind not in "cb" else x.value
     if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
         value = _strong(value, np.dtype(np.int32))  # Which wraps around, as in NumPy.
-    return _like_operands(Box(_strong(value, dtype)), (x,))
+    made = Box(_strong(value, dtype))
+    if x.dtype.kind in "iu" and np.can_cast(x.dtype, dtype) and dtype.kind in "iu":
+        current_trace().follow(x.value, made.value)
+    return _like_operands(made, (x,))
 
 
 def _strong(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -38,6 +38,7 @@ from ndistribute.values import PerReplica
 AXIS = "replica"
 MOST_PROGRAMS = 64  # Of one function; the oldest one is dropped.
 _MOST_ATTEMPTS = 4  # To trace a function that makes variables.
+_PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
 _log = logging.getLogger("ndistribute")
 
 
@@ -60,6 +61,7 @@ class Devices:
         self.all = [jax.devices()[0]] if devices is None else list(devices)
         self.local = [d for d in self.all if d.process_index == jax.process_index()]
         self.size = len(self.all)
+        self.is_local = len(self.local) == self.size
         self.shares_memory = self.all[0].platform == "cpu"
         self.mesh = jax.sharding.Mesh(np.array(self.all), (AXIS,)) if self.size > 1 else None
 
@@ -113,6 +115,7 @@ class _Program(NamedTuple):
     result: Any  # The nest, in which each array is the place of its value.
     draws: bool
     outside: list[OutsideArray]
+    ranges: list[Any]  # Of arguments: the place, the range of the numbers, and the error.
 
 
 class CompiledStep:
@@ -230,6 +233,8 @@ class CompiledStep:
         devices = self._devices
         for array in program.outside:
             array.check()
+        for place, *allowed in program.ranges:
+            _check_argument(arguments.leaves[place], *allowed)
         inputs = [compute() for compute in program.before]
         states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
         arrays = [
@@ -300,6 +305,7 @@ class CompiledStep:
             result=last.result,
             draws=bool(first.draws),
             outside=[array for array in trace.outside.values() if not array.is_temporary],
+            ranges=trace.ranges,
         )
 
     def _key_like(self) -> list[Array]:
@@ -409,7 +415,9 @@ class _Body:
         def nest() -> Any:
             leaves = list(self._arguments.leaves)
             for (k, differs), array in zip(self._arguments.arrays, arrays, strict=True):
-                leaves[k] = Box(array[0] if differs else array)
+                leaves[k] = box = Box(array[0] if differs else array, refusal=_PASSED)
+                if self._step._devices.is_local:  # Else other processes would wait in the step.
+                    trace.arguments[id(box.value)] = box.value, k
             return tree.unflatten(self._arguments.nest, leaves)
 
         result = self._step.traced(trace, nest)
@@ -476,6 +484,19 @@ def _abstract(leaf: Any, replicas: int) -> Any:
     array = leaf.values[0] if replicas else leaf
     shape = (replicas, *array.shape) if replicas else array.shape
     return jax_module().ShapeDtypeStruct(shape, array.dtype)
+
+
+def _check_argument(leaf: Any, start: int, stop: int, error: Callable[..., Exception]) -> None:
+    """Raise an error unless the numbers of an argument of all replicas are in ``[start, stop)``."""
+    parts = [
+        part for part in (leaf.values if isinstance(leaf, PerReplica) else [leaf]) if part.size
+    ]
+    if not parts:
+        return
+    limits = [(part.min(), part.max()) for part in parts]
+    low, high = min(low for low, _ in limits), max(high for _, high in limits)
+    if not start <= low <= high < stop:
+        raise error(low, high)
 
 
 def _host(output: Any) -> Any:

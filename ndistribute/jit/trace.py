@@ -52,6 +52,8 @@ class StepTrace:
         self.constants: list[Callable[[], Any]] = []
         self.checks: list[tuple[Any, Callable[..., Exception]]] = []
         self.limits: dict[int, tuple[Any, Any]] = {}  # What some errors say, by the check's place.
+        self.arguments: dict[int, tuple[Any, int]] = {}  # By the id of JAX's value, with its place.
+        self.ranges: list[Any] = []  # Of arguments: place, start, stop and error.
         self.created = 0  # The variables that were made.
         self.draws = 0
         self.is_open = True
@@ -152,23 +154,51 @@ class StepTrace:
     @contextlib.contextmanager
     def explaining(self, explain: Callable[[Exception], Exception]) -> Iterator[None]:
         """Let checks in a ``with`` block raise what a function makes of their errors."""
-        start = len(self.checks)
+        start, first = len(self.checks), len(self.ranges)
         yield
         self.checks[start:] = [
             (flag, lambda *limits, error=error: explain(error(*limits)))
             for flag, error in self.checks[start:]
         ]
+        self.ranges[first:] = [
+            (*allowed, lambda *limits, error=error: explain(error(*limits)))
+            for *allowed, error in self.ranges[first:]
+        ]
+
+    def check_range(
+        self, numbers: Box, start: int, stop: int, error: Callable[..., Exception]
+    ) -> None:
+        """Raise an error unless all numbers are in ``[start, stop)``; no variable changes then.
+
+        Arguments of the step are checked before it runs, because a step whose results depend on a
+        check must keep the old values of all variables until it knows.
+        """
+        base: Any = numbers
+        while base.base is not None and base.base.size == base.size:
+            base = base.base
+        _, place = self.arguments.get(id(base.value), (None, None))
+        if place is not None and self.level is None:
+            self.ranges.append((place, start, stop, error))
+            return
+        array: Any = numbers
+        low, high = array.min(), array.max()
+        self.check((low >= start) & (high < stop), error, low, high)
+
+    def follow(self, value: Any, converted: Any) -> None:
+        """Record that a value of JAX has the numbers of another one, if that is an argument."""
+        if id(value) in self.arguments:
+            self.arguments[id(converted)] = converted, self.arguments[id(value)][1]
 
     def check_index(self, index: Box, length: int) -> None:
         """Check that indices into an axis are in range; JAX would use others without an error."""
         if index.is_checked or index.dtype.kind not in "iu" or not index.size:
             return
-        value, where = index.value, user_line()
+        where = user_line()
 
-        def error() -> Exception:
+        def error(*limits: Any) -> Exception:
             return IndexError(f"an index at {where} is out of bounds for an axis of size {length}.")
 
-        self.checks.append((((value >= -length) & (value < length)).all(), error))
+        self.check_range(index, -length, length, error)
 
     @property
     def rng(self) -> TracedGenerator:

@@ -331,3 +331,29 @@ def test_programs_are_dropped_and_leave_nothing():
     after = compile_some(70, 30)
     assert len(f.compilations) == 100
     assert after - before < 0.05 * before
+
+
+def test_an_argument_is_not_changed_for_its_caller():
+    def scaled(x):
+        x /= 255
+        return x.sum()
+
+    with pytest.raises(ValueError, match=r"test_traps.py:\d+ is an argument, .* change a copy"):
+        nd.function(scaled)(np.ones(3))
+    assert nd.function(lambda x: scaled(x.copy()))(np.full(3, 255.0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "places"),
+    [
+        (lambda table, at: table[at], [4]),
+        (lambda table, at: table[at.reshape(-1)], [[0, 4]]),
+        (lambda table, at: table[at.astype(np.int64)], np.int32([-5])),
+        (lambda table, at: table[at + 1], [3]),
+    ],
+)
+def test_places_are_checked_where_they_are_known(function, places):
+    compiled = nd.function(function)
+    with pytest.raises(IndexError, match="out of bounds for an axis of size 4"):
+        compiled(np.arange(4.0), np.asarray(places))
+    assert compiled(np.arange(4.0), np.zeros_like(places)).size == np.size(places)

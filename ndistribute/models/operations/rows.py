@@ -159,11 +159,10 @@ def check_range(indices: Array, length: int, what: str, advice: str) -> None:
 
     if not indices.size:
         return
-    low, high = indices.min(), indices.max()
     if hasattr(indices, "is_checked"):
-        current_trace().check((low >= 0) & (high < length), error, low, high)
+        current_trace().check_range(indices, 0, length, error)
         indices.is_checked = True
-    elif not 0 <= low <= high < length:
+    elif not 0 <= (low := indices.min()) <= (high := indices.max()) < length:
         raise error(low, high)
 
 
