@@ -32,9 +32,9 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
-    "jit": 1656,
+    "jit": 1673,
     "launcher": 1478,
-    "models": 4016,
+    "models": 4017,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1285,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33450
+TESTS_BUDGET = 33470
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
+_PLAIN = (str, int, float)
+_PROGRESS = {"built", "stop_training"}  # Of layers and models, on which no result depends.
+
 
 def identity_of(function: Any) -> Any:
-    """Return a key that is equal for functions of one code with the same things around it."""
+    """Return a key that is equal for functions of one code with the same things around it.
+
+    Things are told apart by what they are; numbers and texts by their values, also those that are
+    attributes which the code names, or attributes of layers.
+    """
     if hasattr(function, "__func__"):  # A method, which has the code of its function, too.
-        return identity_of(function.__func__), _Same(function.__self__)
+        inner, thing = function.__func__, function.__self__
+        names = getattr(getattr(inner, "__code__", None), "co_names", ())
+        return identity_of(inner), _Same(thing), _attributes(thing, names)
     code = getattr(function, "__code__", None)
     if code is None:
         return _Same(function)
     cells = [_content(cell) for cell in function.__closure__ or ()]
     around = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     around += [function.__globals__.get(name) for name in code.co_names]
-    return code, _Same(function.__globals__), tuple(map(constant_key, around))
+    attributes = [_attributes(thing, code.co_names) for thing in around]
+    return code, _Same(function.__globals__), *map(constant_key, around), *attributes
+
+
+def _attributes(thing: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    held = getattr(thing, "__dict__", None)
+    if held is None:
+        return ()
+    values = tuple(constant_key(held[n]) for n in names if isinstance(held.get(n), _PLAIN))
+    return values + (settings_of(thing) if hasattr(type(thing), "walk") else ())
+
+
+def settings_of(layer: Any) -> tuple[Any, ...]:
+    """Return the numbers and texts that are attributes of a layer and of all layers in it."""
+    pairs = [pair for part in layer.walk() for pair in vars(part).items()]
+    kept = [(n, v) for n, v in pairs if isinstance(v, _PLAIN) and n not in _PROGRESS]
+    return tuple((name, constant_key(value)) for name, value in kept)
 
 
 def _content(cell: Any) -> Any:
@@ -28,7 +53,9 @@ def _content(cell: Any) -> Any:
 
 def constant_key(leaf: Any) -> Any:
     """Return what tells a constant of a program from others: its value, or itself."""
-    if isinstance(leaf, str | bytes | int | float | complex | bool | None):
+    if isinstance(leaf, float | complex):  # 0.0 equals -0.0, and NaN not itself.
+        return type(leaf), repr(leaf)
+    if isinstance(leaf, str | bytes | int | None):
         return type(leaf), leaf
     return _Same(leaf)
 

@@ -27,6 +27,7 @@ from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.devices import to_host
 from ndistribute.jit.function import Function
+from ndistribute.jit.identity import settings_of
 from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
@@ -69,7 +70,7 @@ class Trainer(Layer):
         self.position = TrainingPosition(0)
         self._jit_compile = False
         self._steps: dict[str, Any] = {}  # By the name of the method.
-        self._parts_of_steps: frozenset[Any] = frozenset()
+        self._parts_of_steps: tuple[Any, ...] = ()
 
     def compile(
         self,
@@ -111,7 +112,7 @@ class Trainer(Layer):
                 "compile: jit_compile=True, but a compiled step has no variables on parameter "
                 "servers: leave it out, or use another strategy."
             )
-        self._jit_compile, self._parts_of_steps = bool(jit_compile), frozenset()
+        self._jit_compile, self._parts_of_steps = bool(jit_compile), ()
         with self.strategy.scope():
             self.optimizer = _optimizers.get(optimizer)
             halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
@@ -337,7 +338,7 @@ class Trainer(Layer):
 
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
-        parts = frozenset([*self.walk(), *self.trainable_variables])
+        parts = frozenset([*self.walk(), *self.trainable_variables]), settings_of(self)
         if parts == self._parts_of_steps:
             return
         alone = self.strategy.num_replicas_in_sync == 1
@@ -394,7 +395,6 @@ class Trainer(Layer):
             remedy = "Make the same model and pass the same arguments on all workers."
             check_alike(workers, "fit", without_data(self, options), remedy)
         self.stop_training = False
-        self._renew_steps()
         self.position = TrainingPosition(
             epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=facts
         )
@@ -404,6 +404,7 @@ class Trainer(Layer):
         """Make the remaining steps of an epoch."""
         begin = called.overriding("on_train_batch_begin")
         end = called.overriding("on_train_batch_end")
+        self._renew_steps()  # A callback may have changed a layer.
         self.position.begin_epoch(dataset, steps)
         position = self.position
         while position.step != steps and not self.stop_training:
@@ -437,7 +438,7 @@ class Trainer(Layer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
         position = dataclasses.replace(self.position, callbacks=(), iterator=None)
-        return {**vars(self), "position": position, "_steps": {}, "_parts_of_steps": frozenset()}
+        return {**vars(self), "position": position, "_steps": {}, "_parts_of_steps": ()}
 
     def _callbacks(
         self,

@@ -357,3 +357,28 @@ def test_places_are_checked_where_they_are_known(function, places):
     with pytest.raises(IndexError, match="out of bounds for an axis of size 4"):
         compiled(np.arange(4.0), np.asarray(places))
     assert compiled(np.arange(4.0), np.zeros_like(places)).size == np.size(places)
+
+
+def test_zeros_of_both_signs_are_two_constants_and_nan_is_one():
+    compiled = nd.function(lambda x, y: x / y)
+    assert [compiled(np.ones(1), zero)[0] for zero in (0.0, -0.0)] == [np.inf, -np.inf]
+    for _ in range(3):
+        assert np.isnan(compiled(np.ones(1), float("nan")))[0]
+    assert len(compiled.compilations) == 3
+
+
+def test_attributes_that_the_code_names_and_settings_of_layers_are_as_they_are_at_each_call():
+    class Settings:
+        factor = 1.0
+
+    settings, layer = Settings(), nd.layers.Dropout(0.9)
+    settings.factor = 2.0
+    scaled = nd.function(lambda x: x * settings.factor)
+    dropped = nd.function(lambda x: layer(x, training=True))
+    ones = np.ones(1000)
+    assert scaled(ones).mean() == 2
+    assert np.mean(dropped(ones) == 0) > 0.8
+    settings.factor, layer.rate = 3.0, 0.1
+    assert scaled(ones).mean() == 3
+    assert np.mean(dropped(ones) == 0) < 0.2
+    assert len(scaled.compilations) == len(dropped.compilations) == 2
