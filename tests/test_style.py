@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 4017,
     "optimizers": 922,
     "parameter_server": 1595,
-    "strategies": 1285,
+    "strategies": 1300,
     "task": 293,
     "top level": 2809,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33470
+TESTS_BUDGET = 33475
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

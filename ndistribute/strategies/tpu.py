@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import socket
 import sys
@@ -37,6 +38,8 @@ from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.variable import Variable
 
 _MOST_STEPS = 256
+_MANY_STEPS = 8  # Of one function.
+_log = logging.getLogger("ndistribute")
 
 
 class TPUStrategy(Strategy):
@@ -110,6 +113,7 @@ class TPUStrategy(Strategy):
         if step is None:
             step = CompiledStep(fn, self._on, self._traced, self._keys, self._together)
             self._steps[key] = step
+            self._warn_of_repeats(fn, key)
             if len(self._steps) > _MOST_STEPS:
                 self._steps.popitem(last=False)
 
@@ -124,6 +128,19 @@ class TPUStrategy(Strategy):
                 raise
 
         return tree.regroup(self._exclusively(run), context.join_leaf)
+
+    def _warn_of_repeats(self, fn: Callable[..., Any], key: Any) -> None:
+        """Log a warning if one function is compiled anew for other things around it."""
+        if isinstance(key, tuple):
+            same = [
+                known for known in self._steps if isinstance(known, tuple) and known[0] == key[0]
+            ]
+            if len(same) == _MANY_STEPS:
+                _log.warning(
+                    "%s is compiled for the %dth time, because the objects around it have changed: "
+                    "pass arrays that change as arguments, strategy.run(step, args=(x,))",
+                    *(getattr(fn, "__qualname__", fn), _MANY_STEPS),
+                )
 
     def _keys(self) -> list[Array]:
         """Return the seed of each replica's random numbers for one call."""

@@ -233,3 +233,10 @@ def test_writes_to_elements_with_a_step_between_them_are_those_of_numpy(shape, i
     x = np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
     for values in (-x[index], np.float64(0.5)):
         assert np.array_equal(written(x, values), nd.function(written)(x, values))
+
+
+def test_a_step_that_closes_over_other_arrays_each_time_is_warned_of_once(two, caplog):
+    for k in range(9):
+        array = np.full(2, float(k))
+        assert two.run(lambda: array.sum() * np.float32(1)).values[0] == 2 * k  # noqa: B023
+    assert caplog.text.count("is compiled for the 8th time") == 1
