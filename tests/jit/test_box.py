@@ -62,7 +62,7 @@ np.max(X,1,initial=0.5,where=X>0) | np.ptp(X,0) | np.argmax(X) | np.argmax(X,1) 
 np.argmin(N,0) | np.argmax(B) | np.argmax(D) | np.argmax(X,0,keepdims=True) | np.any(X>1)
 np.all(X,0) | np.any(B,1) | np.count_nonzero(B) | np.count_nonzero(X,0) | np.average(X,0)
 np.average(X,weights=np.abs(Y)) | np.average(X,0,weights=np.array([1,2,3,4])) | np.where(B,X,Y)
-np.where(B,X,0) | np.where(B,F,0) | np.where(B,F,1.5) | np.where(B,U,0) | np.where(B,U,-1)
+np.where(B,X,0) | np.where(B,F,0) | np.where(B,F,1.5) | np.where(B,U,0)
 np.where(B,1,0) | np.where(B,1.,0) | np.where(X,1,0) | np.where(B,F,X) | np.where(B,I,F)
 np.where(B,J,F) | np.where(B,H,2.0) | np.where(B,U,Q) | np.select([X>1,X>0],[X,Y],7)
 np.select([X>1,X>0],[F,0],7) | np.piecewise(X,[X<0,X>=0],[lambda x:-x,lambda x:x])
@@ -495,7 +495,7 @@ def _reversed(f, number, x):
 
 
 VIEWS = {
-    "slice": lambda x: x[1:],
+    "slice": lambda x: x[1:] if len(x) > 1 else x,
     "step": lambda x: x[..., ::-2],
     "row": lambda x: x[-1] if x.ndim > 1 else x,
     "new axis": lambda x: x[:, None],

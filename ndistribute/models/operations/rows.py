@@ -162,7 +162,9 @@ def check_range(indices: Array, length: int, what: str, advice: str) -> None:
     if hasattr(indices, "is_checked"):
         current_trace().check_range(indices, 0, length, error)
         indices.is_checked = True
-    elif not 0 <= (low := indices.min()) <= (high := indices.max()) < length:
+        return
+    low, high = indices.min(), indices.max()
+    if not 0 <= low <= high < length:
         raise error(low, high)
 
 
