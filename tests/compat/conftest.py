@@ -12,6 +12,7 @@ collect_ignore = ["guides"]
 @pytest.fixture(autouse=True)
 def arrays_again() -> Iterator[None]:
     """Undo what names of TensorFlow 1 do to those of two meanings in this process."""
+    graphs.use_arrays()  # Other tests use these names, too.
     yield
     graphs.use_arrays()
 
