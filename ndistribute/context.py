@@ -236,7 +236,7 @@ class ReplicaContext:
 
 def part_of(length: int, rank: Any, count: int) -> Any:
     """Return the index of a replica's part of an axis; in a compiled step, of equal parts."""
-    if not hasattr(rank, "is_checked"):
+    if not hasattr(rank, "on_device"):
         return slice(length * rank // count, length * (rank + 1) // count)
     part = rank * (length // count) + np.arange(length // count)
     part.is_checked = True

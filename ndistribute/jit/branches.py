@@ -78,12 +78,12 @@ def while_loop(
     def step(carried: Any) -> Any:
         values, held = carried
         new, now = body(*values)
-        return new, held & now
+        return new, held & now & test(*new)[1]  # The condition has checks, too.
 
     start = tuple(numpy.asarray(_value(value)) for value in state)
     trace.loops += 1
     try:
-        values, held = lax.while_loop(lambda c: test(*c[0])[0], step, (start, numpy.bool_(True)))
+        values, held = lax.while_loop(lambda c: test(*c[0])[0], step, (start, test(*start)[1]))
     except TypeError as error:
         raise TracingError(f"nd.while_loop at {user_line()}: {error}") from error
     finally:

@@ -332,11 +332,8 @@ class CompiledStep:
     def traced(self, trace: StepTrace, nest: Any) -> Any:
         """Return the result of the function in a trace."""
         with tracing(trace), self._enter():
-            try:
-                args, kwargs = nest()
-                return tree.map_leaves(_up_to_date, untrack(self._function(*args, **kwargs)))
-            finally:
-                trace.close()
+            args, kwargs = nest()
+            return tree.map_leaves(_up_to_date, untrack(self._function(*args, **kwargs)))
 
 
 class _Slot:

@@ -56,7 +56,6 @@ class StepTrace:
         self.ranges: list[Any] = []  # Of arguments: place, start, stop and error.
         self.created = 0  # The variables that were made.
         self.draws = 0
-        self.is_open = True
         self.counts: dict[int, int] = {}  # Steps of each optimizer, by id.
         self.outside: dict[int, OutsideArray] = {}  # By the id of their memory's owner.
         self.loops = 0  # The open loops.
@@ -253,10 +252,6 @@ class StepTrace:
                 f"{what} is written at {user_line()} inside nd.cond or nd.while_loop, but was made "
                 "outside of it: return the new value from the branch or body, and assign it after."
             )
-
-    def close(self) -> None:
-        """End the trace, whose boxes cannot be used any more."""
-        self.is_open = False
 
 
 def _call_if(effect: Callable[..., None], condition: Any, *values: Any) -> None:

@@ -382,3 +382,13 @@ def test_attributes_that_the_code_names_and_settings_of_layers_are_as_they_are_a
     assert scaled(ones).mean() == 3
     assert np.mean(dropped(ones) == 0) < 0.2
     assert len(scaled.compilations) == len(dropped.compilations) == 2
+
+
+def test_a_place_that_the_condition_of_a_loop_reads_is_checked():
+    def search(table, k):
+        return nd.while_loop(lambda k: table[k] > 0, lambda k: (k + 1,), (k,))[0]
+
+    found = nd.function(search)
+    assert found(np.array([1.0, 1.0, 0.0]), np.int64(0)) == 2
+    with pytest.raises(IndexError, match="out of range"):
+        found(np.array([1.0, 1.0, -1.0]), np.int64(5))

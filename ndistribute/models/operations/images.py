@@ -186,7 +186,7 @@ def _conv2d(
 ) -> Any:
     dtype, images, weights = operands(as_array(x), as_array(kernel))
     xp = array_namespace(images, weights)
-    if hasattr(weights, "is_checked"):
+    if hasattr(weights, "on_device"):
         compiled = functools.partial(_conv2d_of_jax, windows=windows, groups=groups)
         product, gradients = differentiated(compiled, images, weights)
         end = Epilogue(product.reshape(-1, weights.shape[-1]), bias, rule)
@@ -436,7 +436,7 @@ def _average_pool(x: Any, *, windows: Windows) -> Any:
     for offset in windows.offsets:
         present[offset.outer[1:]] += 1
     counts = xp.asarray(present)
-    if hasattr(images, "is_checked"):  # In a compiled step; the loop below takes longer there.
+    if hasattr(images, "on_device"):  # In a compiled step; the loop below takes longer there.
         compiled = functools.partial(_sums_of_jax, windows=windows)
         sums, gradients = differentiated(compiled, images.astype(dtype))
         return (sums / counts).astype(x.dtype), lambda g: gradients(g.astype(dtype) / counts)

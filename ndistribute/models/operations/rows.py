@@ -159,7 +159,7 @@ def check_range(indices: Array, length: int, what: str, advice: str) -> None:
 
     if not indices.size:
         return
-    if hasattr(indices, "is_checked"):
+    if hasattr(indices, "on_device"):
         current_trace().check_range(indices, 0, length, error)
         indices.is_checked = True
         return
