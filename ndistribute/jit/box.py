@@ -24,8 +24,7 @@ from ndistribute.context import current_trace
 from ndistribute.devices import Device, jax_module
 from ndistribute.jit.corrections import computed, divided, kind_of, of_jax
 from ndistribute.jit.refusals import refuse, refuse_leak, refuse_outside, refuse_shape, refuse_value
-from ndistribute.jit.strided import placed
-from ndistribute.jit.views import VIEWING, RearrangedView, SlicedView
+from ndistribute.jit.views import READ_ONLY, VIEWING, View, placed, sliced
 from ndistribute.numpy_functions import ArrayMethods, cast, written_to
 
 _PYTHON = (bool, int, float, complex)
@@ -129,8 +128,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     @property
     def flat(self) -> Box:
         """The elements along one axis, a view."""
-        view = RearrangedView(np.ravel, (), {})
-        return Box(view.read(self.value), self, view, self.refusal)
+        return self._part(View(np.ravel, (), {}))
 
     @flat.setter
     def flat(self, new: Any) -> None:
@@ -182,12 +180,14 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         raw = _raw_index(index, self)
         if _is_mask(raw) and not isinstance(raw, np.ndarray):
             refuse_shape("x[mask]")
-        view = SlicedView(raw)
-        if _is_basic(raw):
-            part = Box(self.value[raw], self, view, self.refusal)
-            part.is_checked = self.is_checked
-            return part
-        return Box(view.read(self.value))
+        if not _is_basic(raw):
+            return Box(self.value[raw])
+        part = self._part(sliced(raw))
+        part.is_checked = self.is_checked
+        return part
+
+    def _part(self, view: View) -> Box:
+        return Box(view.read(self.value), self, view, self.refusal)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raw, new = _raw_index(index, self), _raw(value)
@@ -197,8 +197,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             new = np.asarray(new, self.dtype)  # A number that does not fit is an error.
         mask = raw if _is_mask(raw) else None
         if mask is None:
-            old = self.value
-            self.value = placed(old, raw, jax_module().numpy.asarray(new).astype(self.dtype))
+            new = jax_module().numpy.asarray(new).astype(self.dtype)
+            self.value = placed(self.value, raw, new)
             return
         if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
             refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
@@ -349,9 +349,10 @@ def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[st
     kwargs = {name: v for name, v in kwargs.items() if name not in ("copy", "subok")}
     if source.ndim > 1 and not {"A", "K"}.isdisjoint(map(str, (*args, *kwargs.values()))):
         refuse(function, "the order in memory decides its result: pass order='C' or 'F'")
-    view = RearrangedView(function, args, kwargs)
-    value = view.read(source.value)
-    refusal = "is read-only: copy it first, as x.copy()" if view.is_read_only else source.refusal
+    view = View(function, args, kwargs)
+    value, refusal = view.read(source.value), source.refusal
+    if function in READ_ONLY:
+        refusal = "is read-only: copy it first, as x.copy()"
     if source.like is _UNKNOWN:
         refusal = "is a copy or a view, as its order in memory decides: copy it first, as x.copy()"
     if not np.may_share_memory(view.layout(source.layout), source.layout):

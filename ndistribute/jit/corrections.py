@@ -7,6 +7,7 @@ with the line of the user's code that calls it.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,6 +170,8 @@ def divided(ufunc: Any, values: Sequence[Any], result: Any) -> Any:
 def of_jax(function: Any) -> Any:
     """Return JAX's function of the same name."""
     jax = jax_module()
+    if function is operator.getitem:
+        return function
     if function is cast:
         return lambda x, dtype, **_: x.astype(dtype)
     owner = getattr(function, "__self__", None)

@@ -6,78 +6,80 @@ decides it, with arrays that have the order and no values.
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
+from ndistribute.devices import jax_module
 from ndistribute.jit.corrections import of_jax
-from ndistribute.jit.strided import placed
 
-_SAME_ORDER = frozenset(
-    {np.reshape, np.ravel, np.squeeze, np.expand_dims, np.atleast_1d, np.atleast_2d, np.atleast_3d}
-)
-_OF_AXES = frozenset(
-    {np.transpose, np.permute_dims, np.swapaxes, np.moveaxis, np.rollaxis, np.matrix_transpose}
-)
-_READ_ONLY = frozenset({np.diagonal, np.diag, np.broadcast_to})
-VIEWING = _SAME_ORDER | _OF_AXES | _READ_ONLY
-VIEWING |= {np.flip, np.fliplr, np.flipud, np.rot90, np.real, np.imag}
+READ_ONLY = frozenset({np.diagonal, np.diag, np.broadcast_to})
+"""Functions whose result is a view that NumPy does not let anybody write to."""
+VIEWING = READ_ONLY | {
+    getattr(np, name)
+    for name in (
+        "atleast_1d atleast_2d atleast_3d expand_dims flip fliplr flipud imag matrix_transpose "
+        "moveaxis permute_dims ravel real reshape rollaxis rot90 squeeze swapaxes transpose"
+    ).split()
+}
 """Functions whose result may be a view of their first argument."""
 
 
-class SlicedView:
-    """The view of the elements at a basic index, which has no arrays."""
+class View(NamedTuple):
+    """A part of an array, as a function gives it: one of NumPy, or `operator.getitem`."""
 
-    __slots__ = ("_index",)
-    is_read_only = False
-
-    def __init__(self, index: Any) -> None:
-        self._index = index
+    function: Any
+    args: Any
+    kwargs: Any
 
     def read(self, value: Any) -> Any:
-        return value[self._index]
-
-    def layout(self, base: Any) -> Any:
-        """Return the order of the elements in memory, as an array of NumPy."""
-        index = self._index if isinstance(self._index, tuple) else (self._index,)
-        return base[index if Ellipsis in index else (*index, ...)]
-
-    def write(self, value: Any, new: Any) -> Any:
-        return placed(value, self._index, new)
-
-
-class RearrangedView:
-    """The view of the elements in another shape or order, as a function of NumPy returns it."""
-
-    __slots__ = ("_args", "_function", "_kwargs")
-
-    def __init__(self, function: Any, args: Any, kwargs: Any) -> None:
-        self._function, self._args, self._kwargs = function, args, kwargs
-
-    @property
-    def is_read_only(self) -> bool:
-        return self._function in _READ_ONLY
-
-    def read(self, value: Any) -> Any:
-        return of_jax(self._function)(value, *self._args, **self._kwargs)
+        """Return the part of a value of JAX."""
+        return of_jax(self.function)(value, *self.args, **self.kwargs)
 
     def layout(self, base: Any) -> Any:
         """Return the order of the elements in memory; it shares none with its base for a copy."""
-        return self._function(base, *self._args, **self._kwargs)
+        return self.function(base, *self.args, **self.kwargs)
 
     def write(self, value: Any, new: Any) -> Any:
-        function = self._function
-        if function is np.real:
-            return new + 1j * value.imag if value.dtype.kind == "c" else new
-        if function is np.imag:
+        """Return a value of JAX in which the part has other values."""
+        if self.function is operator.getitem:
+            return placed(value, *self.args, new)
+        if self.function is np.imag:
             return value.real + 1j * new
-        if function in _OF_AXES:
-            bare = as_strided(np.empty(1, np.int8), (1,) * value.ndim, range(1, value.ndim + 1))
-            moved = self.layout(bare).strides
-            return new.transpose([moved.index(k) for k in range(1, value.ndim + 1)])
-        flat = new.reshape(-1)
-        places = np.arange(value.size).reshape(value.shape)
-        if function not in _SAME_ORDER or "F" in (*self._args, *self._kwargs.values()):
-            flat = flat[np.argsort(self.layout(places).ravel())]
-        return flat.reshape(value.shape)
+        if self.function is np.real:
+            return new + 1j * value.imag if value.dtype.kind == "c" else new
+        return _put_back(self.read, value, new)
+
+
+def sliced(index: Any) -> View:
+    """Return the view of the elements at a basic index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return View(operator.getitem, (parts if Ellipsis in parts else (*parts, ...),), {})
+
+
+def placed(value: Any, index: Any, new: Any) -> Any:
+    """Return a value of JAX with new elements at an index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    steps = [part.step or 1 for part in parts if isinstance(part, slice)]
+    if all(step == 1 for step in steps) or any(np.ndim(part) for part in parts):
+        return value.at[index].set(new)
+    # XLA scatters elements with a step between them one by one; a choice is one parallel loop.
+    return _put_back(lambda v: v[index], value, new)
+
+
+def _put_back(read: Callable[[Any], Any], value: Any, new: Any) -> Any:
+    """Return a value of JAX, in which what a function reads of it has other values."""
+    jax = jax_module()
+    numpy, shape = jax.numpy, jax.eval_shape(read, value).shape
+
+    def back(part: Any) -> Any:
+        like = jax.ShapeDtypeStruct(value.shape, part.dtype)
+        return jax.linear_transpose(read, like)(numpy.broadcast_to(part, shape))[0]
+
+    bare = new.astype(np.int8) if new.dtype == bool else new
+    whole = back(bare).astype(value.dtype)
+    if np.prod(shape) == value.size:
+        return whole
+    return numpy.where(back(numpy.ones((), np.int8)) != 0, whole, value)
