@@ -21,7 +21,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from ndistribute import tree
 from ndistribute.autodiff.diagnostics import name_of, user_line
 from ndistribute.context import current_trace
-from ndistribute.devices import Device, jax_module
+from ndistribute.devices import Device, as_array, jax_module
 from ndistribute.jit.corrections import computed, divided, kind_of, of_jax
 from ndistribute.jit.refusals import refuse, refuse_leak, refuse_outside, refuse_shape, refuse_value
 from ndistribute.jit.views import READ_ONLY, VIEWING, View, placed, sliced
@@ -86,7 +86,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         """JAX's value."""
         trace = current_trace()
         if self._trace is not trace:
-            refuse_leak(self._trace)
+            refuse_leak()
         if self.base is not None and self.base.value is not self._seen:
             self._seen = self.base.value
             self._value = self._view.read(self._seen)
@@ -98,7 +98,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             raise ValueError(f"the array written at {user_line()} {self.refusal}.")
         trace = current_trace()
         if self._trace is not trace:
-            refuse_leak(self._trace)
+            refuse_leak()
         if self.base is None:
             trace.check_level(self, "an array")
             self._value = new
@@ -197,8 +197,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
             new = np.asarray(new, self.dtype)  # A number that does not fit is an error.
         mask = raw if _is_mask(raw) else None
         if mask is None:
-            new = jax_module().numpy.asarray(new).astype(self.dtype)
-            self.value = placed(self.value, raw, new)
+            old = self.value
+            self.value = placed(old, raw, jax_module().numpy.asarray(new).astype(self.dtype))
             return
         if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
             refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
@@ -216,6 +216,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     def copy(self, order: str = "C") -> Box:
         """Return a copy."""
         return Box(self.value)
+
+    __copy__ = copy
 
     def __pow__(self, other: Any) -> Any:
         if type(other) is int and other == 2:  # NumPy does the same, whose squares of bool differ.
@@ -244,11 +246,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[Any]:
         return (self[k] for k in range(len(self)))
 
-    def __copy__(self) -> Box:
-        return Box(self.value)
-
     def __deepcopy__(self, memo: Any) -> Box:
-        return Box(self.value)
+        return self.copy()
 
     __hash__ = object.__hash__
 
@@ -480,6 +479,13 @@ def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwar
 
 def _strong(value: Any, dtype: np.dtype[Any]) -> Any:
     return jax_module().lax.convert_element_type(value, dtype)
+
+
+def value_of(value: Any) -> Any:
+    """Return JAX's value of a box, of what has one as its array, or of a constant."""
+    jax = jax_module()
+    array = value if isinstance(value, jax.Array) else as_array(value)
+    return array.value if isinstance(array, Box) else jax.numpy.asarray(array)
 
 
 def boxed(result: Any) -> Any:

@@ -10,7 +10,7 @@ from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.context import current_frame, current_trace
 from ndistribute.devices import jax_module
 from ndistribute.errors import TracingError
-from ndistribute.jit.box import Box, boxed
+from ndistribute.jit.box import Box, boxed, value_of
 
 
 def cond(
@@ -40,9 +40,8 @@ def cond(
     _refuse_tape("nd.cond", "np.where")
     like: list[Any] = []
     branches = [trace.nested(_outlined(branch, like)) for branch in (true_fn, false_fn)]
-    values = [_value(operand) for operand in operands]
     try:
-        flat, held = jax_module().lax.cond(pred.value, *branches, *values)
+        flat, held = jax_module().lax.cond(pred.value, *branches, *map(value_of, operands))
     except TypeError as error:
         raise TracingError(f"nd.cond at {user_line()}: the branches differ. {error}") from error
     _check_inside(trace, held)
@@ -72,22 +71,19 @@ def while_loop(
             state = tuple(body_fn(*state))
         return state
     _refuse_tape("nd.while_loop", "a Python loop over a fixed number of steps")
-    lax, numpy = jax_module().lax, jax_module().numpy
-    test, body = trace.nested(cond_fn), trace.nested(lambda *values: tuple(body_fn(*values)))
+    lax, test = jax_module().lax, trace.nested(cond_fn, repeats=True)
+    body = trace.nested(lambda *values: tuple(body_fn(*values)), repeats=True)
 
     def step(carried: Any) -> Any:
         values, held = carried
         new, now = body(*values)
         return new, held & now & test(*new)[1]  # The condition has checks, too.
 
-    start = tuple(numpy.asarray(_value(value)) for value in state)
-    trace.loops += 1
+    start = tuple(map(value_of, state))
     try:
         values, held = lax.while_loop(lambda c: test(*c[0])[0], step, (start, test(*start)[1]))
     except TypeError as error:
         raise TracingError(f"nd.while_loop at {user_line()}: {error}") from error
-    finally:
-        trace.loops -= 1
     _check_inside(trace, held)
     return tuple(map(boxed, values))
 
@@ -111,10 +107,4 @@ def _refuse_tape(what: str, instead: str) -> None:
 
 def _check_inside(trace: Any, held: Any) -> None:
     where = user_line()
-    trace.checks.append(
-        (held, lambda: IndexError(f"an index or a label at {where} is out of range."))
-    )
-
-
-def _value(operand: Any) -> Any:
-    return operand.value if isinstance(operand, Box) else operand
+    trace.check(held, lambda: IndexError(f"an index or a label at {where} is out of range."))

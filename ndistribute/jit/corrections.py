@@ -118,7 +118,7 @@ def _check_factors(function: Any, args: Any, result: Any) -> None:
         held |= ~numpy.isfinite(numpy.asarray(arg)).all()
     what = "not positive definite" if function is np.linalg.cholesky else "singular"
     message = f"a matrix of {name_of(function)} at {user_line()} is {what}."
-    current_trace().checks.append((held, lambda: np.linalg.LinAlgError(message)))
+    current_trace().check(held, lambda: np.linalg.LinAlgError(message))
 
 
 def _promoted(function: Any, args: Any) -> Any:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
+from weakref import WeakKeyDictionary
 
 from ndistribute.autodiff.diagnostics import user_line
-from ndistribute.context import current_frame, current_trace, get_replica_context, get_strategy
-from ndistribute.devices import Array
+from ndistribute.context import (
+    ReplicaContext,
+    current_frame,
+    current_trace,
+    get_replica_context,
+    get_strategy,
+)
 from ndistribute.errors import TracingError
-from ndistribute.jit.identity import identity_of
-from ndistribute.jit.program import MOST_PROGRAMS, Compilation, CompiledStep, Devices
+from ndistribute.jit.program import Compilation, Compiler, Devices
 
 
 class Function:
@@ -27,38 +29,28 @@ class Function:
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
         self._attribute = ""  # The name in a class.
-        self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
+        self._compilers: WeakKeyDictionary[Any, Compiler] = WeakKeyDictionary()  # By replica.
 
     @property
     def compilations(self) -> list[Compilation]:
         """The shapes of the arguments and the seconds of each compilation so far."""
-        return [made for step in self._steps.values() for made in step.compilations]
+        return [made for each in self._compilers.values() for made in each.compilations]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the function, compiled."""
         if current_trace() is not None:
             return self.python_function(*args, **kwargs)  # It becomes a part of that program.
-        frame = current_frame()
-        if getattr(frame.recorder, "is_recording", False):
+        if getattr(current_frame().recorder, "is_recording", False):
             raise TracingError(
                 f"{self!r} is called at {user_line()} while a GradientTape records, which cannot "
                 "see into it: open the tape in the function."
             )
-        replica = get_replica_context() or get_strategy().replica_contexts[0]
-        place = replica.strategy.serial, replica.local_replica_id, frame.replica is None
-        key = *place, identity_of(self.python_function)
-        step = self._steps.get(key)
-        if step is None:
-
-            def seeds() -> list[Array]:
-                return [replica.generator().integers(2**32, size=2).astype(np.uint32)]
-
-            enter = contextlib.nullcontext
-            step = CompiledStep(self.python_function, Devices(), enter, seeds)
-            step = self._steps.setdefault(key, step)
-            while len(self._steps) > MOST_PROGRAMS:
-                self._steps.popitem(last=False)
-        return step(args, kwargs)[0]
+        replica = _replica()
+        compiler = self._compilers.get(replica)
+        if compiler is None:
+            made = Compiler(Devices(), lambda: [_replica()], contextlib.nullcontext)
+            compiler = self._compilers.setdefault(replica, made)
+        return compiler(self.python_function, args, kwargs)[0]
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
@@ -73,6 +65,10 @@ class Function:
 
     def __repr__(self) -> str:
         return f"<compiled {self.python_function!r}>"
+
+
+def _replica() -> ReplicaContext:
+    return get_replica_context() or get_strategy().replica_contexts[0]
 
 
 def function(python_function: Callable[..., Any]) -> Any:

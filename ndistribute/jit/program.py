@@ -1,23 +1,23 @@
-"""`CompiledStep`: a function that XLA compiles once for each shape of its arguments, and runs.
+"""`Compiler`: functions that XLA compiles once for each shape of their arguments, and runs.
 
-The first call with arguments of new shapes traces the function: once for the variables that it
-reads and makes, and twice as JAX's program, because a value that differs between two traces, such
-as a random number or the time, would be the same in all later calls, and is refused. The program
-takes the states of the variables and gives new ones, in the same memory where it can. With several
-devices it is one program for all of them, in which each replica has its part of the states.
+The first call with arguments of new shapes traces the function until all variables that it reads
+and makes are known. Then it is traced as a program twice, because a value that differs between two
+traces, such as a random number or the time, would be the same in all later calls, and is refused.
+The program takes the states of the variables and gives new ones, in the same memory where it can.
+It is one program for all devices, in which each replica has its part of the states.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import operator
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,19 +25,19 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.autodiff import untrack
 from ndistribute.autodiff.diagnostics import is_user_file
-from ndistribute.context import current_trace, tracing
+from ndistribute.context import ReplicaContext, current_frame, current_trace, tracing
 from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
-from ndistribute.jit.identity import constant_key
+from ndistribute.jit.identity import constant_key, identity_of
 from ndistribute.jit.sparse_rows import NO_ROW
-from ndistribute.jit.trace import OutsideArray, StepTrace
+from ndistribute.jit.trace import EMPTY, Check, StepTrace, checksum
 from ndistribute.values import PerReplica
 
 AXIS = "replica"
-MOST_PROGRAMS = 64  # Of one function; the oldest one is dropped.
-_MOST_ATTEMPTS = 4  # To trace a function that makes variables.
+_MOST_TRACES = 6  # Of one program, until it has found all variables twice.
+_MANY = (8, 64)  # Compilations of one function, of which a warning tells.
 _PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
 _log = logging.getLogger("ndistribute")
 
@@ -59,39 +59,25 @@ class Devices:
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
         jax = jax_module()
         self.all = [jax.devices()[0]] if devices is None else list(devices)
-        self.local = [d for d in self.all if d.process_index == jax.process_index()]
         self.size = len(self.all)
-        self.is_local = len(self.local) == self.size
+        self.local_size = sum(d.process_index == jax.process_index() for d in self.all)
+        self.is_local = self.local_size == self.size
         self.shares_memory = self.all[0].platform == "cpu"
-        self.mesh = jax.sharding.Mesh(np.array(self.all), (AXIS,)) if self.size > 1 else None
-
-    def sharding(self, axis: int | None) -> Any:
-        """Return where an array lies: on all devices, or divided along an axis (-1: the first)."""
-        jax = jax_module()
-        if self.mesh is None:
-            return jax.sharding.SingleDeviceSharding(self.all[0])
-        return jax.sharding.NamedSharding(self.mesh, self.spec(axis))
+        self.mesh = jax.sharding.Mesh(np.array(self.all), (AXIS,))
 
     def spec(self, axis: int | None) -> Any:
-        """Return the same for a program of several devices."""
+        """Return where an array lies: on all devices, or divided along an axis (-1: the first)."""
         parts = () if axis is None else (None,) * max(axis, 0) + (AXIS,)
         return jax_module().sharding.PartitionSpec(*parts)
 
     def place(self, parts: Sequence[Array], axis: int | None) -> Any:
         """Return one of JAX's arrays of the values of this process's replicas."""
         jax = jax_module()
-        if self.mesh is None:
-            return jax.device_put(parts[0][None] if axis == -1 else parts[0], self.all[0])
-        if axis is None:
-            if len(self.local) == self.size:
-                return jax.device_put(parts[0], self.sharding(None))
-            shape, parts = parts[0].shape, [parts[0]] * len(self.local)
-        else:
-            parts = [part[None] for part in parts] if axis < 0 else parts
-            shape = list(parts[0].shape)
-            shape[max(axis, 0)] *= self.size
-        placed = [jax.device_put(part, d) for part, d in zip(parts, self.local, strict=True)]
-        return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(axis), placed)
+        joined = parts[0]
+        if axis is not None:
+            joined = np.stack(parts) if axis < 0 else np.concatenate(parts, axis)
+        sharding = jax.sharding.NamedSharding(self.mesh, self.spec(axis))
+        return jax.make_array_from_process_local_data(sharding, joined)
 
 
 class _Arguments(NamedTuple):
@@ -103,30 +89,15 @@ class _Arguments(NamedTuple):
     key: Any
 
 
-class _Program(NamedTuple):
-    """A compiled program, and what it reads and gives."""
-
-    run: Callable[..., Any]
-    written: list[Any]
-    read: list[Any]
-    before: list[Callable[[], Any]]
-    after: list[Callable[..., None]]
-    errors: list[Callable[..., Exception]]
-    result: Any  # The nest, in which each array is the place of its value.
-    draws: bool
-    outside: list[OutsideArray]
-    ranges: list[Any]  # Of arguments: the place, the range of the numbers, and the error.
-
-
-class CompiledStep:
-    """A function that is traced and compiled; see the module.
+class Compiler:
+    """Compiles functions, and keeps the programs; see the module.
 
     Args:
-        function: computes with NumPy's functions, variables, tapes and optimizers.
-        devices: where it runs.
-        enter: returns the context in which it is traced.
-        key: returns the seed of the random numbers of a call, for each replica of this process.
+        devices: where they run.
+        replicas: returns the replicas of this process, whose generators give the random numbers.
+        enter: returns the context in which functions are traced.
         together: calls a function that compiles, where all processes do.
+        most: how many programs are kept.
 
     Attributes:
         compilations: the compilations, in order.
@@ -134,66 +105,68 @@ class CompiledStep:
 
     def __init__(
         self,
-        function: Callable[..., Any],
         devices: Devices,
+        replicas: Callable[[], Sequence[ReplicaContext]],
         enter: Callable[[], contextlib.AbstractContextManager[Any]],
-        key: Callable[[], list[Array]],
         together: Callable[[Callable[[], Any]], Any] = operator.call,
+        most: int = 64,
     ) -> None:
         self.compilations: list[Compilation] = []
-        self._function, self._devices, self._enter, self._key = function, devices, enter, key
-        self._together = together
-        self._programs: OrderedDict[Any, _Program] = OrderedDict()
-        self._constants: dict[Any, list[Callable[[], Any]]] = {}
+        self.devices, self.enter = devices, enter
+        self._replicas, self._together, self._most = replicas, together, most
+        # Those of one function and shapes differ in what the function looks up before each call.
+        self._programs: OrderedDict[Any, list[_Program]] = OrderedDict()
+        self._counts: Counter[Any] = Counter()
         self._lock = threading.RLock()
-        self._name = getattr(function, "__qualname__", repr(function))
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def __call__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
         """Return the results of the replicas of this process."""
         arguments = self._arguments((tuple(args), dict(kwargs)))
+        key = identity_of(function), arguments.key, current_frame().replica is None
         with self._lock, _numpys_dtypes():
-            program = self._programs.get(self._key_of(arguments))
-            if program is not None:
-                return self._run(program, arguments)
+            for program in self._programs.get(key, ()):
+                if all(compute() == value for compute, value in program.trace.constants):
+                    return program.run(arguments)
             began = time.perf_counter()
-            program = self._together(functools.partial(self._compile, arguments))
-            key = self._key_of(arguments)
-            results = self._run(program, arguments)
-            self._programs[key] = program
-            if len(self._programs) > MOST_PROGRAMS:
-                (dropped, _), _ = self._programs.popitem(last=False)
-                self._constants.pop(dropped, None)
-            self._report(arguments, time.perf_counter() - began)
+            program = self._together(lambda: self._compile(function, arguments))
+            results = program.run(arguments)
+            self._programs.setdefault(key, []).append(program)
+            if len(self._programs) > self._most:
+                self._programs.popitem(last=False)
+            self._report(function, arguments, time.perf_counter() - began)
             return results
 
-    def _key_of(self, arguments: _Arguments) -> Any:
-        computed = [compute() for compute in self._constants.get(arguments.key, ())]
-        return arguments.key, tuple(computed)
+    def seeds(self) -> list[Array]:
+        """Return the seeds of the random numbers of a call, one for each replica here."""
+        draws = [replica.generator().integers(2**32, size=2) for replica in self._replicas()]
+        return [draw.astype(np.uint32) for draw in draws]
 
-    def _report(self, arguments: _Arguments, seconds: float) -> None:
+    def _report(self, function: Any, arguments: _Arguments, seconds: float) -> None:
         shown = ", ".join(_shown(leaf) for leaf in arguments.leaves)
         self.compilations.append(Compilation(shown, seconds))
-        count = len(self.compilations)
-        level = logging.WARNING if count in (8, 64) else logging.INFO
-        text = "compiled %s for (%s) in %.2f s, compilation %d"
+        code = getattr(function, "__code__", type(function))
+        self._counts[code] += 1
+        level = logging.WARNING if self._counts[code] in _MANY else logging.INFO
+        text = "%s is compiled for the %dth time, for (%s) in %.2f s"
         if level == logging.WARNING:
-            text += ": arrays of new shapes and other Python values are compiled anew each time"
-        _log.log(level, text, self._name, shown, seconds, count)
-
-    # Arguments.
+            text += (
+                ": arrays of new shapes, and other Python values and objects in its arguments and "
+                "around it compile it anew. Pass arrays that change as arguments"
+            )
+        _log.log(level, text, _name(function), self._counts[code], shown, seconds)
 
     def _arguments(self, nest: Any) -> _Arguments:
         leaves = tree.flatten(nest)
         arrays, keys = [], []
         for k, passed in enumerate(leaves):
             leaf = leaves[k] = self._joined(passed) if isinstance(passed, PerReplica) else passed
-            if isinstance(leaf, PerReplica):
-                arrays.append((k, True))
-                first = leaf.values[0]
-                keys.append((first.shape, first.dtype, True))
-            elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV":
-                arrays.append((k, False))
-                keys.append((leaf.shape, leaf.dtype, False))
+            differs = isinstance(leaf, PerReplica)
+            first = leaf.values[0] if differs else leaf
+            if isinstance(first, np.ndarray | np.generic) and first.dtype.kind in "biufcV":
+                arrays.append((k, differs))
+                keys.append((first.shape, first.dtype, differs))
             else:
                 keys.append(constant_key(leaf))
         return _Arguments(nest, leaves, arrays, (tree.outline(nest), tuple(keys)))
@@ -201,10 +174,10 @@ class CompiledStep:
     def _joined(self, value: PerReplica) -> Any:
         """Return the components as arrays of one shape, or the value that all of them are."""
         parts = value.values
-        if len(parts) != len(self._devices.local):
+        if len(parts) != self.devices.local_size:
             raise ValueError(
                 f"a PerReplica of {len(parts)} component(s) was passed where there are "
-                f"{len(self._devices.local)} replica(s): it needs one component for each replica "
+                f"{self.devices.local_size} replica(s): it needs one component for each replica "
                 "of the strategy in this process."
             )
         if len(parts) == 1:
@@ -227,243 +200,185 @@ class CompiledStep:
                 )
         return PerReplica(arrays)
 
-    # Calls.
+    def _compile(self, function: Callable[..., Any], arguments: _Arguments) -> _Program:
+        name = _name(function)
+        if current_trace() is not None:
+            raise TracingError(f"{name}: a compiled step is called inside another one.")
+        earlier, last = None, _Program(self, function, arguments, StepTrace())
+        for _ in range(_MOST_TRACES - 1):
+            earlier, last = last, _Program(self, function, arguments, last.trace)
+            if earlier.is_complete and last.is_complete:
+                _refuse_differences(name, earlier, last)
+                last.finish()
+                return last
+        raise TracingError(
+            f"{name} makes variables in each call, or reads others: a compiled step makes them in "
+            "its first call only. Make them outside of it."
+        )
 
-    def _run(self, program: _Program, arguments: _Arguments) -> list[Any]:
-        devices = self._devices
-        for array in program.outside:
-            array.check()
-        for place, *allowed in program.ranges:
-            _check_argument(arguments.leaves[place], *allowed)
-        inputs = [compute() for compute in program.before]
-        states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
+
+class _Output:
+    """What a result has in place of an array: how it is made of the outputs of a program."""
+
+    def __init__(self, make: Callable[[Sequence[Any]], Any]) -> None:
+        self.make = make
+
+
+class _Program:
+    """A program that is traced for arguments of some shapes, and compiled when it runs first.
+
+    Args:
+        compiler: knows the devices.
+        function: is traced.
+        arguments: those of the first call.
+        known: an earlier trace, which has found variables, inputs, and whether numbers are drawn.
+    """
+
+    trace: StepTrace
+    result: Any  # The nest, with an `_Output` for each array.
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        function: Callable[..., Any],
+        arguments: _Arguments,
+        known: StepTrace,
+    ) -> None:
+        self._compiler, self._function, self._known = compiler, function, known
+        self._nest, self._arrays = arguments.nest, arguments.arrays
+        at = [k for k, _ in self._arrays]
+        self._constants = [None if k in at else v for k, v in enumerate(arguments.leaves)]
+        self._written = [group for group in known.states if group in known.written]
+        self._read = [group for group in known.states if group not in known.written]
+        self._outside: list[Any] = []
+        spec = compiler.devices.spec
+        states = [[spec(group.axis) for group in part] for part in (self._written, self._read)]
+        arrays = [spec(-1 if differs else None) for _, differs in self._arrays]
+        spread = jax_module().shard_map(
+            self._traced,
+            mesh=compiler.devices.mesh,
+            in_specs=(*states, arrays, spec(None), spec(-1)),
+            out_specs=(states[0], spec(-1), spec(None)),
+            check_vma=False,
+        )
+        self._program = jax_module().jit(spread, donate_argnums=(0,))
+        keys = [np.zeros(2, np.uint32)] * compiler.devices.local_size
+        self.jaxpr: Any = self._program.trace(*self._inputs(arguments, lambda: keys)).jaxpr
+
+    def _traced(self, written: Any, read: Any, arrays: Any, numbers: Any, key: Any) -> Any:
+        """Trace the function, for one replica: from the inputs to new states and outputs."""
+        groups, values = [*self._written, *self._read], [*written, *read]
+        pairs = zip(groups, values, strict=True)
+        known = {group: value[0] if group.axis == -1 else value for group, value in pairs}
+        self.trace = trace = StepTrace(known, numbers, None if key is None else key[0])
+        outputs: list[Any] = []
+        with tracing(trace), self._compiler.enter():
+            args, kwargs = self._boxed(arrays)
+            result = untrack(self._function(*args, **kwargs))
+            self.result = tree.map_leaves(lambda leaf: _kept(leaf, outputs), result)
+            told = [[value.value for value in values] for _, values in trace.after]
+        held, numbers = _of_all_replicas(trace.checks)
+        new = []
+        for group, old in zip(self._written, written, strict=True):
+            value = trace.states[group]._value if group in trace.states else known[group]
+            value = value[None] if group.axis == -1 else value
+            new.append(jax_module().numpy.where(held.all(), value, old) if trace.checks else value)
+        return new, [output[None] for output in outputs], (held, numbers, told)
+
+    def _boxed(self, arrays: Sequence[Any]) -> Any:
+        leaves = list(self._constants)
+        for (k, differs), array in zip(self._arrays, arrays, strict=True):
+            leaves[k] = box = Box(array[0] if differs else array, refusal=_PASSED)
+            if self._compiler.devices.is_local:  # Else other processes would wait in the step.
+                self.trace.arguments[id(box.value)] = box.value, k
+        return tree.unflatten(self._nest, leaves)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the earlier trace had found all that this one found."""
+        return not self.trace.created and bool(self.trace.needs() == self._known.needs())
+
+    def finish(self) -> None:
+        """Drop what tracing alone needs, such as arrays that the function made."""
+        self.jaxpr = None
+        outside = [(weakref.ref(array), *told) for array, *told in self.trace.outside.values()]
+        self.trace.outside.clear()
+        self._outside = [(find, *told) for find, *told in outside if find() is not None]
+
+    def _inputs(self, arguments: _Arguments, seeds: Callable[[], list[Array]]) -> tuple[Any, ...]:
+        place = self._compiler.devices.place
         arrays = [
-            devices.place(arguments.leaves[k].values, -1) if differs else arguments.leaves[k]
-            for k, differs in arguments.arrays
+            place(arguments.leaves[k].values, -1) if differs else arguments.leaves[k]
+            for k, differs in self._arrays
         ]
-        key = devices.place(self._key(), -1) if program.draws else None
-        results: list[Any] = []
+        states = [
+            [_current(group, place) for group in part] for part in (self._written, self._read)
+        ]
+        numbers = [compute() for compute in self._known.before]
+        return (*states, arrays, numbers, place(seeds(), -1) if self._known.draws else None)
+
+    def run(self, arguments: _Arguments) -> list[Any]:
+        """Return the results of the replicas of this process."""
+        for find, *told in self._outside:
+            _check_unchanged(find(), *told)
+        for place, *allowed in self.trace.ranges:
+            _check_argument(arguments.leaves[place], *allowed)
+        inputs, results = self._inputs(arguments, self._compiler.seeds), list[Any]()
         try:  # An interrupt strikes after this call, when the old values are gone already.
-            results.extend(itertools.starmap(program.run, [(*states, arrays, inputs, key)]))
+            results.extend(itertools.starmap(self._program, [inputs]))
         finally:
             for values, *_ in results:
-                for group, value in zip(program.written, values, strict=True):
+                for group, value in zip(self._written, values, strict=True):
                     group.store(value)
-        new, outputs, (flags, limits, told) = results[0]
-        if devices.shares_memory:  # The host may change the arguments' arrays from now on.
+        new, outputs, (held, numbers, told) = results[0]
+        if self._compiler.devices.shares_memory:  # The host may change the arguments from now on.
             jax_module().block_until_ready((new, outputs))
-        if program.errors and not (held := np.asarray(flags)).all():
-            first = int(np.argmin(held))
-            raise program.errors[first](*limits.get(first, ()))
-        for effect, values in zip(program.after, told, strict=True):
+        if not (flags := np.asarray(held)).all():
+            first = int(np.argmin(flags))
+            raise self.trace.checks[first].error(*map(np.asarray, numbers[first]))
+        for (effect, _), values in zip(self.trace.after, told, strict=True):
             effect(*map(np.asarray, values))
-        return self._results(program.result, outputs)
-
-    def _results(self, result: Any, outputs: Sequence[Any]) -> list[Any]:
-        if self._devices.mesh is None:
-            values = [[_host(output) for output in outputs]]
-        else:
-            shards = [sorted(o.addressable_shards, key=_start) for o in outputs]
-            count = len(self._devices.local)
-            values = [[_host(s[rank].data)[0] for s in shards] for rank in range(count)]
-
-        def filled(parts: list[Any]) -> Any:
-            return tree.map_leaves(lambda leaf: leaf.of(parts) if _is_slot(leaf) else leaf, result)
-
-        return [filled(parts) for parts in values]
-
-    # Compilation.
-
-    def _compile(self, arguments: _Arguments) -> _Program:
-        if current_trace() is not None:
-            raise TracingError(f"{self._name}: a compiled step is called inside another one.")
-        first = self._explored(arguments)
-        groups = list(first.states)
-        written = [group for group in groups if group in first.written]
-        read = [group for group in groups if group not in first.written]
-        inputs = [compute() for compute in first.before]
-        states = [[_current(group, self._devices) for group in part] for part in (written, read)]
-        key = self._devices.place(self._key_like(), -1) if first.draws else None
-        arrays = [
-            self._devices.place(arguments.leaves[k].values, -1) if differs else arguments.leaves[k]
-            for k, differs in arguments.arrays
+        return [
+            self._filled([np.array(output.addressable_data(rank))[0] for output in outputs])
+            for rank in range(self._compiler.devices.local_size)
         ]
-        made: list[_Body] = []
-        for _ in range(2):
-            body = _Body(self, arguments, (written, read))
-            run = jax_module().jit(body.spread(first), donate_argnums=(0,))
-            body.traced = run.trace(*states, arrays, inputs, key)
-            made.append(body)
-        _refuse_differences(self._name, made)
-        last = made[1]
-        errors = [error for _, error in last.trace.checks]
-        trace = last.trace
-        if trace.constants:
-            self._constants[arguments.key] = trace.constants
-        return _Program(
-            *(run, written, read, trace.before, [effect for effect, _ in trace.after], errors),
-            result=last.result,
-            draws=bool(first.draws),
-            outside=[array for array in trace.outside.values() if not array.is_temporary],
-            ranges=trace.ranges,
+
+    def _filled(self, outputs: Sequence[Any]) -> Any:
+        return tree.map_leaves(
+            lambda leaf: leaf.make(outputs) if isinstance(leaf, _Output) else leaf, self.result
         )
 
-    def _key_like(self) -> list[Array]:
-        return [np.zeros(2, np.uint32) for _ in self._devices.local]
 
-    def _explored(self, arguments: _Arguments) -> StepTrace:
-        """Return a trace that has found all states, after the function has made its variables."""
-        jax = jax_module()
-        for _ in range(_MOST_ATTEMPTS):
-            body = _Body(self, arguments, None)
-            arrays = [
-                _abstract(arguments.leaves[k], self._devices.size if differs else 0)
-                for k, differs in arguments.arrays
-            ]
-            jax.eval_shape(body.spread(None), [], [], arrays, [], None)
-            trace: StepTrace = body.trace
-            if not trace.created:
-                return trace
-        raise TracingError(
-            f"{self._name} makes variables in each call: a compiled step makes them in its first "
-            "call only. Make them outside of it."
-        )
-
-    def traced(self, trace: StepTrace, nest: Any) -> Any:
-        """Return the result of the function in a trace."""
-        with tracing(trace), self._enter():
-            args, kwargs = nest()
-            return tree.map_leaves(_up_to_date, untrack(self._function(*args, **kwargs)))
+def _kept(leaf: Any, outputs: list[Any]) -> Any:
+    """Return what a result has in place of an array, which becomes an output."""
+    if isinstance(leaf, IndexedSlices):
+        values, indices = _kept(leaf.values, outputs), _kept(leaf.indices, outputs)
+        return _Output(lambda made: _rows(values.make(made), indices.make(made), leaf.dense_shape))
+    if not isinstance(leaf, Box):
+        return leaf
+    outputs.append(leaf.value)
+    return _Output(operator.itemgetter(len(outputs) - 1))
 
 
-class _Slot:
-    """The place of an array among the outputs of a program."""
-
-    def __init__(self, index: int, rows: tuple[int, ...] = ()) -> None:
-        self.index = index
-        self.rows = rows  # Of `IndexedSlices`: the place of the indices, and the shape.
-
-    def of(self, outputs: Sequence[Any]) -> Any:
-        if not self.rows:
-            return outputs[self.index]
-        values, indices = outputs[self.index], outputs[self.rows[0]]
-        is_row = indices != NO_ROW
-        return IndexedSlices(values[is_row], indices[is_row], self.rows[1:])
+def _rows(values: Any, indices: Any, shape: tuple[int, ...]) -> IndexedSlices:
+    is_row = indices != NO_ROW
+    return IndexedSlices(values[is_row], indices[is_row], shape)
 
 
-def _up_to_date(leaf: Any) -> Any:
-    """Return a result after a view among it has read what was written to its base."""
-    for box in (leaf.values, leaf.indices) if isinstance(leaf, IndexedSlices) else (leaf,):
-        if isinstance(box, Box):
-            box.value  # noqa: B018
-    return leaf
+def _of_all_replicas(checks: Sequence[Check]) -> tuple[Any, list[Any]]:
+    """Return which checks held on all replicas, and the least and the largest of their numbers."""
+    if not checks:
+        return np.ones(1, bool), []
+    lax, numpy = jax_module().lax, jax_module().numpy
+    held = numpy.stack([check.held for check in checks])
+    reductions = lax.pmin, lax.pmax
+    return lax.pmin(held.astype(np.int32), AXIS).astype(bool), [
+        [reduce(number, AXIS) for reduce, number in zip(reductions, check.numbers, strict=False)]
+        for check in checks
+    ]
 
 
-def _is_slot(leaf: Any) -> bool:
-    return type(leaf) is _Slot
-
-
-class _Body:
-    """The function that JAX traces: from states, arguments and inputs to new states and outputs."""
-
-    def __init__(self, step: CompiledStep, arguments: _Arguments, groups: Any) -> None:
-        self._step, self._arguments, self._groups = step, arguments, groups
-        self.trace: Any = None
-        self.result: Any = None
-        self.traced: Any = None
-
-    def spread(self, first: StepTrace | None) -> Callable[..., Any]:
-        """Return it for all devices."""
-        devices = self._step._devices
-        if devices.mesh is None:
-            return self._call
-        spec, arrays = devices.spec, [-1 if d else None for _, d in self._arguments.arrays]
-        states = [[g.axis for g in part] for part in self._groups] if self._groups else [[], []]
-        number = spec(None)
-
-        def several(written: Any, read: Any, values: Any, inputs: Any, key: Any) -> Any:
-            in_specs = (
-                *([spec(axis) for axis in axes] for axes in states),
-                [spec(axis) for axis in arrays],
-                number,
-                spec(-1),
-            )
-            out_specs = ([spec(axis) for axis in states[0]], spec(-1), number)
-            split = jax_module().shard_map(
-                self._call,
-                mesh=devices.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                check_vma=False,
-            )
-            return split(written, read, values, inputs, key)
-
-        return several
-
-    def _call(self, written: Any, read: Any, arrays: Any, inputs: Any, key: Any) -> Any:
-        several = self._step._devices.mesh is not None
-        values = None
-        if self._groups is not None:
-            groups = [*self._groups[0], *self._groups[1]]
-            pairs = zip(groups, [*written, *read], strict=True)
-            values = {group: value[0] if group.axis == -1 else value for group, value in pairs}
-        self.trace = trace = StepTrace(values, inputs, None if key is None else key[0])
-
-        def nest() -> Any:
-            leaves = list(self._arguments.leaves)
-            for (k, differs), array in zip(self._arguments.arrays, arrays, strict=True):
-                leaves[k] = box = Box(array[0] if differs else array, refusal=_PASSED)
-                if self._step._devices.is_local:  # Else other processes would wait in the step.
-                    trace.arguments[id(box.value)] = box.value, k
-            return tree.unflatten(self._arguments.nest, leaves)
-
-        result = self._step.traced(trace, nest)
-        outputs: list[Any] = []
-        self.result = tree.map_leaves(lambda leaf: self._kept(leaf, outputs), result)
-        if self._groups is None:
-            return [], [], (None, {}, [])
-        new = []
-        flags = self._flags(trace, several)
-        for group, old in zip(self._groups[0], written, strict=True):
-            value = trace.states[group]._value
-            value = value[None] if group.axis == -1 else value
-            new.append(
-                value if flags is None else jax_module().numpy.where(flags.all(), value, old)
-            )
-        told = [[value._value for value in values] for _, values in trace.after]
-        limits = self._limits(trace, several)
-        outputs = [output[None] for output in outputs] if several else outputs
-        return new, outputs, (flags, limits, told)
-
-    def _limits(self, trace: StepTrace, several: bool) -> dict[int, Any]:
-        """Return the least and the largest numbers of checks, of all replicas."""
-        if not several:
-            return trace.limits
-        lax = jax_module().lax
-        pairs = trace.limits.items()
-        return {k: (lax.pmin(low, AXIS), lax.pmax(high, AXIS)) for k, (low, high) in pairs}
-
-    def _flags(self, trace: StepTrace, several: bool) -> Any:
-        """Return which checks held on all replicas."""
-        if not trace.checks:
-            return None
-        jax = jax_module()
-        flags = jax.numpy.stack([jax.numpy.asarray(flag, bool) for flag, _ in trace.checks])
-        if not several:
-            return flags
-        return jax.lax.pmin(flags.astype(np.int32), AXIS).astype(bool)
-
-    def _kept(self, leaf: Any, outputs: list[Any]) -> Any:
-        if isinstance(leaf, IndexedSlices):
-            values, indices = self._kept(leaf.values, outputs), self._kept(leaf.indices, outputs)
-            return _Slot(values.index, (indices.index, *leaf.dense_shape))
-        if not isinstance(leaf, Box):
-            return leaf
-        outputs.append(leaf._value)
-        return _Slot(len(outputs) - 1)
-
-
-def _current(group: Any, devices: Devices) -> Any:
+def _current(group: Any, place: Callable[..., Any]) -> Any:
     """Return the value of a state on the devices."""
     if group.array is None:
         parts = [cell.array for cell in group.cells]
@@ -472,36 +387,30 @@ def _current(group: Any, devices: Devices) -> Any:
                 "a compiled function uses a variable on a GPU of CuPy: JAX computes on its own "
                 "devices. Use nd.TPUStrategy, whose devices are all that JAX has."
             )
-        group.array = devices.place(parts, group.axis)
+        group.array = place(parts, group.axis)
     return group.array
 
 
-def _abstract(leaf: Any, replicas: int) -> Any:
-    """Return the shape and dtype of an array, or of one for each replica."""
-    array = leaf.values[0] if replicas else leaf
-    shape = (replicas, *array.shape) if replicas else array.shape
-    return jax_module().ShapeDtypeStruct(shape, array.dtype)
+def _check_unchanged(array: Any, known: int, line: str) -> None:
+    """Raise an error if an array that a program has as a constant exists and has changed."""
+    if array is not None and checksum(array) != known:
+        raise TracingError(
+            f"the {array.dtype} array of shape {array.shape} that a compiled step uses at {line} "
+            "has changed since the step was compiled, which has its values as constants: pass it "
+            "as an argument, or make it a variable."
+        )
 
 
 def _check_argument(leaf: Any, start: int, stop: int, error: Callable[..., Exception]) -> None:
     """Raise an error unless the numbers of an argument of all replicas are in ``[start, stop)``."""
-    parts = [
-        part for part in (leaf.values if isinstance(leaf, PerReplica) else [leaf]) if part.size
-    ]
-    if not parts:
-        return
-    limits = [(part.min(), part.max()) for part in parts]
-    low, high = min(low for low, _ in limits), max(high for _, high in limits)
-    if not start <= low <= high < stop:
-        raise error(low, high)
+    parts = leaf.values if isinstance(leaf, PerReplica) else [leaf]
+    limits = [limit for part in parts if part.size for limit in (part.min(), part.max())]
+    if limits and not start <= min(limits) <= max(limits) < stop:
+        raise error(min(limits), max(limits))
 
 
-def _host(output: Any) -> Any:
-    return np.array(output)[()] if output.ndim == 0 else np.array(output)
-
-
-def _start(shard: Any) -> int:
-    return shard.index[0].start or 0
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))
 
 
 def _shown(leaf: Any) -> str:
@@ -520,66 +429,54 @@ def _numpys_dtypes() -> Any:
         yield
 
 
-def _refuse_differences(name: str, made: Sequence[_Body]) -> None:
-    """Raise an error if two traces of a step differ."""
-    place = _difference(*(body.traced.jaxpr for body in made))
-    if place is None:
-        statics = [tree.flatten(body.result) for body in made]
-        for old, new in zip(*statics, strict=True):
-            if not _is_slot(old) and old is not new and not _equal(old, new):
-                place = f"what it returns, {old!r} and then {new!r}"
-                break
-    if place is not None:
+def _refuse_differences(name: str, earlier: _Program, later: _Program) -> None:
+    """Raise an error if two traces of a function have different operations or constants."""
+    pairs: Any = itertools.zip_longest(
+        *(_operations(program.jaxpr.jaxpr, program.jaxpr.consts) for program in (earlier, later))
+    )
+    where = None
+    for old, new in pairs:
+        if old is None or new is None:
+            where = "the number of its operations"
+        elif len(old[1]) != len(new[1]) or not all(map(_equal, old[1], new[1])):
+            where = _line_of(old[0])
+        if where is not None:
+            break
+    leaves = zip(tree.flatten(earlier.result), tree.flatten(later.result), strict=True)
+    for old, new in () if where is not None else leaves:
+        if not isinstance(old, _Output) and old is not new and not _equal(old, new):
+            where = f"what it returns, {old!r} and then {new!r}"
+            break
+    if where is not None:
         raise TracingError(
-            f"{name} computed other values when it was traced twice: {place}. A compiled step "
+            f"{name} computed other values when it was traced twice: {where}. A compiled step "
             "would use one of them for ever. Draw random numbers from get_replica_context().rng. "
             "Pass what changes from call to call, such as the time or a counter, as an argument, "
             "or keep it in a variable."
         )
 
 
-def _difference(first: Any, second: Any) -> str | None:
-    """Return where two programs have different constants; None if they have the same ones."""
-    old_program, new_program = first.jaxpr, second.jaxpr
-    constants = zip(old_program.constvars, first.consts, second.consts, strict=False)
-    for name, old, new in constants:
-        if not _equal(old, new):
-            used = [eqn for eqn in old_program.eqns if any(v is name for v in eqn.invars)]
-            return _line_of(used[0]) if used else "a constant"
-    for eqn, other in zip(old_program.eqns, new_program.eqns, strict=False):
-        if eqn.primitive is not other.primitive or len(eqn.invars) != len(other.invars):
-            return _line_of(eqn)
-        for old, new in zip(eqn.invars, other.invars, strict=True):
-            if hasattr(old, "val") != hasattr(new, "val") or (
-                hasattr(old, "val") and not _equal(old.val, new.val)
-            ):
-                return _line_of(eqn)
-        for key, value in eqn.params.items():
-            if hasattr(value, "jaxpr") and hasattr(value, "consts"):
-                inner = _difference(value, other.params[key])
-            elif hasattr(value, "eqns"):
-                inner = _difference(_Closed(value), _Closed(other.params[key]))
-            else:
-                continue
-            if inner is not None:
-                return inner
-    return (
-        "the number of its operations" if len(old_program.eqns) != len(new_program.eqns) else None
-    )
+def _operations(
+    jaxpr: Any, constants: Sequence[Any], known: Mapping[Any, Any] = EMPTY
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each operation of a program, with its name and the constants among its operands."""
+    known = {**known, **dict(zip(jaxpr.constvars, constants, strict=False))}
+    for eqn in jaxpr.eqns:
+        operands = [v.val if hasattr(v, "val") else known.get(v) for v in eqn.invars]
+        for inner in tree.flatten(list(eqn.params.values())):
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                body: Any = getattr(inner, "jaxpr", inner)
+                passed = zip(body.invars, operands, strict=False)
+                here = {v: value for v, value in passed if value is not None}
+                yield from _operations(body, getattr(inner, "consts", ()), here)
+        yield eqn, [eqn.primitive.name, *operands]
 
 
-class _Closed(NamedTuple):
-    jaxpr: Any
-    consts: Sequence[Any] = ()
-
-
-def _equal(old_program: Any, new_program: Any) -> bool:
-    try:
-        return bool(
-            np.array_equal(np.asarray(old_program), np.asarray(new_program), equal_nan=True)
-        )
-    except TypeError:
-        return bool(np.array_equal(np.asarray(old_program), np.asarray(new_program)))
+def _equal(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    old, new = np.asarray(old), np.asarray(new)
+    return bool(np.array_equal(old, new)) or old.tobytes() == new.tobytes()
 
 
 def _line_of(eqn: Any) -> str:

@@ -33,7 +33,7 @@ def refuse_shape(what: str) -> NoReturn:
     )
 
 
-def refuse_leak(trace: Any) -> NoReturn:
+def refuse_leak() -> NoReturn:
     """Raise the error for a box that is used outside the step in which it was made."""
     raise TracingError(
         f"a value that a compiled step computed is used at {user_line()}, outside of that step: it "

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,45 +22,54 @@ from ndistribute import context, tree
 from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.devices import jax_module
 from ndistribute.errors import TracingError
-from ndistribute.jit.box import Box, boxed
+from ndistribute.jit.box import Box, boxed, value_of
 from ndistribute.jit.refusals import refuse_leak
 
 _READ_ONLY = "is what a variable was when it was read, which never changes: compute a new array"
+EMPTY: Mapping[Any, Any] = MappingProxyType({})
+
+
+class Check(NamedTuple):
+    """A condition of a compiled step: whether it held, and the error of it and of numbers."""
+
+    held: Any
+    error: Callable[..., Exception]
+    numbers: Sequence[Any] = ()
 
 
 class StepTrace:
     """One trace of a step.
 
     Args:
-        values: JAX's value of each state that an earlier trace found; None: this trace looks for
-            them, and reads zeros.
+        values: JAX's value of each state that an earlier trace found; this one reads zeros of
+            others.
         inputs: JAX's values of the inputs that it found, in order.
         key: JAX's random key of this call and replica.
     """
 
     def __init__(
-        self,
-        values: Mapping[Any, Any] | None = None,
-        inputs: Sequence[Any] = (),
-        key: Any = None,
+        self, values: Mapping[Any, Any] = EMPTY, inputs: Sequence[Any] = (), key: Any = None
     ) -> None:
         self.states: dict[Any, Box] = {}  # By `CellGroup`.
         self.written: dict[Any, None] = {}  # The states that the step wrote, in order.
         self.before: list[Callable[[], Any]] = []  # The inputs, computed plainly.
         # What is called when the program has run, and the values that it passes.
         self.after: list[tuple[Callable[..., None], Sequence[Box]]] = []
-        self.constants: list[Callable[[], Any]] = []
-        self.checks: list[tuple[Any, Callable[..., Exception]]] = []
-        self.limits: dict[int, tuple[Any, Any]] = {}  # What some errors say, by the check's place.
+        self.constants: list[tuple[Callable[[], Any], Any]] = []
+        self.checks: list[Check] = []
         self.arguments: dict[int, tuple[Any, int]] = {}  # By the id of JAX's value, with its place.
         self.ranges: list[Any] = []  # Of arguments: place, start, stop and error.
         self.created = 0  # The variables that were made.
         self.draws = 0
         self.counts: dict[int, int] = {}  # Steps of each optimizer, by id.
-        self.outside: dict[int, OutsideArray] = {}  # By the id of their memory's owner.
-        self.loops = 0  # The open loops.
+        self.outside: dict[int, Any] = {}  # Arrays, by id, with a checksum and the user's line.
+        self._explain: Callable[[Exception], Exception] = lambda error: error
         self._values, self._inputs, self._key = values, inputs, key
-        self._level: list[Any] = []  # Open branches and loops, see `nested`.
+        self._level: list[list[bool]] = []  # Open branches and loops: whether they repeat.
+
+    def needs(self) -> Any:
+        """Return what a program takes: the states, and how many inputs and whether a key."""
+        return self.states.keys(), self.written.keys(), len(self.before), self.draws > 0
 
     # What variables call.
 
@@ -84,16 +93,9 @@ class StepTrace:
             )
         state = self.states.get(group)
         if state is None:
-            numpy = jax_module().numpy
-            if self._values is None:
-                value = numpy.zeros(cell.array.shape, cell.array.dtype)
-            elif group in self._values:
-                value = self._values[group]
-            else:
-                raise TracingError(
-                    f"a compiled step read other variables at {user_line()} when it was traced "
-                    "again: which ones it reads may not change from call to call."
-                )
+            value = self._values.get(group)
+            if value is None:
+                value = jax_module().numpy.zeros(cell.array.shape, cell.array.dtype)
             state = self.states[group] = Box(value)
         return state
 
@@ -109,9 +111,10 @@ class StepTrace:
 
     def constant(self, compute: Callable[[], Any]) -> Any:
         """Return a value that is computed plainly before each call; each compiles a program."""
-        self.constants.append(compute)
         with context.tracing(None):
-            return compute()
+            value = compute()
+        self.constants.append((compute, value))
+        return value
 
     @contextlib.contextmanager
     def only_if(self, condition: Box) -> Iterator[None]:
@@ -120,7 +123,7 @@ class StepTrace:
         outer, self.after = self.after, []
         yield
         for group in self.written:
-            state, old = self.states[group], before.get(group, (self._values or {}).get(group))
+            state, old = self.states[group], before.get(group, self._values.get(group))
             if old is not None:
                 state.value = jax_module().numpy.where(condition.value, state.value, old)
         self.after = outer + [
@@ -138,31 +141,28 @@ class StepTrace:
         while isinstance(array.base, np.ndarray):
             array = array.base
         if array.flags.writeable and id(array) not in self.outside:
-            self.outside[id(array)] = OutsideArray(array)
+            self.outside[id(array)] = array, checksum(array), user_line()
 
-    def check(self, is_valid: Box, error: Callable[..., Exception], *limits: Box) -> None:
+    def check(self, is_valid: Any, error: Callable[..., Exception], *limits: Box) -> None:
         """Raise an error when the step has run, unless a condition held in it.
 
         No variable changes then. The error is made of the limits, if there are any: the least and
         the largest number of all replicas.
         """
-        if limits and self.level is None:
-            self.limits[len(self.checks)] = limits[0].value, limits[1].value
-        self.checks.append((jax_module().numpy.all(is_valid.value), error))
+        explain = self._explain
+        numbers = [limit.value for limit in limits] if self.level is None else []
+        held = jax_module().numpy.all(value_of(is_valid))
+        self.checks.append(Check(held, lambda *args: explain(error(*args)), numbers))
 
     @contextlib.contextmanager
     def explaining(self, explain: Callable[[Exception], Exception]) -> Iterator[None]:
         """Let checks in a ``with`` block raise what a function makes of their errors."""
-        start, first = len(self.checks), len(self.ranges)
-        yield
-        self.checks[start:] = [
-            (flag, lambda *limits, error=error: explain(error(*limits)))
-            for flag, error in self.checks[start:]
-        ]
-        self.ranges[first:] = [
-            (*allowed, lambda *limits, error=error: explain(error(*limits)))
-            for *allowed, error in self.ranges[first:]
-        ]
+        outer = self._explain
+        self._explain = lambda error: outer(explain(error))
+        try:
+            yield
+        finally:
+            self._explain = outer
 
     def check_range(
         self, numbers: Box, start: int, stop: int, error: Callable[..., Exception]
@@ -177,7 +177,8 @@ class StepTrace:
             base = base.base
         _, place = self.arguments.get(id(base.value), (None, None))
         if place is not None and self.level is None:
-            self.ranges.append((place, start, stop, error))
+            explain = self._explain
+            self.ranges.append((place, start, stop, lambda *limits: explain(error(*limits))))
             return
         array: Any = numbers
         low, high = array.min(), array.max()
@@ -206,7 +207,7 @@ class StepTrace:
 
     def next_key(self) -> Any:
         """Return a random key that was not used yet."""
-        if self.loops:
+        if any(repeats for (repeats,) in self._level):
             raise TracingError(
                 f"random numbers are drawn at {user_line()} inside nd.while_loop, where each "
                 "iteration would draw the same ones: draw all of them before the loop."
@@ -219,7 +220,9 @@ class StepTrace:
 
     # Branches and loops.
 
-    def nested(self, body: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def nested(
+        self, body: Callable[..., Any], repeats: bool = False
+    ) -> Callable[..., tuple[Any, Any]]:
         """Return the function for JAX of a branch or a loop's body, which takes and gives values.
 
         Its second result is whether all checks inside held.
@@ -228,11 +231,11 @@ class StepTrace:
         @functools.wraps(body)
         def call(*values: Any) -> tuple[Any, Any]:
             outer, self.checks = self.checks, []
-            self._level.append(object())
+            self._level.append([repeats])
             try:
                 result = body(*map(boxed, values))
-                leaves = tree.map_leaves(_value_of, result)
-                held = [flag for flag, _ in self.checks]
+                leaves = tree.map_leaves(value_of, result)
+                held = [check.held for check in self.checks]
             finally:
                 self._level.pop()
                 self.checks = outer
@@ -259,37 +262,8 @@ def _call_if(effect: Callable[..., None], condition: Any, *values: Any) -> None:
         effect(*values)
 
 
-def _value_of(leaf: Any) -> Any:
-    if isinstance(leaf, Box):
-        return leaf.value
-    value = getattr(leaf, "value", None)
-    return value.value if isinstance(value, Box) else jax_module().numpy.asarray(leaf)
-
-
-class OutsideArray:
-    """An array that a program has as a constant, to tell whether it has changed since."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array, self._line = weakref.ref(array), user_line()
-        self._sum = _checksum(array)
-
-    def check(self) -> None:
-        """Raise an error if the array exists and has other values now."""
-        array = self._array()
-        if array is not None and _checksum(array) != self._sum:
-            raise TracingError(
-                f"the {array.dtype} array of shape {array.shape} that a compiled step uses at "
-                f"{self._line} has changed since the step was compiled, which has its values as "
-                "constants: pass it as an argument, or make it a variable."
-            )
-
-    @property
-    def is_temporary(self) -> bool:
-        """Whether the array does not exist any more."""
-        return self._array() is None
-
-
-def _checksum(array: np.ndarray[Any, Any]) -> int:
+def checksum(array: np.ndarray[Any, Any]) -> int:
+    """Return a number that tells whether an array has changed."""
     return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
@@ -304,7 +278,7 @@ class TracedGenerator:
 
     def _draw(self, name: str, *args: Any, **kwargs: Any) -> Box:
         if context.current_trace() is not self._trace:
-            refuse_leak(self._trace)
+            refuse_leak()
         made: Box = boxed(
             getattr(jax_module().random, name)(self._trace.next_key(), *args, **kwargs)
         )
@@ -344,7 +318,7 @@ class TracedGenerator:
 
     def permutation(self, x: Any, axis: int = 0) -> Box:
         """Return a range of integers, or an array along an axis, in random order."""
-        value = x if isinstance(x, int) else _value_of(x)
+        value = x if isinstance(x, int) else value_of(x)
         return self._draw("permutation", value, axis)
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from ndistribute.collective.backend import Arrays, Backend, Call, Update
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.devices import Array, Device, jax_module
-from ndistribute.jit.box import Box
+from ndistribute.jit.box import Box, value_of
 
 
 class TracedBackend(Backend):
@@ -46,18 +46,18 @@ class TracedBackend(Backend):
 
     def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
         gather = jax_module().lax.all_gather
-        return [Box(gather(_value(array), self._axis, axis=0, tiled=True)) for array in inputs]
+        return [Box(gather(value_of(array), self._axis, axis=0, tiled=True)) for array in inputs]
 
     def broadcast(self, call: Call, buffers: Any, root: int) -> None:
         gather = jax_module().lax.all_gather
-        buffers[:] = [Box(gather(_value(buffer), self._axis)[root]) for buffer in buffers]
+        buffers[:] = [Box(gather(value_of(buffer), self._axis)[root]) for buffer in buffers]
 
     def abort(self, cause: BaseException) -> None:
         """Do nothing, because nobody waits while a step is traced."""
 
     def _reduced(self, array: Array, op: ReduceOp) -> Box:
         """Return an array reduced over the replicas; 16-bit floats are added in float32."""
-        lax, value = jax_module().lax, _value(array)
+        lax, value = jax_module().lax, value_of(array)
         if self._axis is None:
             return Box(value)
         dtype = value.dtype
@@ -70,7 +70,3 @@ class TracedBackend(Backend):
         if op is ReduceOp.MEAN:
             total = total / self.size
         return Box(total.astype(dtype))
-
-
-def _value(array: Array) -> Any:
-    return array.value if isinstance(array, Box) else jax_module().numpy.asarray(array)

@@ -45,7 +45,7 @@ class View(NamedTuple):
     def write(self, value: Any, new: Any) -> Any:
         """Return a value of JAX in which the part has other values."""
         if self.function is operator.getitem:
-            return placed(value, *self.args, new)
+            return placed(value, self.args[0], new)
         if self.function is np.imag:
             return value.real + 1j * new
         if self.function is np.real:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 import socket
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.errors import DistributeError
 from ndistribute.jit.box import Box
-from ndistribute.jit.identity import identity_of
-from ndistribute.jit.program import AXIS, CompiledStep, Devices
+from ndistribute.jit.program import AXIS, Compiler, Devices
 from ndistribute.jit.traced_backend import TracedBackend
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.local import join_job
@@ -37,9 +35,7 @@ from ndistribute.values import PerReplica
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.variable import Variable
 
-_MOST_STEPS = 256
-_MANY_STEPS = 8  # Of one function.
-_log = logging.getLogger("ndistribute")
+_MOST_PROGRAMS = 256
 
 
 class TPUStrategy(Strategy):
@@ -87,13 +83,15 @@ class TPUStrategy(Strategy):
             self._on = Devices([known[device.index] for device in chosen])
         else:
             self._on = Devices(sorted(jax_module().devices(), key=lambda d: d.process_index))
-        self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
         super().__init__(chosen, resolver, workers)
+        self._compiler = Compiler(
+            self._on, lambda: self.replica_contexts, self._traced, self._together, _MOST_PROGRAMS
+        )
 
     @property
     def compilations(self) -> list[Any]:
         """The compilations of steps so far: the shapes of the arguments, and seconds."""
-        return [made for step in self._steps.values() for made in step.compilations]
+        return list(self._compiler.compilations)
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Return a new variable, whose value is divided among the devices as its kind needs."""
@@ -108,44 +106,17 @@ class TPUStrategy(Strategy):
         return made
 
     def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-        key = identity_of(fn)
-        step = self._steps.get(key)
-        if step is None:
-            step = CompiledStep(fn, self._on, self._traced, self._keys, self._together)
-            self._steps[key] = step
-            self._warn_of_repeats(fn, key)
-            if len(self._steps) > _MOST_STEPS:
-                self._steps.popitem(last=False)
-
         def run() -> list[Any]:
             if self._refusal:
                 raise RuntimeError(f"{self!r} {self._refusal}")
             try:
-                return step(args, named)
+                return self._compiler(fn, args, named)
             except jax_module().errors.JaxRuntimeError:
                 if self._workers is not None:  # The program breaks off where a worker was lost.
                     self._workers.all_gather(np.zeros(1), 0)  # Which this names.
                 raise
 
         return tree.regroup(self._exclusively(run), context.join_leaf)
-
-    def _warn_of_repeats(self, fn: Callable[..., Any], key: Any) -> None:
-        """Log a warning if one function is compiled anew for other things around it."""
-        if isinstance(key, tuple):
-            same = [
-                known for known in self._steps if isinstance(known, tuple) and known[0] == key[0]
-            ]
-            if len(same) == _MANY_STEPS:
-                _log.warning(
-                    "%s is compiled for the %dth time, because the objects around it have changed: "
-                    "pass arrays that change as arguments, strategy.run(step, args=(x,))",
-                    *(getattr(fn, "__qualname__", fn), _MANY_STEPS),
-                )
-
-    def _keys(self) -> list[Array]:
-        """Return the seed of each replica's random numbers for one call."""
-        draws = [replica.generator().integers(2**32, size=2) for replica in self.replica_contexts]
-        return [draw.astype(np.uint32) for draw in draws]
 
     def _together(self, compiles: Callable[[], Any]) -> Any:
         """Return what this process compiled, once all have; raise what another one raised."""
@@ -162,10 +133,8 @@ class TPUStrategy(Strategy):
             raise error
         return compiled
 
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        with entered(Frame(self, _TracedContext(self, self._on, self.devices[0]))):
-            yield
+    def _traced(self) -> contextlib.AbstractContextManager[Any]:
+        return entered(Frame(self, _TracedContext(self, self._on, self.devices[0])))
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
@@ -253,7 +222,7 @@ class _TracedContext(ReplicaContext):
     """The context of all replicas of a compiled step, which are traced once."""
 
     def __init__(self, strategy: TPUStrategy, devices: Devices, device: Device) -> None:
-        axis = None if devices.mesh is None else AXIS
+        axis = AXIS if devices.size > 1 else None
         backend, alone = TracedBackend(axis, devices.size), TracedBackend(None, 1)
         super().__init__(strategy, Communicator(backend, local=alone), device, {})
 

@@ -132,14 +132,9 @@ class CellGroup:
         if not self.is_newer:
             return
         self.is_newer = False
-        if self.axis is None:
-            self.cells[0].hold(np.array(self.array))
-            return
-        along = max(self.axis, 0)
-        shards = sorted(self.array.addressable_shards, key=lambda s: s.index[along].start or 0)
-        for cell, shard in zip(self.cells, shards, strict=True):
-            part = np.array(shard.data)
-            cell.hold(part.reshape(part.shape[1:]) if self.axis < 0 else part)
+        for k, cell in enumerate(self.cells):
+            part = np.array(self.array.addressable_data(k))
+            cell.hold(part.reshape(part.shape[1:]) if self.axis == -1 else part)
 
 
 def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:

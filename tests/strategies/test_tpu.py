@@ -153,7 +153,7 @@ def test_an_interrupt_in_a_step_keeps_the_variables(kind):
 
 def is_running(code):
     """Say whether code is that which runs a program."""
-    return code.co_name == "_run" and code.co_filename.endswith("program.py")
+    return code.co_name == "run" and code.co_filename.endswith("program.py")
 
 
 def test_indexed_rows_leave_a_step_each_once(two):
