@@ -29,11 +29,8 @@ from ndistribute.numpy_functions import ArrayMethods, cast, written_to
 
 _PYTHON = (bool, int, float, complex)
 _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dsplit, np.unstack})
-_IN_PLACE = {
-    np.fill_diagonal: "fill_diagonal",
-    np.put: "put",
-    np.put_along_axis: "put_along_axis",
-}
+_ANY = np.int8(0)
+_IN_PLACE = (np.fill_diagonal, np.put, np.put_along_axis)
 _NO_IMAG = "is the imaginary part of real numbers, which is always zero"
 _UNKNOWN = "an order in memory that was not followed"
 _IN_C_ORDER = (np.dot, np.inner, np.tensordot)
@@ -51,6 +48,10 @@ _SHAPED_BY_VALUES = frozenset(
         "union1d unique unique_all unique_counts unique_inverse unique_values"
     ).split()
 )
+
+
+def _assignable(read: Callable[[Any], Any], doc: str) -> Any:
+    return property(read, lambda self, new: read(self).__setitem__(..., new), doc=doc)
 
 
 class Box(ArrayMethods, NDArrayOperatorsMixin):
@@ -125,32 +126,9 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
                 self._layout = np.empty(self.shape, "F" if self.dtype.kind == "c" else "b")
         return self._layout
 
-    @property
-    def flat(self) -> Box:
-        """The elements along one axis, a view."""
-        return self._part(View(np.ravel, (), {}))
-
-    @flat.setter
-    def flat(self, new: Any) -> None:
-        self.flat[...] = new
-
-    @property
-    def real(self) -> Any:
-        """The real part, a view."""
-        return np.real(self)
-
-    @real.setter
-    def real(self, new: Any) -> None:
-        np.real(self)[...] = new
-
-    @property
-    def imag(self) -> Any:
-        """The imaginary part, a view."""
-        return np.imag(self)
-
-    @imag.setter
-    def imag(self, new: Any) -> None:
-        np.imag(self)[...] = new
+    flat = _assignable(lambda self: self._part(View(np.ravel, (), {})), "The elements, a view.")
+    real = _assignable(np.real, "The real part, a view.")
+    imag = _assignable(np.imag, "The imaginary part, a view.")
 
     @staticmethod
     def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -177,8 +155,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         return call(function, args, kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        raw = _raw_index(index, self)
-        if _is_mask(raw) and not isinstance(raw, np.ndarray):
+        raw = _raw_index(index, self.shape)
+        if isinstance(index, Box) and _is_mask(raw):
             refuse_shape("x[mask]")
         if not _is_basic(raw):
             return Box(self.value[raw])
@@ -190,28 +168,22 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         return Box(view.read(self.value), self, view, self.refusal)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raw, new = _raw_index(index, self), _raw(value)
-        if isinstance(value, Box):
-            _check_cast(new, self.dtype, "=")
+        raw, old = _raw_index(index, self.shape), self.value
+        if not isinstance(value, Box):
+            value = Box(np.asarray(_raw(value), self.dtype))  # An error if it does not fit.
+        elif value.dtype.kind == "c" and self.dtype.kind != "c":
+            raise TypeError(f"a complex value cannot be written to an array of {self.dtype}.")
+        new = jax_module().numpy.asarray(value.value).astype(self.dtype)
+        if not _is_mask(raw):
+            self.value = placed(old, raw, new)
+        elif new.ndim and new.shape != self.shape[np.ndim(raw) :]:
+            refuse_shape(f"x[mask] = values of shape {new.shape}")
         else:
-            new = np.asarray(new, self.dtype)  # A number that does not fit is an error.
-        mask = raw if _is_mask(raw) else None
-        if mask is None:
-            old = self.value
-            self.value = placed(old, raw, jax_module().numpy.asarray(new).astype(self.dtype))
-            return
-        if np.ndim(new) and np.shape(new) != self.shape[np.ndim(mask) :]:
-            refuse_shape(f"x[mask] = values of shape {np.shape(new)}")
-        mask = mask.reshape(*mask.shape, *[1] * (self.ndim - mask.ndim))
-        self.value = jax_module().numpy.where(mask, new, self.value).astype(self.dtype)
-
-    def astype(self, dtype: Any, **kwargs: Any) -> Any:
-        """Return the array cast to a dtype."""
-        return _cast(self, dtype, **kwargs)
+            _store(self, new, raw.reshape(*raw.shape, *[1] * (self.ndim - raw.ndim)))
 
     def flatten(self, order: str = "C") -> Box:
         """Return a copy of the elements along one axis."""
-        return Box(self._call(np.ravel, (self, order), {}).value)
+        return Box(np.ravel(self, order).value)  # type: ignore[call-overload]
 
     def copy(self, order: str = "C") -> Box:
         """Return a copy."""
@@ -297,29 +269,24 @@ def call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if all(target is None for target in outputs):
         return result
     for target, value in zip(outputs, (result,) if len(outputs) == 1 else result, strict=True):
-        _output(target, value if where is True else np.where(where, value, target))
+        if target is not None:
+            _store(target, value.value, _raw(where))
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _output(target: Any, value: Any) -> None:
-    if target is None:
-        return
+def _store(target: Any, new: Any, where: Any = True, casting: str = "same_kind") -> None:
+    """Write a value of JAX to an array, where a condition holds."""
     if not isinstance(target, Box):
         refuse_outside(target)
-    _check_cast(value, target.dtype, "out=")
-    target.value = jax_module().numpy.broadcast_to(value.value, target.shape).astype(target.dtype)
+    _check_cast(new.dtype, target.dtype, casting)
+    numpy = jax_module().numpy
+    new = numpy.broadcast_to(new, target.shape).astype(target.dtype)
+    target.value = new if where is True else numpy.where(where, new, target.value)
 
 
-def _check_cast(value: Any, dtype: np.dtype[Any], what: str) -> None:
-    if isinstance(value, _PYTHON) and not isinstance(value, complex):
-        return
-    source = getattr(value, "dtype", None)
-    if source is not None and what != "=" and not np.can_cast(source, dtype, "same_kind"):
-        raise TypeError(
-            f"Cannot cast output from {source} to {dtype} with casting rule 'same_kind'"
-        )
-    if np.dtype(source or complex).kind == "c" and dtype.kind != "c":
-        raise TypeError(f"a complex value cannot be written to an array of {dtype}.")
+def _check_cast(source: Any, dtype: np.dtype[Any], casting: str) -> None:
+    if not np.can_cast(source, dtype, casting):  # type: ignore[arg-type]
+        raise TypeError(f"Cannot cast {source} to {dtype} by the rule {casting!r} at {user_line()}")
 
 
 def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -384,10 +351,8 @@ def _is_reordered(box: Box) -> bool:
 
 def _check_taken(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: Any = None) -> None:
     """Check the indices of `np.take` and `np.take_along_axis`, of which JAX makes NaN."""
-    axis = axis if isinstance(axis, int) else None
-    shape = (np.size(x),) if axis is None else np.shape(x)
     if mode not in ("clip", "wrap"):
-        _checked_index(indices, shape, axis or 0)
+        _raw_index(indices, (np.shape(x)[axis] if isinstance(axis, int) else np.size(x),))
 
 
 def _ufunc(ufunc: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -425,13 +390,12 @@ def _at(ufunc: Any, target: Any, index: Any, value: Any = None) -> None:
         refuse_outside(target)
     if ufunc not in _AT or value is None:
         refuse(ufunc.at, "it has no such form in JAX")
-    place = target.value.at[_raw_index(index, target)]
+    place = target.value.at[_raw_index(index, target.shape)]
     new = value if isinstance(value, Box) or type(value) in _PYTHON else np.asarray(value)
     loop = _dtypes(ufunc, (target.dtype, kind_of(_raw(new))), None)
     if not np.can_cast(loop[-1], target.dtype, "same_kind"):
         refuse(ufunc.at, f"it would cast {loop[-1]} to {target.dtype}")
-    new = jax_module().numpy.asarray(_raw(new)).astype(target.dtype)
-    target.value = getattr(place, _AT[ufunc])(new)
+    target.value = getattr(place, _AT[ufunc])(value_of(new).astype(target.dtype))
 
 
 def _write(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -443,21 +407,16 @@ def _write(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     raw = [np.asarray(v) if type(v) is list else _raw(v) for v in rest]
     named = {name: _raw(value) for name, value in kwargs.items()}
     if function is np.copyto:
-        where = named.pop("where", True)
-        source = numpy.asarray(raw[0])
-        if named.get("casting") != "unsafe":
-            _check_cast(np.empty(0, source.dtype), target.dtype, "out=")
-        target.value = numpy.where(where, source.astype(target.dtype), target.value)
+        _store(target, numpy.asarray(raw[0]), **named)
     elif function is np.putmask:
-        new = numpy.resize(raw[1], target.shape).astype(target.dtype)
-        target.value = numpy.where(raw[0], new, target.value)
+        _store(target, numpy.resize(raw[1], target.shape), raw[0], "unsafe")
     elif function in _IN_PLACE:
         if function is np.put:
             _check_taken(target, rest[0], mode=named.get("mode"))
         elif function is np.put_along_axis:
             _check_taken(target, rest[0], named.get("axis", [*rest, None, None][2]))
-        new = getattr(numpy, _IN_PLACE[function])(target.value, *raw, inplace=False, **named)
-        target.value = new
+        known = getattr(numpy, function.__name__)
+        target.value = known(target.value, *raw, inplace=False, **named)
     else:
         refuse(function, "it has no such form in JAX: use np.where")
 
@@ -466,8 +425,7 @@ def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwar
     dtype = np.dtype(dtype)
     if x.dtype == dtype and not copy and not x.value.weak_type:
         return x
-    if not np.can_cast(x.dtype, dtype, casting):  # type: ignore[arg-type]
-        raise TypeError(f"Cannot cast array data from {x.dtype} to {dtype} by the rule {casting!r}")
+    _check_cast(x.dtype, dtype, casting)
     value = x.value.real if x.dtype.kind == "c" and dtype.kind not in "cb" else x.value
     if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
         value = _strong(value, np.dtype(np.int32))  # Which wraps around, as in NumPy.
@@ -497,9 +455,7 @@ def boxed(result: Any) -> Any:
             return leaf
         return Box(_strong(leaf, leaf.dtype) if leaf.weak_type else leaf)
 
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*map(box, result))
-    return type(result)(map(box, result)) if isinstance(result, tuple | list) else box(result)
+    return tree.map_leaves(box, result)
 
 
 def _raw(value: Any) -> Any:
@@ -526,49 +482,29 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or isinstance(part, int | slice | type(Ellipsis)) for part in parts)
 
 
-def _raw_index(index: Any, box: Box) -> Any:
+def _raw_index(index: Any, shape: tuple[int, ...]) -> Any:
     """Return an index as JAX takes it; indices that are computed are checked when the step runs."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    axis = 0
+    axis, known = 0, list(parts)
     for k, part in enumerate(parts):
+        if isinstance(part, bool | np.bool_):
+            refuse_shape("x[True]")
+        if isinstance(part, Box) and _is_mask(part) and len(parts) > 1:
+            refuse_shape("x[mask, ...]")
+        if isinstance(part, list | range):
+            parts[k] = known[k] = np.asarray(part, None if len(part) else np.intp)
+        elif isinstance(part, np.integer):
+            parts[k] = int(part)
+        elif isinstance(part, Box):
+            if not _is_mask(part) and axis < len(shape):
+                current_trace().check_index(part, shape[axis])
+            parts[k], known[k] = part.value, np.zeros(part.shape, part.dtype)
         if part is Ellipsis:
-            axis = box.ndim - sum(p is not None for p in parts[k + 1 :])
-        elif isinstance(part, Box) and part.dtype == bool:
-            if len(parts) > 1:
-                refuse_shape("x[mask, ...]")
-            return part.value
+            axis = len(shape) - sum(p is not None for p in parts[k + 1 :])
         elif part is not None:
-            parts[k] = _checked_index(part, box.shape, axis)
             axis += np.ndim(parts[k]) if _is_mask(parts[k]) else 1
+    np.broadcast_to(_ANY, shape)[tuple(known)]  # NumPy raises its errors, and JAX has none.
     return tuple(parts) if isinstance(index, tuple) else parts[0]
-
-
-def _checked_index(part: Any, shape: tuple[int, ...], axis: int) -> Any:
-    """Return a part of an index as JAX takes it, after a check that it is in range."""
-    if isinstance(part, Box):
-        current_trace().check_index(part, shape[axis])
-        return part.value
-    if isinstance(part, list | range | np.ndarray):
-        array = np.asarray(part, None if np.size(part) else np.intp)
-        if array.dtype != bool:
-            _check_bounds(array, shape, axis)
-        return array
-    if isinstance(part, bool | np.bool_):
-        refuse_shape("x[True]")
-    if not isinstance(part, int | np.integer):
-        return part
-    _check_bounds(np.asarray(part), shape, axis)
-    return operator.index(part)
-
-
-def _check_bounds(part: Any, shape: tuple[int, ...], axis: int) -> None:
-    """Raise an `IndexError` for an index that is known now, and not in range; JAX would clip it."""
-    if axis >= len(shape):
-        raise IndexError(f"too many indices for an array of shape {shape}.")
-    outside = part[(part < -shape[axis]) | (part >= shape[axis])] if part.size else part
-    if outside.size:
-        bad = np.ravel(outside)[0]
-        raise IndexError(f"index {bad} is out of bounds for axis {axis} with size {shape[axis]}")
 
 
 class _Namespace:
