@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -40,14 +39,6 @@ _AT = {np.add: "add", np.subtract: "subtract", np.multiply: "multiply", np.divid
     np.maximum: "max",
     np.minimum: "min",
 }
-# What the values of an array decide: the shape of the result, which a program must know before.
-_SHAPED_BY_VALUES = frozenset(
-    getattr(np, name)
-    for name in (
-        "argwhere compress extract flatnonzero intersect1d nonzero setdiff1d setxor1d trim_zeros "
-        "union1d unique unique_all unique_counts unique_inverse unique_values"
-    ).split()
-)
 
 
 def _assignable(read: Callable[[Any], Any], doc: str) -> Any:
@@ -292,8 +283,6 @@ def _check_cast(source: Any, dtype: np.dtype[Any], casting: str) -> None:
 def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(function, np.ufunc):
         return _ufunc(function, args, kwargs)
-    if function in _SHAPED_BY_VALUES or (function is np.where and len(args) == 1):
-        refuse_shape(name_of(function))
     if function in _SPLITTING:
         return function._implementation(*args, **kwargs)  # It slices its argument.
     if function in VIEWING and isinstance(args[0], Box):
@@ -306,7 +295,7 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         result = computed(function, raw_args, raw_kwargs)
     except jax_module().errors.ConcretizationTypeError:
-        refuse_value(name_of(function), _KEEP)
+        refuse_value(name_of(function), f"{_KEEP} Use np.where where they decide a shape.")
     return _like_operands(boxed(result), args, function in _IN_C_ORDER)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ndistribute import tree
 from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.context import current_frame, current_trace
 from ndistribute.devices import jax_module
@@ -38,14 +37,13 @@ def cond(
     if trace is None or not isinstance(pred, Box):
         return true_fn(*operands) if pred else false_fn(*operands)
     _refuse_tape("nd.cond", "np.where")
-    like: list[Any] = []
-    branches = [trace.nested(_outlined(branch, like)) for branch in (true_fn, false_fn)]
+    branches = map(trace.nested, (true_fn, false_fn))
     try:
-        flat, held = jax_module().lax.cond(pred.value, *branches, *map(value_of, operands))
+        result, held = jax_module().lax.cond(pred.value, *branches, *map(value_of, operands))
     except TypeError as error:
         raise TracingError(f"nd.cond at {user_line()}: the branches differ. {error}") from error
     _check_inside(trace, held)
-    return tree.unflatten(like[0], boxed(list(flat)))
+    return boxed(result)
 
 
 def while_loop(
@@ -85,16 +83,7 @@ def while_loop(
     except TypeError as error:
         raise TracingError(f"nd.while_loop at {user_line()}: {error}") from error
     _check_inside(trace, held)
-    return tuple(map(boxed, values))
-
-
-def _outlined(branch: Callable[..., Any], like: list[Any]) -> Callable[..., Any]:
-    def call(*operands: Any) -> list[Any]:
-        result = branch(*operands)
-        like.append(tree.map_leaves(lambda leaf: None, result))
-        return tree.flatten(result)
-
-    return call
+    return tuple(boxed(values))
 
 
 def _refuse_tape(what: str, instead: str) -> None:

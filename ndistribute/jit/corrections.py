@@ -46,8 +46,6 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     known, args = of_jax(function), _promoted(function, args)
     if function in _OF_VALUES and np.dtype(args[0].dtype).kind != "c":
         refuse(function, "its values decide whether they are complex: use np.linalg.eigh")
-    if function is np.clip:
-        args, options = _bounds(*args, **options)
     if function in _CUMULATIVE or getattr(function, "__name__", "") == "accumulate":
         args = (_widened(args[0]), *args[1:]) if options.get("dtype") is None else args
     try:
@@ -96,18 +94,16 @@ def _widened(value: Any) -> Any:
     return value.astype(np.uint64 if kind == "u" else np.int64) if kind in "biu" else value
 
 
-def _bounds(x: Any, *bounds: Any, **named: Any) -> Any:
-    """Return the arguments of `np.clip`, in which bounds that are numbers fit the array's dtype."""
-    names = ("min", "max")
-    values = dict(zip(names, bounds, strict=False))
-    values |= {name.removeprefix("a_"): value for name, value in named.items()}
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, **named: Any) -> Any:
+    """Return the result of `np.clip`, in which bounds that are numbers fit the array's dtype."""
+    bounds = {"min": a_min, "max": a_max}
+    bounds |= {name.removeprefix("a_"): bound for name, bound in named.items()}
     dtype = np.dtype(getattr(x, "dtype", bool))
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        for name, value in values.items():
-            if type(value) is int:
-                values[name] = min(max(value, int(info.min)), int(info.max))
-    return (x,), values
+    for name, bound in bounds.items() if dtype.kind in "iu" else ():
+        if type(bound) is int:
+            info = np.iinfo(dtype)
+            bounds[name] = min(max(bound, int(info.min)), int(info.max))
+    return jax_module().numpy.clip(x, **bounds)
 
 
 def _check_factors(function: Any, args: Any, result: Any) -> None:
@@ -170,10 +166,8 @@ def divided(ufunc: Any, values: Sequence[Any], result: Any) -> Any:
 def of_jax(function: Any) -> Any:
     """Return JAX's function of the same name."""
     jax = jax_module()
-    if function is operator.getitem:
-        return function
-    if function is cast:
-        return lambda x, dtype, **_: x.astype(dtype)
+    if function in _OTHER:
+        return _OTHER[function]
     owner = getattr(function, "__self__", None)
     known: Any = None
     if isinstance(owner, np.ufunc):
@@ -189,3 +183,10 @@ def of_jax(function: Any) -> Any:
     if known is None:
         refuse(function, "JAX has no such function")
     return known
+
+
+_OTHER: dict[Any, Any] = {
+    cast: lambda x, dtype, **_: x.astype(dtype),
+    np.clip: _clip,
+    operator.getitem: operator.getitem,
+}

@@ -33,9 +33,9 @@ from ndistribute.jit.box import Box
 from ndistribute.jit.identity import constant_key, identity_of
 from ndistribute.jit.sparse_rows import NO_ROW
 from ndistribute.jit.trace import EMPTY, Check, StepTrace, checksum
+from ndistribute.jit.traced_backend import AXIS
 from ndistribute.values import PerReplica
 
-AXIS = "replica"
 _MOST_TRACES = 6  # Of one program, until it has found all variables twice.
 _MANY = (8, 64)  # Compilations of one function, of which a warning tells.
 _PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
@@ -126,11 +126,11 @@ class Compiler:
         arguments = self._arguments((tuple(args), dict(kwargs)))
         key = identity_of(function), arguments.key, current_frame().replica is None
         with self._lock, _numpys_dtypes():
-            for program in self._programs.get(key, ()):
-                if all(compute() == value for compute, value in program.trace.constants):
-                    return program.run(arguments)
+            for known in self._programs.get(key, ()):
+                if all(compute() == value for compute, value in known.trace.constants):
+                    return known.run(arguments)
             began = time.perf_counter()
-            program = self._together(lambda: self._compile(function, arguments))
+            program: _Program = self._together(lambda: self._compile(function, arguments))
             results = program.run(arguments)
             self._programs.setdefault(key, []).append(program)
             if len(self._programs) > self._most:
@@ -174,19 +174,14 @@ class Compiler:
     def _joined(self, value: PerReplica) -> Any:
         """Return the components as arrays of one shape, or the value that all of them are."""
         parts = value.values
-        if len(parts) != self.devices.local_size:
-            raise ValueError(
-                f"a PerReplica of {len(parts)} component(s) was passed where there are "
-                f"{self.devices.local_size} replica(s): it needs one component for each replica "
-                "of the strategy in this process."
-            )
+        first = tree.select(value, 0, self.devices.local_size)
         if len(parts) == 1:
-            return parts[0]
-        if not isinstance(parts[0], np.ndarray | np.generic | int | float | bool):
-            if all(part is parts[0] or part == parts[0] for part in parts[1:]):
-                return parts[0]
+            return first
+        if not isinstance(first, np.ndarray | np.generic | int | float | bool):
+            if all(part is first or part == first for part in parts):
+                return first
             raise TypeError(
-                f"a compiled step of several replicas got {parts[0]!r} and other values for them: "
+                f"a compiled step of several replicas got {first!r} and other values for them: "
                 "pass arrays of numbers."
             )
         arrays = [np.asarray(part) for part in parts]

@@ -26,7 +26,7 @@ from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.errors import DistributeError
 from ndistribute.jit.box import Box
-from ndistribute.jit.program import AXIS, Compiler, Devices
+from ndistribute.jit.program import Compiler, Devices
 from ndistribute.jit.traced_backend import TracedBackend
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.local import join_job
@@ -222,9 +222,8 @@ class _TracedContext(ReplicaContext):
     """The context of all replicas of a compiled step, which are traced once."""
 
     def __init__(self, strategy: TPUStrategy, devices: Devices, device: Device) -> None:
-        axis = AXIS if devices.size > 1 else None
-        backend, alone = TracedBackend(axis, devices.size), TracedBackend(None, 1)
-        super().__init__(strategy, Communicator(backend, local=alone), device, {})
+        communicator = Communicator(TracedBackend(devices.size), local=TracedBackend(1))
+        super().__init__(strategy, communicator, device, {})
 
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
