@@ -431,8 +431,8 @@ def _strong(value: Any, dtype: np.dtype[Any]) -> Any:
 def value_of(value: Any) -> Any:
     """Return JAX's value of a box, of what has one as its array, or of a constant."""
     jax = jax_module()
-    array = value if isinstance(value, jax.Array) else as_array(value)
-    return array.value if isinstance(array, Box) else jax.numpy.asarray(array)
+    is_raw = isinstance(value, (jax.Array, *_PYTHON))
+    return jax.numpy.asarray(value if is_raw else _raw(as_array(value)))
 
 
 def boxed(result: Any) -> Any:

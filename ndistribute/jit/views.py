@@ -50,6 +50,11 @@ class View(NamedTuple):
             return value.real + 1j * new
         if self.function is np.real:
             return new + 1j * value.imag if value.dtype.kind == "c" else new
+        if self.function in (np.reshape, np.ravel) and "F" not in (
+            *self.args,
+            *self.kwargs.values(),
+        ):
+            return new.reshape(value.shape)  # As below, and traced in less time.
         return _put_back(self.read, value, new)
 
 
@@ -66,20 +71,21 @@ def placed(value: Any, index: Any, new: Any) -> Any:
     if all(step == 1 for step in steps) or any(np.ndim(part) for part in parts):
         return value.at[index].set(new)
     # XLA scatters elements with a step between them one by one; a choice is one parallel loop.
+    shape = np.broadcast_to(np.int8(0), value.shape)[index].shape
+    new = jax_module().numpy.broadcast_to(new, shape)
     return _put_back(lambda v: v[index], value, new)
 
 
 def _put_back(read: Callable[[Any], Any], value: Any, new: Any) -> Any:
     """Return a value of JAX, in which what a function reads of it has other values."""
     jax = jax_module()
-    numpy, shape = jax.numpy, jax.eval_shape(read, value).shape
 
     def back(part: Any) -> Any:
         like = jax.ShapeDtypeStruct(value.shape, part.dtype)
-        return jax.linear_transpose(read, like)(numpy.broadcast_to(part, shape))[0]
+        return jax.linear_transpose(read, like)(part)[0]
 
     bare = new.astype(np.int8) if new.dtype == bool else new
     whole = back(bare).astype(value.dtype)
-    if np.prod(shape) == value.size:
+    if new.size == value.size:
         return whole
-    return numpy.where(back(numpy.ones((), np.int8)) != 0, whole, value)
+    return jax.numpy.where(back(jax.numpy.ones(new.shape, np.int8)) != 0, whole, value)

@@ -25,7 +25,7 @@ DEADLINE = 30.0
 
 def joined():
     """Return the strategy of all processes."""
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"  # It counts.
     options = nd.CommunicationOptions(timeout_seconds=DEADLINE)
     return nd.TPUStrategy(nd.TPUClusterResolver(), options)
 
@@ -178,7 +178,8 @@ if not strategy.is_chief:
 
 def test_a_script_ends_in_all_processes_whoever_is_first(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+    environ = {**os.environ, "XLA_FLAGS": flags}
     ran = subprocess.run(
         [sys.executable, "-m", "ndistribute", "run", "-n", "2", str(tmp_path / "script.py")],
         env=environ,
