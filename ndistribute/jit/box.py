@@ -31,7 +31,6 @@ _SPLITTING = frozenset({np.split, np.array_split, np.hsplit, np.vsplit, np.dspli
 _ANY = np.int8(0)
 _IN_PLACE = (np.fill_diagonal, np.put, np.put_along_axis)
 _NO_IMAG = "is the imaginary part of real numbers, which is always zero"
-_UNKNOWN = "an order in memory that was not followed"
 _IN_C_ORDER = (np.dot, np.inner, np.tensordot)
 _AT_LEAST = (np.atleast_1d, np.atleast_2d, np.atleast_3d)
 _TAKING = (np.take, np.take_along_axis)
@@ -56,7 +55,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     """
 
     __slots__ = (
-        *"_layout _seen _trace _value _view base is_checked level like refusal".split(),
+        *"_order _seen _trace _value _view base is_checked level refusal".split(),
         "__weakref__",
     )
     __array_priority__ = 500.0
@@ -70,8 +69,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         self._trace = trace = current_trace()
         self.level = None if trace is None else trace.level  # The branch or loop that made it.
         self.is_checked = False  # Whether its values are known to be valid indices.
-        self.like: Any = None  # An array whose order of elements in memory NumPy gave it.
-        self._layout: Any = None
+        self._order: Any = ()  # The `layout` that NumPy gave it after an operand; () is that of C.
 
     @property
     def value(self) -> Any:
@@ -107,15 +105,17 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
 
     @property
     def layout(self) -> Any:
-        """An array without values that has the order of the elements in NumPy's memory."""
-        if self._layout is None:
-            if self.base is not None:
-                self._layout = self._view.layout(self.base.layout)
-            elif self.like is not None and self.like is not _UNKNOWN:
-                self._layout = np.empty_like(self.like.layout)
-            else:
-                self._layout = np.empty(self.shape, "F" if self.dtype.kind == "c" else "b")
-        return self._layout
+        """An array without values, with the order of the elements in NumPy's memory, if known."""
+        if self.base is not None:
+            layout = self.base.layout
+            return None if layout is None else self._view.layout(layout)
+        if isinstance(self._order, tuple):
+            return np.empty(self.shape, "F" if self.dtype.kind == "c" else "b")
+        return self._order
+
+    def follow_order(self, layout: Any) -> None:
+        """Have the order of the elements in memory that an operand has; None: it is not known."""
+        self._order = None if layout is None else np.empty_like(layout)
 
     flat = _assignable(lambda self: self._part(View(np.ravel, (), {})), "The elements, a view.")
     real = _assignable(np.real, "The real part, a view.")
@@ -304,13 +304,13 @@ def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[st
     kwargs = {name: v for name, v in kwargs.items() if name not in ("copy", "subok")}
     if source.ndim > 1 and not {"A", "K"}.isdisjoint(map(str, (*args, *kwargs.values()))):
         refuse(function, "the order in memory decides its result: pass order='C' or 'F'")
-    view = View(function, args, kwargs)
-    value, refusal = view.read(source.value), source.refusal
+    view, layout, refusal = View(function, args, kwargs), source.layout, source.refusal
+    value = view.read(source.value)
     if function in READ_ONLY:
         refusal = "is read-only: copy it first, as x.copy()"
-    if source.like is _UNKNOWN:
+    if layout is None:
         refusal = "is a copy or a view, as its order in memory decides: copy it first, as x.copy()"
-    if not np.may_share_memory(view.layout(source.layout), source.layout):
+    elif not np.may_share_memory(view.layout(layout), layout):
         return Box(value, refusal=_NO_IMAG if function is np.imag else None)
     return Box(value, source, view, refusal)
 
@@ -318,15 +318,13 @@ def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[st
 def _like_operands(result: Any, operands: Sequence[Any], elementwise: bool = True) -> Any:
     """Return results that have the order in memory of their operands, where NumPy keeps it."""
     results = [box for box in _boxes(result) if box.ndim > 1]
-    sources = [x for x in _boxes(operands) if x.ndim > 1] if results else []
-    if not any(source.base is not None or source.like is not None for source in sources):
-        return result
+    sources = [(x.shape, x.layout) for x in _boxes(operands) if x.ndim > 1] if results else []
     for box in results:
-        same = [x for x in sources if x.shape == box.shape]
+        same = [layout for shape, layout in sources if shape == box.shape]
         if same and all(map(_is_reordered, same)):
-            box.like = same[0]
-        elif not elementwise and any(map(_is_reordered, sources)):
-            box.like = _UNKNOWN
+            box.follow_order(same[0])
+        elif not elementwise and any(_is_reordered(layout) for _, layout in sources):
+            box.follow_order(None)
     return result
 
 
@@ -334,8 +332,8 @@ def _boxes(nest: Any) -> list[Box]:
     return [leaf for leaf in tree.flatten(nest) if isinstance(leaf, Box)]
 
 
-def _is_reordered(box: Box) -> bool:
-    return box.like is _UNKNOWN or not np.empty_like(box.layout).flags.c_contiguous
+def _is_reordered(layout: Any) -> bool:
+    return layout is None or not np.empty_like(layout).flags.c_contiguous
 
 
 def _check_taken(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: Any = None) -> None:

@@ -425,30 +425,25 @@ def _numpys_dtypes() -> Any:
 
 
 def _refuse_differences(name: str, earlier: _Program, later: _Program) -> None:
-    """Raise an error if two traces of a function have different operations or constants."""
-    pairs: Any = itertools.zip_longest(
-        *(_operations(program.jaxpr.jaxpr, program.jaxpr.consts) for program in (earlier, later))
-    )
-    where = None
-    for old, new in pairs:
-        if old is None or new is None:
-            where = "the number of its operations"
-        elif len(old[1]) != len(new[1]) or not all(map(_equal, old[1], new[1])):
-            where = _line_of(old[0])
-        if where is not None:
-            break
-    leaves = zip(tree.flatten(earlier.result), tree.flatten(later.result), strict=True)
-    for old, new in () if where is not None else leaves:
-        if not isinstance(old, _Output) and old is not new and not _equal(old, new):
-            where = f"what it returns, {old!r} and then {new!r}"
-            break
-    if where is not None:
+    """Raise an error if two traces of a function have other operations, constants or results."""
+    pairs = itertools.zip_longest(*map(_parts, (earlier, later)), fillvalue=(None, []))
+    for (eqn, old), (other, new) in pairs:
+        if len(old) == len(new) and all(map(_equal, old, new)):
+            continue
+        where = _line_of(eqn or other) if eqn or other else f"what it returns, {old}, then {new}"
         raise TracingError(
             f"{name} computed other values when it was traced twice: {where}. A compiled step "
             "would use one of them for ever. Draw random numbers from get_replica_context().rng. "
             "Pass what changes from call to call, such as the time or a counter, as an argument, "
             "or keep it in a variable."
         )
+
+
+def _parts(program: _Program) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the operations of a program with what they consist of, and the constant results."""
+    yield from _operations(program.jaxpr.jaxpr, program.jaxpr.consts)
+    leaves = tree.flatten(program.result)
+    yield from ((None, [leaf]) for leaf in leaves if not isinstance(leaf, _Output))
 
 
 def _operations(
