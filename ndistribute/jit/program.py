@@ -53,12 +53,12 @@ class Devices:
     """The devices of JAX on which programs run, one for each replica of all processes.
 
     Args:
-        devices: JAX's; None: the first one.
+        devices: JAX's; None: the first one of this process.
     """
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
         jax = jax_module()
-        self.all = [jax.devices()[0]] if devices is None else list(devices)
+        self.all = [jax.local_devices()[0]] if devices is None else list(devices)
         self.size = len(self.all)
         self.local_size = sum(d.process_index == jax.process_index() for d in self.all)
         self.is_local = self.local_size == self.size
@@ -146,16 +146,16 @@ class Compiler:
     def _report(self, function: Any, arguments: _Arguments, seconds: float) -> None:
         shown = ", ".join(_shown(leaf) for leaf in arguments.leaves)
         self.compilations.append(Compilation(shown, seconds))
-        code = getattr(function, "__code__", type(function))
+        code = getattr(function, "__code__", _name(function))
         self._counts[code] += 1
-        level = logging.WARNING if self._counts[code] in _MANY else logging.INFO
-        text = "%s is compiled for the %dth time, for (%s) in %.2f s"
-        if level == logging.WARNING:
+        text, level = "compiled %s for (%s) in %.2f s, compilation %d", logging.INFO
+        if self._counts[code] in _MANY:
+            level = logging.WARNING
             text += (
-                ": arrays of new shapes, and other Python values and objects in its arguments and "
-                "around it compile it anew. Pass arrays that change as arguments"
+                ": arrays of new shapes, and other Python values and objects in its arguments or "
+                "around it, are compiled anew each time. Pass arrays that change as arguments"
             )
-        _log.log(level, text, _name(function), self._counts[code], shown, seconds)
+        _log.log(level, text, _name(function), shown, seconds, self._counts[code])
 
     def _arguments(self, nest: Any) -> _Arguments:
         leaves = tree.flatten(nest)

@@ -80,12 +80,12 @@ class TPUStrategy(Strategy):
             raise ValueError(f"TPUStrategy runs on devices such as 'tpu:0', got {names!r}.")
         if workers is None:
             known = jax_module().local_devices()
-            self._on = Devices([known[device.index] for device in chosen])
+            on = [known[device.index] for device in chosen]
         else:
-            self._on = Devices(sorted(jax_module().devices(), key=lambda d: d.process_index))
+            on = sorted(jax_module().devices(), key=lambda d: d.process_index)
         super().__init__(chosen, resolver, workers)
         self._compiler = Compiler(
-            self._on, lambda: self.replica_contexts, self._traced, self._together, _MOST_PROGRAMS
+            Devices(on), lambda: self.replica_contexts, self._traced, self._together, _MOST_PROGRAMS
         )
 
     @property
@@ -134,7 +134,7 @@ class TPUStrategy(Strategy):
         return compiled
 
     def _traced(self) -> contextlib.AbstractContextManager[Any]:
-        return entered(Frame(self, _TracedContext(self, self._on, self.devices[0])))
+        return entered(Frame(self, _TracedContext(self)))
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
@@ -221,9 +221,10 @@ def _connected(resolver: ClusterResolver, options: CommunicationOptions | None) 
 class _TracedContext(ReplicaContext):
     """The context of all replicas of a compiled step, which are traced once."""
 
-    def __init__(self, strategy: TPUStrategy, devices: Devices, device: Device) -> None:
-        communicator = Communicator(TracedBackend(devices.size), local=TracedBackend(1))
-        super().__init__(strategy, communicator, device, {})
+    def __init__(self, strategy: TPUStrategy) -> None:
+        backend = TracedBackend(strategy.num_replicas_in_sync)
+        communicator = Communicator(backend, local=TracedBackend(1))
+        super().__init__(strategy, communicator, strategy.devices[0], {})
 
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None

@@ -42,7 +42,7 @@ class SnapshotArray(ArrayOwner):
         self._group: CellGroup | None = None
         with working_on(device):
             # The copy owns its memory, so NumPy makes it the base even of views of views.
-            self._hold(copy_to(initial, device).copy(order="C"))
+            self.hold(copy_to(initial, device).copy(order="C"))
 
     def read(self) -> Array:
         """Return a snapshot that never changes, which is read-only on a CPU."""
@@ -64,7 +64,7 @@ class SnapshotArray(ArrayOwner):
         if self.is_shared(own_views=1):
             with working_on(self.device):
                 needed = keep or is_device_array(self.array)
-                self._hold(self.array.copy() if needed else np.empty_like(self.array))
+                self.hold(self.array.copy() if needed else np.empty_like(self.array))
         return self.array
 
     def apply(self, write: Write) -> None:
@@ -96,9 +96,6 @@ class SnapshotArray(ArrayOwner):
 
     def hold(self, array: Array) -> None:
         """Replace the array, by one that nobody else writes to."""
-        self._hold(array)
-
-    def _hold(self, array: Array) -> None:
         self.array = array
         self._view = array.view()
         if not is_device_array(array):
