@@ -33,6 +33,7 @@ _IN_PLACE = (np.fill_diagonal, np.put, np.put_along_axis)
 _NO_IMAG = "is the imaginary part of real numbers, which is always zero"
 _IN_C_ORDER = (np.dot, np.inner, np.tensordot)
 _AT_LEAST = (np.atleast_1d, np.atleast_2d, np.atleast_3d)
+_MAKERS = (np.arange, np.asarray, np.ascontiguousarray, np.empty, np.full, np.ones, np.zeros)
 _TAKING = (np.take, np.take_along_axis)
 _AT = {np.add: "add", np.subtract: "subtract", np.multiply: "multiply", np.divide: "divide"} | {
     np.maximum: "max",
@@ -497,32 +498,17 @@ def _raw_index(index: Any, shape: tuple[int, ...]) -> Any:
 class _Namespace:
     """NumPy's functions, of which those that make arrays make boxes."""
 
-    _MAKERS = frozenset(
-        "arange array asarray ascontiguousarray empty eye full identity linspace".split()
-        + "ones tri zeros".split()
-    )
-
     def __getattr__(self, name: str) -> Any:
-        if name not in self._MAKERS:
-            return getattr(np, name)
-        return functools.partial(_make, name)
+        known = getattr(np, name)
+        return functools.partial(_make, known) if known in _MAKERS else known
 
 
-def _make(name: str, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[0], Box):
-        made = args[0]
-        dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-        made = made if dtype is None else made.astype(dtype, copy=False)
-        return Box(made.value) if name == "array" and kwargs.get("copy", True) else made
-    if args and isinstance(args[0], list | tuple) and name in ("array", "asarray"):
-        leaves = tree.flatten(list(args[0]))
-        if any(isinstance(leaf, Box) for leaf in leaves):
-            return np.stack([_make(name, item, **kwargs) for item in args[0]])
-    return Box(
-        jax_module().numpy.asarray(
-            getattr(np, "zeros" if name == "empty" else name)(*args, **kwargs)
-        )
-    )
+def _make(function: Any, first: Any, *args: Any, **kwargs: Any) -> Box:
+    if isinstance(first, Box):  # Of `asarray` and `ascontiguousarray`.
+        dtype = args[0] if args else kwargs.get("dtype", first.dtype)
+        return first.astype(dtype, copy=False)  # type: ignore[no-any-return]
+    function = np.zeros if function is np.empty else function
+    return Box(jax_module().numpy.asarray(function(first, *args, **kwargs)))
 
 
 namespace = _Namespace()

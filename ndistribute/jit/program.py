@@ -298,6 +298,7 @@ class _Program:
         self.jaxpr = None
         outside = [(weakref.ref(array), *told) for array, *told in self.trace.outside.values()]
         self.trace.outside.clear()
+        self._known.outside.clear()
         self._outside = [(find, *told) for find, *told in outside if find() is not None]
 
     def _inputs(self, arguments: _Arguments, seeds: Callable[[], list[Array]]) -> tuple[Any, ...]:

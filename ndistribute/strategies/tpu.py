@@ -122,15 +122,13 @@ class TPUStrategy(Strategy):
         """Return what this process compiled, once all have; raise what another one raised."""
         if self._workers is None:
             return compiles()
-        error: Exception | None = None
         try:
             compiled = compiles()
-        except Exception as raised:  # Of any kind, because the others wait.
-            error = raised
-        with contextlib.suppress(*([] if error is None else [Exception])):
-            all_gather_object(self._workers, error)
-        if error is not None:
-            raise error
+        except Exception as error:  # Of any kind, because the others wait.
+            with contextlib.suppress(Exception):
+                all_gather_object(self._workers, error)
+            raise
+        all_gather_object(self._workers, None)
         return compiled
 
     def _traced(self) -> contextlib.AbstractContextManager[Any]:
