@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ndistribute.autodiff.diagnostics import user_line
-from ndistribute.context import current_frame, current_trace
+from ndistribute.context import current_trace
 from ndistribute.devices import jax_module
 from ndistribute.errors import TracingError
 from ndistribute.jit.box import Box, boxed, value_of
+from ndistribute.jit.refusals import refuse_recording
+
+_OUTSIDE = "or compute it outside of the tape"
 
 
 def cond(
@@ -36,7 +39,7 @@ def cond(
     trace = current_trace()
     if trace is None or not isinstance(pred, Box):
         return true_fn(*operands) if pred else false_fn(*operands)
-    _refuse_tape("nd.cond", "np.where")
+    refuse_recording("nd.cond in a compiled step", f"use np.where, {_OUTSIDE}")
     branches = map(trace.nested, (true_fn, false_fn))
     try:
         result, held = jax_module().lax.cond(pred.value, *branches, *map(value_of, operands))
@@ -68,7 +71,8 @@ def while_loop(
         while cond_fn(*state):
             state = tuple(body_fn(*state))
         return state
-    _refuse_tape("nd.while_loop", "a Python loop over a fixed number of steps")
+    instead = f"use a Python loop over a fixed number of steps, {_OUTSIDE}"
+    refuse_recording("nd.while_loop in a compiled step", instead)
     lax, test = jax_module().lax, trace.nested(cond_fn, repeats=True)
     body = trace.nested(lambda *values: tuple(body_fn(*values)), repeats=True)
 
@@ -84,14 +88,6 @@ def while_loop(
         raise TracingError(f"nd.while_loop at {user_line()}: {error}") from error
     _check_inside(trace, held)
     return tuple(boxed(values))
-
-
-def _refuse_tape(what: str, instead: str) -> None:
-    if getattr(current_frame().recorder, "is_recording", False):
-        raise TracingError(
-            f"{what} at {user_line()} in a compiled step while a GradientTape records has no "
-            f"gradient: use {instead}, or compute it outside of the tape."
-        )
 
 
 def _check_inside(trace: Any, held: Any) -> None:

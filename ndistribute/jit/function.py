@@ -8,16 +8,14 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.context import (
     ReplicaContext,
-    current_frame,
     current_trace,
     get_replica_context,
     get_strategy,
 )
-from ndistribute.errors import TracingError
 from ndistribute.jit.program import Compilation, Compiler, Devices
+from ndistribute.jit.refusals import refuse_recording
 
 
 class Function:
@@ -40,11 +38,7 @@ class Function:
         """Return the result of the function, compiled."""
         if current_trace() is not None:
             return self.python_function(*args, **kwargs)  # It becomes a part of that program.
-        if getattr(current_frame().recorder, "is_recording", False):
-            raise TracingError(
-                f"{self!r} is called at {user_line()} while a GradientTape records, which cannot "
-                "see into it: open the tape in the function."
-            )
+        refuse_recording(repr(self), "open the tape in the function")
         replica = _replica()
         compiler = self._compilers.get(replica)
         if compiler is None:

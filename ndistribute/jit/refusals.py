@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from ndistribute.autodiff.diagnostics import name_of, user_line
+from ndistribute.context import current_frame
 from ndistribute.errors import TracingError
 
 
@@ -48,3 +49,12 @@ def refuse_outside(target: Any) -> NoReturn:
         f"{user_line()}: such a write would happen once, while the step is traced. Make it a "
         "variable, nd.Variable(array), and assign to it, or return the value."
     )
+
+
+def refuse_recording(what: str, instead: str) -> None:
+    """Raise the error for what has no gradient, if a tape records."""
+    if getattr(current_frame().recorder, "is_recording", False):
+        raise TracingError(
+            f"{what} at {user_line()} while a GradientTape records, which cannot see into it: "
+            f"{instead}."
+        )
