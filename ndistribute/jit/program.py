@@ -38,6 +38,8 @@ from ndistribute.values import PerReplica
 AXIS = "replica"
 MOST_PROGRAMS = 64  # Of one function; the oldest one is dropped.
 _MOST_ATTEMPTS = 4  # To trace a function that makes variables.
+# XLA then copies no variable that a program reads before it writes to the same memory.
+_OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 _PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
 _log = logging.getLogger("ndistribute")
 
@@ -288,10 +290,13 @@ class CompiledStep:
             self._devices.place(arguments.leaves[k].values, -1) if differs else arguments.leaves[k]
             for k, differs in arguments.arrays
         ]
+        jax, on_cpu = jax_module(), self._devices.shares_memory
+        options = _OPTIONS if on_cpu and jax.__version_info__ >= (0, 10) else None
         made: list[_Body] = []
         for _ in range(2):
             body = _Body(self, arguments, (written, read))
-            run = jax_module().jit(body.spread(first), donate_argnums=(0,))
+            whole = body.spread(first)
+            run = jax.jit(whole, donate_argnums=(0,), compiler_options=options)
             body.traced = run.trace(*states, arrays, inputs, key)
             made.append(body)
         _refuse_differences(self._name, made)
