@@ -24,7 +24,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2833,
+    "autodiff": 2836,
     "cluster": 514,
     "collective": 3855,
     "compat": 1266,
@@ -32,7 +32,7 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
-    "jit": 1693,
+    "jit": 1694,
     "launcher": 1478,
     "models": 4072,
     "optimizers": 922,
