@@ -81,6 +81,9 @@ class _State(threading.local):
 
 _thread = _State()
 
+open_traces: list[None] = []
+"""One entry for each open `tracing` of any thread: where it is empty, nobody looks for a trace."""
+
 _of_several: set[weakref.ref[Any]] = set()
 
 
@@ -257,9 +260,11 @@ def current_trace() -> Any:
 def tracing(trace: Any) -> Iterator[None]:
     """Make a trace the current one for a ``with`` block; None: compute plainly."""
     outer, _thread.trace = _thread.trace, trace
+    open_traces.append(None)
     try:
         yield
     finally:
+        open_traces.pop()
         _thread.trace = outer
 
 

@@ -216,10 +216,12 @@ def copy_to(array: Array, device: Device) -> Array:
 
     Arrays enter and leave compiled steps as arguments and results, and not by this function.
     """
+    if device.kind == "cpu" and type(array) is np.ndarray:
+        return array
     if device.kind == "tpu" or hasattr(array, "on_device"):
         return array
     if device.kind == "cpu":
-        return array if type(array) is np.ndarray else to_host(array)
+        return to_host(array)
     cupy = cupy_module()
     on_gpu = is_device_array(array)
     if on_gpu:
@@ -277,6 +279,7 @@ def jax_module() -> Any:
     """Return the module ``jax``, imported at the first call."""
     try:
         import jax
+        import jax.experimental.layout
         import jax.scipy.linalg
         import jax.scipy.special
     except ImportError as error:

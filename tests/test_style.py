@@ -24,7 +24,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2833,
+    "autodiff": 2836,
     "cluster": 514,
     "collective": 3855,
     "compat": 1266,
@@ -32,19 +32,19 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
-    "jit": 1433,
+    "jit": 1457,
     "launcher": 1478,
-    "models": 4019,
+    "models": 4072,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1272,
     "task": 293,
-    "top level": 2809,
+    "top level": 2816,
     "transport": 1992,
     "variables": 1121,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33488
+TESTS_BUDGET = 33501
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -38,6 +38,8 @@ from ndistribute.values import PerReplica
 
 _MOST_TRACES = 6  # Of one program, until it has found all variables twice.
 _MANY = (8, 64)  # Compilations of one function, of which a warning tells.
+# XLA then copies no variable that a program reads before it writes to the same memory.
+_OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 _PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
 _log = logging.getLogger("ndistribute")
 
@@ -256,7 +258,9 @@ class _Program:
             out_specs=(states[0], spec(-1), spec(None)),
             check_vma=False,
         )
-        self._program = jax_module().jit(spread, donate_argnums=(0,))
+        jax, on_cpu = jax_module(), compiler.devices.shares_memory
+        options = _OPTIONS if on_cpu and jax.__version_info__ >= (0, 10) else None
+        self._program = jax.jit(spread, donate_argnums=(0,), compiler_options=options)
         keys = [np.zeros(2, np.uint32)] * compiler.devices.local_size
         self.jaxpr: Any = self._program.trace(*self._inputs(arguments, lambda: keys)).jaxpr
 

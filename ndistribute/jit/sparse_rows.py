@@ -29,8 +29,9 @@ def rows_once(rows: IndexedSlices, last: bool) -> tuple[Any, Any]:
     indices: Any = namespace.asarray(rows.indices)
     if not len(indices):
         return values, indices
+    if not indices.is_checked:
+        _check(indices, rows.dense_shape[0])
     indices = indices.astype(np.int64)
-    _check(indices, rows.dense_shape[0])
     order = np.argsort(indices[::-1] if last else indices, kind="stable")
     order = _checked(len(indices) - 1 - order if last else order)
     indices, values = indices[order], values[order]

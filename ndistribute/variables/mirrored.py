@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
-from ndistribute.context import current_trace, part_of
+from ndistribute.context import current_trace, open_traces, part_of
 from ndistribute.devices import Array, Device, copy_to, is_device_array
 from ndistribute.dtypes import kind_of
 from ndistribute.indexed_slices import map_values
@@ -46,7 +46,7 @@ class SnapshotArray(ArrayOwner):
 
     def read(self) -> Array:
         """Return a snapshot that never changes, which is read-only on a CPU."""
-        if (trace := current_trace()) is not None:
+        if open_traces and (trace := current_trace()) is not None:
             return trace.read(self)
         if self._group is not None:
             self._group.fetch()
@@ -55,7 +55,7 @@ class SnapshotArray(ArrayOwner):
 
     def writable(self, *, keep: bool = True) -> Array:
         """Return the array to update: a new one if a snapshot exists; `keep` copies the values."""
-        if (trace := current_trace()) is not None:
+        if open_traces and (trace := current_trace()) is not None:
             return trace.writable(self)
         if self._group is not None:
             self._group.fetch()

@@ -68,6 +68,20 @@ def cnn() -> nd.Model:
     )
 
 
+def convolutions() -> nd.Model:
+    return nd.Sequential(
+        [
+            layers.Conv2D(2, 3, groups=2, dilation_rate=2, padding="same", activation="tanh"),
+            layers.Conv2D(512, 3),  # Its gradient is made in blocks of images.
+            layers.MaxPool2D(2),
+            layers.Conv2D(1, 1),
+            layers.Conv2D(4, 2, strides=2, padding="same"),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
+
+
 def of_layer(layer: Callable[[], Any]) -> Callable[[], nd.Model]:
     return lambda: nd.Sequential([layer(), layers.Flatten(), layers.Dense(3)])
 
@@ -75,6 +89,7 @@ def of_layer(layer: Callable[[], Any]) -> Callable[[], nd.Model]:
 MODELS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "mlp": (mlp, X),
     "cnn": (cnn, IMAGES),
+    "convolutions": (convolutions, IMAGES),
     "transformer": (Transformer, WORDS),
 }
 LAYERS: dict[str, tuple[Callable[[], nd.Model], Any]] = {

@@ -82,7 +82,10 @@ class SparseGradient:
         # A reshape to -1 rows is undefined if the rows are empty.
         pairs = zip(flat, self.parts, strict=True)
         values = [part[1].reshape(len(index), *rest) for index, part in pairs]
-        return IndexedSlices(np.concatenate(values), np.concatenate(flat), self.shape)
+        indices: Any = np.concatenate(flat)
+        if hasattr(indices, "on_device"):
+            indices.is_checked = True  # When they were looked up.
+        return IndexedSlices(np.concatenate(values), indices, self.shape)
 
 
 def index_rule(x: Array, index: Any) -> Callable[[Array], SparseGradient]:

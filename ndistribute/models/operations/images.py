@@ -32,6 +32,8 @@ Pair = tuple[int, int]
 # The size of the columns of a block: the cache of a core, or a small part of the memory of a GPU.
 _HOST_BYTES, _GPU_BYTES = 1 << 20, 1 << 28
 _POOLED_BYTES = 1 << 19  # Half of the cache of a core, as measured.
+_MOST_BLOCKS = 16  # In a compiled step, where each one is compiled.
+_MOST_OFFSETS = 25  # Of a window, up to which elementwise operations are faster.
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,7 @@ def _conv2d(
     dtype, images, weights = operands(as_array(x), as_array(kernel))
     xp = array_namespace(images, weights)
     if hasattr(weights, "on_device"):
-        compiled = functools.partial(_conv2d_of_jax, windows=windows, groups=groups)
-        product, gradients = differentiated(compiled, images, weights)
+        product, gradients = _compiled_conv2d(images, weights, windows, groups)
         end = Epilogue(product.reshape(-1, weights.shape[-1]), bias, rule)
         end.finish(product.reshape(-1, weights.shape[-1]))
 
@@ -218,6 +219,36 @@ def _conv2d(
     return y.astype(dtype, copy=False), [of_x, rule_of_kernel, after.of_bias]
 
 
+def _compiled_conv2d(images: Any, weights: Any, windows: Windows, groups: int) -> tuple[Any, Any]:
+    """Return the product of a compiled step, and the function of its gradients.
+
+    XLA on CPUs takes up to 20 times as long for groups of one channel as elementwise operations do,
+    and up to 4 times as long for the gradient of a kernel as a sum over blocks that fit the cache.
+    """
+    jax, kind = jax_module(), type(weights)
+    x, kernel = getattr(images, "value", images), weights.value
+    on_cpu = jax.default_backend() == "cpu"
+    convolve = functools.partial(_conv2d_of_jax, windows=windows, groups=groups)
+    by_offsets = functools.partial(_product_of_offsets, windows=windows)
+    is_narrow = on_cpu and kernel.shape[2] == 1 and groups in (1, kernel.shape[3])
+    is_narrow &= len(windows.offsets) <= _MOST_OFFSETS
+    product = kind((by_offsets if is_narrow else convolve)(x, kernel))
+
+    def gradients(g: Any) -> list[Any]:
+        blocks = (x.nbytes + g.nbytes) // _HOST_BYTES if on_cpu else 1
+        blocks = max(1, min(blocks, len(x), _MOST_BLOCKS))
+        of_kernel: Any = 0
+        ends = [len(x) * k // blocks for k in range(blocks + 1)]
+        for block in map(slice, ends, ends[1:]):
+            pull = jax.linear_transpose(functools.partial(convolve, x[block]), kernel)
+            of_kernel += pull(g.value[block])[0]
+        of_images = by_offsets if is_narrow and groups > 1 else convolve
+        pull = jax.linear_transpose(lambda part: of_images(part, kernel), x)
+        return [kind(pull(g.value)[0]), kind(of_kernel)]
+
+    return product, gradients
+
+
 def _conv2d_of_jax(images: Any, kernel: Any, *, windows: Windows, groups: int) -> Any:
     return jax_module().lax.conv_general_dilated(
         images,
@@ -228,6 +259,27 @@ def _conv2d_of_jax(images: Any, kernel: Any, *, windows: Windows, groups: int) -
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=groups,
     )
+
+
+def _product_of_offsets(images: Any, kernel: Any, *, windows: Windows) -> Any:
+    """Return the product with a kernel of one channel for each filter."""
+    padding, zero = [(0, 0), *windows.padding, (0, 0)], np.zeros((), images.dtype)
+    padded = jax_module().lax.pad(images, zero, [(*pair, 0) for pair in padding])
+    ends = [(n - 1) * stride + 1 for n, stride in zip(windows.count, windows.strides, strict=True)]
+    total: Any = 0
+    for offset in windows.offsets:
+        y, x = (at * gap for at, gap in zip(offset.at, windows.dilation, strict=True))
+        part = padded[:, y : y + ends[0] : windows.strides[0], x : x + ends[1] : windows.strides[1]]
+        total = total + part * kernel[offset.at][0]
+    return _computed_once(total)
+
+
+def _computed_once(value: Any) -> Any:
+    """Return a value of JAX that XLA does not compute again in each operation that reads it."""
+    names = vars(jax_module().experimental.layout)
+    constrain = names.get("with_layout_constraint") or names["with_dll_constraint"]  # In JAX 0.6.
+    layout = names.get("DeviceLocalLayout") or names["Layout"]
+    return constrain(value, layout(tuple(range(value.ndim))))
 
 
 def differentiated(function: Callable[..., Any], *boxes: Any) -> tuple[Any, Callable[..., Any]]:
@@ -388,6 +440,8 @@ def _plain_max_pool(x: Any, *, windows: Windows) -> Any:
 @fused(_plain_max_pool)
 def _max_pool(x: Any, *, windows: Windows) -> Any:
     x = as_array(x)
+    if windows.tile and hasattr(x, "on_device"):
+        return _compiled_max_pool(x, windows)
     xp, first = array_namespace(x), windows.offsets[0]
     shape = (len(x), *windows.count, x.shape[3])
     lowest = np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf
@@ -405,6 +459,25 @@ def _max_pool(x: Any, *, windows: Windows) -> Any:
             block = slice(start, start + count)
             _max_pool_gradient(x[block], y[block], g[block].copy(), change[block], windows)
         return change
+
+    return y, [vjp]
+
+
+def _compiled_max_pool(x: Any, windows: Windows) -> tuple[Any, list[Any]]:
+    """Return the same in a compiled step, for windows that tile the images, without writes."""
+    (rows, columns), (height, width) = windows.size, windows.count
+    tiles = x.reshape(len(x), height, rows, width, columns, -1)
+    parts = [tiles[:, :, row, :, column] for row, column in np.ndindex(windows.size)]
+    y = functools.reduce(np.maximum, parts)
+    numbers = np.arange(len(parts), dtype=np.int32)
+    best: Any = numbers[-1]  # Where all of them are NaN.
+    for number, part in reversed([*zip(numbers[:-1], parts, strict=False)]):
+        best = np.where(part == y, number, best)
+    best = type(x)(_computed_once(best.value)) if len(parts) > 1 else np.zeros((), np.int32)
+
+    def vjp(g: Any) -> Any:
+        hits = best[:, :, None, :, None] == numbers.reshape(rows, 1, columns, 1)
+        return np.where(hits, g[:, :, None, :, None], 0).reshape(x.shape)
 
     return y, [vjp]
 
