@@ -14,7 +14,7 @@ from ndistribute.autodiff.diagnostics import user_line
 from ndistribute.context import current_frame, current_trace, get_replica_context, get_strategy
 from ndistribute.devices import Array
 from ndistribute.errors import TracingError
-from ndistribute.jit.identity import identity_of
+from ndistribute.jit.identity import Identities
 from ndistribute.jit.program import MOST_PROGRAMS, Compilation, CompiledStep, Devices
 
 
@@ -27,12 +27,13 @@ class Function:
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
         self._attribute = ""  # The name in a class.
+        self._identities = Identities()
         self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
 
     @property
     def compilations(self) -> list[Compilation]:
         """The shapes of the arguments and the seconds of each compilation so far."""
-        return [made for step in self._steps.values() for made in step.compilations]
+        return [made for step in dict.fromkeys(self._steps.values()) for made in step.compilations]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the function, compiled."""
@@ -46,7 +47,7 @@ class Function:
             )
         replica = get_replica_context() or get_strategy().replica_contexts[0]
         place = replica.strategy.serial, replica.local_replica_id, frame.replica is None
-        key = *place, identity_of(self.python_function)
+        key = *place, self._identities.of(self.python_function, (args, kwargs))
         step = self._steps.get(key)
         if step is None:
 
@@ -58,7 +59,12 @@ class Function:
             step = self._steps.setdefault(key, step)
             while len(self._steps) > MOST_PROGRAMS:
                 self._steps.popitem(last=False)
-        return step(args, kwargs)[0]
+        count = len(step.compilations)
+        results = step(args, kwargs)
+        if len(step.compilations) > count:  # The trace may have changed what is around it.
+            key = *place, self._identities.of(self.python_function, (args, kwargs))
+            self._steps.setdefault(key, step)
+        return results[0]
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name

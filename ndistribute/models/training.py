@@ -27,7 +27,7 @@ from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.devices import to_host
 from ndistribute.jit.function import Function
-from ndistribute.jit.identity import settings_of
+from ndistribute.jit.identity import Identities
 from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
@@ -338,7 +338,8 @@ class Trainer(Layer):
 
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
-        parts = frozenset([*self.walk(), *self.trainable_variables]), settings_of(self)
+        around = Identities().of(self, (self.loss, self.metrics))
+        parts = around, frozenset(self.trainable_variables)
         if parts == self._parts_of_steps:
             return
         alone = self.strategy.num_replicas_in_sync == 1

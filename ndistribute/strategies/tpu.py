@@ -27,7 +27,7 @@ from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
 from ndistribute.errors import DistributeError
 from ndistribute.jit.box import Box
-from ndistribute.jit.identity import identity_of
+from ndistribute.jit.identity import Identities
 from ndistribute.jit.program import AXIS, CompiledStep, Devices
 from ndistribute.jit.traced_backend import TracedBackend
 from ndistribute.strategies.base import Strategy
@@ -87,13 +87,14 @@ class TPUStrategy(Strategy):
             self._on = Devices([known[device.index] for device in chosen])
         else:
             self._on = Devices(sorted(jax_module().devices(), key=lambda d: d.process_index))
+        self._identities = Identities()
         self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
         super().__init__(chosen, resolver, workers)
 
     @property
     def compilations(self) -> list[Any]:
         """The compilations of steps so far: the shapes of the arguments, and seconds."""
-        return [made for step in self._steps.values() for made in step.compilations]
+        return [made for step in dict.fromkeys(self._steps.values()) for made in step.compilations]
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
         """Return a new variable, whose value is divided among the devices as its kind needs."""
@@ -108,7 +109,7 @@ class TPUStrategy(Strategy):
         return made
 
     def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-        key = identity_of(fn)
+        key = self._identities.of(fn, (args, named))
         step = self._steps.get(key)
         if step is None:
             step = CompiledStep(fn, self._on, self._traced, self._keys, self._together)
@@ -120,27 +121,28 @@ class TPUStrategy(Strategy):
         def run() -> list[Any]:
             if self._refusal:
                 raise RuntimeError(f"{self!r} {self._refusal}")
+            count = len(step.compilations)
             try:
-                return step(args, named)
+                results = step(args, named)
             except jax_module().errors.JaxRuntimeError:
                 if self._workers is not None:  # The program breaks off where a worker was lost.
                     self._workers.all_gather(np.zeros(1), 0)  # Which this names.
                 raise
+            if len(step.compilations) > count:  # The trace may have changed what is around it.
+                self._steps.setdefault(self._identities.of(fn, (args, named)), step)
+            return results
 
         return tree.regroup(self._exclusively(run), context.join_leaf)
 
     def _warn_of_repeats(self, fn: Callable[..., Any], key: Any) -> None:
         """Log a warning if one function is compiled anew for other things around it."""
-        if isinstance(key, tuple):
-            same = [
-                known for known in self._steps if isinstance(known, tuple) and known[0] == key[0]
-            ]
-            if len(same) == _MANY_STEPS:
-                _log.warning(
-                    "%s is compiled for the %dth time, because the objects around it have changed: "
-                    "pass arrays that change as arguments, strategy.run(step, args=(x,))",
-                    *(getattr(fn, "__qualname__", fn), _MANY_STEPS),
-                )
+        same = {step for known, step in self._steps.items() if known[0] == key[0]}
+        if len(same) == _MANY_STEPS:
+            _log.warning(
+                "%s is compiled for the %dth time, because the objects around it have changed: "
+                "pass arrays that change as arguments, strategy.run(step, args=(x,))",
+                *(getattr(fn, "__qualname__", fn), _MANY_STEPS),
+            )
 
     def _keys(self) -> list[Array]:
         """Return the seed of each replica's random numbers for one call."""
