@@ -87,7 +87,7 @@ class TPUStrategy(Strategy):
             self._on = Devices([known[device.index] for device in chosen])
         else:
             self._on = Devices(sorted(jax_module().devices(), key=lambda d: d.process_index))
-        self._identities = Identities()
+        self._identities, self.needs_equal_parts = Identities(), self._on.mesh is not None
         self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
         super().__init__(chosen, resolver, workers)
 
