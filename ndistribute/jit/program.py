@@ -9,6 +9,7 @@ devices it is one program for all of them, in which each replica has its part of
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -16,7 +17,6 @@ import logging
 import operator
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -143,7 +143,7 @@ class CompiledStep:
         self.compilations: list[Compilation] = []
         self._function, self._devices, self._enter, self._key = function, devices, enter, key
         self._together = together
-        self._programs: OrderedDict[Any, _Program] = OrderedDict()
+        self._programs: collections.OrderedDict[Any, _Program] = collections.OrderedDict()
         self._constants: dict[Any, list[Callable[[], Any]]] = {}
         self._lock = threading.RLock()
         self._name = getattr(function, "__qualname__", repr(function))
@@ -243,21 +243,40 @@ class CompiledStep:
         ]
         key = devices.place(self._key(), -1) if program.draws else None
         results: list[Any] = []
-        try:  # An interrupt strikes after this call, when the old values are gone already.
+        error = None
+        try:  # An interrupt strikes after this call, when the program has run: the step is made.
             results.extend(itertools.starmap(program.run, [(*states, arrays, inputs, key)]))
         finally:
-            for values, *_ in results:
-                for group, value in zip(program.written, values, strict=True):
-                    group.store(value)
-        new, outputs, (flags, limits, told) = results[0]
-        if devices.shares_memory:  # The host may change the arguments' arrays from now on.
-            jax_module().block_until_ready((new, outputs))
+            for new, outputs, checks in results:
+                error = self._keep(program, new, outputs, checks)
+        if error is not None:
+            raise error
+        return self._results(program.result, outputs)
+
+    def _keep(self, program: _Program, new: Any, outputs: Any, checks: Any) -> Exception | None:
+        """Keep what a program gave, though an interrupt strikes; return the error of a check."""
+        flags, limits, told = checks
+        for group, value in zip(program.written, new, strict=True):
+            group.store(value)
+        error = interrupt = None
+        if self._devices.shares_memory:  # The host may change the arguments' arrays from now on.
+            jax = jax_module()
+            wait = map(operator.methodcaller("block_until_ready"), jax.tree.leaves((new, outputs)))
+            try:
+                collections.deque(wait, 0)
+            except jax.errors.JaxRuntimeError:
+                raise
+            except BaseException as raised:  # After the wait, which is one call.
+                interrupt = raised
         if program.errors and not (held := np.asarray(flags)).all():
             first = int(np.argmin(held))
-            raise program.errors[first](*limits.get(first, ()))
-        for effect, values in zip(program.after, told, strict=True):
-            effect(*map(np.asarray, values))
-        return self._results(program.result, outputs)
+            error = program.errors[first](*limits.get(first, ()))
+        else:
+            for effect, values in zip(program.after, told, strict=True):
+                effect(*map(np.asarray, values))
+        if interrupt is not None:
+            raise interrupt
+        return error
 
     def _results(self, result: Any, outputs: Sequence[Any]) -> list[Any]:
         if self._devices.mesh is None:

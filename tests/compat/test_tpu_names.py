@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ndistribute.compat import tf
+from ndistribute.context import current_trace
 
 
 def test_a_script_for_tpus_runs_by_tensorflows_names():
@@ -37,6 +38,6 @@ def test_models_compile_their_steps_if_they_are_told_to(jit_compile):
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     model.compile(loss="mse", jit_compile=jit_compile)
     traced = []
-    model.layers[0].activation = lambda x: traced.append(type(x)) or x
+    model.layers[0].activation = lambda x: traced.append(current_trace() is not None) or x
     model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
-    assert ("Box" in {kind.__name__ for kind in traced}) == (jit_compile is True)
+    assert any(traced) == (jit_compile is True)

@@ -129,25 +129,28 @@ def test_replicas_draw_their_own_numbers_the_same_in_every_run_and_after_a_check
 
 
 @pytest.mark.parametrize("kind", ["tpu-1", "tpu-2"])
-def test_an_interrupt_in_a_step_keeps_the_variables(kind):
+def test_an_interrupt_in_a_step_leaves_it_made_as_a_whole_or_not_at_all(kind):
     def step():
         count, x = nd.while_loop(
             lambda k, x: k < 3_000_000,
             lambda k, x: (k + 1, np.sin(x + k)),
             (np.float64(0), np.float64(0)),
         )
-        v.assign_add(np.ones(2) * (x <= 1))
+        optimizer.apply_gradients([(-np.ones(2) * (x <= 1) / size, v)])
         return count
 
     strategy = TPUS[kind]()
+    size = strategy.num_replicas_in_sync
     with strategy.scope():
-        v = nd.Variable(np.zeros(2), aggregation="mean")
+        v, optimizer = nd.Variable(np.zeros(2)), nd.optimizers.SGD(1.0)
     strategy.run(step)
     interrupt = functools.partial(os.kill, os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), struck_inside(interrupt, is_running):
         strategy.run(step)
     assert v.numpy().tolist() in ([1, 1], [2, 2])
+    assert int(optimizer.iterations) == v.numpy()[0]
     strategy.run(step)
+    assert int(optimizer.iterations) == v.numpy()[0]
     strategy.close()
 
 
