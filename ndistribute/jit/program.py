@@ -32,7 +32,7 @@ from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
 from ndistribute.jit.identity import constant_key
 from ndistribute.jit.sparse_rows import NO_ROW
-from ndistribute.jit.trace import OutsideArray, StepTrace
+from ndistribute.jit.trace import OutsideArray, StepTrace, check_argument
 from ndistribute.values import PerReplica
 
 AXIS = "replica"
@@ -234,7 +234,7 @@ class CompiledStep:
         for array in program.outside:
             array.check()
         for place, *allowed in program.ranges:
-            _check_argument(arguments.leaves[place], *allowed)
+            check_argument(arguments.leaves[place], *allowed)
         inputs = [compute() for compute in program.before]
         states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
         arrays = [
@@ -260,12 +260,9 @@ class CompiledStep:
             group.store(value)
         error = interrupt = None
         if self._devices.shares_memory:  # The host may change the arguments' arrays from now on.
-            jax = jax_module()
-            wait = map(operator.methodcaller("block_until_ready"), jax.tree.leaves((new, outputs)))
+            arrays = jax_module().tree.leaves((new, outputs))
             try:
-                collections.deque(wait, 0)
-            except jax.errors.JaxRuntimeError:
-                raise
+                collections.deque(map(operator.methodcaller("block_until_ready"), arrays), 0)
             except BaseException as raised:  # After the wait, which is one call.
                 interrupt = raised
         if program.errors and not (held := np.asarray(flags)).all():
@@ -500,19 +497,6 @@ def _abstract(leaf: Any, replicas: int) -> Any:
     array = leaf.values[0] if replicas else leaf
     shape = (replicas, *array.shape) if replicas else array.shape
     return jax_module().ShapeDtypeStruct(shape, array.dtype)
-
-
-def _check_argument(leaf: Any, start: int, stop: int, error: Callable[..., Exception]) -> None:
-    """Raise an error unless the numbers of an argument of all replicas are in ``[start, stop)``."""
-    parts = [
-        part for part in (leaf.values if isinstance(leaf, PerReplica) else [leaf]) if part.size
-    ]
-    if not parts:
-        return
-    limits = [(part.min(), part.max()) for part in parts]
-    low, high = min(low for low, _ in limits), max(high for _, high in limits)
-    if not start <= low <= high < stop:
-        raise error(low, high)
 
 
 def _host(output: Any) -> Any:

@@ -24,6 +24,7 @@ from ndistribute.devices import jax_module
 from ndistribute.errors import TracingError
 from ndistribute.jit.box import Box, boxed
 from ndistribute.jit.refusals import refuse_leak
+from ndistribute.values import PerReplica
 
 _READ_ONLY = "is what a variable was when it was read, which never changes: compute a new array"
 
@@ -264,6 +265,19 @@ def _value_of(leaf: Any) -> Any:
         return leaf.value
     value = getattr(leaf, "value", None)
     return value.value if isinstance(value, Box) else jax_module().numpy.asarray(leaf)
+
+
+def check_argument(leaf: Any, start: int, stop: int, error: Callable[..., Exception]) -> None:
+    """Raise an error unless the numbers of an argument of all replicas are in ``[start, stop)``."""
+    parts = [
+        part for part in (leaf.values if isinstance(leaf, PerReplica) else [leaf]) if part.size
+    ]
+    if not parts:
+        return
+    limits = [(part.min(), part.max()) for part in parts]
+    low, high = min(low for low, _ in limits), max(high for _, high in limits)
+    if not start <= low <= high < stop:
+        raise error(low, high)
 
 
 class OutsideArray:
