@@ -32,19 +32,19 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
-    "jit": 1845,
+    "jit": 1879,
     "launcher": 1478,
     "models": 4069,
     "optimizers": 922,
     "parameter_server": 1595,
-    "strategies": 1304,
+    "strategies": 1328,
     "task": 293,
     "top level": 2809,
     "transport": 1992,
-    "variables": 1128,
+    "variables": 1144,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33698
+TESTS_BUDGET = 33743
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -31,6 +31,7 @@ from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
 from ndistribute.jit.identity import constant_key
+from ndistribute.jit.same_steps import SameSteps
 from ndistribute.jit.sparse_rows import NO_ROW
 from ndistribute.jit.trace import OutsideArray, StepTrace, check_argument
 from ndistribute.values import PerReplica
@@ -64,6 +65,7 @@ class Devices:
         self.is_local = len(self.local) == self.size
         self.shares_memory = self.all[0].platform == "cpu"
         self.mesh = jax.sharding.Mesh(np.array(self.all), (AXIS,)) if self.size > 1 else None
+        self.same_steps = None if self.is_local else SameSteps(self.all)
 
     def sharding(self, axis: int | None) -> Any:
         """Return where an array lies: on all devices, or divided along an axis (-1: the first)."""
@@ -293,6 +295,8 @@ class CompiledStep:
     def _compile(self, arguments: _Arguments) -> _Program:
         if current_trace() is not None:
             raise TracingError(f"{self._name}: a compiled step is called inside another one.")
+        if self._devices.same_steps is not None:
+            self._devices.same_steps.new_program()
         first = self._explored(arguments)
         groups = list(first.states)
         written = [group for group in groups if group in first.written]
@@ -434,6 +438,8 @@ class _Body:
             return tree.unflatten(self._arguments.nest, leaves)
 
         result = self._step.traced(trace, nest)
+        if (same_steps := self._step._devices.same_steps) is not None:
+            same_steps.compare(trace, AXIS)
         outputs: list[Any] = []
         self.result = tree.map_leaves(lambda leaf: self._kept(leaf, outputs), result)
         if self._groups is None:
@@ -481,7 +487,7 @@ class _Body:
 
 def _current(group: Any, devices: Devices) -> Any:
     """Return the value of a state on the devices."""
-    if group.array is None:
+    if not group.has_array():
         parts = [cell.array for cell in group.cells]
         if is_device_array(parts[0]):
             raise TracingError(

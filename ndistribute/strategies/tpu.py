@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import socket
 import sys
 from collections import Counter, OrderedDict
@@ -25,7 +26,7 @@ from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.workers import Workers
 from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
-from ndistribute.errors import DistributeError
+from ndistribute.errors import CollectiveTimeoutError, DistributeError
 from ndistribute.jit.box import Box
 from ndistribute.jit.identity import Identities
 from ndistribute.jit.program import AXIS, CompiledStep, Devices
@@ -39,6 +40,8 @@ from ndistribute.variables.variable import Variable
 
 _MOST_STEPS = 256
 _MANY_STEPS = 8  # Of one function.
+_DEADLINE = "xla_cpu_collective_timeout_seconds"
+_ANSWER_SECONDS = 10.0  # For the others, after a program was broken off.
 _log = logging.getLogger("ndistribute")
 
 
@@ -87,9 +90,10 @@ class TPUStrategy(Strategy):
             self._on = Devices([known[device.index] for device in chosen])
         else:
             self._on = Devices(sorted(jax_module().devices(), key=lambda d: d.process_index))
-        self._identities, self.needs_equal_parts = Identities(), self._on.mesh is not None
+        self._identities = Identities()
         self._steps: OrderedDict[Any, CompiledStep] = OrderedDict()
         super().__init__(chosen, resolver, workers)
+        self.needs_equal_parts = self.num_replicas_in_sync > 1
 
     @property
     def compilations(self) -> list[Any]:
@@ -124,9 +128,10 @@ class TPUStrategy(Strategy):
             count = len(step.compilations)
             try:
                 results = step(args, named)
-            except jax_module().errors.JaxRuntimeError:
-                if self._workers is not None:  # The program breaks off where a worker was lost.
-                    self._workers.all_gather(np.zeros(1), 0)  # Which this names.
+            except (ValueError, jax_module().errors.JaxRuntimeError) as error:
+                is_of_xla = not isinstance(error, ValueError) or "Gloo" in str(error)
+                if self._workers is not None and is_of_xla:  # A worker may be missing.
+                    _name_missing(self._workers, error)
                 raise
             if len(step.compilations) > count:  # The trace may have changed what is around it.
                 self._steps.setdefault(self._identities.of(fn, (args, named)), step)
@@ -168,6 +173,23 @@ class TPUStrategy(Strategy):
     def _traced(self) -> Iterator[None]:
         with entered(Frame(self, _TracedContext(self, self._on, self.devices[0]))):
             yield
+
+
+def _name_missing(workers: Workers, broken: Exception) -> None:
+    """Raise an error that names the worker without which a program was broken off."""
+    seconds = workers.options.timeout
+    try:
+        workers.peers.exchange("step", b"", min(seconds, _ANSWER_SECONDS))
+    except CollectiveTimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"a compiled step of worker {workers.rank} was broken off, and worker {error.rank} does "
+            f"not answer: it runs other code, or has not come to the step in {seconds:g} s. Every "
+            "worker must run the same steps; if it needs more time, raise "
+            "CommunicationOptions(timeout_seconds=...). Start the job again from its last "
+            "checkpoint.",
+            rank=error.rank,
+            op="step",
+        ) from broken
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
@@ -230,6 +252,11 @@ def _start_jax(workers: Workers) -> None:
         initialization_timeout=seconds,
         shutdown_timeout_seconds=seconds,
     )
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEADLINE not in flags:  # Which is 30 minutes otherwise, for collectives of CPUs.
+        os.environ["XLA_FLAGS"] = f"{flags} --{_DEADLINE}={seconds}"
+    jax.devices()  # XLA reads the flags.
+    os.environ["XLA_FLAGS"] = flags
 
 
 def _connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:

@@ -7,6 +7,7 @@ and a sharded one a shard on each.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.context import current_trace, part_of
 from ndistribute.devices import Array, Device, copy_to, is_device_array
 from ndistribute.dtypes import kind_of
+from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import map_values
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on
@@ -58,8 +60,9 @@ class SnapshotArray(ArrayOwner):
         if (trace := current_trace()) is not None:
             return trace.writable(self)
         if self._group is not None:
-            self._group.fetch()
-            self._group.array = None
+            with contextlib.nullcontext() if keep else contextlib.suppress(DistributeError):
+                self._group.fetch()
+            self._group.array, self._group.is_newer = None, False
         self.version += 1
         if self.is_shared(own_views=1):
             with working_on(self.device):
@@ -127,19 +130,35 @@ class CellGroup:
         for cell in self.cells:
             cell.version += 1
 
+    def has_array(self) -> bool:
+        """Return whether there is an array of JAX; raise if a step that failed has taken it."""
+        if self.array is not None and self.array.is_deleted():
+            self.fetch()  # Which raises, unless the cells have the value.
+            self.array = None
+        return self.array is not None
+
     def fetch(self) -> None:
         """Copy the value that a compiled step gave into the cells, unless they have it."""
         if not self.is_newer:
             return
+        try:
+            parts = self._parts()
+        except (RuntimeError, ValueError) as error:  # As JAX says that it has none.
+            raise DistributeError(
+                "the value of a variable was lost with a compiled step that failed: restore the "
+                "last checkpoint, or assign to the variable."
+            ) from error
+        for cell, part in zip(self.cells, parts, strict=True):
+            cell.hold(part)
         self.is_newer = False
+
+    def _parts(self) -> list[Array]:
         if self.axis is None:
-            self.cells[0].hold(np.array(self.array))
-            return
+            return [np.array(self.array)]
         along = max(self.axis, 0)
         shards = sorted(self.array.addressable_shards, key=lambda s: s.index[along].start or 0)
-        for cell, shard in zip(self.cells, shards, strict=True):
-            part = np.array(shard.data)
-            cell.hold(part.reshape(part.shape[1:]) if self.axis < 0 else part)
+        parts = [np.array(shard.data) for shard in shards]
+        return [part.reshape(part.shape[1:]) for part in parts] if self.axis < 0 else parts
 
 
 def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:

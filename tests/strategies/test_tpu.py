@@ -154,6 +154,21 @@ def test_an_interrupt_in_a_step_leaves_it_made_as_a_whole_or_not_at_all(kind):
     strategy.close()
 
 
+def test_a_value_that_a_failed_step_has_taken_can_be_restored(two):
+    with two.scope():
+        v, each = nd.Variable(np.ones(2)), nd.Variable(0.0, synchronization="on_read")
+    two.run(lambda: (nd.optimizers.SGD(1.0).apply_gradients([(np.ones(2), v)]), each.assign(2.0)))
+    for variable in (v, each):
+        variable._cells[0].group.array.delete()  # As a program does that breaks off.
+        with pytest.raises(nd.errors.DistributeError, match="restore the last checkpoint"):
+            variable.values  # noqa: B018
+        with pytest.raises(nd.errors.DistributeError, match="restore the last checkpoint"):
+            two.run(lambda: variable + 0)  # noqa: B023
+        variable.assign(np.full(variable.shape, 5.0))
+        assert np.all(variable.values == np.full(variable.shape, 5.0))
+    assert np.all(two.run(lambda: v + each).values[0] == 10)
+
+
 def is_running(code):
     """Say whether code is that which runs a program."""
     return code.co_name == "_run" and code.co_filename.endswith("program.py")
