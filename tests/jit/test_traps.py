@@ -81,6 +81,8 @@ TRAPS = {
     "float": (lambda x: float(x[0]), "float()"),
     "int": (lambda x: int(x[0]), "int()"),
     "asarray": (np.asarray, "np.asarray"),
+    "full": (lambda x: np.full(3, x), "np.ones(n) * x for np.full"),
+    "a table": (lambda x: np.arange(3.0)[x.astype(int)], "that x indexes as an argument"),
     "array of arrays": (lambda x: np.array([x, x]), "np.stack"),
     "item": (lambda x: x[0].item(), ".item()"),
     "tolist": (lambda x: x.tolist(), ".tolist()"),
