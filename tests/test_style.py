@@ -32,19 +32,19 @@ BUDGETS = {
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
-    "jit": 1879,
+    "jit": 1883,
     "launcher": 1478,
     "models": 4069,
-    "optimizers": 922,
+    "optimizers": 925,
     "parameter_server": 1595,
     "strategies": 1328,
     "task": 293,
     "top level": 2809,
     "transport": 1992,
-    "variables": 1144,
+    "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33743
+TESTS_BUDGET = 33780
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

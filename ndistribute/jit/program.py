@@ -229,6 +229,10 @@ class CompiledStep:
                 )
         return PerReplica(arrays)
 
+    def _placed(self, arguments: _Arguments) -> list[Any]:
+        leaves, place = arguments.leaves, self._devices.place
+        return [place(leaves[k].values, -1) if d else leaves[k] for k, d in arguments.arrays]
+
     # Calls.
 
     def _run(self, program: _Program, arguments: _Arguments) -> list[Any]:
@@ -239,11 +243,10 @@ class CompiledStep:
             check_argument(arguments.leaves[place], *allowed)
         inputs = [compute() for compute in program.before]
         states = [[_current(group, devices) for group in groups] for groups in program[1:3]]
-        arrays = [
-            devices.place(arguments.leaves[k].values, -1) if differs else arguments.leaves[k]
-            for k, differs in arguments.arrays
-        ]
+        arrays = self._placed(arguments)
         key = devices.place(self._key(), -1) if program.draws else None
+        for group in program.written:
+            group.in_use = self._lock
         results: list[Any] = []
         error = None
         try:  # An interrupt strikes after this call, when the program has run: the step is made.
@@ -304,10 +307,7 @@ class CompiledStep:
         inputs = [compute() for compute in first.before]
         states = [[_current(group, self._devices) for group in part] for part in (written, read)]
         key = self._devices.place(self._key_like(), -1) if first.draws else None
-        arrays = [
-            self._devices.place(arguments.leaves[k].values, -1) if differs else arguments.leaves[k]
-            for k, differs in arguments.arrays
-        ]
+        arrays = self._placed(arguments)
         made: list[_Body] = []
         for _ in range(2):
             body = _Body(self, arguments, (written, read))

@@ -96,6 +96,7 @@ class StepTrace:
                     "again: which ones it reads may not change from call to call."
                 )
             state = self.states[group] = Box(value)
+            state.level = None  # Also if a branch is the first to read it.
         return state
 
     # What optimizers and layers call.

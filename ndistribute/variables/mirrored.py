@@ -7,9 +7,9 @@ and a sharded one a shard on each.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -60,7 +60,7 @@ class SnapshotArray(ArrayOwner):
         if (trace := current_trace()) is not None:
             return trace.writable(self)
         if self._group is not None:
-            with contextlib.nullcontext() if keep else contextlib.suppress(DistributeError):
+            with nullcontext() if keep else suppress(DistributeError):
                 self._group.fetch()
             self._group.array, self._group.is_newer = None, False
         self.version += 1
@@ -117,12 +117,14 @@ class CellGroup:
             those of the replicas; -1: a new first axis.
     """
 
-    __slots__ = ("array", "axis", "cells", "is_newer")
+    __slots__ = ("array", "axis", "cells", "in_use", "is_newer")
 
     def __init__(self, cells: Sequence[SnapshotArray], axis: int | None) -> None:
         self.cells, self.axis = cells, axis
         self.array: Any = None  # The array of JAX, if it is not older than the cells.
         self.is_newer = False  # Whether the cells are older than it.
+        # The lock of the compiled step that last took the array, held while the step runs.
+        self.in_use: AbstractContextManager[Any] = nullcontext()
 
     def store(self, array: Any) -> None:
         """Keep the value that a compiled step gave."""
@@ -141,16 +143,17 @@ class CellGroup:
         """Copy the value that a compiled step gave into the cells, unless they have it."""
         if not self.is_newer:
             return
-        try:
-            parts = self._parts()
-        except (RuntimeError, ValueError) as error:  # As JAX says that it has none.
-            raise DistributeError(
-                "the value of a variable was lost with a compiled step that failed: restore the "
-                "last checkpoint, or assign to the variable."
-            ) from error
-        for cell, part in zip(self.cells, parts, strict=True):
-            cell.hold(part)
-        self.is_newer = False
+        with self.in_use:
+            try:
+                parts = self._parts()
+            except (RuntimeError, ValueError) as error:  # As JAX says that it has none.
+                raise DistributeError(
+                    "the value of a variable was lost with a compiled step that failed: restore "
+                    "the last checkpoint, or assign to the variable."
+                ) from error
+            for cell, part in zip(self.cells, parts, strict=True):
+                cell.hold(part)
+            self.is_newer = False
 
     def _parts(self) -> list[Array]:
         if self.axis is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.variables.mirrored import sharded_variable
 from tests.contract_rows import TPUS, tpus
-from tests.kinds import context, parts, struck_inside, works
+from tests.kinds import context, in_thread, parts, struck_inside, works
 from tests.strategies.test_reduce import OPS
 
 pytest.importorskip("jax")
@@ -167,6 +168,24 @@ def test_a_value_that_a_failed_step_has_taken_can_be_restored(two):
         variable.assign(np.full(variable.shape, 5.0))
         assert np.all(variable.values == np.full(variable.shape, 5.0))
     assert np.all(two.run(lambda: v + each).values[0] == 10)
+
+
+def test_another_thread_reads_a_variable_as_it_is_between_steps(two):
+    with two.scope():
+        v = nd.Variable(np.zeros((300, 300)), aggregation="mean")
+    reads, over = [], threading.Event()
+
+    def read():
+        while not over.is_set():
+            value = v.numpy()
+            reads.append((value.min(), value.max()))
+
+    with in_thread(read) as reader:
+        while len(reads) < 20 and not reader.done():
+            two.run(lambda: v.assign_add(np.ones((300, 300))))
+        over.set()
+    reader.result()
+    assert all(low == high for low, high in reads)
 
 
 def is_running(code):
