@@ -182,9 +182,9 @@ def _name_missing(workers: Workers, broken: Exception) -> None:
         workers.peers.exchange("step", b"", min(seconds, _ANSWER_SECONDS))
     except CollectiveTimeoutError as error:
         raise CollectiveTimeoutError(
-            f"a compiled step of worker {workers.rank} was broken off, and worker {error.rank} does "
-            f"not answer: it runs other code, or has not come to the step in {seconds:g} s. Every "
-            "worker must run the same steps; if it needs more time, raise "
+            f"a compiled step of worker {workers.rank} was broken off, and worker {error.rank} "
+            f"does not answer: it runs other code, or was not there in {seconds:g} s. Every worker "
+            " must run the same steps; if it needs more time, raise "
             "CommunicationOptions(timeout_seconds=...). Start the job again from its last "
             "checkpoint.",
             rank=error.rank,
