@@ -141,8 +141,8 @@ class _Look:
 
     def _object(self, thing: Any) -> None:
         self._objects.append((thing, set()))
-        if not _is_users(type(thing)):  # Whose own code calls the functions that it holds.
-            held = getattr(thing, "__dict__", {})
+        if not isinstance(thing, type | types.ModuleType) and not _is_users(type(thing)):
+            held = getattr(thing, "__dict__", {})  # Its code calls the functions that it holds.
             names = [name for name, value in held.items() if isinstance(value, _FUNCTIONS)]
             names = [name for name in names if name != "learning_rate"]  # No part of a program.
             self._visit_all(self._read(functools.partial(map, held.get, names)))

@@ -184,7 +184,7 @@ def _name_missing(workers: Workers, broken: Exception) -> None:
         raise CollectiveTimeoutError(
             f"a compiled step of worker {workers.rank} was broken off, and worker {error.rank} "
             f"does not answer: it runs other code, or was not there in {seconds:g} s. Every worker "
-            " must run the same steps; if it needs more time, raise "
+            "must run the same steps; if it needs more time, raise "
             "CommunicationOptions(timeout_seconds=...). Start the job again from its last "
             "checkpoint.",
             rank=error.rank,

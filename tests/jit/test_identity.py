@@ -125,6 +125,30 @@ def of_trainer(change: Callable[[Trainer], None], step: Callable[..., Any] | Non
     return chosen, lambda: change(trainer)
 
 
+def test_what_no_code_of_a_step_reads_does_not_compile_it_again() -> None:
+    class Loop(Trainer):
+        epoch = 0
+
+        def step(self, x: Any) -> Any:
+            return Loop.halved(super().loss(x))
+
+        @staticmethod
+        def halved(x: Any) -> Any:
+            return x / 2
+
+        def fit(self) -> int:
+            self.epoch += 1
+            self.last = nd.function(self.step)(X)
+            return len(compiled.compilations)
+
+    loop = Loop()
+    compiled = nd.function(loop.step)
+    for _ in range(3):
+        loop.fit()
+        compiled(X)
+    assert len(compiled.compilations) == 1
+
+
 def double(trainer: Trainer) -> None:
     trainer.doubled = True
 
