@@ -27,24 +27,24 @@ BUDGETS = {
     "autodiff": 2836,
     "cluster": 514,
     "collective": 3855,
-    "compat": 1266,
+    "compat": 1267,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
-    "jit": 1457,
+    "jit": 1652,
     "launcher": 1478,
-    "models": 4072,
-    "optimizers": 922,
+    "models": 4122,
+    "optimizers": 925,
     "parameter_server": 1595,
-    "strategies": 1272,
+    "strategies": 1298,
     "task": 293,
     "top level": 2816,
     "transport": 1992,
-    "variables": 1121,
+    "variables": 1137,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33501
+TESTS_BUDGET = 33813
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -280,10 +280,11 @@ class Model(models.Model):
         return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
+        kwargs["jit_compile"] = kwargs.get("jit_compile") not in (None, "auto", False)
         with self.strategy.scope():
             super().compile(get_optimizer(optimizer), *args, **kwargs)
 
-    compile = adapted(_compile, "run_eagerly", "steps_per_execution", "jit_compile")
+    compile = adapted(_compile, "run_eagerly", "steps_per_execution")
 
     def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
         if (overwrite, save_format) != (True, "tf"):

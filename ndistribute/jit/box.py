@@ -236,7 +236,7 @@ for _name, _what, _instead in (
     ("__int__", "int()", _KEEP),
     ("__complex__", "complex()", _KEEP),
     ("__index__", "an index or a range", "Write np.where, np.take or nd.while_loop."),
-    ("__array__", "np.asarray", "Join arrays by np.stack or np.concatenate. " + _KEEP),
+    ("__array__", "np.asarray, which NumPy has called,", ""),
     ("item", ".item()", _KEEP),
     ("tolist", ".tolist()", _KEEP),
     ("numpy", ".numpy()", _KEEP),

@@ -16,7 +16,7 @@ import operator
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from ndistribute.devices import Array, is_device_array, jax_module
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import Box
-from ndistribute.jit.identity import constant_key, identity_of
+from ndistribute.jit.identity import Identities, constant_key
+from ndistribute.jit.same_steps import SameSteps
 from ndistribute.jit.sparse_rows import NO_ROW
 from ndistribute.jit.trace import EMPTY, Check, StepTrace, checksum
 from ndistribute.jit.traced_backend import AXIS
@@ -66,6 +67,7 @@ class Devices:
         self.is_local = self.local_size == self.size
         self.shares_memory = self.all[0].platform == "cpu"
         self.mesh = jax.sharding.Mesh(np.array(self.all), (AXIS,))
+        self.same_steps = None if self.is_local else SameSteps(self.all)
 
     def spec(self, axis: int | None) -> Any:
         """Return where an array lies: on all devices, or divided along an axis (-1: the first)."""
@@ -99,7 +101,7 @@ class Compiler:
         replicas: returns the replicas of this process, whose generators give the random numbers.
         enter: returns the context in which functions are traced.
         together: calls a function that compiles, where all processes do.
-        most: how many programs are kept.
+        most: of how many functions and shapes of arguments programs are kept.
 
     Attributes:
         compilations: the compilations, in order.
@@ -116,27 +118,35 @@ class Compiler:
         self.compilations: list[Compilation] = []
         self.devices, self.enter = devices, enter
         self._replicas, self._together, self._most = replicas, together, most
-        # Those of one function and shapes differ in what the function looks up before each call.
-        self._programs: OrderedDict[Any, list[_Program]] = OrderedDict()
+        self._identities = Identities()
+        # The programs of a function by the shapes of its arguments, under each of its keys. Those
+        # of the same shapes differ in what the function looks up before each call.
+        self._functions: OrderedDict[Any, OrderedDict[Any, list[_Program]]] = OrderedDict()
         self._counts: Counter[Any] = Counter()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # Held while a program is compiled, and while it runs.
 
     def __call__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Return the results of the replicas of this process."""
         arguments = self._arguments((tuple(args), dict(kwargs)))
-        key = identity_of(function), arguments.key, current_frame().replica is None
-        with self._lock, _numpys_dtypes():
-            for known in self._programs.get(key, ()):
+        shapes = arguments.key, current_frame().replica is None
+        with self.lock, _numpys_dtypes():
+            key = self._identities.of(function, arguments.nest)
+            programs = self._functions.get(key, OrderedDict())
+            for known in programs.get(shapes, ()):
                 if all(compute() == value for compute, value in known.trace.constants):
                     return known.run(arguments)
             began = time.perf_counter()
             program: _Program = self._together(lambda: self._compile(function, arguments))
             results = program.run(arguments)
-            self._programs.setdefault(key, []).append(program)
-            if len(self._programs) > self._most:
-                self._programs.popitem(last=False)
+            programs.setdefault(shapes, []).append(program)
+            # The trace may have changed what is around the function, and so the key.
+            for each in (key, self._identities.of(function, arguments.nest)):
+                self._functions.setdefault(each, programs)
+            for kept in (self._functions, programs):
+                while len(kept) > self._most:
+                    kept.popitem(last=False)
             self._report(function, arguments, time.perf_counter() - began)
             return results
 
@@ -201,6 +211,8 @@ class Compiler:
         name = _name(function)
         if current_trace() is not None:
             raise TracingError(f"{name}: a compiled step is called inside another one.")
+        if self.devices.same_steps is not None:
+            self.devices.same_steps.new_program()
         earlier, last = None, _Program(self, function, arguments, StepTrace())
         for _ in range(_MOST_TRACES - 1):
             earlier, last = last, _Program(self, function, arguments, last.trace)
@@ -274,6 +286,8 @@ class _Program:
         with tracing(trace), self._compiler.enter():
             args, kwargs = self._boxed(arrays)
             result = untrack(self._function(*args, **kwargs))
+            if (same_steps := self._compiler.devices.same_steps) is not None:
+                same_steps.compare(trace)
             self.result = tree.map_leaves(lambda leaf: _kept(leaf, outputs), result)
             told = [[value.value for value in values] for _, values in trace.after]
         held, numbers = _of_all_replicas(trace.checks)
@@ -324,24 +338,42 @@ class _Program:
         for place, *allowed in self.trace.ranges:
             _check_argument(arguments.leaves[place], *allowed)
         inputs, results = self._inputs(arguments, self._compiler.seeds), list[Any]()
-        try:  # An interrupt strikes after this call, when the old values are gone already.
+        for group in self._written:
+            group.in_use = self._compiler.lock
+        error = None
+        try:  # An interrupt strikes after this call, when the program has run: the step is made.
             results.extend(itertools.starmap(self._program, [inputs]))
         finally:
-            for values, *_ in results:
-                for group, value in zip(self._written, values, strict=True):
-                    group.store(value)
-        new, outputs, (held, numbers, told) = results[0]
-        if self._compiler.devices.shares_memory:  # The host may change the arguments from now on.
-            jax_module().block_until_ready((new, outputs))
-        if not (flags := np.asarray(held)).all():
-            first = int(np.argmin(flags))
-            raise self.trace.checks[first].error(*map(np.asarray, numbers[first]))
-        for (effect, _), values in zip(self.trace.after, told, strict=True):
-            effect(*map(np.asarray, values))
+            for new, outputs, checks in results:
+                error = self._keep(new, outputs, checks)
+        if error is not None:
+            raise error
         return [
             self._filled([np.array(output.addressable_data(rank))[0] for output in outputs])
             for rank in range(self._compiler.devices.local_size)
         ]
+
+    def _keep(self, new: Any, outputs: Any, checks: Any) -> Exception | None:
+        """Keep what the program gave, though an interrupt strikes; return the error of a check."""
+        held, numbers, told = checks
+        for group, value in zip(self._written, new, strict=True):
+            group.store(value)
+        error = interrupt = None
+        if self._compiler.devices.shares_memory:  # The host may change the arguments from now on.
+            arrays = jax_module().tree.leaves((new, outputs))
+            try:
+                deque(map(operator.methodcaller("block_until_ready"), arrays), 0)
+            except BaseException as raised:  # After the wait, which is one call.
+                interrupt = raised
+        if not (flags := np.asarray(held)).all():
+            first = int(np.argmin(flags))
+            error = self.trace.checks[first].error(*map(np.asarray, numbers[first]))
+        else:
+            for (effect, _), values in zip(self.trace.after, told, strict=True):
+                effect(*map(np.asarray, values))
+        if interrupt is not None:
+            raise interrupt
+        return error
 
     def _filled(self, outputs: Sequence[Any]) -> Any:
         return tree.map_leaves(
@@ -380,7 +412,7 @@ def _of_all_replicas(checks: Sequence[Check]) -> tuple[Any, list[Any]]:
 
 def _current(group: Any, place: Callable[..., Any]) -> Any:
     """Return the value of a state on the devices."""
-    if group.array is None:
+    if not group.has_array():
         parts = [cell.array for cell in group.cells]
         if is_device_array(parts[0]):
             raise TracingError(

@@ -8,6 +8,11 @@ from ndistribute.autodiff.diagnostics import name_of, user_line
 from ndistribute.context import current_frame
 from ndistribute.errors import TracingError
 
+_OF_NUMPY = (
+    "Write np.stack([x, y]) for np.array([x, y]), np.ones(n) * x for np.full(n, x), and pass an "
+    "array that x indexes as an argument, or make it a variable. To keep the value, return it."
+)
+
 
 def refuse(function: Any, why: str) -> NoReturn:
     """Raise the error for a function of NumPy that cannot be compiled."""
@@ -21,7 +26,7 @@ def refuse_value(what: str, instead: str) -> NoReturn:
     """Raise the error for code that needs the values of an array while a step is traced."""
     raise TracingError(
         f"{what} at {user_line()} needs the values of an array in a compiled step, which has none "
-        f"before it runs. {instead} Or run this function plainly."
+        f"before it runs. {instead or _OF_NUMPY} Or run this function plainly."
     )
 
 

@@ -97,6 +97,7 @@ class StepTrace:
             if value is None:
                 value = jax_module().numpy.zeros(cell.array.shape, cell.array.dtype)
             state = self.states[group] = Box(value)
+            state.level = None  # Also if a branch is the first to read it.
         return state
 
     # What optimizers and layers call.

@@ -5,13 +5,15 @@ A batch is ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of the global batch s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import Dataset, as_dataset
+from ndistribute.values import PerReplica
 
 _BATCH = 32
 
@@ -107,6 +109,51 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
 def rows_of(value: Any) -> int:
     """Return the number of examples of a batch."""
     return int(np.shape(tree.flatten(value)[0])[0])
+
+
+def equal_parts(strategy: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a distributed batch in parts of which every replica has as many rows, if it must.
+
+    With each comes a `PerReplica` of whether a replica has rows there, where others get a row that
+    does not count; None if all have some.
+    """
+    leaves = tree.flatten(batch)
+    if not (strategy.needs_equal_parts and all(isinstance(leaf, PerReplica) for leaf in leaves)):
+        yield batch, None
+        return
+    counts = PerReplica([np.array([rows_of(part)]) for part in leaves[0].values])
+    everywhere = strategy.gather(counts, axis=0)
+    start, stop = 0, everywhere.min() or 1
+    while start < everywhere.max():
+        has_rows = [np.bool_(count[0] > start) for count in counts.values]
+        cut = functools.partial(_cut, start, stop)
+        counting = PerReplica(has_rows) if everywhere.min() <= start else None
+        yield tree.map_leaves(cut, batch), counting
+        start, stop = stop, stop + 1
+
+
+def _cut(start: int, stop: int, leaf: PerReplica) -> PerReplica:
+    """Return some rows of each replica, and a row of zeros or another one where there are none."""
+    some = next((part[:1] for part in leaf.values if len(part)), None)
+    if some is None:
+        some = np.zeros((1, *leaf.values[0].shape[1:]), leaf.values[0].dtype)
+    return PerReplica([part[start:stop] if start < len(part) else some for part in leaf.values])
+
+
+def joined_parts(parts: Sequence[tuple[Any, Any]]) -> Any:
+    """Return the results of a step for the parts of a batch, which `equal_parts` gave, as one."""
+    if all(counting is None for _, counting in parts):
+        return parts[0][0]
+
+    def join(*leaves: PerReplica) -> PerReplica:
+        replicas = range(len(leaves[0].values))
+        pieces = [
+            [leaf.values[k][: None if has is None or has.values[k] else 0] for k in replicas]
+            for leaf, (_, has) in zip(leaves, parts, strict=True)
+        ]
+        return PerReplica([np.concatenate(column) for column in zip(*pieces, strict=True)])
+
+    return tree.map_leaves(join, *(outputs for outputs, _ in parts))
 
 
 def _are_arrays(x: Any) -> bool:

@@ -22,12 +22,13 @@ import numpy as np
 from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
-from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.context import current_trace, get_replica_context, get_strategy
 from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.devices import to_host
+from ndistribute.errors import TracingError
 from ndistribute.jit.function import Function
-from ndistribute.jit.identity import settings_of
+from ndistribute.jit.identity import Identities
 from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
@@ -291,7 +292,12 @@ class Trainer(Layer):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
                 inputs, _, _ = _batches.unpacked(batch)
-                outputs = strategy.run(self._steps["_predict_step"], args=(inputs,))
+                step = functools.partial(strategy.run, self._steps["_predict_step"])
+                some = [
+                    (step(args=(part,)), counting)
+                    for part, counting in _batches.equal_parts(strategy, inputs)
+                ]
+                outputs = _batches.joined_parts(some)
                 parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
             called.call("on_predict_end", {})
@@ -327,10 +333,20 @@ class Trainer(Layer):
         self._count(each, penalties, y, predicted, weight)
         return gradients
 
-    def _test_step(self, data: Any) -> None:
-        """Add this replica's part of a batch to the metrics."""
-        y, predicted, weight = self._compared(data, training=False)
-        self._count(self.loss.weighted(y, predicted, weight), self.losses, y, predicted, weight)
+    def _test_step(self, data: Any, is_counted: Any) -> None:
+        """Add this replica's part of a batch to the metrics, where a value, if any, is true."""
+        trace = current_trace()
+        only = contextlib.nullcontext() if is_counted is None else trace.only_if(is_counted)
+        with only:
+            y, predicted, weight = self._compared(data, training=False)
+            each = self.loss.weighted(y, predicted, weight)
+            self._count(each, self.losses, y, predicted, weight)
+        if is_counted is not None and any(group.axis is None for group in trace.written):
+            raise TracingError(
+                f"evaluate of model {self.name!r}: it writes a variable that is equal on all "
+                "replicas, for a batch of which not all have rows: use a dataset with "
+                "batch(n, drop_remainder=True)."
+            )
 
     def _predict_step(self, inputs: Any) -> Any:
         """Return the predictions for this replica's part of a batch."""
@@ -338,7 +354,8 @@ class Trainer(Layer):
 
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
-        parts = frozenset([*self.walk(), *self.trainable_variables]), settings_of(self)
+        around = Identities().of(self, (self.loss, self.metrics))
+        parts = around, frozenset(self.trainable_variables)
         if parts == self._parts_of_steps:
             return
         alone = self.strategy.num_replicas_in_sync == 1
@@ -473,7 +490,8 @@ class Trainer(Layer):
         called.call("on_test_begin", {})
         for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
             called.call("on_test_batch_begin", made, {})
-            self.strategy.run(self._steps["_test_step"], args=(batch,))
+            for part in _batches.equal_parts(self.strategy, batch):
+                self.strategy.run(self._steps["_test_step"], args=part)
             self._end_batch(end, made)
             made += 1
         if not made:

@@ -144,8 +144,11 @@ class Optimizer(Explaining, Shown):
 
         It can be set: with parameter servers at any time, otherwise after `build`.
         """
-        counter = self._counter_of(self._served_by)
-        return 0 if counter is None else int(counter)
+        counter, trace = self._counter_of(self._served_by), current_trace()
+        if trace is None or counter is None:
+            return 0 if counter is None else int(counter)
+        made = trace.counts.get(id(self), 0)  # In this compiled step.
+        return trace.input(lambda: int(counter) + made)  # type: ignore[no-any-return]
 
     @iterations.setter
     def iterations(self, steps: int) -> None:

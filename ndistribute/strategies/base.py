@@ -70,9 +70,11 @@ class Strategy:
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
         "across_workers agree_on input_topology is_default let_go make_group "
-        "make_variable numbers replica_contexts running_on serial variable_kinds".split()
+        "make_variable needs_equal_parts numbers replica_contexts running_on serial "
+        "variable_kinds".split()
     )
     is_default = False
+    needs_equal_parts = False  # Whether all replicas must have as many rows of a batch.
     _refusal = ""  # Why `run` refuses, once it does.
     #: The class of variable for each synchronization.
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import socket
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.workers import Workers
 from ndistribute.context import Frame, ReplicaContext, entered
 from ndistribute.devices import Array, Device, jax_module, list_devices, resolve_devices
-from ndistribute.errors import DistributeError
+from ndistribute.errors import CollectiveTimeoutError, DistributeError
 from ndistribute.jit.box import Box
 from ndistribute.jit.program import Compiler, Devices
 from ndistribute.jit.traced_backend import TracedBackend
@@ -36,6 +37,8 @@ from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.variable import Variable
 
 _MOST_PROGRAMS = 256
+_DEADLINE = "xla_cpu_collective_timeout_seconds"
+_ANSWER_SECONDS = 10.0  # For the others, after a program was broken off.
 
 
 class TPUStrategy(Strategy):
@@ -84,6 +87,7 @@ class TPUStrategy(Strategy):
         else:
             on = sorted(jax_module().devices(), key=lambda d: d.process_index)
         super().__init__(chosen, resolver, workers)
+        self.needs_equal_parts = self.num_replicas_in_sync > 1
         self._compiler = Compiler(
             Devices(on), lambda: self.replica_contexts, self._traced, self._together, _MOST_PROGRAMS
         )
@@ -111,9 +115,10 @@ class TPUStrategy(Strategy):
                 raise RuntimeError(f"{self!r} {self._refusal}")
             try:
                 return self._compiler(fn, args, named)
-            except jax_module().errors.JaxRuntimeError:
-                if self._workers is not None:  # The program breaks off where a worker was lost.
-                    self._workers.all_gather(np.zeros(1), 0)  # Which this names.
+            except (ValueError, jax_module().errors.JaxRuntimeError) as error:
+                is_of_xla = not isinstance(error, ValueError) or "Gloo" in str(error)
+                if self._workers is not None and is_of_xla:  # A worker may be missing.
+                    _name_missing(self._workers, error)
                 raise
 
         return tree.regroup(self._exclusively(run), context.join_leaf)
@@ -133,6 +138,23 @@ class TPUStrategy(Strategy):
 
     def _traced(self) -> contextlib.AbstractContextManager[Any]:
         return entered(Frame(self, _TracedContext(self)))
+
+
+def _name_missing(workers: Workers, broken: Exception) -> None:
+    """Raise an error that names the worker without which a program was broken off."""
+    seconds = workers.options.timeout
+    try:
+        workers.peers.exchange("step", b"", min(seconds, _ANSWER_SECONDS))
+    except CollectiveTimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"a compiled step of worker {workers.rank} was broken off, and worker {error.rank} "
+            f"does not answer: it runs other code, or was not there in {seconds:g} s. Every worker "
+            "must run the same steps; if it needs more time, raise "
+            "CommunicationOptions(timeout_seconds=...). Start the job again from its last "
+            "checkpoint.",
+            rank=error.rank,
+            op="step",
+        ) from broken
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
@@ -195,6 +217,11 @@ def _start_jax(workers: Workers) -> None:
         initialization_timeout=seconds,
         shutdown_timeout_seconds=seconds,
     )
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEADLINE not in flags:  # Which is 30 minutes otherwise, for collectives of CPUs.
+        os.environ["XLA_FLAGS"] = f"{flags} --{_DEADLINE}={seconds}"
+    jax.devices()  # XLA reads the flags.
+    os.environ["XLA_FLAGS"] = flags
 
 
 def _connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:

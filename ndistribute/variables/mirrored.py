@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -19,6 +20,7 @@ from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.context import current_trace, open_traces, part_of
 from ndistribute.devices import Array, Device, copy_to, is_device_array
 from ndistribute.dtypes import kind_of
+from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import map_values
 from ndistribute.ownership import ArrayOwner
 from ndistribute.stream import working_on
@@ -58,8 +60,9 @@ class SnapshotArray(ArrayOwner):
         if open_traces and (trace := current_trace()) is not None:
             return trace.writable(self)
         if self._group is not None:
-            self._group.fetch()
-            self._group.array = None
+            with nullcontext() if keep else suppress(DistributeError):
+                self._group.fetch()
+            self._group.array, self._group.is_newer = None, False
         self.version += 1
         if self.is_shared(own_views=1):
             with working_on(self.device):
@@ -111,12 +114,14 @@ class CellGroup:
             those of the replicas; -1: a new first axis.
     """
 
-    __slots__ = ("array", "axis", "cells", "is_newer")
+    __slots__ = ("array", "axis", "cells", "in_use", "is_newer")
 
     def __init__(self, cells: Sequence[SnapshotArray], axis: int | None) -> None:
         self.cells, self.axis = cells, axis
         self.array: Any = None  # The array of JAX, if it is not older than the cells.
         self.is_newer = False  # Whether the cells are older than it.
+        # The lock of the compiled step that last took the array, held while the step runs.
+        self.in_use: AbstractContextManager[Any] = nullcontext()
 
     def store(self, array: Any) -> None:
         """Keep the value that a compiled step gave."""
@@ -124,14 +129,28 @@ class CellGroup:
         for cell in self.cells:
             cell.version += 1
 
+    def has_array(self) -> bool:
+        """Return whether there is an array of JAX; raise if a step that failed has taken it."""
+        if self.array is not None and self.array.is_deleted():
+            self.fetch()  # Which raises, unless the cells have the value.
+            self.array = None
+        return self.array is not None
+
     def fetch(self) -> None:
         """Copy the value that a compiled step gave into the cells, unless they have it."""
         if not self.is_newer:
             return
-        self.is_newer = False
-        for k, cell in enumerate(self.cells):
-            part = np.array(self.array.addressable_data(k))
-            cell.hold(part.reshape(part.shape[1:]) if self.axis == -1 else part)
+        with self.in_use:
+            try:
+                parts = [np.array(self.array.addressable_data(k)) for k in range(len(self.cells))]
+            except (RuntimeError, ValueError) as error:  # As JAX says that it has none.
+                raise DistributeError(
+                    "the value of a variable was lost with a compiled step that failed: restore "
+                    "the last checkpoint, or assign to the variable."
+                ) from error
+            for cell, part in zip(self.cells, parts, strict=True):
+                cell.hold(part.reshape(part.shape[1:]) if self.axis == -1 else part)
+            self.is_newer = False
 
 
 def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:

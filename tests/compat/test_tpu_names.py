@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ndistribute.compat import tf
+from ndistribute.context import current_trace
 
 
 def test_a_script_for_tpus_runs_by_tensorflows_names():
@@ -29,3 +31,13 @@ def test_a_script_for_tpus_runs_by_tensorflows_names():
     assert len(double.compilations) == 1
     strategy.close()
     tf.distribute.experimental.TPUStrategy(resolver).close()
+
+
+@pytest.mark.parametrize("jit_compile", [True, False, None, "auto"])
+def test_models_compile_their_steps_if_they_are_told_to(jit_compile):
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(loss="mse", jit_compile=jit_compile)
+    traced = []
+    model.layers[0].activation = lambda x: traced.append(current_trace() is not None) or x
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    assert any(traced) == (jit_compile is True)

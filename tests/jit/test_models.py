@@ -383,3 +383,34 @@ def test_variables_on_servers_are_not_compiled() -> None:
             model = mlp()
         with pytest.raises(ValueError, match="jit_compile=True, but a compiled step has no"):
             model.compile("sgd", "mse", jit_compile=True)
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(1, 8), (11, 8)])
+def test_evaluate_and_predict_take_any_number_of_rows(rows: int, batch_size: int) -> None:
+    """The eight devices get a row each, or none, of the last batch."""
+    x, labels, weights = X[:rows], LABELS[:rows], np.linspace(0.5, 2, rows)
+
+    def results(strategy: Any) -> list[Any]:
+        model = made(strategy, mlp, X, metrics=["accuracy"], weighted_metrics=["accuracy"])
+        data = x, labels, batch_size, 0, weights
+        return [model.predict(x, batch_size), *model.evaluate(*data)]
+
+    with closing(nd.TPUStrategy([f"tpu:{k}" for k in range(8)])) as compiled:
+        check_equal(results(compiled), results(nd.get_strategy()))
+
+
+def test_an_uneven_evaluation_refuses_to_write_what_is_equal_on_all_replicas() -> None:
+    class Counting(nd.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.calls = layers.Dense(3), nd.Variable(0.0, aggregation="sum")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            self.calls.assign_add(1.0)
+            return self.dense(x)
+
+    with closing(nd.TPUStrategy(["tpu:0", "tpu:1"])) as compiled:
+        model = made(compiled, Counting, X)
+        assert float(model.evaluate(X, LABELS, 8, verbose=0)) > 0
+        with pytest.raises(nd.errors.TracingError, match="drop_remainder=True"):
+            model.evaluate(X[:1], LABELS[:1], verbose=0)

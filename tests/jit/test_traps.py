@@ -81,6 +81,8 @@ TRAPS = {
     "float": (lambda x: float(x[0]), "float()"),
     "int": (lambda x: int(x[0]), "int()"),
     "asarray": (np.asarray, "np.asarray"),
+    "full": (lambda x: np.full(3, x), "np.ones(n) * x for np.full"),
+    "a table": (lambda x: np.arange(3.0)[x.astype(int)], "that x indexes as an argument"),
     "array of arrays": (lambda x: np.array([x, x]), "np.stack"),
     "item": (lambda x: x[0].item(), ".item()"),
     "tolist": (lambda x: x.tolist(), ".tolist()"),
@@ -392,3 +394,31 @@ def test_a_place_that_the_condition_of_a_loop_reads_is_checked():
     assert found(np.array([1.0, 1.0, 0.0]), np.int64(0)) == 2
     with pytest.raises(IndexError, match="out of range"):
         found(np.array([1.0, 1.0, -1.0]), np.int64(5))
+
+
+def test_a_variable_that_a_branch_is_the_first_to_read_can_be_written_after_it():
+    v = nd.Variable(np.ones(2))
+
+    @nd.function
+    def step(x):
+        v.assign(nd.cond(x > 0, lambda: v * 2, lambda: v - 1))
+
+    for x, expected in ((1.0, 2), (-1.0, 1)):
+        step(np.float64(x))
+        assert v.numpy().tolist() == [expected] * 2
+
+
+def test_the_count_of_steps_in_a_step_is_that_of_plain_code():
+    v, optimizer = nd.Variable(np.ones(2, np.float32)), nd.optimizers.SGD(0.1)
+
+    def step():
+        before = optimizer.iterations
+        optimizer.apply_gradients([(np.ones(2, np.float32) * before, v)])
+        return before, optimizer.iterations, np.ones(1, np.float32) * before
+
+    compiled = nd.function(step)
+    for k in range(3):
+        before, after, scaled = (compiled if k else step)()
+        assert (before, after, scaled) == (k, k + 1, k)
+        assert np.asarray(scaled).dtype == np.float32
+    assert len(compiled.compilations) == 1

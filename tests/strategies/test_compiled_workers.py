@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -23,10 +24,10 @@ DEVICES = 2  # Of each process.
 DEADLINE = 30.0
 
 
-def joined():
+def joined(deadline=DEADLINE):
     """Return the strategy of all processes."""
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"  # It counts.
-    options = nd.CommunicationOptions(timeout_seconds=DEADLINE)
+    options = nd.CommunicationOptions(timeout_seconds=deadline)
     return nd.TPUStrategy(nd.TPUClusterResolver(), options)
 
 
@@ -161,6 +162,41 @@ def test_an_error_of_one_process_while_it_compiles_is_told_to_all():
     assert "worker 1" in first
     assert "float()" in first
     assert "float()" in second
+
+
+SHORT = 2.0
+
+
+def disagrees(rank, size, runs):
+    """Return what this process is told when worker 1 does not run the step that the others run."""
+    strategy = joined(SHORT)
+    with strategy.scope():
+        v = nd.Variable(0.0, aggregation="sum")
+    steps = [lambda: v.assign_add(1.0), lambda: v.assign_add(2.0)]
+    for step in steps * 2:
+        strategy.run(step)
+    told, began = None, time.monotonic()
+    try:
+        for k in runs[rank]:
+            strategy.run(steps[k])
+        if rank == 1:
+            threading.Event().wait(3 * SHORT)  # It lives, and runs other code.
+    except nd.errors.DistributeError as error:
+        told = type(error).__name__, error.rank
+    return told, time.monotonic() - began < DEADLINE
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        (([0, 0], [1, 0]), [("CollectiveMismatchError", 1)] * 2),
+        (([0, 1, 0], [0]), [("CollectiveTimeoutError", 1), None]),
+    ],
+    ids=["another step", "no step"],
+)
+def test_a_process_that_does_not_run_a_step_is_named(runs, told):
+    with Ranks(2) as workers:
+        assert workers.results(disagrees, runs) == [(each, True) for each in told]
 
 
 SCRIPT = """

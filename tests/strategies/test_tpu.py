@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.variables.mirrored import sharded_variable
 from tests.contract_rows import TPUS, tpus
-from tests.kinds import context, parts, struck_inside, works
+from tests.kinds import context, in_thread, parts, struck_inside, works
 from tests.strategies.test_reduce import OPS
 
 pytest.importorskip("jax")
@@ -129,26 +130,62 @@ def test_replicas_draw_their_own_numbers_the_same_in_every_run_and_after_a_check
 
 
 @pytest.mark.parametrize("kind", ["tpu-1", "tpu-2"])
-def test_an_interrupt_in_a_step_keeps_the_variables(kind):
+def test_an_interrupt_in_a_step_leaves_it_made_as_a_whole_or_not_at_all(kind):
     def step():
         count, x = nd.while_loop(
             lambda k, x: k < 3_000_000,
             lambda k, x: (k + 1, np.sin(x + k)),
             (np.float64(0), np.float64(0)),
         )
-        v.assign_add(np.ones(2) * (x <= 1))
+        optimizer.apply_gradients([(-np.ones(2) * (x <= 1) / size, v)])
         return count
 
     strategy = TPUS[kind]()
+    size = strategy.num_replicas_in_sync
     with strategy.scope():
-        v = nd.Variable(np.zeros(2), aggregation="mean")
+        v, optimizer = nd.Variable(np.zeros(2)), nd.optimizers.SGD(1.0)
     strategy.run(step)
     interrupt = functools.partial(os.kill, os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), struck_inside(interrupt, is_running):
         strategy.run(step)
     assert v.numpy().tolist() in ([1, 1], [2, 2])
+    assert int(optimizer.iterations) == v.numpy()[0]
     strategy.run(step)
+    assert int(optimizer.iterations) == v.numpy()[0]
     strategy.close()
+
+
+def test_a_value_that_a_failed_step_has_taken_can_be_restored(two):
+    with two.scope():
+        v, each = nd.Variable(np.ones(2)), nd.Variable(0.0, synchronization="on_read")
+    two.run(lambda: (nd.optimizers.SGD(1.0).apply_gradients([(np.ones(2), v)]), each.assign(2.0)))
+    for variable in (v, each):
+        variable._cells[0].group.array.delete()  # As a program does that breaks off.
+        with pytest.raises(nd.errors.DistributeError, match="restore the last checkpoint"):
+            variable.values  # noqa: B018
+        with pytest.raises(nd.errors.DistributeError, match="restore the last checkpoint"):
+            two.run(lambda: variable + 0)  # noqa: B023
+        variable.assign(np.full(variable.shape, 5.0))
+        assert np.all(variable.values == np.full(variable.shape, 5.0))
+    assert np.all(two.run(lambda: v + each).values[0] == 10)
+
+
+def test_another_thread_reads_a_variable_as_it_is_between_steps(two):
+    with two.scope():
+        v = nd.Variable(np.zeros((300, 300)), aggregation="mean")
+    reads, over = [], threading.Event()
+
+    def read():
+        while not over.is_set():
+            value = v.numpy()
+            reads.append((value.min(), value.max()))
+
+    with in_thread(read) as reader:
+        while len(reads) < 20 and not reader.done():
+            two.run(lambda: v.assign_add(np.ones((300, 300))))
+        over.set()
+    reader.result()
+    assert all(low == high for low, high in reads)
 
 
 def is_running(code):
