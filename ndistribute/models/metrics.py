@@ -6,6 +6,7 @@ its own, and reading outside replicas adds them up. So an uneven last batch is c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,6 +21,34 @@ from ndistribute.models import losses
 from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 from ndistribute.variables import Variable
+
+
+class MetricValue(float):
+    """The value of a metric on a replica, in a step of a model: logs contain that of all replicas.
+
+    Attributes:
+        metric: the metric.
+    """
+
+    metric: Metric
+
+    def numpy(self) -> Any:
+        """Return the value as an array without axes."""
+        return np.float64(self)
+
+
+class PendingValue:
+    """What stands for the value of a metric in a compiled step, which can only be returned.
+
+    Args:
+        metric: the metric.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def __repr__(self) -> str:
+        return f"<the value of metric {self.metric.name!r} after the step>"
 
 
 class Metric(Explaining, Shown):
@@ -51,7 +80,18 @@ class Metric(Explaining, Shown):
 
     def result(self) -> float:
         """Return the value over all replicas; inside `run`, that of this replica alone."""
-        return self.value_of(to_host(as_array(self.state)))
+        if not losses.in_step_of_model():
+            return self.value_of(to_host(as_array(self.state)))
+        if current_trace() is not None:
+            pending: Any = self._pending
+            return pending  # type: ignore[no-any-return]
+        value = MetricValue(self.value_of(to_host(as_array(self.state))))
+        value.metric = self
+        return value
+
+    @functools.cached_property
+    def _pending(self) -> PendingValue:
+        return PendingValue(self)
 
     def local_result(self) -> float:
         """Return the value over the replicas of this process, without waiting for others."""
@@ -238,37 +278,51 @@ NAMED: dict[str, type[Metric]] = table_of(
     mae=MeanAbsoluteError,
     mse=MeanSquaredError,
 )
-_ACCURACIES: dict[type[losses.Loss], type[Metric]] = {
-    losses.BinaryCrossentropy: BinaryAccuracy,
-    losses.CategoricalCrossentropy: CategoricalAccuracy,
-    losses.SparseCategoricalCrossentropy: SparseCategoricalAccuracy,
-}
 
 
-def get(metric: Any, loss: losses.Loss) -> Metric:
+def get(metric: Any, loss: losses.Loss | None) -> Metric:
     """Return a metric for a name or a function; a `Metric` is returned unchanged.
 
     Args:
-        metric: a metric, its name, or a function of labels and predictions. ``"accuracy"`` means
-            the accuracy that belongs to the loss; for a binary cross-entropy of logits, with the
-            threshold 0, the logit of 0.5.
+        metric: a metric, its name, or a function of labels and predictions. ``"accuracy"`` and
+            ``"crossentropy"`` mean, as in Keras, those of two classes for predictions of one
+            number, the sparse ones for labels without the axis of the classes, and otherwise the
+            categorical ones. They take logits if the loss does, of which 0 is one half.
         loss: the model's loss.
 
     Raises:
-        ValueError: the name is unknown, or the loss has no accuracy.
+        ValueError: the name is unknown.
     """
+    parameters = {} if loss is None else getattr(loss, "_parameters", {})
+    from_logits = bool(parameters.get("from_logits", False))
     if metric in ("accuracy", "acc"):
-        for kind, accuracy in _ACCURACIES.items():
-            if isinstance(loss, kind):
-                if kind is losses.BinaryCrossentropy and loss.from_logits:  # type: ignore[attr-defined]
-                    return BinaryAccuracy(0.0, name=metric)
-                return accuracy(name=metric)
-        raise ValueError(
-            f"{metric!r} is undefined for the loss {loss.name!r}: pass a metric, such as "
-            "metrics.MeanAbsoluteError()."
-        )
-    made = named({"accuracy": None, **NAMED}, metric, "metric", name=metric)
+        return MeanMetric(_accuracy, metric, threshold=0.0 if from_logits else 0.5)
+    if metric in ("crossentropy", "ce"):
+        return MeanMetric(_crossentropy, metric, from_logits=from_logits)
+    made = named({"accuracy": None, "crossentropy": None, **NAMED}, metric, "metric", name=metric)
     return made if isinstance(made, Metric) else MeanMetric(made)
+
+
+def _of_kind(y_true: Any, y_pred: Any, binary: Any, sparse: Any, categorical: Any) -> Any:
+    """Return one of three functions by the shapes of labels and predictions, as Keras does."""
+    if y_pred.ndim < 2 or y_pred.shape[-1] == 1:
+        return binary
+    return sparse if y_true.ndim < y_pred.ndim else categorical
+
+
+def _accuracy(y_true: Any, y_pred: Any, threshold: float) -> Any:
+    kinds = binary_accuracy, sparse_categorical_accuracy, categorical_accuracy
+    kind = _of_kind(y_true, y_pred, *kinds)
+    return kind(y_true, y_pred, threshold) if kind is binary_accuracy else kind(y_true, y_pred)
+
+
+def _crossentropy(y_true: Any, y_pred: Any, from_logits: bool) -> Any:
+    sparse, categorical = (
+        losses.sparse_categorical_crossentropy,
+        losses.categorical_crossentropy,
+    )
+    kind = _of_kind(y_true, y_pred, losses.binary_crossentropy, sparse, categorical)
+    return losses.per_example(kind, y_true, y_pred, {"from_logits": from_logits})
 
 
 def joined(*numbers: Any) -> Any:
@@ -319,5 +373,6 @@ def _squeezed(y_true: Any, y_pred: Any) -> Any:
 
 _export(
     vars(),
-    but="binary_accuracy categorical_accuracy joined sparse_categorical_accuracy weighted_sum",
+    but="MetricValue PendingValue binary_accuracy categorical_accuracy joined "
+    "sparse_categorical_accuracy weighted_sum",
 )

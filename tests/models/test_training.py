@@ -177,6 +177,12 @@ def frozen(model: Sequential) -> Sequential:
     return model
 
 
+def refit(model: Sequential, loss: Any) -> None:
+    """Fit a model with another loss."""
+    model.compile("sgd", loss)
+    model.fit(X, Y, verbose=0)
+
+
 class TwoOutputs(Model):
     """A model of two outputs."""
 
@@ -203,7 +209,7 @@ class TwoOutputs(Model):
         (lambda m: m.evaluate(X[:0], Y[:0], verbose=0), "evaluate got no batches"),
         (lambda m: Sequential([layers.Dense(1)]).predict(X[:0]), "got no batches"),
         (lambda m: m.fit(X, verbose=0), "got no labels: pass y"),
-        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels as a tuple: fit and evaluate compare"),
+        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels: a tuple of 2 for a model of one"),
         (lambda m: m.fit(X, Y, batch_size=0), "batch_size must be an integer, 1 or more, got 0"),
         (lambda m: m.fit(X, Y, epochs=-1), "epochs must be an integer, 0 or more"),
         (lambda m: m.fit(X, Y, steps_per_epoch=0), "steps_per_epoch must be an integer, 1 or"),
@@ -215,13 +221,22 @@ class TwoOutputs(Model):
         (lambda m: m.fit(nd.Dataset.range(3), validation_split=0.1), "needs arrays, got x as a D"),
         (lambda m: m.fit(X, Y, class_weight=[1, 2]), "class_weight must be a dict of weights"),
         (lambda m: m.fit(X, Y, verbose="loud"), "verbose must be 'auto', 0, 1 or 2"),
-        (lambda m: TwoOutputs().fit(X, Y, verbose=0), "returned a tuple: fit and evaluate compare"),
-        (lambda m: m.compile("sgd", ["mse", "mse"]), "loss is a list: fit and evaluate compare"),
-        (lambda m: m.compile("sgd", "mse", "mae"), "metrics must be a list, got 'mae'"),
+        (
+            lambda m: TwoOutputs().fit(X, Y, verbose=0),
+            "got labels: a ndarray for 2 outputs, 'output_1'",
+        ),
+        (lambda m: refit(m, ["mse", "mse"]), "loss: a list of 2 for a model of one output"),
+        (
+            lambda m: refit(m, {"a": "mse", "b": None}),
+            "loss: there is no output 'a' in a model of one",
+        ),
+        (
+            lambda m: m.compile("sgd", "mse", "mae"),
+            "metrics must be a list or a dict by output, got",
+        ),
         (lambda m: m.compile(nd.optimizers.SGD), r"the class SGD: pass an object, SGD\("),
         (lambda m: m.compile("sgd", "nothing"), "unknown loss 'nothing': use one of"),
         (lambda m: m.compile("nothing"), "unknown optimizer 'nothing': use one of"),
-        (lambda m: m.compile("sgd", "mse", ["accuracy"]), "'accuracy' is undefined for the loss"),
         (lambda m: m.compile("sgd", "mse", ["nothing"]), "unknown metric 'nothing': use one of"),
         (lambda m: m.fit(X, Y, callbacks=[3], verbose=0), "must be a list of Callback objects"),
         (lambda m: layers.Dense(0), "units must be an integer, 1 or more, got 0"),

@@ -12,10 +12,7 @@ X, Y = np.ones((6, 4), np.float32), np.ones((6, 2), np.float32)
 @pytest.mark.parametrize(
     ("base", "name", "instead"),
     [
-        (nd.Model, "train_step", "write a loop of your own"),
-        (nd.Sequential, "test_step", "write a loop of your own"),
-        (nd.Model, "predict_step", "write a loop of your own"),
-        (nd.Model, "compute_loss", "write a loop of your own"),
+        (nd.Model, "make_train_function", "define train_step"),
         (nd.Model, "losses", "define penalties"),
         (layers.Dense, "compute_mask", "pass masks as arguments of call"),
         (layers.Layer, "activity_regularizer", "write a loop of your own"),

@@ -154,8 +154,10 @@ class Layer(Explaining):
             args = (tree.map_leaves(cast, args[0]), *args[1:])
         if not self.built:
             self._build_once(args)
-        outer = getattr(_calls, "training", False)
-        _calls.training = outer if training is None else bool(training)
+        outer = _calls.training
+        if outer is None:  # No layer calls this one.
+            _calls.added = []
+        _calls.training = bool(outer if training is None else training)
         try:
             if _takes_training(type(self).call):
                 kwargs["training"] = _calls.training
@@ -247,8 +249,18 @@ class Layer(Explaining):
 
     @property
     def losses(self) -> list[Any]:
-        """The penalties of this layer's regularizers and of those of its layers, tracked."""
-        return [penalty for layer in self.walk() for penalty in layer.penalties()]
+        """The penalties of the regularizers of this layer and of its layers, tracked.
+
+        What `add_loss` has added in this thread's last call belongs to them.
+        """
+        layers = list(self.walk())
+        penalties = [penalty for layer in layers for penalty in layer.penalties()]
+        return penalties + [value for layer, value in added_losses() if layer in layers]
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a number to the loss of the model, in `call`; it is averaged over the replicas."""
+        values = loss if isinstance(loss, list | tuple) else [loss]
+        _calls.added += [(self, value) for value in values]
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
@@ -322,17 +334,21 @@ class Layer(Explaining):
             replica.merge_call(build)
 
 
-def build_for(layer: Layer, batch: Any, strategy: Any) -> None:
-    """Create the variables of a layer for inputs of the shapes and dtypes of a batch."""
+def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
+    """Create the variables of a layer for inputs of the shapes and dtypes of a batch.
+
+    Returns:
+        What the layer returned for an example of zeros, on each replica.
+    """
     example = tree.map_leaves(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), batch)
 
-    def call(inputs: Any) -> None:
+    def call(inputs: Any) -> Any:
         replica = get_replica_context()
         device = strategy.devices[0] if replica is None else replica.device
-        layer(tree.map_leaves(lambda array: copy_to(array, device), inputs), training=False)
+        return layer(tree.map_leaves(lambda array: copy_to(array, device), inputs), training=False)
 
     with strategy.scope():
-        strategy.run(call, args=(example,))
+        return strategy.run(call, args=(example,))
 
 
 def set_dtype_policy(policy: Any) -> None:
@@ -374,7 +390,21 @@ def _cast(dtype: np.dtype[Any], value: Any) -> Any:
     return value if stays else value.astype(dtype)
 
 
-_calls = threading.local()
+def added_losses() -> list[tuple[Layer, Any]]:
+    """Return what layers have added in this thread's last call of a layer that none calls."""
+    return _calls.added
+
+
+class _Calls(threading.local):
+    """Of a thread: whether the model of the current call is trained, and the losses added."""
+
+    training: bool | None = None  # None: no layer is being called.
+
+    def __init__(self) -> None:
+        self.added: list[tuple[Layer, Any]] = []
+
+
+_calls = _Calls()
 
 
 @functools.cache

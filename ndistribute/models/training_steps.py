@@ -1,0 +1,446 @@
+"""`TrainingSteps`: how a model is compiled, and the step of `fit`, `evaluate` and `predict`.
+
+Each step runs on every replica with its part of a batch. A model that defines `train_step`,
+`test_step`, `predict_step`, `compute_loss` or `compute_metrics` itself has these called instead of
+the ones here. This file knows nothing of epochs, datasets and callbacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute import optimizers as _optimizers
+from ndistribute import tree
+from ndistribute.autodiff import GradientTape, untrack
+from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.devices import to_host
+from ndistribute.jit.function import Function
+from ndistribute.jit.identity import settings_of
+from ndistribute.mistakes import accepting
+from ndistribute.models import batches as _batches
+from ndistribute.models import losses as _losses
+from ndistribute.models import metrics as _metrics
+from ndistribute.models.compiled_losses import Objective, names_of
+from ndistribute.models.layers.layer import Layer, added_losses, build_for, leaves
+from ndistribute.models.memory import keep_freed_memory
+from ndistribute.models.position import TrainingPosition
+from ndistribute.variables import Variable
+
+_OF_KERAS = "make_predict_function make_test_function make_train_function".split()
+
+
+class TrainingSteps(Layer):
+    """A layer that can be compiled, and the steps of its training on a replica."""
+
+    _uncalled = Layer._uncalled | dict.fromkeys(_OF_KERAS, "define train_step, or write a loop")
+    del _uncalled["trainable_variables"]  # That of a model has an effect.
+
+    output_names: Sequence[str] | None = None
+    """The names of the outputs, once known."""
+
+    def __init__(self, *, name: str | None = None, **options: Any) -> None:
+        super().__init__(name=name, **options)
+        keep_freed_memory()
+        self.strategy: Any = get_strategy()
+        self.stop_training = False
+        self.optimizer: Any = None
+        self.loss: Any = None
+        self._loss_mean: Any = None
+        self._compiled: tuple[Any, ...] = ()  # The weights of losses, and the metrics.
+        self._objective: Any = None
+        self.position = TrainingPosition(0)
+        self._jit_compile = False
+        self._steps: dict[str, Any] = {}  # By the name of the method.
+        self._parts_of_steps: tuple[Any, ...] = ()
+        self._logs: dict[str, Any] | None = None  # What the last step returned, if it is a model's.
+
+    @accepting("run_eagerly", "steps_per_execution")
+    def compile(
+        self,
+        optimizer: str | _optimizers.Optimizer = "rmsprop",
+        loss: Any = None,
+        metrics: Any = None,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        jit_compile: bool = False,
+    ) -> None:
+        """Set the optimizer, the losses and the metrics.
+
+        If layers compute in float16, the optimizer is wrapped in a `LossScale`. The keywords
+        ``run_eagerly`` and ``steps_per_execution`` are accepted, and change nothing.
+
+        Args:
+            optimizer: an optimizer, or its name.
+            loss: a `Loss`, its name, or a function of labels and predictions. For several outputs,
+                one for all, or a list or a dict of them by output; None: the output has none.
+            metrics: metrics, their names, or functions of labels and predictions. For several
+                outputs, a list that each output gets, or a list or a dict of lists by output.
+            loss_weights: what the loss of each output is multiplied by: a list or a dict.
+            weighted_metrics: the same as `metrics`; these use the sample weights.
+            jit_compile: whether XLA compiles the steps of `fit`, `evaluate` and `predict`; with
+                several replicas, those of `fit` without the update. `TPUStrategy` always does.
+
+        Raises:
+            TypeError: a class is passed, or metrics are no list or dict.
+            ValueError: a name is unknown, or steps cannot be compiled: those of variables on
+                parameter servers, and with several replicas those that the model defines.
+            RuntimeError: called in the scope of another strategy than that of the model.
+        """
+        for part in (
+            optimizer,
+            *(each for _, each in leaves("", (loss, metrics, weighted_metrics))),
+        ):
+            if isinstance(part, type):
+                name = part.__name__
+                raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
+        self._check_jit(jit_compile)
+        self._jit_compile, self._parts_of_steps = bool(jit_compile), ()
+        with self.strategy.scope():
+            self.optimizer = _optimizers.get(optimizer)
+            halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
+            if halves and not isinstance(self.optimizer, _optimizers.LossScale):
+                self.optimizer = _optimizers.LossScale(self.optimizer)
+            self.loss = tree.map_leaves(lambda x: None if x is None else _losses.get(x), loss)
+            for each in tree.flatten(self.loss):
+                if each is not None and each.reduction != "sum_over_batch_size":
+                    raise ValueError(
+                        f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
+                        "sum by the number of examples: leave it out, or define train_step."
+                    )
+            self._loss_mean = _metrics.Mean("loss")
+            self._compiled, self._objective = (loss_weights, metrics, weighted_metrics), None
+            named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
+            like = named[0] if named else self.loss
+            self._name_outputs(self.output_names or names_of(like))
+
+    def _check_jit(self, jit_compile: bool) -> None:
+        if jit_compile and hasattr(type(self.strategy), "servers"):
+            raise ValueError(
+                "compile: jit_compile=True, but a compiled step has no variables on parameter "
+                "servers: leave it out, or use another strategy."
+            )
+        defined = [name for name in ("train_step", "test_step") if self._defines(name)]
+        several = self.strategy.num_replicas_in_sync > 1
+        if jit_compile and several and defined and self.strategy.devices[0].kind != "tpu":
+            raise ValueError(
+                f"compile: jit_compile=True, but a {defined[0]} that the model defines is not "
+                "compiled with several replicas, which meet in it: leave it out, use TPUStrategy, "
+                "or put nd.function around the part that computes gradients."
+            )
+
+    def _name_outputs(self, names: Sequence[str]) -> None:
+        """Make the metrics for outputs of some names, if they are not those that there are."""
+        if self._objective is None or self._objective.names != list(names):
+            self._objective = Objective(names, self.loss, *self._compiled)
+
+    @property
+    def metrics(self) -> list[_metrics.Metric]:
+        """The means of losses, the metrics given to `compile`, and those that layers hold."""
+        compiled = [] if self._loss_mean is None else [self._loss_mean]
+        compiled += [] if self._objective is None else self._objective.named.values()
+        attributes = [leaves("", vars(layer)) for layer in self.walk()]
+        held = [value for each in attributes for _, value in each]
+        metrics = [*compiled, *(value for value in held if isinstance(value, _metrics.Metric))]
+        return list({id(metric): metric for metric in metrics}.values())
+
+    def _named_metrics(self) -> dict[str, _metrics.Metric]:
+        """Return the metrics by their names in logs."""
+        metrics = self.metrics
+        known = {} if self._objective is None else self._objective.named
+        names = {id(metric): name for name, metric in known.items()}
+        return {names.get(id(metric), metric.name): metric for metric in metrics}
+
+    # Methods that a subclass may define.
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Make a step on this replica, and return what the logs contain, by name.
+
+        A subclass may define it. In it a loss object and `compute_loss` return the mean over the
+        examples of this replica, with the gradient of this replica's share of the mean over the
+        batch, because the gradients that replicas apply are added up. Numbers that it returns are
+        averaged over the replicas; the `result()` of a metric becomes that of all of them.
+
+        Args:
+            data: this replica's part of a batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
+        """
+        logs = self._compiled_train_step(data, None)
+        return self.get_metrics_result() if logs is None else logs
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Add this replica's part of a batch to the metrics, and return what the logs contain."""
+        logs = self._compiled_test_step(data, None)
+        return self.get_metrics_result() if logs is None else logs
+
+    def predict_step(self, data: Any) -> Any:
+        """Return the predictions for this replica's part of a batch."""
+        return self(_batches.unpacked(data)[0], training=False)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Return the sum of the losses of all outputs and of `losses`; see `train_step`.
+
+        A subclass may define it, as a mean over the examples of this replica. In a loop of one's
+        own it returns this replica's share, as a `Loss` does.
+
+        Args:
+            x: the inputs, which only others may use.
+            y: the labels.
+            y_pred: the predictions.
+            sample_weight: the weight of each example.
+            training: whether the model is trained, which only others may use.
+        """
+        compared = self._objective.compared(y, y_pred, sample_weight, self._called)
+        rows = _batches.rows_of(y_pred)
+        count = _losses.global_count(rows)
+        share = self._share(compared, count, _replicas(), self.losses)
+        _untold.loss = untrack(share), count, rows
+        return _losses.in_form(share)
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Add a batch to the metrics given to `compile`, and return `get_metrics_result`.
+
+        The loss that `compute_loss` has returned last in this step is added to that of the model.
+        """
+        self._objective.count(self._objective.compared(y, y_pred, sample_weight, self._called))
+        if _untold.loss is not None:
+            self._count_loss(*_untold.loss)
+            _untold.loss = None
+        return self.get_metrics_result()
+
+    def compiled_loss(
+        self,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+        regularization_losses: Sequence[Any] = (),
+    ) -> Any:
+        """Return the sum of losses, as Keras 2 does: the loss of the model's logs is this."""
+        compared = self._objective.compared(y, y_pred, sample_weight, self._called)
+        rows = _batches.rows_of(y_pred)
+        count = _losses.global_count(rows)
+        share = self._share(compared, count, _replicas(), regularization_losses)
+        self._count_loss(untrack(share), count, rows)
+        return _losses.in_form(share)
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Return the values of all metrics, by name."""
+        return {name: metric.result() for name, metric in self._named_metrics().items()}
+
+    def reset_metrics(self) -> None:
+        """Forget all examples; called before each epoch and each evaluation."""
+        known = [self._loss_mean, *self._objective.named.values(), *self.metrics]
+        for metric in {id(metric): metric for metric in known}.values():
+            metric.reset_state()
+
+    # The steps on a replica, of which a strategy or XLA runs those in `_steps`.
+
+    def _train_step(self, data: Any, rows: int | None) -> Any:
+        """Make a step on this replica, and return its logs; None: those of the metrics.
+
+        Args:
+            data: this replica's part of the batch.
+            rows: the number of examples on all replicas; None: not known in this process.
+        """
+        if not self._defines("train_step"):
+            return self._compiled_train_step(data, rows)
+        with _losses.as_means("share"):
+            return self._plain_logs("train_step", self.train_step(data))
+
+    def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
+        count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
+        gradients, logs = self._steps.get("_gradients", self._gradients)(data, count)
+        self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
+        return logs
+
+    def _gradients(self, data: Any, rows: float) -> tuple[list[Any], Any]:
+        """Return the gradients of this replica and its logs, and count its part of the batch."""
+        x, y, weight = _batches.unpacked(data)
+        trained = self._trained()
+        with GradientTape() as tape:
+            predicted = self(x, training=True)
+            compared = self._objective.compared(y, predicted, weight, self._called)
+            if self._defines("compute_loss"):
+                with _losses.as_means("mean"):
+                    share = self.compute_loss(x, y, predicted, weight) / _replicas()
+            else:
+                share = self._share(compared, rows, _replicas(), self._penalties())
+            loss = self.optimizer.scale_loss(share)
+        gradients: list[Any] = tape.gradient(loss, trained)
+        self._count_loss(untrack(share), rows, _batches.rows_of(data))
+        return gradients, self._counted(compared, x, y, predicted, weight)
+
+    def _test_step(self, data: Any, rows: int | None) -> Any:
+        """Add this replica's part of a batch to the metrics, and return its logs."""
+        if not self._defines("test_step"):
+            return self._compiled_test_step(data, rows)
+        with _losses.as_means("mean"):
+            return self._plain_logs("test_step", self.test_step(data))
+
+    def _compiled_test_step(self, data: Any, rows: int | None) -> Any:
+        x, y, weight = _batches.unpacked(data)
+        predicted = self(x, training=False)
+        compared = self._objective.compared(y, predicted, weight, self._called)
+        here = _batches.rows_of(data)
+        if self._defines("compute_loss"):
+            count = _losses.global_count(here) if rows is None else rows
+            with _losses.as_means("mean"):
+                loss = self.compute_loss(x, y, predicted, weight, training=False) / _replicas()
+        else:  # No replica has to know of the others.
+            count, loss = here, self._share(compared, here, 1, self.losses)
+        self._count_loss(loss, count, here)
+        return self._counted(compared, x, y, predicted, weight)
+
+    def _share(self, compared: Any, rows: float, replicas: int, penalties: Any) -> Any:
+        """Return this replica's share of the loss.
+
+        Args:
+            compared: see `Objective.compared`.
+            rows: the number of examples on all replicas.
+            replicas: their number; each computes the penalties.
+            penalties: what is added to the losses.
+        """
+        total = self._objective.share(compared, rows)
+        if penalties:
+            return sum(penalties) / replicas + (0.0 if total is None else total)
+        if total is None:
+            raise ValueError(
+                f"{self._called} has no loss: call compile(optimizer, loss), or add_loss in call, "
+                "or define train_step and test_step."
+            )
+        return total
+
+    def _penalties(self) -> list[Any]:
+        """Return `losses`, without a search for the layers in each step of `fit`."""
+        if not self.position.trained:
+            return self.losses
+        known = [each for layer in self.position.penalized for each in layer.penalties()]
+        return known + [value for _, value in added_losses()]
+
+    def _count_loss(self, share: Any, rows: float, here: int) -> None:
+        """Add a batch to the mean of the loss."""
+        total = share * np.float64(rows)
+        self._loss_mean.state.assign_add(_metrics.joined(total, here))
+
+    def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
+        """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
+        _untold.loss = None
+        if not self._defines("compute_metrics") and not self._defines("get_metrics_result"):
+            self._objective.count(compared)
+            return None
+        with _losses.as_means("mean"):
+            logs = self.compute_metrics(x, y, untrack(predicted), weight)
+            return self._plain_logs("compute_metrics", logs)
+
+    def _plain_logs(self, method: str, logs: Any) -> Any:
+        """Return the logs that a method of a model returned, without tapes."""
+        if logs is not None and not isinstance(logs, Mapping):
+            raise TypeError(
+                f"{method} of {self._called} returned a {type(logs).__name__}: return a dict of "
+                "numbers by name, such as {'loss': loss} or self.get_metrics_result()."
+            )
+        for name, value in (logs or {}).items():
+            if getattr(value, "ndim", 0):
+                raise ValueError(
+                    f"{method} of {self._called} returned an array of shape {value.shape} as "
+                    f"{name!r}: return a number, such as its mean, or the result of a metric."
+                )
+        return untrack(None if logs is None else dict(logs))
+
+    def _trained(self) -> Sequence[Variable]:
+        return self.position.trained or self.trainable_variables
+
+    def _defines(self, method: str) -> bool:
+        """Return True if a subclass defines a method of a step."""
+        return getattr(type(self), method) is not getattr(TrainingSteps, method)
+
+    @property
+    def _called(self) -> str:
+        return f"model {self.name!r}"
+
+    def _renew_steps(self) -> None:
+        """Make new steps if the model has other parts: its compiled steps would keep the old."""
+        parts = frozenset([*self.walk(), *self.trainable_variables]), settings_of(self)
+        if parts == self._parts_of_steps:
+            return
+        alone = self.strategy.num_replicas_in_sync == 1
+        compiled = Function if self._jit_compile else functools.partial
+        self._steps = {
+            "_train_step": (compiled if alone else functools.partial)(self._train_step),
+            "_gradients": compiled(self._gradients),
+            "_test_step": compiled(self._test_step),
+            "_predict_step": compiled(self.predict_step),
+        }
+        self._parts_of_steps = parts
+
+    # Logs.
+
+    def _run(self, step: str, batch: Any) -> None:
+        """Run a step of training or testing on all replicas, and keep its logs."""
+        function = self._steps.get(step) or getattr(self, step)  # A worker has none.
+        logs = self.strategy.run(function, args=(batch, self._rows_of_step(batch)))
+        if logs is not None:
+            firsts = {name: self.strategy.local_results(logs[name])[0] for name in logs}
+            logs = {name: getattr(firsts[name], "metric", logs[name]) for name in logs}
+        self._logs = logs
+
+    def _local_logs(self) -> dict[str, Any]:
+        """Return the logs of the last step, of the replicas of this process."""
+        logs = self._named_metrics() if self._logs is None else self._logs
+        return {
+            name: each.local_result()
+            if isinstance(each, _metrics.Metric)
+            else float(np.mean([to_host(v) for v in self.strategy.local_results(each)]))
+            for name, each in logs.items()
+        }
+
+    def _results(self) -> dict[str, Any]:
+        """Return the logs of an epoch or an evaluation, of all replicas."""
+        if self._logs is None:
+            return self.get_metrics_result()
+        numbers = {n: v for n, v in self._logs.items() if not isinstance(v, _metrics.Metric)}
+        means = self.strategy.reduce("mean", numbers) if numbers else {}
+        return {
+            name: float(means[name]) if name in means else each.result()
+            for name, each in self._logs.items()
+        }
+
+    def _rows_of_step(self, batch: Any) -> int | None:
+        """Return the number of examples of all replicas, if all are in this process."""
+        strategy = self.strategy
+        if strategy.num_replicas_in_sync > len(strategy.devices):
+            return None
+        first = tree.flatten(batch)[0]
+        return sum(map(_batches.rows_of, strategy.local_results(first)))
+
+    def build_for(self, batch: Any) -> None:
+        """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
+        outputs = build_for(self, batch, self.strategy)
+        if self.output_names is None:
+            self.output_names = names_of(outputs)
+
+    _build_with = build_for
+
+
+class _Untold(threading.local):
+    """The loss of a thread's step that no metric has counted: a share, and numbers of examples."""
+
+    loss: Any = None
+
+
+_untold = _Untold()
+
+
+def _replicas() -> int:
+    replica = get_replica_context()
+    return 1 if replica is None else replica.num_replicas_in_sync
