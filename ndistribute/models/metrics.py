@@ -307,7 +307,7 @@ def _of_kind(y_true: Any, y_pred: Any, binary: Any, sparse: Any, categorical: An
     """Return one of three functions by the shapes of labels and predictions, as Keras does."""
     if y_pred.ndim < 2 or y_pred.shape[-1] == 1:
         return binary
-    return sparse if y_true.ndim < y_pred.ndim else categorical
+    return sparse if y_true.ndim < y_pred.ndim or y_true.shape[-1] == 1 else categorical
 
 
 def _accuracy(y_true: Any, y_pred: Any, threshold: float) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
+from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgressBar
@@ -28,10 +29,8 @@ from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worke
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer
-from ndistribute.models.position import NO_BATCHES, TrainingPosition
+from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
-
-_GENERATORS = "append .repeat() to the dataset, or pass fewer steps"
 
 
 class Trainer(TrainingSteps):
@@ -97,7 +96,7 @@ class Trainer(TrainingSteps):
         data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
         with self.strategy.scope(), contextlib.ExitStack() as on_exit:
             self._build_from(data)
-            distributed = self.strategy.distribute_dataset(data)
+            distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
             history = History()
             progress = ProgressBar(verbose if self.strategy.is_chief else 0)
@@ -111,11 +110,13 @@ class Trainer(TrainingSteps):
                 run_epoch = functools.partial(chief.run_epoch)
             on_exit.callback(called.call, "on_train_end", {})
             called.call("on_train_begin", {})
-            while position.epoch < epochs and not self.stop_training:
+            while position.epoch < epochs and not (self.stop_training or position.exhausted):
                 if not position.step:
                     self.reset_metrics()
                 called.call("on_epoch_begin", position.epoch, {})
                 run_epoch(called)
+                if position.exhausted and not position.step:
+                    break
                 epoch, logs = position.epoch, self._results()
                 if scored is not None and not (epoch + 1) % validation_freq:
                     values = self._validate(scored, validation_batch_size, validation_steps, called)
@@ -133,8 +134,8 @@ class Trainer(TrainingSteps):
         verbose: int | str = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        return_dict: bool = False,
         callbacks: Iterable[Callback] | Callback | None = None,
+        return_dict: bool = False,
     ) -> Any:
         """Return the loss and the metrics over data.
 
@@ -145,8 +146,8 @@ class Trainer(TrainingSteps):
             verbose: 0 shows nothing; otherwise the chief shows a line.
             sample_weight: the weight of each example, for arrays.
             steps: the number of batches; None means all.
-            return_dict: whether to return a dict by the metrics' names.
             callbacks: `Callback` objects, the same on every worker.
+            return_dict: whether to return a dict by the metrics' names.
 
         Returns:
             A list of the loss and the metrics, or the loss alone without metrics, or a dict.
@@ -156,10 +157,59 @@ class Trainer(TrainingSteps):
             called = self._callbacks(callbacks, 1, steps, verbose)
             logs = self._validate((x, y, sample_weight), batch_size, steps, called)
         ProgressBar(verbose if self.strategy.is_chief else 0).show_line(logs)
-        if return_dict:
-            return logs
-        values = list(logs.values())
-        return values if len(values) > 1 else values[0]
+        return _as_asked(logs, return_dict)
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Make a step with one batch of arrays; return its loss and metrics, as `evaluate` does.
+
+        Every worker passes the whole batch.
+
+        Args:
+            x: a nest of arrays.
+            y: the labels.
+            sample_weight: the weight of each example.
+            class_weight: the weight of the examples of each label.
+            return_dict: whether to return a dict by the metrics' names.
+        """
+        data = x, y, sample_weight
+        return self._on_batch("_train_step", data, return_dict, class_weight)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """Return the loss and the metrics of one batch of arrays; see `train_on_batch`."""
+        return self._on_batch("_test_step", (x, y, sample_weight), return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Return the predictions for one batch of arrays."""
+        return self.predict(x, max(1, _batches.rows_of(_batches.as_arrays(x))))
+
+    def _on_batch(self, step: str, parts: Any, return_dict: bool, weights: Any = None) -> Any:
+        self._check_compiled(step)
+        with self.strategy.scope():
+            rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
+            x, y, weight = parts
+            data = _batches.batches_of(x, y, weight, rows, class_weight=weights)
+            self._build_from(data)
+            if step == "_train_step":
+                self._begin(range(1), [], data, {})
+            self._renew_steps()
+            self.reset_metrics()
+            for batch in self._distributed(data):
+                self._run(step, batch)
+            return _as_asked(self._results(), return_dict)
+
+    def _distributed(self, data: Any) -> Any:
+        """Return a dataset divided among the replicas, which it may be already."""
+        is_divided = isinstance(data, DistributedDataset)
+        return data if is_divided else self.strategy.distribute_dataset(data)
 
     def predict(
         self,
@@ -186,7 +236,7 @@ class Trainer(TrainingSteps):
             self._renew_steps()
             parts: list[Any] = []
             called.call("on_predict_begin", {})
-            for batch in itertools.islice(strategy.distribute_dataset(data), steps):
+            for batch in itertools.islice(self._distributed(data), steps):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
                 part = batch if self._defines("predict_step") else (_batches.unpacked(batch)[0],)
@@ -238,7 +288,7 @@ class Trainer(TrainingSteps):
                 return
             for call in begin:
                 call(position.step, {})
-            self.run_step(batch)
+            self._run("_train_step", batch)
             self.finish_step(end)
 
     def finish_step(self, end: Sequence[Callable[..., None]]) -> None:
@@ -254,9 +304,21 @@ class Trainer(TrainingSteps):
             for call in end:
                 call(number, logs)
 
-    def run_step(self, batch: Any) -> None:
-        """Make a step on all replicas with a distributed batch; see `fit`."""
+    def run_step(self, batch: Any) -> dict[str, Any]:
+        """Make a step for a chief with a distributed batch, and return what `take_logs` takes."""
         self._run("_train_step", batch)
+        if self._logs is None:
+            return {}
+        metrics, local = self.metrics, self._local_logs()
+        places = {id(metric): number for number, metric in enumerate(metrics)}
+        return {name: places.get(id(each), local[name]) for name, each in self._logs.items()}
+
+    def take_logs(self, logs: Mapping[str, Any]) -> None:
+        """Keep the logs of a step of a worker: by name, a number or the place of a metric."""
+        metrics = self.metrics if logs else []
+        self._logs = {
+            name: metrics[each] if isinstance(each, int) else each for name, each in logs.items()
+        } or None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
@@ -294,13 +356,15 @@ class Trainer(TrainingSteps):
         self.reset_metrics()
         made, end = 0, called.overriding("on_test_batch_end")
         called.call("on_test_begin", {})
-        for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
+        for batch in itertools.islice(self._distributed(batches), steps):
             called.call("on_test_batch_begin", made, {})
             self._run("_test_step", batch)
             self._end_batch(end, made)
             made += 1
         if not made:
             raise ValueError(NO_BATCHES.format("evaluate"))
+        if steps is not None and made < steps:
+            warn_of_end("evaluate", made, f"steps={steps}")
         logs = self._results()
         called.call("on_test_end", logs)
         return logs
@@ -313,6 +377,8 @@ class Trainer(TrainingSteps):
             first = next(iter(data), None)
             if first is None:
                 raise ValueError(NO_BATCHES.format(f"model {self.name!r}"))
+            if isinstance(data, DistributedDataset):
+                first = self.strategy.local_results(first)[0]
             self.build_for(_batches.unpacked(first)[0])
         elif self.output_names is None and self.input_spec is not None:
             self.build_for(self.input_spec)
@@ -353,3 +419,9 @@ class Trainer(TrainingSteps):
             raise RuntimeError(
                 f"{what} of model {self.name!r}: call compile(optimizer, loss) first."
             )
+
+
+def _as_asked(logs: dict[str, Any], return_dict: bool) -> Any:
+    """Return logs as a dict, or as a list of the values, or as the only one."""
+    values = list(logs.values())
+    return logs if return_dict else values if len(values) > 1 else values[0]

@@ -129,6 +129,75 @@ def test_a_penalty_counts_once_whatever_the_replicas(strategy):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
+@pytest.mark.parametrize("steps", [5, 6])
+def test_steps_beyond_the_data_warn_and_end_the_training(steps):
+    model = classifier()
+    data = nd.Dataset.from_tensor_slices((X, Y)).batch(10).repeat().take(steps)
+    with pytest.warns(UserWarning, match="dataset ended after . of steps_per_epoch=3"):
+        history = model.fit(data, epochs=4, steps_per_epoch=3, verbose=0)
+    assert history.epoch == [0, 1]
+    assert model.position.steps_made == steps
+    with pytest.warns(UserWarning, match="evaluate ends: .* after 5 of steps=9"):
+        model.evaluate(X, Y, 10, 0, steps=9)
+
+
+class Frame:
+    """What a data frame has to have."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape = array, array.shape
+
+    def to_numpy(self) -> Any:
+        return self.array
+
+
+class Batches:
+    """What a `Sequence` of Keras has to have."""
+
+    epochs = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> Any:
+        rows = slice(10 * number, 10 * (number + 1))
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.epochs += 1
+
+
+def test_frames_lists_sequences_and_generators_are_the_same_data(strategy):
+    def fitted(x: Any, y: Any = None, **options: Any) -> Any:
+        with strategy.scope():
+            model = classifier()
+        options |= {"batch_size": 10} if y is not None else {}
+        return model.fit(x, y, epochs=2, shuffle=False, verbose=0, **options).history["loss"]
+
+    expected = fitted(X, Y)
+    sequence, whole = Batches(), Batches()
+    generator = (whole[k % 5] for k in range(10))
+    assert fitted(Frame(X), Frame(Y)) == expected
+    assert fitted(X.tolist(), Y.tolist()) == expected
+    assert fitted(sequence) == expected
+    assert sequence.epochs == 2
+    assert fitted(generator, steps_per_epoch=5) == expected
+    divided = strategy.distribute_dataset(nd.Dataset.from_tensor_slices((X, Y)).batch(10))
+    assert fitted(divided) == expected
+
+
+def test_one_batch_is_trained_tested_and_predicted_as_by_fit(strategy):
+    expected = classifier(metrics=["accuracy"])
+    history = expected.fit(X, Y, 50, 2, 0, class_weight={1: 2.0}).history
+    with strategy.scope():
+        model = classifier(metrics=["accuracy"])
+    losses_of = [model.train_on_batch(X, Y, class_weight={1: 2.0})[0] for _ in range(2)]
+    np.testing.assert_allclose(losses_of, history["loss"], atol=1e-12)
+    tested = model.test_on_batch(X, Y, return_dict=True)
+    assert tested == pytest.approx(expected.evaluate(X, Y, verbose=0, return_dict=True), abs=1e-12)
+    np.testing.assert_allclose(model.predict_on_batch(X), expected.predict(X), atol=1e-12)
+
+
 @pytest.mark.parametrize("one_hot", [False, True])
 @pytest.mark.parametrize("classes", [{0: 1.0, 1: 2.0, 2: 3.0}, {0: 2.0}], ids=["all", "one"])
 def test_class_weights_are_weights_of_examples_and_1_where_there_is_none(classes, one_hot):
@@ -204,7 +273,6 @@ class TwoOutputs(Model):
         (lambda m: m.fit(nd.Dataset.range(3), Y), "x is a dataset"),
         (lambda m: m.fit(X, Y, validation_split=1.5), "validation_split must be between"),
         (lambda m: m.fit(X, Y + 3, verbose=0), r"labels must be in \[0, 3\), got 3 to 5"),
-        (lambda m: m.fit(X, Y, steps_per_epoch=9, verbose=0), "ended after 2 of"),
         (lambda m: m.fit(X[:0], Y[:0], verbose=0), "fit got no batches"),
         (lambda m: m.evaluate(X[:0], Y[:0], verbose=0), "evaluate got no batches"),
         (lambda m: Sequential([layers.Dense(1)]).predict(X[:0]), "got no batches"),

@@ -257,6 +257,6 @@ class TerminateOnNaN(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """End the training if the mean loss of a replica is not finite."""
-        if self.model.on_any_worker(not math.isfinite(logs["loss"])):
+        if self.model.on_any_worker(not math.isfinite(logs.get("loss", 0.0))):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True
