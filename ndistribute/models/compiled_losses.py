@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,15 +29,6 @@ class Output:
     metrics: list[tuple[_metrics.Metric, bool]]
 
 
-class Compared(NamedTuple):
-    """An output, and its labels, predictions and sample weights in a batch."""
-
-    output: Output
-    labels: Any
-    predicted: Any
-    weight: Any
-
-
 class Objective:
     """The losses and metrics of a model.
 
@@ -49,7 +40,8 @@ class Objective:
         weighted_metrics: the same; these use the sample weights.
 
     Attributes:
-        named: the metrics by their names in logs, without the loss of all outputs.
+        loss: the mean of the loss.
+        named: all metrics by their names in logs.
     """
 
     def __init__(
@@ -60,31 +52,25 @@ class Objective:
         metrics: Any,
         weighted_metrics: Any,
     ) -> None:
-        self.names = list(names)
-        several = len(names) > 1
-        each = by_output(loss, names, "loss")
-        weights = by_output(loss_weights, names, "loss_weights")
-        counted = [
-            (weighted, _lists(nest, names, what))
-            for weighted, nest, what in (
-                (False, metrics, "metrics"),
-                (True, weighted_metrics, "weighted_metrics"),
-            )
-        ]
-        self.named: dict[str, _metrics.Metric] = {}
-        self.outputs = []
+        self.names, several = list(names), len(names) > 1
+        self.loss = _metrics.Mean("loss")
+        self.named: dict[str, _metrics.Metric] = {"loss": self.loss}
+        self.outputs: list[Output] = []
+        each, weights = (
+            by_output(loss, names, "loss"),
+            by_output(loss_weights, names, "loss_weights"),
+        )
         for name, part, weight in zip(names, each, weights, strict=True):
             mean = _metrics.Mean(f"{name}_loss") if several and part is not None else None
-            factor = 1.0 if weight is None else float(weight)
-            self.outputs.append(Output(part, factor, mean, []))
-            if mean is not None:
-                self.named[mean.name] = mean
-        for k, (name, output) in enumerate(zip(names, self.outputs, strict=True)):
-            for weighted, lists in counted:
-                for asked in lists[k]:
-                    metric = _metrics.get(asked, output.loss)
-                    output.metrics.append((metric, weighted))
-                    self._name(f"{name}_{metric.name}" if several else metric.name, metric)
+            self.outputs.append(Output(part, 1.0 if weight is None else float(weight), mean, []))
+            self.named |= {} if mean is None else {mean.name: mean}
+        plain = _lists(metrics, names, "metrics")
+        for_weights = _lists(weighted_metrics, names, "weighted_metrics")
+        for name, output, *lists in zip(names, self.outputs, plain, for_weights, strict=True):
+            for weighted, asked in ((w, each) for w in (False, True) for each in lists[w]):
+                metric = _metrics.get(asked, output.loss)
+                output.metrics.append((metric, weighted))
+                self._name(f"{name}_{metric.name}" if several else metric.name, metric)
 
     def _name(self, name: str, metric: _metrics.Metric) -> None:
         if any(metric is known for known in self.named.values()):
@@ -92,13 +78,11 @@ class Objective:
                 f"compile: metric {metric.name!r} would count several outputs together: pass an "
                 "object for each, such as metrics={'a': [...], 'b': [...]}, or its name."
             )
-        number, unique = 0, name
-        while unique in self.named:
-            number += 1
-            unique = f"{name}_{number}"
-        self.named[unique] = metric
+        while name in self.named:
+            name += "_1"
+        self.named[name] = metric
 
-    def compared(self, y: Any, predicted: Any, weight: Any, model: str) -> list[Compared]:
+    def compared(self, y: Any, predicted: Any, weight: Any, model: str) -> list[Any]:
         """Return the outputs with their labels, predictions and weights in a batch.
 
         Raises:
@@ -121,12 +105,11 @@ class Objective:
                 raise ValueError(f"{model} got labels as a {type(labels).__name__} for an output.")
             # Losses of 16-bit predictions are computed in float32.
             narrow = getattr(out, "dtype", None) is not None and out.dtype.itemsize == 2
-            rows.append(
-                Compared(output, labels, out.astype(np.float32) if narrow else out, weights)
-            )
+            wide = out.astype(np.float32) if narrow else out
+            rows.append((output, labels, wide, weights))
         return rows
 
-    def share(self, compared: Iterable[Compared], rows: float) -> Any:
+    def share(self, compared: Iterable[Any], rows: float) -> Any:
         """Return this replica's share of the loss, or None, and count those of several outputs.
 
         Args:
@@ -145,7 +128,7 @@ class Objective:
             total = part if total is None else total + part
         return total
 
-    def count(self, compared: Iterable[Compared]) -> None:
+    def count(self, compared: Iterable[Any]) -> None:
         """Add a batch to the metrics."""
         for output, labels, predicted, weight in compared:
             for metric, weighted in output.metrics:

@@ -32,10 +32,6 @@ class MetricValue(float):
 
     metric: Metric
 
-    def numpy(self) -> Any:
-        """Return the value as an array without axes."""
-        return np.float64(self)
-
 
 class PendingValue:
     """What stands for the value of a metric in a compiled step, which can only be returned.
@@ -296,33 +292,26 @@ def get(metric: Any, loss: losses.Loss | None) -> Metric:
     parameters = {} if loss is None else getattr(loss, "_parameters", {})
     from_logits = bool(parameters.get("from_logits", False))
     if metric in ("accuracy", "acc"):
-        return MeanMetric(_accuracy, metric, threshold=0.0 if from_logits else 0.5)
+        binary = functools.partial(binary_accuracy, threshold=0.0 if from_logits else 0.5)
+        kinds: Any = (binary, sparse_categorical_accuracy, categorical_accuracy)
+        return MeanMetric(_by_shapes, metric, kinds=kinds)
     if metric in ("crossentropy", "ce"):
-        return MeanMetric(_crossentropy, metric, from_logits=from_logits)
+        kinds = losses.binary_crossentropy, losses.sparse_categorical_crossentropy
+        kinds = [*kinds, losses.categorical_crossentropy]
+        kinds = [functools.partial(kind, from_logits=from_logits) for kind in kinds]
+        return MeanMetric(_by_shapes, metric, kinds=kinds)
     made = named({"accuracy": None, "crossentropy": None, **NAMED}, metric, "metric", name=metric)
     return made if isinstance(made, Metric) else MeanMetric(made)
 
 
-def _of_kind(y_true: Any, y_pred: Any, binary: Any, sparse: Any, categorical: Any) -> Any:
-    """Return one of three functions by the shapes of labels and predictions, as Keras does."""
-    if y_pred.ndim < 2 or y_pred.shape[-1] == 1:
-        return binary
-    return sparse if y_true.ndim < y_pred.ndim or y_true.shape[-1] == 1 else categorical
-
-
-def _accuracy(y_true: Any, y_pred: Any, threshold: float) -> Any:
-    kinds = binary_accuracy, sparse_categorical_accuracy, categorical_accuracy
-    kind = _of_kind(y_true, y_pred, *kinds)
-    return kind(y_true, y_pred, threshold) if kind is binary_accuracy else kind(y_true, y_pred)
-
-
-def _crossentropy(y_true: Any, y_pred: Any, from_logits: bool) -> Any:
-    sparse, categorical = (
-        losses.sparse_categorical_crossentropy,
-        losses.categorical_crossentropy,
-    )
-    kind = _of_kind(y_true, y_pred, losses.binary_crossentropy, sparse, categorical)
-    return losses.per_example(kind, y_true, y_pred, {"from_logits": from_logits})
+def _by_shapes(y_true: Any, y_pred: Any, kinds: Any) -> Any:
+    """Return the value of the binary, sparse or categorical function, by the arguments' shapes."""
+    if y_pred.ndim < 2:
+        y_true, y_pred = y_true[..., None], y_pred[..., None]
+    if y_pred.shape[-1] == 1:
+        return kinds[0](y_true, y_pred)
+    is_sparse = y_true.ndim < y_pred.ndim or y_true.shape[-1] == 1
+    return kinds[1 if is_sparse else 2](y_true, y_pred)
 
 
 def joined(*numbers: Any) -> Any:

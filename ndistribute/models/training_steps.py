@@ -18,7 +18,6 @@ from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import get_replica_context, get_strategy
-from ndistribute.devices import to_host
 from ndistribute.jit.function import Function
 from ndistribute.jit.identity import settings_of
 from ndistribute.mistakes import accepting
@@ -50,7 +49,6 @@ class TrainingSteps(Layer):
         self.stop_training = False
         self.optimizer: Any = None
         self.loss: Any = None
-        self._loss_mean: Any = None
         self._compiled: tuple[Any, ...] = ()  # The weights of losses, and the metrics.
         self._objective: Any = None
         self.position = TrainingPosition(0)
@@ -112,25 +110,25 @@ class TrainingSteps(Layer):
                         f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
                         "sum by the number of examples: leave it out, or define train_step."
                     )
-            self._loss_mean = _metrics.Mean("loss")
             self._compiled, self._objective = (loss_weights, metrics, weighted_metrics), None
             named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
             like = named[0] if named else self.loss
             self._name_outputs(self.output_names or names_of(like))
 
     def _check_jit(self, jit_compile: bool) -> None:
-        if jit_compile and hasattr(type(self.strategy), "servers"):
+        kind = type(self.strategy)
+        if jit_compile and hasattr(kind, "servers"):
             raise ValueError(
                 "compile: jit_compile=True, but a compiled step has no variables on parameter "
                 "servers: leave it out, or use another strategy."
             )
-        defined = [name for name in ("train_step", "test_step") if self._defines(name)]
-        several = self.strategy.num_replicas_in_sync > 1
-        if jit_compile and several and defined and self.strategy.devices[0].kind != "tpu":
+        defines = self._defines("train_step") or self._defines("test_step")
+        meets = self.strategy.num_replicas_in_sync > 1 and self.strategy.devices[0].kind != "tpu"
+        if jit_compile and defines and meets:
             raise ValueError(
-                f"compile: jit_compile=True, but a {defined[0]} that the model defines is not "
-                "compiled with several replicas, which meet in it: leave it out, use TPUStrategy, "
-                "or put nd.function around the part that computes gradients."
+                f"compile: jit_compile=True, but the steps that the model defines meet those of "
+                f"other replicas: leave it out, use TPUStrategy instead of {kind.__name__}, or put "
+                "nd.function around the part that computes gradients."
             )
 
     def _name_outputs(self, names: Sequence[str]) -> None:
@@ -141,19 +139,16 @@ class TrainingSteps(Layer):
     @property
     def metrics(self) -> list[_metrics.Metric]:
         """The means of losses, the metrics given to `compile`, and those that layers hold."""
-        compiled = [] if self._loss_mean is None else [self._loss_mean]
-        compiled += [] if self._objective is None else self._objective.named.values()
-        attributes = [leaves("", vars(layer)) for layer in self.walk()]
-        held = [value for each in attributes for _, value in each]
-        metrics = [*compiled, *(value for value in held if isinstance(value, _metrics.Metric))]
-        return list({id(metric): metric for metric in metrics}.values())
+        compiled = [] if self._objective is None else self._objective.named.values()
+        values = [value for layer in self.walk() for _, value in leaves("", vars(layer))]
+        held = [value for value in values if isinstance(value, _metrics.Metric)]
+        return list({id(metric): metric for metric in (*compiled, *held)}.values())
 
     def _named_metrics(self) -> dict[str, _metrics.Metric]:
         """Return the metrics by their names in logs."""
-        metrics = self.metrics
         known = {} if self._objective is None else self._objective.named
         names = {id(metric): name for name, metric in known.items()}
-        return {names.get(id(metric), metric.name): metric for metric in metrics}
+        return {names.get(id(metric), metric.name): metric for metric in self.metrics}
 
     # Methods that a subclass may define.
 
@@ -200,11 +195,24 @@ class TrainingSteps(Layer):
             sample_weight: the weight of each example.
             training: whether the model is trained, which only others may use.
         """
+        return self.compiled_loss(y, y_pred, sample_weight, self.losses, counts=False)
+
+    def compiled_loss(
+        self,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+        regularization_losses: Sequence[Any] = (),
+        counts: bool = True,
+    ) -> Any:
+        """Return the sum of losses, and count it as the loss of the logs, as Keras 2 does."""
         compared = self._objective.compared(y, y_pred, sample_weight, self._called)
         rows = _batches.rows_of(y_pred)
         count = _losses.global_count(rows)
-        share = self._share(compared, count, _replicas(), self.losses)
+        share = self._share(compared, count, _replicas(), regularization_losses)
         _untold.loss = untrack(share), count, rows
+        if counts:
+            self._tell_loss()
         return _losses.in_form(share)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -213,25 +221,14 @@ class TrainingSteps(Layer):
         The loss that `compute_loss` has returned last in this step is added to that of the model.
         """
         self._objective.count(self._objective.compared(y, y_pred, sample_weight, self._called))
-        if _untold.loss is not None:
-            self._count_loss(*_untold.loss)
-            _untold.loss = None
+        self._tell_loss()
         return self.get_metrics_result()
 
-    def compiled_loss(
-        self,
-        y: Any,
-        y_pred: Any,
-        sample_weight: Any = None,
-        regularization_losses: Sequence[Any] = (),
-    ) -> Any:
-        """Return the sum of losses, as Keras 2 does: the loss of the model's logs is this."""
-        compared = self._objective.compared(y, y_pred, sample_weight, self._called)
-        rows = _batches.rows_of(y_pred)
-        count = _losses.global_count(rows)
-        share = self._share(compared, count, _replicas(), regularization_losses)
-        self._count_loss(untrack(share), count, rows)
-        return _losses.in_form(share)
+    def _tell_loss(self) -> None:
+        """Count the loss that was computed last in this thread, unless it is counted."""
+        loss, _untold.loss = _untold.loss, None
+        if loss is not None:
+            self._count_loss(*loss)
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return the values of all metrics, by name."""
@@ -239,7 +236,7 @@ class TrainingSteps(Layer):
 
     def reset_metrics(self) -> None:
         """Forget all examples; called before each epoch and each evaluation."""
-        known = [self._loss_mean, *self._objective.named.values(), *self.metrics]
+        known = [*self._objective.named.values(), *self.metrics]
         for metric in {id(metric): metric for metric in known}.values():
             metric.reset_state()
 
@@ -330,7 +327,7 @@ class TrainingSteps(Layer):
     def _count_loss(self, share: Any, rows: float, here: int) -> None:
         """Add a batch to the mean of the loss."""
         total = share * np.float64(rows)
-        self._loss_mean.state.assign_add(_metrics.joined(total, here))
+        self._objective.loss.state.assign_add(_metrics.joined(total, here))
 
     def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
@@ -397,23 +394,21 @@ class TrainingSteps(Layer):
     def _local_logs(self) -> dict[str, Any]:
         """Return the logs of the last step, of the replicas of this process."""
         logs = self._named_metrics() if self._logs is None else self._logs
-        return {
-            name: each.local_result()
-            if isinstance(each, _metrics.Metric)
-            else float(np.mean([to_host(v) for v in self.strategy.local_results(each)]))
-            for name, each in logs.items()
-        }
+        return {name: self._number(each, "local_result") for name, each in logs.items()}
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
         if self._logs is None:
             return self.get_metrics_result()
-        numbers = {n: v for n, v in self._logs.items() if not isinstance(v, _metrics.Metric)}
-        means = self.strategy.reduce("mean", numbers) if numbers else {}
-        return {
-            name: float(means[name]) if name in means else each.result()
-            for name, each in self._logs.items()
-        }
+        return {name: self._number(each, "result") for name, each in self._logs.items()}
+
+    def _number(self, each: Any, of_metric: str) -> float:
+        """Return the value of a metric, or the mean of a number over replicas."""
+        if isinstance(each, _metrics.Metric):
+            return float(getattr(each, of_metric)())
+        if of_metric == "result":
+            return float(self.strategy.reduce("mean", each))
+        return float(np.mean([float(value) for value in self.strategy.local_results(each)]))
 
     def _rows_of_step(self, batch: Any) -> int | None:
         """Return the number of examples of all replicas, if all are in this process."""
