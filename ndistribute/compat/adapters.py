@@ -96,7 +96,7 @@ def tensor_if_array(value: Any) -> Any:
     """Return arrays, and numbers with a fraction, with the method `numpy`; others unchanged."""
     if isinstance(value, np.generic | np.ndarray):
         return convert_to_tensor(value)
-    return Scalar(value) if isinstance(value, float) else value
+    return Scalar(value) if type(value) is float else value
 
 
 def tensors(nest: Any) -> Any:
@@ -283,7 +283,7 @@ class Model(models.Model):
         with self.strategy.scope():
             super().compile(get_optimizer(optimizer), *args, **kwargs)
 
-    compile = adapted(_compile, "run_eagerly", "steps_per_execution", "jit_compile")
+    compile = adapted(_compile, "jit_compile")
 
     def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
         if (overwrite, save_format) != (True, "tf"):

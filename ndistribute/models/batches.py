@@ -40,8 +40,11 @@ def batches_of(
             )
         data = x if isinstance(x, DistributedDataset) else as_dataset(_iterable(x))
     else:
+        if y is None and sample_weight is not None:
+            raise ValueError("sample_weight was passed without labels: pass y, too.")
         parts = tuple(part for part in (x, y, sample_weight) if part is not None)
-        data = Dataset.from_tensor_slices(parts)
+        alone = y is None and not isinstance(x, tuple)  # As Keras passes it to train_step.
+        data = Dataset.from_tensor_slices(x if alone else parts)
         rows = len(data)
         if shuffle and rows > 1:
             data = data.shuffle(rows)

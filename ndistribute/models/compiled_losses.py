@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,29 @@ class Output:
     weight: float
     mean: _metrics.Mean | None  # Of its loss, if there are several outputs.
     metrics: list[tuple[_metrics.Metric, bool]]
+
+
+class _Untold(threading.local):
+    """The loss of a thread's step that is not counted yet: the arguments of `TotalLoss.count`."""
+
+    loss: Any = None
+
+
+untold = _Untold()
+
+
+class TotalLoss(_metrics.Mean):
+    """The mean of the loss of a model; what updates it has counted the loss of the step."""
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values, each with its weight."""
+        untold.loss = None
+        super().update_state(values, sample_weight)
+
+    def count(self, share: Any, rows: float, here: int) -> None:
+        """Add a replica's share of the mean over `rows` examples, of which `here` are its own."""
+        untold.loss = None
+        self.state.assign_add(_metrics.joined(untrack(share) * np.float64(rows), here))
 
 
 class Objective:
@@ -53,7 +77,7 @@ class Objective:
         weighted_metrics: Any,
     ) -> None:
         self.names, several = list(names), len(names) > 1
-        self.loss = _metrics.Mean("loss")
+        self.loss = TotalLoss("loss")
         self.named: dict[str, _metrics.Metric] = {"loss": self.loss}
         self.outputs: list[Output] = []
         each, weights = (

@@ -327,6 +327,8 @@ def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     if sample_weight is None:
         return values.sum(dtype=np.float64), values.size
     weight = as_array(sample_weight)
+    if weight.ndim > values.ndim and weight.shape[-1] == 1:
+        weight = weight[..., 0]
     weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
     weight = array_namespace(weight).broadcast_to(weight, values.shape)
     return (values * weight).sum(dtype=np.float64), weight.sum(dtype=np.float64)

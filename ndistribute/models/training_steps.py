@@ -8,8 +8,8 @@ the ones here. This file knows nothing of epochs, datasets and callbacks.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ndistribute.mistakes import accepting
 from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
-from ndistribute.models.compiled_losses import Objective, names_of
+from ndistribute.models.compiled_losses import Objective, names_of, untold
 from ndistribute.models.layers.layer import Layer, added_losses, build_for, leaves
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
@@ -195,7 +195,7 @@ class TrainingSteps(Layer):
             sample_weight: the weight of each example.
             training: whether the model is trained, which only others may use.
         """
-        return self.compiled_loss(y, y_pred, sample_weight, self.losses, counts=False)
+        return self.compiled_loss(y, y_pred, sample_weight, self.losses)
 
     def compiled_loss(
         self,
@@ -203,32 +203,24 @@ class TrainingSteps(Layer):
         y_pred: Any,
         sample_weight: Any = None,
         regularization_losses: Sequence[Any] = (),
-        counts: bool = True,
     ) -> Any:
-        """Return the sum of losses, and count it as the loss of the logs, as Keras 2 does."""
+        """Return the sum of the losses of all outputs and of others; so it is named in Keras 2."""
         compared = self._objective.compared(y, y_pred, sample_weight, self._called)
         rows = _batches.rows_of(y_pred)
         count = _losses.global_count(rows)
         share = self._share(compared, count, _replicas(), regularization_losses)
-        _untold.loss = untrack(share), count, rows
-        if counts:
-            self._tell_loss()
+        untold.loss = share, count, rows
         return _losses.in_form(share)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Add a batch to the metrics given to `compile`, and return `get_metrics_result`.
-
-        The loss that `compute_loss` has returned last in this step is added to that of the model.
-        """
+        """Add a batch to the metrics given to `compile`, and return `get_metrics_result`."""
         self._objective.count(self._objective.compared(y, y_pred, sample_weight, self._called))
-        self._tell_loss()
         return self.get_metrics_result()
 
-    def _tell_loss(self) -> None:
-        """Count the loss that was computed last in this thread, unless it is counted."""
-        loss, _untold.loss = _untold.loss, None
-        if loss is not None:
-            self._count_loss(*loss)
+    @property
+    def compiled_metrics(self) -> Any:
+        """An object whose `update_state` adds labels and predictions to the compiled metrics."""
+        return SimpleNamespace(update_state=functools.partial(self.compute_metrics, None))
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return the values of all metrics, by name."""
@@ -252,7 +244,7 @@ class TrainingSteps(Layer):
         if not self._defines("train_step"):
             return self._compiled_train_step(data, rows)
         with _losses.as_means("share"):
-            return self._plain_logs("train_step", self.train_step(data))
+            return self._logs_of("train_step", data)
 
     def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
         count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
@@ -274,7 +266,7 @@ class TrainingSteps(Layer):
                 share = self._share(compared, rows, _replicas(), self._penalties())
             loss = self.optimizer.scale_loss(share)
         gradients: list[Any] = tape.gradient(loss, trained)
-        self._count_loss(untrack(share), rows, _batches.rows_of(data))
+        self._objective.loss.count(share, rows, _batches.rows_of(data))
         return gradients, self._counted(compared, x, y, predicted, weight)
 
     def _test_step(self, data: Any, rows: int | None) -> Any:
@@ -282,7 +274,7 @@ class TrainingSteps(Layer):
         if not self._defines("test_step"):
             return self._compiled_test_step(data, rows)
         with _losses.as_means("mean"):
-            return self._plain_logs("test_step", self.test_step(data))
+            return self._logs_of("test_step", data)
 
     def _compiled_test_step(self, data: Any, rows: int | None) -> Any:
         x, y, weight = _batches.unpacked(data)
@@ -295,7 +287,7 @@ class TrainingSteps(Layer):
                 loss = self.compute_loss(x, y, predicted, weight, training=False) / _replicas()
         else:  # No replica has to know of the others.
             count, loss = here, self._share(compared, here, 1, self.losses)
-        self._count_loss(loss, count, here)
+        self._objective.loss.count(loss, count, here)
         return self._counted(compared, x, y, predicted, weight)
 
     def _share(self, compared: Any, rows: float, replicas: int, penalties: Any) -> Any:
@@ -324,23 +316,20 @@ class TrainingSteps(Layer):
         known = [each for layer in self.position.penalized for each in layer.penalties()]
         return known + [value for _, value in added_losses()]
 
-    def _count_loss(self, share: Any, rows: float, here: int) -> None:
-        """Add a batch to the mean of the loss."""
-        total = share * np.float64(rows)
-        self._objective.loss.state.assign_add(_metrics.joined(total, here))
-
     def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
-        _untold.loss = None
         if not self._defines("compute_metrics") and not self._defines("get_metrics_result"):
             self._objective.count(compared)
             return None
         with _losses.as_means("mean"):
-            logs = self.compute_metrics(x, y, untrack(predicted), weight)
-            return self._plain_logs("compute_metrics", logs)
+            return self._logs_of("compute_metrics", x, y, untrack(predicted), weight)
 
-    def _plain_logs(self, method: str, logs: Any) -> Any:
-        """Return the logs that a method of a model returned, without tapes."""
+    def _logs_of(self, method: str, *args: Any) -> Any:
+        """Return the logs that a method of the model returns, and count the loss it computed."""
+        untold.loss = None
+        logs = getattr(self, method)(*args)
+        if untold.loss is not None:
+            self._objective.loss.count(*untold.loss)
         if logs is not None and not isinstance(logs, Mapping):
             raise TypeError(
                 f"{method} of {self._called} returned a {type(logs).__name__}: return a dict of "
@@ -425,15 +414,6 @@ class TrainingSteps(Layer):
             self.output_names = names_of(outputs)
 
     _build_with = build_for
-
-
-class _Untold(threading.local):
-    """The loss of a thread's step that no metric has counted: a share, and numbers of examples."""
-
-    loss: Any = None
-
-
-_untold = _Untold()
 
 
 def _replicas() -> int:
