@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 T = TypeVar("T")
 
 _INSTEAD = {
-    "add_loss": "use kernel_regularizer, override penalties, or write a loop of your own",
-    "add_metric": "pass metrics to compile",
     "add_variable": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "add_weight": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "decay": "pass a schedule, such as learning_rate=optimizers.ExponentialDecay(...)",

@@ -25,7 +25,7 @@ from ndistribute.models import batches as _batches
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.compiled_losses import Objective, names_of, untold
-from ndistribute.models.layers.layer import Layer, added_losses, build_for, leaves
+from ndistribute.models.layers.layer import Layer, build_for, leaves
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
 from ndistribute.variables import Variable
@@ -314,7 +314,7 @@ class TrainingSteps(Layer):
         if not self.position.trained:
             return self.losses
         known = [each for layer in self.position.penalized for each in layer.penalties()]
-        return known + [value for _, value in added_losses()]
+        return known + self.added()
 
     def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""

@@ -97,6 +97,25 @@ def test_callbacks_of_a_chief_see_every_step_and_save_its_very_state(chief, tmp_
     assert [saved_steps(path) for path in paths] == [(5, 5), (10, 10), (15, 3), (20, 8)]
 
 
+class Doubling(Sequential):
+    """A model whose step returns a metric, and a number."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        return {"mean": logs["loss"], "twice": 2.0}
+
+
+def test_logs_of_a_chief_are_those_that_a_step_of_the_model_returns_on_workers(chief):
+    with chief.scope():
+        model = Doubling([layers.Dense(1, dtype="float64", input_shape=(3,))])
+        model.compile(nd.optimizers.SGD(0.0), "mse")
+    expected = float(np.mean((model(X) - Y) ** 2))
+    history = fit(model).history
+    assert history.keys() == {"mean", "twice"}
+    assert history["twice"] == [2.0] * EPOCHS
+    np.testing.assert_allclose(history["mean"], [expected] * EPOCHS)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_training_of_a_chief_continues_at_the_step_where_it_ended(chief, elsewhere, tmp_path):
     backup = callbacks.BackupAndRestore(tmp_path, save_freq=4)

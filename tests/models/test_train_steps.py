@@ -116,8 +116,8 @@ class WithAddedLoss(Regression):
 
     def call(self, x: Any) -> Any:
         hidden = self.hidden(x)
-        kernel = self.hidden.kernel
-        self.add_loss(0.01 * np.sum(kernel * kernel))
+        self.add_loss(0.01 * np.sum(np.square(self.hidden.kernel)))
+        self.add_metric(hidden, "activity")
         return self.output(hidden)
 
 
@@ -152,18 +152,17 @@ class Gan(nd.Model):
         return {"d_loss": total, "g_loss": self.tracker.result()}
 
 
-def trained(kind: Any, **options: Any) -> tuple[Any, Any]:
+def trained(kind: Any, rows: int = 50, **options: Any) -> tuple[Any, Any]:
     """Return the history and the weights of a model of a kind."""
     nd.set_seed(1)
-    model = kind()
+    model, x, y = kind(), X[:rows], Y[:rows]
     if kind is Gan:
         for part, features in ((model.generator, 4), (model.discriminator, 6)):
             part.build((None, features))
         model.compile(nd.optimizers.Adam(0.01), nd.optimizers.SGD(0.1))
-        history = model.fit(X, X[:, :4], 16, 3, 0, **options).history
-        return history, model.get_weights()
-    model.compile(nd.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    history = model.fit(X, Y, 16, 3, 0, validation_data=(X[:21], Y[:21]), **options).history
+        return model.fit(x, x[:, :4], 16, 3, 0).history, model.get_weights()
+    model.compile(nd.optimizers.Adam(0.01), "mse", metrics=["mae"], **options)
+    history = model.fit(x, y, 16, 3, 0, validation_data=(x[: rows - 16], y[: rows - 16])).history
     return history, model.get_weights()
 
 
@@ -175,11 +174,28 @@ def test_a_step_of_a_model_gives_the_result_of_one_replica(strategy, kind):
     expected, weights = trained(kind)
     with strategy.scope():
         history, ours = trained(kind)
+    assert_equal(history, expected, ours, weights)
+
+
+def assert_equal(history: Any, expected: Any, ours: Any, weights: Any) -> None:
+    """Compare two results of `trained`."""
     assert history.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, atol=1e-12)
     for mine, theirs in zip(ours, weights, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [ByComputeLoss, WithAddedLoss, Gan])
+def test_a_step_of_a_model_is_compiled(kind):
+    pytest.importorskip("jax")
+    expected, weights = trained(kind, 48)
+    with nd.TPUStrategy(["tpu:0", "tpu:1"]) as tpus, tpus.scope():
+        history, ours = trained(kind, 48)
+    assert_equal(history, expected, ours, weights)
+    if kind is ByComputeLoss:
+        history, ours = trained(kind, 48, jit_compile=True)
+        assert_equal(history, expected, ours, weights)
 
 
 @pytest.mark.parametrize("kind", [ByComputeLoss, ByTheBase, OfKeras2])
@@ -201,3 +217,50 @@ def test_callbacks_and_the_progress_see_what_a_step_returns(capsys):
     model.fit(X, Y, 25, verbose=2, callbacks=see)
     assert [logs.keys() for logs in seen] == [{"loss", "steps"}] * 2
     assert "steps: 1.0000" in capsys.readouterr().err
+
+
+class WithLogs(Regression):
+    """A model whose step returns what it was told."""
+
+    def __init__(self, logs: Any) -> None:
+        super().__init__()
+        self.logs = logs
+
+    def train_step(self, data: Any) -> Any:
+        super().train_step(data)
+        return self.logs
+
+
+class WithoutLoss(Regression):
+    """A model whose loss is a function."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(lambda: 0.0)
+        return self.output(self.hidden(x))
+
+
+def fit(model: nd.Model, loss: Any = "mse") -> None:
+    model.compile("sgd", loss)
+    model.fit(X, Y, verbose=0)
+
+
+def jitted() -> None:
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, strategy.scope():
+        ByComputeLoss().compile("sgd", "mse", jit_compile=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: fit(WithLogs([1.0])), "train_step of model .* returned a list: return a dict"),
+        (lambda: fit(WithLogs({"a": np.ones(2)})), r"an array of shape \(2,\) as 'a': return a"),
+        (lambda: fit(WithoutLoss()), "add_loss of .* got a function: call it"),
+        (lambda: fit(nd.Sequential([dense(1)]), None), "has no loss: call compile"),
+        (lambda: Gan().fit(X, Y), r"call compile\(optimizer, loss\) first"),
+        (jitted, "meet those of other replicas: leave it out, use TPUStrategy"),
+        (lambda: Regression().add_metric(1.0, "a", "sum"), "aggregation must be 'mean'"),
+    ],
+)
+def test_mistakes_are_explained(call, says):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=says):
+        call()

@@ -25,6 +25,7 @@ from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
+from ndistribute.models.metrics import Mean
 from ndistribute.models.names import snake_case
 from ndistribute.variables import Variable
 
@@ -114,6 +115,7 @@ class Layer(Explaining):
         self.input_shape = None if input_shape is None else tuple(input_shape)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
+        self._means: dict[str, Mean] = {}  # Of `add_metric`.
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
 
@@ -155,8 +157,9 @@ class Layer(Explaining):
         if not self.built:
             self._build_once(args)
         outer = _calls.training
-        if outer is None:  # No layer calls this one.
-            _calls.added = []
+        if outer is None and _calls.added:  # No layer calls this one.
+            layers = list(self.walk())
+            _calls.added = [each for each in _calls.added if each[0] not in layers]
         _calls.training = bool(outer if training is None else training)
         try:
             if _takes_training(type(self).call):
@@ -253,14 +256,27 @@ class Layer(Explaining):
 
         What `add_loss` has added in this thread's last call belongs to them.
         """
-        layers = list(self.walk())
-        penalties = [penalty for layer in layers for penalty in layer.penalties()]
-        return penalties + [value for layer, value in added_losses() if layer in layers]
+        return [penalty for layer in self.walk() for penalty in layer.penalties()] + self.added()
+
+    def added(self) -> list[Any]:
+        """Return what `add_loss` of this layer and of its layers has added in the last call."""
+        layers = list(self.walk()) if _calls.added else []
+        return [value for layer, value in _calls.added if layer in layers]
 
     def add_loss(self, loss: Any) -> None:
         """Add a number to the loss of the model, in `call`; it is averaged over the replicas."""
         values = loss if isinstance(loss, list | tuple) else [loss]
+        if any(map(callable, values)):
+            raise TypeError(f"add_loss of {self.name!r} got a function: call it, and in `call`.")
         _calls.added += [(self, value) for value in values]
+
+    def add_metric(self, value: Any, name: str, aggregation: str | None = "mean") -> None:
+        """Add numbers to a mean in the logs of the model, in `call`."""
+        if aggregation not in ("mean", None):
+            raise ValueError(f"add_metric: aggregation must be 'mean', got {aggregation!r}.")
+        if name not in self._means:
+            _once(lambda: self._means.setdefault(name, Mean(name)))
+        self._means[name].update_state(value)
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
@@ -314,7 +330,7 @@ class Layer(Explaining):
     def _build_once(self, args: Sequence[Any]) -> None:
         """Create the variables; inside `run`, once for all replicas, which wait for it."""
 
-        def build(_: Any = None) -> None:
+        def build() -> None:
             if self.built:
                 return
             attributes = vars(self).items()
@@ -327,11 +343,7 @@ class Layer(Explaining):
             self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
             self.built = True
 
-        replica = get_replica_context()
-        if replica is None or replica.num_replicas_in_sync == 1:
-            build()
-        else:
-            replica.merge_call(build)
+        _once(build)
 
 
 def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
@@ -390,9 +402,13 @@ def _cast(dtype: np.dtype[Any], value: Any) -> Any:
     return value if stays else value.astype(dtype)
 
 
-def added_losses() -> list[tuple[Layer, Any]]:
-    """Return what layers have added in this thread's last call of a layer that none calls."""
-    return _calls.added
+def _once(make: Callable[[], Any]) -> None:
+    """Call a function that makes variables; inside `run`, once for all replicas, which wait."""
+    replica = get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        make()
+    else:
+        replica.merge_call(lambda _: make())
 
 
 class _Calls(threading.local):
