@@ -105,7 +105,8 @@ class TrainingSteps(Layer):
                 self.optimizer = _optimizers.LossScale(self.optimizer)
             self.loss = tree.map_leaves(lambda x: None if x is None else _losses.get(x), loss)
             for each in tree.flatten(self.loss):
-                if each is not None and each.reduction != "sum_over_batch_size":
+                plain = each is None or each.reduction == "sum_over_batch_size"
+                if not plain and not self._defines("train_step"):
                     raise ValueError(
                         f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
                         "sum by the number of examples: leave it out, or define train_step."
@@ -143,6 +144,11 @@ class TrainingSteps(Layer):
         values = [value for layer in self.walk() for _, value in leaves("", vars(layer))]
         held = [value for value in values if isinstance(value, _metrics.Metric)]
         return list({id(metric): metric for metric in (*compiled, *held)}.values())
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """The names of the metrics in logs."""
+        return list(self._named_metrics())
 
     def _named_metrics(self) -> dict[str, _metrics.Metric]:
         """Return the metrics by their names in logs."""
