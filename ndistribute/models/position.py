@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ndistribute.models.callbacks.callback import Callback
-from ndistribute.models.layers.layer import Layer
 from ndistribute.variables import Variable
 
 NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
@@ -28,7 +27,6 @@ class TrainingPosition:
     finished: bool = False  # Whether the training ended as planned.
     exhausted: bool = False  # Whether the dataset ended before the steps of an epoch.
     trained: Sequence[Variable] = ()
-    penalized: Sequence[Layer] = ()  # The layers whose regularizers add to the loss.
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _restored: Any = None  # The position of the iterator to begin at.
 

@@ -259,7 +259,6 @@ class Trainer(TrainingSteps):
                 f"fit of model {self.name!r}: it has no variables to train. Add layers, or set "
                 "layer.trainable = True."
             )
-        penalized = [layer for layer in self.walk() if layer.penalties()]
         is_saved = any(callback.restores for callback in callbacks)
         facts = fingerprint(self, data._node, more) if is_saved else {}
         workers = self.strategy.input_topology.workers
@@ -270,7 +269,7 @@ class Trainer(TrainingSteps):
             check_alike(workers, "fit", without_data(self, options), remedy)
         self.stop_training = False
         self.position = TrainingPosition(
-            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=facts
+            epochs.start, callbacks, trained=trained, fingerprint=facts
         )
         return self.position
 
@@ -385,6 +384,7 @@ class Trainer(TrainingSteps):
         if self._objective is not None:
             with self.strategy.scope():
                 self._name_outputs(self.output_names or self._objective.names)
+        self._penalized = [layer for layer in self.walk() if layer.penalties()]
 
     def on_any_worker(self, flag: bool) -> bool:
         """Return True if a flag is set on any worker; all must call this after the same step."""

@@ -52,10 +52,12 @@ class TrainingSteps(Layer):
         self._compiled: tuple[Any, ...] = ()  # The weights of losses, and the metrics.
         self._objective: Any = None
         self.position = TrainingPosition(0)
+        self._penalized: Any = None  # The layers with penalties, once a loop has begun.
         self._jit_compile = False
         self._steps: dict[str, Any] = {}  # By the name of the method.
         self._parts_of_steps: tuple[Any, ...] = ()
         self._logs: dict[str, Any] | None = None  # What the last step returned, if it is a model's.
+        self._shown: Any = None  # The metrics by name, once they are shown after a batch.
 
     @accepting("run_eagerly", "steps_per_execution")
     def compile(
@@ -292,7 +294,7 @@ class TrainingSteps(Layer):
             with _losses.as_means("mean"):
                 loss = self.compute_loss(x, y, predicted, weight, training=False) / _replicas()
         else:  # No replica has to know of the others.
-            count, loss = here, self._share(compared, here, 1, self.losses)
+            count, loss = here, self._share(compared, here, 1, self._penalties())
         self._objective.loss.count(loss, count, here)
         return self._counted(compared, x, y, predicted, weight)
 
@@ -316,11 +318,10 @@ class TrainingSteps(Layer):
         return total
 
     def _penalties(self) -> list[Any]:
-        """Return `losses`, without a search for the layers in each step of `fit`."""
-        if not self.position.trained:
+        """Return `losses`, without a search for the layers in each step."""
+        if self._penalized is None:
             return self.losses
-        known = [each for layer in self.position.penalized for each in layer.penalties()]
-        return known + self.added()
+        return [each for layer in self._penalized for each in layer.penalties()] + self.added()
 
     def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
@@ -362,6 +363,7 @@ class TrainingSteps(Layer):
 
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
+        self._shown = None
         parts = frozenset([*self.walk(), *self.trainable_variables]), settings_of(self)
         if parts == self._parts_of_steps:
             return
@@ -388,7 +390,9 @@ class TrainingSteps(Layer):
 
     def _local_logs(self) -> dict[str, Any]:
         """Return the logs of the last step, of the replicas of this process."""
-        logs = self._named_metrics() if self._logs is None else self._logs
+        if self._logs is None and self._shown is None:
+            self._shown = self._named_metrics()
+        logs = self._shown if self._logs is None else self._logs
         return {name: self._number(each, "local_result") for name, each in logs.items()}
 
     def _results(self) -> dict[str, Any]:
