@@ -27,6 +27,9 @@ class TrainingPosition:
     finished: bool = False  # Whether the training ended as planned.
     exhausted: bool = False  # Whether the dataset ended before the steps of an epoch.
     trained: Sequence[Variable] = ()
+    penalized: Any = None  # The layers with penalties, once a loop has begun.
+    logs: dict[str, Any] | None = None  # What the last step returned, if the model defines it.
+    shown: Any = None  # The metrics by name, once they are shown after a batch.
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _restored: Any = None  # The position of the iterator to begin at.
 

@@ -269,7 +269,11 @@ class Trainer(TrainingSteps):
             check_alike(workers, "fit", without_data(self, options), remedy)
         self.stop_training = False
         self.position = TrainingPosition(
-            epochs.start, callbacks, trained=trained, fingerprint=facts
+            epochs.start,
+            callbacks,
+            trained=trained,
+            penalized=self.position.penalized,
+            fingerprint=facts,
         )
         return self.position
 
@@ -306,16 +310,18 @@ class Trainer(TrainingSteps):
     def run_step(self, batch: Any) -> dict[str, Any]:
         """Make a step for a chief with a distributed batch, and return what `take_logs` takes."""
         self._run("_train_step", batch)
-        if self._logs is None:
+        if self.position.logs is None:
             return {}
         metrics, local = self.metrics, self._local_logs()
         places = {id(metric): number for number, metric in enumerate(metrics)}
-        return {name: places.get(id(each), local[name]) for name, each in self._logs.items()}
+        return {
+            name: places.get(id(each), local[name]) for name, each in self.position.logs.items()
+        }
 
     def take_logs(self, logs: Mapping[str, Any]) -> None:
         """Keep the logs of a step of a worker: by name, a number or the place of a metric."""
         metrics = self.metrics if logs else []
-        self._logs = {
+        self.position.logs = {
             name: metrics[each] if isinstance(each, int) else each for name, each in logs.items()
         } or None
 
@@ -384,7 +390,7 @@ class Trainer(TrainingSteps):
         if self._objective is not None:
             with self.strategy.scope():
                 self._name_outputs(self.output_names or self._objective.names)
-        self._penalized = [layer for layer in self.walk() if layer.penalties()]
+        self.position.penalized = [layer for layer in self.walk() if layer.penalties()]
 
     def on_any_worker(self, flag: bool) -> bool:
         """Return True if a flag is set on any worker; all must call this after the same step."""

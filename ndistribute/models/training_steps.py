@@ -52,12 +52,9 @@ class TrainingSteps(Layer):
         self._compiled: tuple[Any, ...] = ()  # The weights of losses, and the metrics.
         self._objective: Any = None
         self.position = TrainingPosition(0)
-        self._penalized: Any = None  # The layers with penalties, once a loop has begun.
         self._jit_compile = False
         self._steps: dict[str, Any] = {}  # By the name of the method.
         self._parts_of_steps: tuple[Any, ...] = ()
-        self._logs: dict[str, Any] | None = None  # What the last step returned, if it is a model's.
-        self._shown: Any = None  # The metrics by name, once they are shown after a batch.
 
     @accepting("run_eagerly", "steps_per_execution")
     def compile(
@@ -319,9 +316,11 @@ class TrainingSteps(Layer):
 
     def _penalties(self) -> list[Any]:
         """Return `losses`, without a search for the layers in each step."""
-        if self._penalized is None:
+        if self.position.penalized is None:
             return self.losses
-        return [each for layer in self._penalized for each in layer.penalties()] + self.added()
+        return [
+            each for layer in self.position.penalized for each in layer.penalties()
+        ] + self.added()
 
     def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
@@ -363,7 +362,7 @@ class TrainingSteps(Layer):
 
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
-        self._shown = None
+        self.position.shown = None
         parts = frozenset([*self.walk(), *self.trainable_variables]), settings_of(self)
         if parts == self._parts_of_steps:
             return
@@ -386,20 +385,20 @@ class TrainingSteps(Layer):
         if logs is not None:
             firsts = {name: self.strategy.local_results(logs[name])[0] for name in logs}
             logs = {name: getattr(firsts[name], "metric", logs[name]) for name in logs}
-        self._logs = logs
+        self.position.logs = logs
 
     def _local_logs(self) -> dict[str, Any]:
         """Return the logs of the last step, of the replicas of this process."""
-        if self._logs is None and self._shown is None:
-            self._shown = self._named_metrics()
-        logs = self._shown if self._logs is None else self._logs
+        if self.position.logs is None and self.position.shown is None:
+            self.position.shown = self._named_metrics()
+        logs = self.position.shown if self.position.logs is None else self._logs
         return {name: self._number(each, "local_result") for name, each in logs.items()}
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
-        if self._logs is None:
+        if self.position.logs is None:
             return self.get_metrics_result()
-        return {name: self._number(each, "result") for name, each in self._logs.items()}
+        return {name: self._number(each, "result") for name, each in self.position.logs.items()}
 
     def _number(self, each: Any, of_metric: str) -> float:
         """Return the value of a metric, or the mean of a number over replicas."""

@@ -125,6 +125,7 @@ def test_a_penalty_counts_once_whatever_the_replicas(strategy):
     with strategy.scope():
         model = penalized()
     np.testing.assert_allclose(model.fit(X, Y, epochs=2, verbose=0).history["loss"], expected)
+    assert [*model.named_variables()] == ["layers/0/kernel", "layers/0/bias"]
     for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
