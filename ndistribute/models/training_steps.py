@@ -391,7 +391,7 @@ class TrainingSteps(Layer):
         """Return the logs of the last step, of the replicas of this process."""
         if self.position.logs is None and self.position.shown is None:
             self.position.shown = self._named_metrics()
-        logs = self.position.shown if self.position.logs is None else self._logs
+        logs = self.position.shown if self.position.logs is None else self.position.logs
         return {name: self._number(each, "local_result") for name, each in logs.items()}
 
     def _results(self) -> dict[str, Any]:
