@@ -80,11 +80,9 @@ class Objective:
         self.loss = TotalLoss("loss")
         self.named: dict[str, _metrics.Metric] = {"loss": self.loss}
         self.outputs: list[Output] = []
-        each, weights = (
-            by_output(loss, names, "loss"),
-            by_output(loss_weights, names, "loss_weights"),
-        )
-        for name, part, weight in zip(names, each, weights, strict=True):
+        parts = by_output(loss, names, "loss")
+        weights = by_output(loss_weights, names, "loss_weights")
+        for name, part, weight in zip(names, parts, weights, strict=True):
             mean = _metrics.Mean(f"{name}_loss") if several and part is not None else None
             self.outputs.append(Output(part, 1.0 if weight is None else float(weight), mean, []))
             self.named |= {} if mean is None else {mean.name: mean}

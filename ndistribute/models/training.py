@@ -7,12 +7,12 @@ collectives of the step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +94,17 @@ class Trainer(TrainingSteps):
         if scored is not None and scored[1] is not None:  # A dataset has its batches.
             validation_batch_size = validation_batch_size or batch_size
         data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
-        with self.strategy.scope(), contextlib.ExitStack() as on_exit:
+        with self.strategy.scope(), ExitStack() as on_exit:
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            history = History()
-            progress = ProgressBar(verbose if self.strategy.is_chief else 0)
+            history, progress = History(), ProgressBar(verbose if self.strategy.is_chief else 0)
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
             if schedules_steps(self.strategy):
-                chief = Chief(self, data, steps_per_epoch)
-                on_exit.callback(chief.close)
+                chief = on_exit.enter_context(closing(Chief(self, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
             on_exit.callback(called.call, "on_train_end", {})
             called.call("on_train_begin", {})
@@ -119,8 +117,8 @@ class Trainer(TrainingSteps):
                     break
                 epoch, logs = position.epoch, self._results()
                 if scored is not None and not (epoch + 1) % validation_freq:
-                    values = self._validate(scored, validation_batch_size, validation_steps, called)
-                    logs |= {f"val_{name}": value for name, value in values.items()}
+                    options = validation_batch_size, validation_steps, called
+                    logs |= self._validate(scored, *options, prefix="val_")
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
             position.finished = True
@@ -352,6 +350,7 @@ class Trainer(TrainingSteps):
         batch_size: int | None,
         steps: int | None,
         called: Callbacks,
+        prefix: str = "",
     ) -> dict[str, float]:
         """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
         _batches.check_counts(1, steps=steps)
@@ -372,7 +371,7 @@ class Trainer(TrainingSteps):
             warn_of_end("evaluate", made, f"steps={steps}")
         logs = self._results()
         called.call("on_test_end", logs)
-        return logs
+        return {f"{prefix}{name}": value for name, value in logs.items()}
 
     def _build_from(self, data: Dataset) -> None:
         """Create the variables of all layers, by a call on one example of zeros."""

@@ -336,17 +336,12 @@ class TrainingSteps(Layer):
         logs = getattr(self, method)(*args)
         if untold.loss is not None:
             self._objective.loss.count(*untold.loss)
-        if logs is not None and not isinstance(logs, Mapping):
+        arrays = logs is not None and not isinstance(logs, Mapping)
+        if arrays or any(getattr(value, "ndim", 0) for value in (logs or {}).values()):
             raise TypeError(
-                f"{method} of {self._called} returned a {type(logs).__name__}: return a dict of "
-                "numbers by name, such as {'loss': loss} or self.get_metrics_result()."
+                f"{method} of {self._called} returned {logs!r}: return a dict of numbers by name, "
+                "such as {'loss': loss}, or self.get_metrics_result()."
             )
-        for name, value in (logs or {}).items():
-            if getattr(value, "ndim", 0):
-                raise ValueError(
-                    f"{method} of {self._called} returned an array of shape {value.shape} as "
-                    f"{name!r}: return a number, such as its mean, or the result of a metric."
-                )
         return untrack(None if logs is None else dict(logs))
 
     def _trained(self) -> Sequence[Variable]:

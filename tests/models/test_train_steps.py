@@ -252,8 +252,11 @@ def jitted() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: fit(WithLogs([1.0])), "train_step of model .* returned a list: return a dict"),
-        (lambda: fit(WithLogs({"a": np.ones(2)})), r"an array of shape \(2,\) as 'a': return a"),
+        (lambda: fit(WithLogs([1.0])), "train_step of model .* returned .1.0.: return a dict"),
+        (
+            lambda: fit(WithLogs({"a": np.ones(2)})),
+            "returned .'a': array.*: return a dict of numbers",
+        ),
         (lambda: fit(WithoutLoss()), "add_loss of .* got a function: call it"),
         (lambda: fit(nd.Sequential([dense(1)]), None), "has no loss: call compile"),
         (lambda: Gan().fit(X, Y), r"call compile\(optimizer, loss\) first"),
