@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4398,
     "jit": 1673,
     "launcher": 1478,
-    "models": 4484,
+    "models": 4482,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1300,

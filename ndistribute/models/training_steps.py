@@ -259,20 +259,13 @@ class TrainingSteps(Layer):
 
     def _gradients(self, data: Any, rows: float) -> tuple[list[Any], Any]:
         """Return the gradients of this replica and its logs, and count its part of the batch."""
-        x, y, weight = _batches.unpacked(data)
-        trained = self._trained()
+        batch = _batches.unpacked(data)
         with GradientTape() as tape:
-            predicted = self(x, training=True)
-            compared = self._objective.compared(y, predicted, weight, self._called)
-            if self._defines("compute_loss"):
-                with _losses.as_means("mean"):
-                    share = self.compute_loss(x, y, predicted, weight) / _replicas()
-            else:
-                share = self._share(compared, rows, _replicas(), self._penalties())
+            predicted = self(batch[0], training=True)
+            compared, share = self._compared(batch, predicted, rows, _replicas())
             loss = self.optimizer.scale_loss(share)
-        gradients: list[Any] = tape.gradient(loss, trained)
-        self._objective.loss.count(share, rows, _batches.rows_of(data))
-        return gradients, self._counted(compared, x, y, predicted, weight)
+        gradients: list[Any] = tape.gradient(loss, self._trained())
+        return gradients, self._counted(compared, share, rows, batch, predicted)
 
     def _test_step(self, data: Any, rows: int | None) -> Any:
         """Add this replica's part of a batch to the metrics, and return its logs."""
@@ -282,18 +275,22 @@ class TrainingSteps(Layer):
             return self._logs_of("test_step", data)
 
     def _compiled_test_step(self, data: Any, rows: int | None) -> Any:
-        x, y, weight = _batches.unpacked(data)
-        predicted = self(x, training=False)
-        compared = self._objective.compared(y, predicted, weight, self._called)
-        here = _batches.rows_of(data)
+        batch = _batches.unpacked(data)
+        predicted = self(batch[0], training=False)
+        count, replicas = _batches.rows_of(data), 1  # No replica has to know of the others.
         if self._defines("compute_loss"):
-            count = _losses.global_count(here) if rows is None else rows
-            with _losses.as_means("mean"):
-                loss = self.compute_loss(x, y, predicted, weight, training=False) / _replicas()
-        else:  # No replica has to know of the others.
-            count, loss = here, self._share(compared, here, 1, self._penalties())
-        self._objective.loss.count(loss, count, here)
-        return self._counted(compared, x, y, predicted, weight)
+            count, replicas = rows or int(_losses.global_count(count)), _replicas()
+        compared, share = self._compared(batch, predicted, count, replicas)
+        return self._counted(compared, share, count, batch, predicted)
+
+    def _compared(self, batch: Any, predicted: Any, rows: float, replicas: int) -> tuple[Any, Any]:
+        """Return what is compared in a batch, and this replica's share of the loss."""
+        x, y, weight = batch
+        compared = self._objective.compared(y, predicted, weight, self._called)
+        if not self._defines("compute_loss"):
+            return compared, self._share(compared, rows, replicas, self._penalties())
+        with _losses.as_means("mean"):
+            return compared, self.compute_loss(x, y, predicted, weight) / replicas
 
     def _share(self, compared: Any, rows: float, replicas: int, penalties: Any) -> Any:
         """Return this replica's share of the loss.
@@ -320,10 +317,12 @@ class TrainingSteps(Layer):
             return self.losses
         return [
             each for layer in self.position.penalized for each in layer.penalties()
-        ] + self.added()
+        ] + self._added_losses()
 
-    def _counted(self, compared: Any, x: Any, y: Any, predicted: Any, weight: Any) -> Any:
+    def _counted(self, compared: Any, share: Any, rows: float, batch: Any, predicted: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
+        x, y, weight = batch
+        self._objective.loss.count(share, rows, _batches.rows_of(batch))
         if not self._defines("compute_metrics") and not self._defines("get_metrics_result"):
             self._objective.count(compared)
             return None

@@ -256,9 +256,11 @@ class Layer(Explaining):
 
         What `add_loss` has added in this thread's last call belongs to them.
         """
-        return [penalty for layer in self.walk() for penalty in layer.penalties()] + self.added()
+        return [
+            penalty for layer in self.walk() for penalty in layer.penalties()
+        ] + self._added_losses()
 
-    def added(self) -> list[Any]:
+    def _added_losses(self) -> list[Any]:
         """Return what `add_loss` of this layer and of its layers has added in the last call."""
         layers = list(self.walk()) if _calls.added else []
         return [value for layer, value in _calls.added if layer in layers]
