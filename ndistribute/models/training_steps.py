@@ -140,8 +140,9 @@ class TrainingSteps(Layer):
     def metrics(self) -> list[_metrics.Metric]:
         """The means of losses, the metrics given to `compile`, and those that layers hold."""
         compiled = [] if self._objective is None else self._objective.named.values()
-        values = [value for layer in self.walk() for _, value in leaves("", vars(layer))]
-        held = [value for value in values if isinstance(value, _metrics.Metric)]
+        kinds = (_metrics.Metric, list, tuple, dict)
+        nests = [v for layer in self.walk() for v in vars(layer).values() if isinstance(v, kinds)]
+        held = [value for _, value in leaves("", nests) if isinstance(value, _metrics.Metric)]
         return list({id(metric): metric for metric in (*compiled, *held)}.values())
 
     @property
