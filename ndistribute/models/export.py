@@ -6,6 +6,7 @@ of known classes only, so a file can be loaded without trusting who wrote it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.checkpoint import Weights, by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.symbolic import SymbolicArray
+from ndistribute.numpy_functions import function_named, name_of
 from ndistribute.plain import Encoder
 
 __all__ = ["export", "load"]
@@ -69,7 +72,8 @@ def load(
     described = data["architecture"]
     decoder = _Architecture(source, custom_objects)
     model = decoder.decode(described["model"])
-    model.build_for(decoder.decode(described["input"]))
+    if not model.built:
+        model.build_for(decoder.decode(described["input"]))
     for layer, trainable in zip(model.walk(), described.get("trainable", ()), strict=False):
         layer.trainable = trainable
     Weights(model=model).load(source, tensors, {"states": {}})
@@ -82,9 +86,9 @@ class _Architecture(Encoder):
     Decoding makes values of known classes and functions only.
     """
 
-    kinds = frozenset({"float", "tuple", "dtype"})
+    kinds = frozenset({"float", "tuple", "dtype", "slice", "ellipsis"})
     mark = ""
-    others = ("dict", "empty", "shared", "function", "object", "layer")
+    others = ("dict", "array", "shared", "function", "numpy", "object", "layer", "symbolic")
     refusal = (
         ValueError,
         "export: the argument {path} is {value!r}, which cannot be written: use a name, a number, "
@@ -95,10 +99,14 @@ class _Architecture(Encoder):
         self._source, self._custom = source, custom or {}
         self._numbers: dict[int, int] = {}  # Of layers that were encoded.
         self._layers: list[Any] = []  # Those that were decoded.
+        self._symbols: dict[Any, int] = {}  # The numbers of symbolic arrays that were encoded.
+        self._values: dict[int, SymbolicArray] = {}  # Those that were decoded.
 
     def encode_other(self, value: Any, path: Any) -> Any:
         if isinstance(value, Layer):
             return self._encoded_layer(value, self.name(path))
+        if isinstance(value, SymbolicArray):
+            return {"symbolic": self._symbols.setdefault(value, len(self._symbols))}
         if isinstance(value, Mapping):
             return {"dict": {k: self.encode(v, (path, k)) for k, v in value.items()}}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -107,9 +115,11 @@ class _Architecture(Encoder):
             fields = {name: self.encode(getattr(value, name), f"{here}.{name}") for name in names}
             return {"object": type(value).__name__, "fields": fields}
         if isinstance(value, np.ndarray):
-            empty = {"empty": list(value.shape), "dtype": value.dtype.name}
-            return self.encode(value.tolist(), path) if value.size else empty
+            flat = self.encode(value.ravel().tolist(), path)
+            return {"array": flat, "shape": list(value.shape), "dtype": value.dtype.name}
         if getattr(value, "__name__", "<lambda>") != "<lambda>" and callable(value):
+            with contextlib.suppress(TypeError):
+                return {"numpy": name_of(value)}
             return {"function": value.__name__}
         return super().encode_other(value, path)
 
@@ -128,8 +138,13 @@ class _Architecture(Encoder):
         match node:
             case {"dict": items}:
                 return self._all(items)
-            case {"empty": shape, "dtype": dtype}:
-                return np.zeros(shape, dtype_named(dtype))
+            case {"array": flat, "shape": shape, "dtype": dtype}:
+                return np.array(self.decode(flat), dtype_named(dtype)).reshape(shape)
+            case {"symbolic": number}:
+                nothing = SymbolicArray(None, (), np.dtype(np.float32))
+                return self._values.setdefault(number, nothing)
+            case {"numpy": name}:
+                return function_named(name)
             case {"shared": number}:
                 return self._layers[number]
             case {"function": name}:
@@ -139,7 +154,7 @@ class _Architecture(Encoder):
         place = len(self._layers)
         self._layers.append(None)  # Layers are numbered as they were met when they were encoded.
         kind = self._known(Layer.known, node[tag])
-        layer = self._layers[place] = kind(**self._all(node["config"]))
+        layer = self._layers[place] = kind.assembled(self._all(node["config"]))
         layer.name = node["name"]
         return layer
 

@@ -25,6 +25,7 @@ from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
+from ndistribute.models.layers.symbolic import RecordedCall, is_symbolic, record
 from ndistribute.models.names import snake_case
 from ndistribute.variables import Variable
 
@@ -47,6 +48,16 @@ def _building(build: Callable[[Any, Any], None]) -> Any:
         self._build_with(example)
 
     return built
+
+
+class Replaceable:
+    """A property that an attribute of the same name may replace."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        return self if instance is None else self._read(instance)
 
 
 class Layer(Explaining):
@@ -86,7 +97,6 @@ class Layer(Explaining):
         **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
         "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
         "compute_mask": "pass masks as arguments of call",
-        "from_config": "load calls the constructor with what get_config returns",
         "losses": "define penalties",
     }
 
@@ -107,15 +117,16 @@ class Layer(Explaining):
         name: str | None = None,
         trainable: bool = True,
         dtype: Any = None,
-        input_shape: Sequence[int] | None = None,
+        input_shape: Sequence[int | None] | None = None,
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
-        self.input_shape = None if input_shape is None else tuple(input_shape)
+        self._example_shape = None if input_shape is None else tuple(input_shape)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
+        self._recorded: list[RecordedCall] = []
 
     # Methods that a subclass defines.
 
@@ -139,8 +150,17 @@ class Layer(Explaining):
 
     # Methods for users and subclasses.
 
+    # An attribute of a layer may have one of these names.
+    input: Any = Replaceable(lambda layer: layer._first_call("input"))
+    output: Any = Replaceable(lambda layer: layer._first_call("output"))
+    input_shape: Any = Replaceable(lambda layer: shapes_of(layer.input))
+    output_shape: Any = Replaceable(lambda layer: shapes_of(layer.output))
+    weights: Any = Replaceable(lambda layer: layer.variables)
+    trainable_weights: Any = Replaceable(lambda layer: layer.trainable_variables)
+    non_trainable_weights: Any = Replaceable(lambda layer: layer.non_trainable_variables)
+
     def __call__(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        """Return the output of `call`.
+        """Return the output of `call`, which is symbolic if an argument is.
 
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
@@ -149,6 +169,10 @@ class Layer(Explaining):
                 or False.
             kwargs: passed to `call`.
         """
+        if any(map(is_symbolic, (*args, *kwargs.values()))):
+            options = {} if training is None else {"training": training}
+            self._recorded.append(record(self, args, kwargs | options))
+            return self._recorded[-1].outputs
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(_cast, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
@@ -275,8 +299,30 @@ class Layer(Explaining):
                 config.update(config.pop(parameter.name))
         return config
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new layer for what `get_config` returned; `load` calls this, too."""
+        return cls(**config)
+
+    @classmethod
+    def assembled(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new layer for a configuration; a model has the layers in it themselves."""
+        return cls.from_config(config)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+    def _first_call(self, part: str) -> Any:
+        """Return the symbolic input or output of the first call with symbolic arrays."""
+        if not self._recorded:
+            raise AttributeError(
+                f"{self!r} has no {part}: it was not called on a symbolic array, such as Input() "
+                "returns. A Sequential calls its layers so if it begins with an Input."
+            )
+        call = self._recorded[0]
+        if part == "output":
+            return call.outputs
+        return call.args[0] if len(call.args) == 1 else call.inputs
 
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""
@@ -320,6 +366,11 @@ class Layer(Explaining):
             build()
         else:
             replica.merge_call(build)
+
+
+def shapes_of(nest: Any) -> Any:
+    """Return the shape of each array in a nest."""
+    return tree.map_leaves(lambda array: array.shape, nest)
 
 
 def build_for(layer: Layer, batch: Any, strategy: Any) -> None:
