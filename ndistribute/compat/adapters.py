@@ -25,6 +25,7 @@ from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.models import activations, layers, nn
+from ndistribute.models.layers.symbolic import SymbolicArray
 from ndistribute.tree import map_leaves
 
 
@@ -82,7 +83,7 @@ class Scalar(float):
 
 def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
     """Return a tensor; floats and integers of Python become float32 and int32."""
-    if isinstance(value, Symbolic):
+    if isinstance(value, Symbolic | SymbolicArray):
         return value if dtype is None else value.astype(dtype)
     if isinstance(value, Tracked | nd.Variable):
         value = value if isinstance(value, Tracked) else value.tracked_value()
@@ -271,11 +272,6 @@ class Checkpoint(nd.Checkpoint):
 class Model(models.Model):
     """A model with the methods of Keras."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is Model and (args or kwargs.keys() & {"inputs", "outputs"}):
-            raise TypeError("Model(inputs, outputs): Write a tf.keras.Sequential, or a subclass.")
-        return super().__new__(cls, *args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
@@ -289,9 +285,6 @@ class Model(models.Model):
         if (overwrite, save_format) != (True, "tf"):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
         self.export(filepath)
-
-    weights = property(lambda self: self.variables)
-    trainable_weights = property(lambda self: self.trainable_variables)
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
         (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
@@ -371,7 +364,12 @@ ADAPTERS: dict[str, Any] = {
     "unary": unary,
     "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
 }
-Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")
+def _input(shape: Any = None, batch_size: Any = None, batch_shape: Any = None, **more: Any) -> Any:
+    batch_size, *shape = (batch_size, *shape) if batch_shape is None else batch_shape
+    return layers.Input(shape, batch_size, **more)
+
+
+Input = adapted(_input, input_shape="shape", batch_input_shape="batch_shape")
 
 
 _HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
@@ -484,7 +482,7 @@ list_devices = adapted(
 )
 load_model = adapted(
     lambda filepath, custom_objects=None: models.load(
-        filepath, {"Sequential": Sequential, **(custom_objects or {})}
+        filepath, {"Model": Model, "Sequential": Sequential, **(custom_objects or {})}
     ),
     "compile",
 )

@@ -37,7 +37,7 @@ def batches_of(
             )
         data = as_dataset(x)
     else:
-        parts = tuple(part for part in (x, y, sample_weight) if part is not None)
+        parts = tuple(_in_tuples(part) for part in (x, y, sample_weight) if part is not None)
         data = Dataset.from_tensor_slices(parts)
         rows = len(data)
         if shuffle and rows > 1:
@@ -107,6 +107,13 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
 def rows_of(value: Any) -> int:
     """Return the number of examples of a batch."""
     return int(np.shape(tree.flatten(value)[0])[0])
+
+
+def _in_tuples(nest: Any) -> Any:
+    """Return a nest with tuples for lists, which a dataset would take for the rows of an array."""
+    if isinstance(nest, dict):
+        return {key: _in_tuples(part) for key, part in nest.items()}
+    return tuple(map(_in_tuples, nest)) if isinstance(nest, list | tuple) else nest
 
 
 def _are_arrays(x: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ndistribute import tree
 from ndistribute.dtypes import kind_of
+from ndistribute.mistakes import accepting
 from ndistribute.models.export import export
 from ndistribute.models.functional import CallGraph, cloned, connected
 from ndistribute.models.layers.inputs import Input, InputLayer
@@ -143,6 +144,7 @@ class Model(Trainer):
         return {"calls": parts, **config} if parts else config
 
     @classmethod
+    @accepting("custom_objects")  # The configuration has the classes themselves.
     def from_config(cls, config: Mapping[str, Any]) -> Any:
         """Return a new model for what `get_config` returned, with new layers and variables."""
         return cls.assembled(cloned(dict(config), {}))

@@ -121,7 +121,7 @@ class Layer(Explaining):
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
-        self._example_shape = None if input_shape is None else tuple(input_shape)
+        self._example_shape = None if input_shape is None else (*input_shape,)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
         self.input_spec: Any = None
