@@ -25,7 +25,7 @@ from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.models import activations, layers, nn
-from ndistribute.models.layers.symbolic import SymbolicArray
+from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.tree import map_leaves
 
 
@@ -364,6 +364,8 @@ ADAPTERS: dict[str, Any] = {
     "unary": unary,
     "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
 }
+
+
 def _input(shape: Any = None, batch_size: Any = None, batch_shape: Any = None, **more: Any) -> Any:
     batch_size, *shape = (batch_size, *shape) if batch_shape is None else batch_shape
     return layers.Input(shape, batch_size, **more)

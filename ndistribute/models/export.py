@@ -20,7 +20,7 @@ from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
 from ndistribute.models.checkpoint import Weights, by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
-from ndistribute.models.layers.symbolic import SymbolicArray
+from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.numpy_functions import function_named, name_of
 from ndistribute.plain import Encoder
 

@@ -14,7 +14,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.models.layers.inputs import InputLayer
 from ndistribute.models.layers.layer import Layer, shapes_of
-from ndistribute.models.layers.symbolic import (
+from ndistribute.models.symbolic import (
     RecordedCall,
     SymbolicArray,
     sample_shape,
@@ -163,8 +163,12 @@ def connected(config: Mapping[str, Any]) -> dict[str, Any]:
 
     options = dict(config)
     for function, args, kwargs, outputs in options.pop("calls"):
-        is_input = isinstance(function, InputLayer)
-        made = function.output if is_input else function(*renewed(args), **renewed(kwargs))
+        if isinstance(function, InputLayer):
+            made = function.output
+        elif isinstance(function, Layer):
+            made = function(*renewed(args), **renewed(kwargs))
+        else:
+            made = record(function, renewed(args), renewed(kwargs)).outputs
         values.update(zip(symbolic_leaves(outputs), symbolic_leaves(made), strict=True))
     return {name: renewed(value) for name, value in options.items()}
 

@@ -16,7 +16,7 @@ from ndistribute.models.export import export
 from ndistribute.models.functional import CallGraph, cloned, connected
 from ndistribute.models.layers.inputs import Input, InputLayer
 from ndistribute.models.layers.layer import Layer, Replaceable
-from ndistribute.models.layers.symbolic import SymbolicArray, is_symbolic
+from ndistribute.models.symbolic import SymbolicArray, is_symbolic
 from ndistribute.models.training import Trainer
 from ndistribute.variables import Variable
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ndistribute.dtypes import dtype_named
 from ndistribute.models.layers.layer import Layer
-from ndistribute.models.layers.symbolic import RecordedCall, SymbolicArray
+from ndistribute.models.symbolic import RecordedCall, SymbolicArray
 
 
 class InputLayer(Layer):

@@ -168,6 +168,16 @@ def record(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rec
     return call
 
 
+def recordable(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function whose calls with a symbolic array are recorded."""
+
+    @functools.wraps(function)
+    def call(x: Any) -> Any:
+        return record(call, (x,), {}).outputs if type(x) is SymbolicArray else function(x)
+
+    return call
+
+
 def is_symbolic(value: Any) -> bool:
     """Return True for a symbolic array, or for a list, tuple or dict with one in it."""
     if _is_nest(value):
