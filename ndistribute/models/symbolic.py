@@ -122,6 +122,9 @@ class RecordedCall:
         self.outputs: Any = None
         self.level: int = 1 + max((value.call.level for value in self.inputs), default=-1)
         """The number of calls on the longest way to it."""
+        alone = not self.kwargs and self.args == tuple(self.inputs) and len(self.args) == 1
+        self.only: SymbolicArray | None = self.inputs[0] if alone else None
+        """The one argument, if there are no others."""
         arguments = (*self.args, *self.kwargs.values())
         self._is_flat = not any(_is_nest(each) and is_symbolic(each) for each in arguments)
 
