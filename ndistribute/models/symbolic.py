@@ -109,6 +109,9 @@ class SymbolicArray(ArrayMethods, NDArrayOperatorsMixin):
     def _refusal(self, what: str, instead: str) -> TypeError:
         return TypeError(f"{what}: {self!r} is symbolic and has no values. Instead, {instead}.")
 
+    def __reduce__(self) -> Any:  # A worker makes the calls, and does not ask what leads to them.
+        return SymbolicArray, (None, self.shape, self.dtype)
+
     def __repr__(self) -> str:
         return f"<SymbolicArray of shape {self.shape}, dtype {self.dtype}, from {self.name!r}>"
 
