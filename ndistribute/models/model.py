@@ -81,10 +81,8 @@ class Model(Trainer):
     ) -> None:
         graph = None if inputs is None and outputs is None else CallGraph(inputs, outputs)
         if graph is not None:
-            floats = [
-                array.dtype for array in tree.flatten(graph.sample()) if kind_of(array.dtype) == "f"
-            ]
-            options = {"dtype": floats[0] if floats else None} | options
+            floats = (value.dtype for value in tree.flatten(inputs) if kind_of(value.dtype) == "f")
+            options = {"dtype": next(floats, None)} | options
         super().__init__(name=name, **options)
         if graph is not None:
             self.layers, self.variables_of_calls = graph.layers, graph.variables
@@ -92,11 +90,7 @@ class Model(Trainer):
 
     def call(self, inputs: Any) -> Any:
         """Return the outputs; a subclass overrides this."""
-        if self._graph is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} defines no call, and has no inputs and outputs."
-            )
-        return self._graph.run(inputs)
+        return super().call(inputs) if self._graph is None else self._graph.run(inputs)
 
     @property
     def graph(self) -> CallGraph:
@@ -292,15 +286,15 @@ class Sequential(Model):
             return
         if not isinstance(layer, Layer):
             raise TypeError(f"Sequential needs Layer objects, got {layer!r}.")
-        self.layers.append(layer)
-        if len(self.layers) == 1 and not self._values:
+        if not self.layers and not self._values:
             self._values = _inputs_like(layer)
         if self._values:  # The shape of the input is known.
             with self.strategy.scope():
                 self._values.append(layer(self._values[-1]))
+        self.layers.append(layer)
 
     def _connect_values(self) -> None:
-        if len(self._values) > 1:
+        if self._values:
             self._connect(CallGraph(self._values[0], self._values[-1]))
 
     def call(self, inputs: Any) -> Any:

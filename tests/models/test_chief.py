@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Input, Model, PreemptionCheckpointHandler, Sequential, callbacks, layers
+from ndistribute.models import (
+    Input,
+    Model,
+    PreemptionCheckpointHandler,
+    Sequential,
+    callbacks,
+    layers,
+)
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_newest
 from tests.jobs.digits import digits, network
 from tests.kinds import DEADLINE
