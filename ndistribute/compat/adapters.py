@@ -284,7 +284,7 @@ class Model(models.Model):
     def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
         if (overwrite, save_format) != (True, "tf"):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
-        self.export(filepath)
+        super().save(filepath)
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
         (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
@@ -299,11 +299,17 @@ class Sequential(Model, models.Sequential):
 layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
 
 
+def _classes() -> dict[str, Any]:
+    """Return the classes here that are in files of models."""
+    kinds: Any = import_module("ndistribute.compat.tf.keras.optimizers")
+    names = [name for name in kinds.__all__ if name[0].isupper()]
+    return {"Model": Model, "Sequential": Sequential} | {n: getattr(kinds, n) for n in names}
+
+
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
     optimizer = models.optimizers.get(identifier)
-    kinds = import_module("ndistribute.compat.tf.keras.optimizers")
-    return getattr(kinds, type(optimizer).__name__)() if isinstance(identifier, str) else optimizer
+    return _classes()[type(optimizer).__name__]() if isinstance(identifier, str) else optimizer
 
 
 def _holder(optimizer: Any) -> Any:
@@ -366,12 +372,7 @@ ADAPTERS: dict[str, Any] = {
 }
 
 
-def _input(shape: Any = None, batch_size: Any = None, batch_shape: Any = None, **more: Any) -> Any:
-    batch_size, *shape = (batch_size, *shape) if batch_shape is None else batch_shape
-    return layers.Input(shape, batch_size, **more)
-
-
-Input = adapted(_input, input_shape="shape", batch_input_shape="batch_shape")
+Input = adapted(layers.Input, input_shape="shape", batch_input_shape="batch_shape")
 
 
 _HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
@@ -484,7 +485,7 @@ list_devices = adapted(
 )
 load_model = adapted(
     lambda filepath, custom_objects=None: models.load(
-        filepath, {"Model": Model, "Sequential": Sequential, **(custom_objects or {})}
+        filepath, _classes() | (custom_objects or {})
     ),
     "compile",
 )

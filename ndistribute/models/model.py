@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import textwrap
 from collections import Counter
@@ -12,7 +14,7 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.dtypes import kind_of
 from ndistribute.mistakes import accepting
-from ndistribute.models.export import export
+from ndistribute.models.export import export, save
 from ndistribute.models.functional import CallGraph, cloned, connected
 from ndistribute.models.layers.inputs import Input, InputLayer
 from ndistribute.models.layers.layer import Layer, Replaceable
@@ -71,6 +73,8 @@ class Model(Trainer):
     output: Any = outputs
     input_names: Any = Replaceable(lambda model: model.graph.input_names)
     output_names: Any = Replaceable(lambda model: model.graph.output_names)
+    compiled: dict[str, Any] | None = None
+    """The arguments of `compile`, once it was called."""
     _graph: CallGraph | None = None
     _uncalled = Trainer._uncalled | {
         "from_config": "load calls the constructor with what get_config returns"
@@ -162,6 +166,26 @@ class Model(Trainer):
             ValueError: the model is not built, or an argument of a layer cannot be written.
         """
         return export(self, path, max_to_keep)
+
+    @functools.wraps(Trainer.compile)
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().compile(*args, **kwargs)
+        self.compiled = inspect.signature(super().compile).bind(*args, **kwargs).arguments
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model with its optimizer, loss and metrics, in place of what is there.
+
+        `models.load` returns the model as it is now, so that `fit` continues. As for `export`,
+        every worker must call this.
+
+        Args:
+            path: the path of a folder, whose name may end in anything.
+
+        Raises:
+            ValueError: the model is not built, or an argument of a layer, of the optimizer, the
+                loss or a metric cannot be written.
+        """
+        save(self, path)
 
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables.

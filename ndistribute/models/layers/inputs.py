@@ -35,10 +35,11 @@ class InputLayer(Layer):
 
 
 def Input(  # noqa: N802
-    shape: Sequence[int | None],
+    shape: Sequence[int | None] = (),
     batch_size: int | None = None,
     dtype: Any = None,
     name: str | None = None,
+    batch_shape: Sequence[int | None] | None = None,
 ) -> SymbolicArray:
     """Return a symbolic array, with which a functional model or a `Sequential` begins.
 
@@ -47,6 +48,7 @@ def Input(  # noqa: N802
         batch_size: the length of the batch, for the shapes; a model accepts others, too.
         dtype: the dtype, to which the model casts its input; None means that of variables.
         name: the name in messages and summaries, and the key in a dict of inputs.
+        batch_shape: the shape of a batch, instead of `shape` and `batch_size`.
 
     >>> from ndistribute.models import Model, Sequential
     >>> from ndistribute.models.layers import Dense
@@ -56,4 +58,6 @@ def Input(  # noqa: N802
     >>> Model(inputs=x, outputs=x + Dense(4)(x)).output_shape
     (None, 4)
     """
+    if batch_shape is not None:
+        batch_size, *shape = batch_shape
     return InputLayer(shape, batch_size, dtype, name).output  # type: ignore[no-any-return]

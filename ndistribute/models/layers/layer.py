@@ -90,7 +90,6 @@ class Layer(Explaining):
     """The classes of layers that this process has defined, by name."""
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _builds = False  # Whether the first call is creating the variables.
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
@@ -105,11 +104,6 @@ class Layer(Explaining):
         Layer.known[cls.__name__] = cls
         if "build" in vars(cls):
             cls.build = _building(cls.build)  # type: ignore[method-assign]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        layer = super().__new__(cls)
-        layer._arguments = args, kwargs
-        return layer
 
     def __init__(
         self,
@@ -287,17 +281,6 @@ class Layer(Explaining):
             if isinstance(held, Layer) and id(held) not in seen:
                 seen.add(id(held))
                 yield held
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments that create an equal layer, by name."""
-        args, kwargs = self._arguments
-        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        config = dict(list(bound.arguments.items())[1:])
-        for parameter in inspect.signature(type(self).__init__).parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                config.update(config.pop(parameter.name))
-        return config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
