@@ -34,17 +34,17 @@ BUDGETS = {
     "graph": 4398,
     "jit": 1673,
     "launcher": 1478,
-    "models": 4019,
+    "models": 4711,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1300,
     "task": 293,
-    "top level": 2809,
+    "top level": 2823,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33483
+TESTS_BUDGET = 33794
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -136,7 +136,7 @@ class RecordedCall:
         """The name of the layer or function."""
         return _name_of(self.function)
 
-    def make(self, value_of: Callable[[SymbolicArray], Any], **options: Any) -> Any:
+    def make(self, value_of: Callable[[SymbolicArray], Any]) -> Any:
         """Return the result for arrays in the places of symbolic ones."""
 
         def filled(leaf: Any) -> Any:
@@ -144,9 +144,9 @@ class RecordedCall:
 
         if self._is_flat:
             kwargs = {name: filled(value) for name, value in self.kwargs.items()}
-            return self.function(*map(filled, self.args), **kwargs, **options)
+            return self.function(*map(filled, self.args), **kwargs)
         args, kwargs = tree.map_leaves(filled, (self.args, self.kwargs))
-        return self.function(*args, **kwargs, **options)
+        return self.function(*args, **kwargs)
 
 
 def record(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedCall:

@@ -88,7 +88,7 @@ def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(kind, strategy, tmp_p
             model.optimizer.learning_rate = 0.25
         for _ in range(2):
             model.save(path)
-        assert list(tmp_path.iterdir()) == [path]
+        assert not strategy.is_chief or list(tmp_path.iterdir()) == [path]
         loaded = load(path)
     for each in (model, loaded):
         each.fit(X, labels, 2, 2, 0, shuffle=False)
