@@ -71,8 +71,8 @@ class Model(Trainer):
     outputs: Any = Replaceable(lambda model: model.graph.outputs)
     input: Any = inputs
     output: Any = outputs
-    input_names: Any = Replaceable(lambda model: model.graph.input_names)
-    output_names: Any = Replaceable(lambda model: model.graph.output_names)
+    input_names: Any = Replaceable(lambda model: model._graph and model._graph.input_names)
+    output_names: Any = Replaceable(lambda model: model._graph and model._graph.output_names)
     compiled: dict[str, Any] | None = None
     """The arguments of `compile`, once it was called."""
     _graph: CallGraph | None = None
