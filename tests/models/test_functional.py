@@ -152,6 +152,8 @@ def test_inputs_are_lists_or_dicts_by_name_and_outputs_any_nest():
     np.testing.assert_array_equal(by_key({"u": x, "v": y}), y - x)
     column = Input((1,))
     assert Model(column, column * 2)(np.ones(3)).shape == (3, 1)
+    text = Input((1,), dtype="string")
+    assert Model(text, text[:, 0])(np.array([["word"]])) == ["word"]
 
 
 def test_parts_of_a_model_are_models():

@@ -24,6 +24,7 @@ class InputLayer(Layer):
     ) -> None:
         super().__init__(name=name, input_shape=shape)
         call = RecordedCall(self)
+        dtype = str if isinstance(dtype, str) and dtype == "string" else dtype
         named = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype or self.dtype)
         call.outputs = SymbolicArray(call, (batch_size, *shape), named)
         self._recorded.append(call)
@@ -46,7 +47,8 @@ def Input(  # noqa: N802
     Args:
         shape: the shape of an example; None is a length that batches may choose.
         batch_size: the length of the batch, for the shapes; a model accepts others, too.
-        dtype: the dtype, to which the model casts its input; None means that of variables.
+        dtype: the dtype, to which the model casts its input, or ``"string"``; None means that of
+            variables.
         name: the name in messages and summaries, and the key in a dict of inputs.
         batch_shape: the shape of a batch, instead of `shape` and `batch_size`.
 
