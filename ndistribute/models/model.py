@@ -67,8 +67,8 @@ class Model(Trainer):
 
     # An attribute of a model may have one of these names.
     layers: Any = Replaceable(lambda model: model._parts())
-    inputs: Any = Replaceable(lambda model: model.graph.inputs)
-    outputs: Any = Replaceable(lambda model: model.graph.outputs)
+    inputs: Any = Replaceable(lambda model: model._connected().inputs)
+    outputs: Any = Replaceable(lambda model: model._connected().outputs)
     input: Any = inputs
     output: Any = outputs
     input_names: Any = Replaceable(lambda model: model._graph and model._graph.input_names)
@@ -96,14 +96,8 @@ class Model(Trainer):
         """Return the outputs; a subclass overrides this."""
         return super().call(inputs) if self._graph is None else self._graph.run(inputs)
 
-    @property
-    def graph(self) -> CallGraph:
-        """The calls between the symbolic inputs and outputs.
-
-        Raises:
-            AttributeError: the model is a subclass that computes in `call`, or a `Sequential` that
-                does not know the shape of its input.
-        """
+    def _connected(self) -> CallGraph:
+        """Return the calls between the symbolic inputs and outputs."""
         if self._graph is None:
             raise AttributeError(
                 f"{self!r} has no symbolic inputs and outputs: make it by Model(inputs, outputs), "
