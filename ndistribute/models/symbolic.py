@@ -116,6 +116,11 @@ class SymbolicArray(ArrayMethods, NDArrayOperatorsMixin):
         return f"<SymbolicArray of shape {self.shape}, dtype {self.dtype}, from {self.name!r}>"
 
 
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):  # x += y is another array.
+    setattr(SymbolicArray, f"__i{_name}__", getattr(NDArrayOperatorsMixin, f"__{_name}__"))
+del _name
+
+
 class RecordedCall:
     """A recorded call of a layer or function, with symbolic arrays in its arguments."""
 

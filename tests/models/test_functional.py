@@ -182,6 +182,13 @@ def test_layers_and_weights_come_in_the_order_of_keras():
     assert model.count_params() == 18
 
 
+def test_an_assignment_in_place_makes_another_array():
+    x = y = Input((2,))
+    y += 1
+    y *= x
+    np.testing.assert_array_equal(Model(x, [x, y])(np.full((1, 2), 3.0)), [[[3, 3]], [[12, 12]]])
+
+
 def test_a_shared_layer_has_one_set_of_variables_and_variables_of_calls_are_trained():
     x, shared, factor = Input((2,)), layers.Dense(2), nd.Variable(np.float32(2.0))
     model = Model(x, shared(shared(x)) * factor)
