@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4398,
     "jit": 1673,
     "launcher": 1478,
-    "models": 4712,
+    "models": 4719,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1300,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33796
+TESTS_BUDGET = 33807
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -163,6 +163,8 @@ class Layer(Explaining):
                 or False.
             kwargs: passed to `call`.
         """
+        if not args and _first_of(type(self).call) in kwargs:
+            args = (kwargs.pop(_first_of(type(self).call)),)
         if any(map(is_symbolic, (*args, *kwargs.values()))):
             options = {} if training is None else {"training": training}
             self._recorded.append(record(self, args, kwargs | options))
@@ -409,6 +411,12 @@ def _cast(dtype: np.dtype[Any], value: Any) -> Any:
 
 
 _calls = threading.local()
+
+
+@functools.cache
+def _first_of(call: Callable[..., Any]) -> str:
+    """Return the name of the first argument of a method."""
+    return [*inspect.signature(call).parameters, "", ""][1]
 
 
 @functools.cache
