@@ -25,6 +25,7 @@ from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.models import activations, layers, nn
+from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.tree import map_leaves
 
 
@@ -82,7 +83,7 @@ class Scalar(float):
 
 def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
     """Return a tensor; floats and integers of Python become float32 and int32."""
-    if isinstance(value, Symbolic):
+    if isinstance(value, Symbolic | SymbolicArray):
         return value if dtype is None else value.astype(dtype)
     if isinstance(value, Tracked | nd.Variable):
         value = value if isinstance(value, Tracked) else value.tracked_value()
@@ -271,11 +272,6 @@ class Checkpoint(nd.Checkpoint):
 class Model(models.Model):
     """A model with the methods of Keras."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is Model and (args or kwargs.keys() & {"inputs", "outputs"}):
-            raise TypeError("Model(inputs, outputs): Write a tf.keras.Sequential, or a subclass.")
-        return super().__new__(cls, *args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
@@ -288,10 +284,7 @@ class Model(models.Model):
     def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
         if (overwrite, save_format) != (True, "tf"):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
-        self.export(filepath)
-
-    weights = property(lambda self: self.variables)
-    trainable_weights = property(lambda self: self.trainable_variables)
+        super().save(filepath)
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
         (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
@@ -306,11 +299,17 @@ class Sequential(Model, models.Sequential):
 layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
 
 
+def _classes() -> dict[str, Any]:
+    """Return the classes here that are in files of models."""
+    kinds: Any = import_module("ndistribute.compat.tf.keras.optimizers")
+    names = [name for name in kinds.__all__ if name[0].isupper()]
+    return {"Model": Model, "Sequential": Sequential} | {n: getattr(kinds, n) for n in names}
+
+
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
     optimizer = models.optimizers.get(identifier)
-    kinds = import_module("ndistribute.compat.tf.keras.optimizers")
-    return getattr(kinds, type(optimizer).__name__)() if isinstance(identifier, str) else optimizer
+    return _classes()[type(optimizer).__name__]() if isinstance(identifier, str) else optimizer
 
 
 def _holder(optimizer: Any) -> Any:
@@ -371,7 +370,9 @@ ADAPTERS: dict[str, Any] = {
     "unary": unary,
     "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
 }
-Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")
+
+
+Input = adapted(layers.Input, input_shape="shape", batch_input_shape="batch_shape")
 
 
 _HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
@@ -484,7 +485,7 @@ list_devices = adapted(
 )
 load_model = adapted(
     lambda filepath, custom_objects=None: models.load(
-        filepath, {"Sequential": Sequential, **(custom_objects or {})}
+        filepath, _classes() | (custom_objects or {})
     ),
     "compile",
 )

@@ -79,7 +79,7 @@ _TABLE = """
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
         glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
 [keras.layers] .models.layers: * AveragePooling2D=AveragePool2D Convolution2D=Conv2D
-        GlobalAveragePooling2D=GlobalAveragePool2D Lambda=Activation MaxPooling2D=MaxPool2D
+        GlobalAveragePooling2D=GlobalAveragePool2D MaxPooling2D=MaxPool2D
     text/activation: ELU=elu ReLU=relu Softmax=softmax
     .compat.adapters: Input InputLayer=Input SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
@@ -88,7 +88,7 @@ _TABLE = """
 [keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
-[keras.models] .compat.adapters: Model Sequential load_model save_model
+[keras.models] .compat.adapters: Model Sequential load_model save_model  .models: clone_model
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
     .compat.adapters: get=get_optimizer
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *

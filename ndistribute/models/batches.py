@@ -42,6 +42,7 @@ def batches_of(
     else:
         if y is None and sample_weight is not None:
             raise ValueError("sample_weight was passed without labels: pass y, too.")
+        x, y, sample_weight = map(_in_tuples, (x, y, sample_weight))
         parts = tuple(part for part in (x, y, sample_weight) if part is not None)
         alone = y is None and not isinstance(x, tuple)  # As Keras passes it to train_step.
         data = Dataset.from_tensor_slices(x if alone else parts)
@@ -173,6 +174,13 @@ def _rest_of(batches: Iterator[Any]) -> Any:
             ahead.clear()
 
     return rest
+
+
+def _in_tuples(nest: Any) -> Any:
+    """Return a nest with tuples for lists, which a dataset would take for the rows of an array."""
+    if isinstance(nest, dict):
+        return {key: _in_tuples(part) for key, part in nest.items()}
+    return tuple(map(_in_tuples, nest)) if isinstance(nest, list | tuple) else nest
 
 
 def _are_arrays(x: Any) -> bool:

@@ -373,9 +373,12 @@ class Trainer(TrainingSteps):
         called.call("on_test_end", logs)
         return {f"{prefix}{name}": value for name, value in logs.items()}
 
+    def _defines_call(self) -> bool:
+        return type(self).call is not Layer.call
+
     def _build_from(self, data: Dataset) -> None:
         """Create the variables of all layers, by a call on one example of zeros."""
-        if type(self).call is Layer.call:
+        if not self._defines_call():
             return  # Its steps call its parts, which are built then.
         if not (self.built and all(layer.built for layer in self.walk())):
             first = next(iter(data), None)

@@ -49,7 +49,8 @@ class TrainingSteps(Layer):
         self.stop_training = False
         self.optimizer: Any = None
         self.loss: Any = None
-        self._compiled: tuple[Any, ...] = ()  # The weights of losses, and the metrics.
+        self.compiled: dict[str, Any] | None = None
+        """The arguments of `compile` but the optimizer, once it was called."""
         self._objective: Any = None
         self.position = TrainingPosition(0)
         self._jit_compile = False
@@ -110,7 +111,14 @@ class TrainingSteps(Layer):
                         f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
                         "sum by the number of examples: leave it out, or define train_step."
                     )
-            self._compiled, self._objective = (loss_weights, metrics, weighted_metrics), None
+            self.compiled = {
+                "loss": loss,
+                "metrics": metrics,
+                "loss_weights": loss_weights,
+                "weighted_metrics": weighted_metrics,
+                "jit_compile": jit_compile,
+            }
+            self._objective = None
             named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
             like = named[0] if named else self.loss
             self._name_outputs(self.output_names or names_of(like))
@@ -134,7 +142,14 @@ class TrainingSteps(Layer):
     def _name_outputs(self, names: Sequence[str]) -> None:
         """Make the metrics for outputs of some names, if they are not those that there are."""
         if self._objective is None or self._objective.names != list(names):
-            self._objective = Objective(names, self.loss, *self._compiled)
+            parts = (self.compiled or {}).get
+            self._objective = Objective(
+                names,
+                self.loss,
+                parts("loss_weights"),
+                parts("metrics"),
+                parts("weighted_metrics"),
+            )
 
     @property
     def metrics(self) -> list[_metrics.Metric]:

@@ -225,10 +225,26 @@ def test_outputs_of_models_and_losses_have_numpy() -> None:
     assert len(tape.gradient(value, model.trainable_variables)) == 2
 
 
-def test_a_model_of_symbolic_tensors_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Write a tf.keras.Sequential"):
-        keras.Model(inputs=1, outputs=2)
+def test_a_model_of_symbolic_tensors_is_trained_and_saved(tmp_path: Path) -> None:
+    x = keras.Input(shape=(4,), name="x")
+    rows = keras.Input(batch_shape=(None, None, 4))
+    hidden = layers.Dense(3, activation="relu")(tf.concat([x, tf.reduce_mean(rows, axis=1)], 1))
+    scaled = layers.Lambda(tf.square)(keras.activations.tanh(hidden)) + tf.constant([1.0, 2.0, 3.0])
+    model = keras.Model([x, rows], layers.Dense(1)(tf.cast(scaled, tf.float32)), name="both")
+    model.compile("adam", "mse", metrics=["mae"])
+    data = np.ones((6, 4), np.float32), np.ones((6, 2, 4), np.float32)
+    model.fit(list(data), np.ones(6), batch_size=3, verbose=0)
+    model.save(tmp_path / "best.keras")
+    loaded = keras.models.load_model(tmp_path / "best.keras", {"square": tf.square})
+    assert type(loaded) is keras.Model
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert np.array_equal(loaded.predict(list(data)), model.predict(list(data)))
+    assert int(loaded.optimizer.iterations) == 2
+    copy = keras.Model.from_config(model.get_config(), custom_objects={})
+    assert [tuple(v.shape) for v in copy.weights] == [(8, 3), (3,), (3, 1), (1,)]
 
+
+def test_a_model_may_be_a_subclass() -> None:
     class Mine(keras.Model):
         def __init__(self, units):
             super().__init__()

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import PreemptionCheckpointHandler, Sequential, callbacks, layers
+from ndistribute.models import (
+    Input,
+    Model,
+    PreemptionCheckpointHandler,
+    Sequential,
+    callbacks,
+    layers,
+)
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_newest
 from tests.jobs.digits import digits, network
 from tests.kinds import DEADLINE
@@ -59,14 +66,15 @@ def test_a_chief_fits_on_its_workers_and_evaluates(chief: nd.ParameterServerStra
         model.fit(*data, verbose=0)
 
 
-def small() -> Sequential:
-    """Return a compiled model that is quick to train."""
-    model = Sequential([layers.Dense(1, dtype="float64", input_shape=(3,))])
+def small() -> Model:
+    """Return a compiled functional model that is quick to train."""
+    x = Input((3,), dtype="float64")
+    model = Model(x, layers.Dense(1, dtype="float64")(x))
     model.compile(nd.optimizers.Adam(0.01), "mse")
     return model
 
 
-def fit(model: Sequential, *used: callbacks.Callback, y: Any = Y) -> Any:
+def fit(model: Model, *used: callbacks.Callback, y: Any = Y) -> Any:
     """Train for two epochs of twelve steps."""
     return model.fit(X, y, 1, EPOCHS, 0, callbacks=list(used))
 

@@ -27,6 +27,7 @@ from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
 from ndistribute.models.metrics import Mean
 from ndistribute.models.names import snake_case
+from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
@@ -48,6 +49,16 @@ def _building(build: Callable[[Any, Any], None]) -> Any:
         self._build_with(example)
 
     return built
+
+
+class Replaceable:
+    """A property that an attribute of the same name may replace."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        return self if instance is None else self._read(instance)
 
 
 class Layer(Explaining):
@@ -80,14 +91,12 @@ class Layer(Explaining):
     """The classes of layers that this process has defined, by name."""
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _builds = False  # Whether the first call is creating the variables.
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
         **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
         "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
         "compute_mask": "pass masks as arguments of call",
-        "from_config": "load calls the constructor with what get_config returns",
         "losses": "define penalties",
     }
 
@@ -97,27 +106,23 @@ class Layer(Explaining):
         if "build" in vars(cls):
             cls.build = _building(cls.build)  # type: ignore[method-assign]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        layer = super().__new__(cls)
-        layer._arguments = args, kwargs
-        return layer
-
     def __init__(
         self,
         *,
         name: str | None = None,
         trainable: bool = True,
         dtype: Any = None,
-        input_shape: Sequence[int] | None = None,
+        input_shape: Sequence[int | None] | None = None,
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
-        self.input_shape = None if input_shape is None else tuple(input_shape)
+        self._example_shape = None if input_shape is None else (*input_shape,)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
         self._means: dict[str, Mean] = {}  # Of `add_metric`.
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
+        self._recorded: list[RecordedCall] = []
 
     # Methods that a subclass defines.
 
@@ -141,8 +146,17 @@ class Layer(Explaining):
 
     # Methods for users and subclasses.
 
+    # An attribute of a layer may have one of these names.
+    input: Any = Replaceable(lambda layer: layer._first_call("input"))
+    output: Any = Replaceable(lambda layer: layer._first_call("output"))
+    input_shape: Any = Replaceable(lambda layer: shapes_of(layer.input))
+    output_shape: Any = Replaceable(lambda layer: shapes_of(layer.output))
+    weights: Any = Replaceable(lambda layer: layer.variables)
+    trainable_weights: Any = Replaceable(lambda layer: layer.trainable_variables)
+    non_trainable_weights: Any = Replaceable(lambda layer: layer.non_trainable_variables)
+
     def __call__(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        """Return the output of `call`.
+        """Return the output of `call`, which is symbolic if an argument is.
 
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
@@ -151,6 +165,12 @@ class Layer(Explaining):
                 or False.
             kwargs: passed to `call`.
         """
+        if not args and _first_of(type(self).call) in kwargs:
+            args = (kwargs.pop(_first_of(type(self).call)),)
+        if any(map(is_symbolic, (*args, *kwargs.values()))):
+            options = {} if training is None else {"training": training}
+            self._recorded.append(record(self, args, kwargs | options))
+            return self._recorded[-1].outputs
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(_cast, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
@@ -294,19 +314,30 @@ class Layer(Explaining):
                 seen.add(id(held))
                 yield held
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments that create an equal layer, by name."""
-        args, kwargs = self._arguments
-        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        config = dict(list(bound.arguments.items())[1:])
-        for parameter in inspect.signature(type(self).__init__).parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                config.update(config.pop(parameter.name))
-        return config
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new layer for what `get_config` returned; `load` calls this, too."""
+        return cls(**config)
+
+    @classmethod
+    def assembled(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new layer for a configuration; a model has the layers in it themselves."""
+        return cls.from_config(config)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+    def _first_call(self, part: str) -> Any:
+        """Return the symbolic input or output of the first call with symbolic arrays."""
+        if not self._recorded:
+            raise AttributeError(
+                f"{self!r} has no {part}: it was not called on a symbolic array, such as Input() "
+                "returns. A Sequential calls its layers so if it begins with an Input."
+            )
+        call = self._recorded[0]
+        if part == "output":
+            return call.outputs
+        return call.args[0] if len(call.args) == 1 else call.inputs
 
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""
@@ -346,6 +377,11 @@ class Layer(Explaining):
             self.built = True
 
         _once(build)
+
+
+def shapes_of(nest: Any) -> Any:
+    """Return the shape of each array in a nest."""
+    return tree.map_leaves(lambda array: array.shape, nest)
 
 
 def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
@@ -423,6 +459,12 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+
+
+@functools.cache
+def _first_of(call: Callable[..., Any]) -> str:
+    """Return the name of the first argument of a method."""
+    return [*inspect.signature(call).parameters, "", ""][1]
 
 
 @functools.cache
