@@ -24,17 +24,17 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2833,
+    "autodiff": 2834,
     "cluster": 514,
     "collective": 3855,
-    "compat": 1266,
+    "compat": 1775,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
     "jit": 1673,
     "launcher": 1478,
-    "models": 4019,
+    "models": 4028,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1300,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33483
+TESTS_BUDGET = 33519
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

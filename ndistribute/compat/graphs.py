@@ -1,64 +1,97 @@
 """What TensorFlow 1 has beside `ndistribute.graph`: flags, `app.run`, and names of two meanings.
 
-A few names mean an array in TensorFlow 2 and an operation of a graph in TensorFlow 1, such as
-`Variable`. They make operations inside ``with tf.Graph().as_default()``, and in the whole program
-once it has used a name that only TensorFlow 1 has, such as `Session` or `train.Server`; or from the
-start, after ``tf.disable_eager_execution()``.
+Some names mean an array in TensorFlow 2 and an operation of a graph in TensorFlow 1, such as
+`Variable`. They make operations inside ``with tf.Graph().as_default()``, and in a program of graphs
+everywhere: that is `compat.tf1`, and `compat.tf` after ``tf.compat.v1.disable_eager_execution()``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
-from ndistribute import graph, models, tree
+from ndistribute import graph, tree
 from ndistribute.data import Dataset
-from ndistribute.graph.graph import in_default_of_a_block
+from ndistribute.graph.graph import Symbolic, in_default_of_a_block
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
 from ndistribute.jit.function import function as jit_function
 from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 
-_program = {"has graphs": False}
+_here = threading.local()
 _log = logging.getLogger("ndistribute")
 debug, info, warning, error = _log.debug, _log.info, _log.warning, _log.error
 
 
-def use_graphs() -> None:
-    """Let names of two meanings make operations of graphs from now on."""
-    _program["has graphs"] = True
+class Program:
+    """Whether names with two meanings make operations; the namespaces of a module share it."""
+
+    def __init__(self, has_graphs: bool) -> None:
+        self._has_graphs = has_graphs
+
+    def use(self, has_graphs: bool) -> None:
+        """Let them make operations everywhere, or only in `Graph.as_default`."""
+        self._has_graphs = has_graphs
+
+    def uses_graphs(self) -> bool:
+        """Return True if they make operations now."""
+        in_graph = self._has_graphs or in_default_of_a_block()
+        return in_graph and not getattr(_here, "is_eager", False)
 
 
-def use_arrays() -> None:
-    """Let names of two meanings make arrays again."""
-    _program["has graphs"] = False
+@contextlib.contextmanager
+def init_scope() -> Iterator[None]:
+    """Return a context manager in which names of two meanings make arrays in this thread."""
+    before = getattr(_here, "is_eager", False)
+    _here.is_eager = True
+    try:
+        yield
+    finally:
+        _here.is_eager = before
 
 
-def uses_graphs() -> bool:
-    """Return True if names of two meanings make operations now."""
-    return _program["has graphs"] or in_default_of_a_block()
-
-
-def only_in_graphs(thing: Any) -> Any:
-    """Return what a name of TensorFlow 1 leads to; its use tells that the program has graphs."""
-    use_graphs()
-    return thing
-
-
-def either(in_graphs: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def either(meanings: tuple[Callable[..., Any], Callable[..., Any]], program: Program) -> Any:
     """Return a function that calls one of two, depending on whether operations are made now."""
+    in_graphs, otherwise = meanings
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (in_graphs if uses_graphs() else otherwise)(*args, **kwargs)
+        return (in_graphs if program.uses_graphs() else otherwise)(*args, **kwargs)
 
     return call
+
+
+def of_program(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    """Return a function that passes the program to another one."""
+
+    @functools.wraps(function, ["__doc__"])
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(program, *args, **kwargs)
+
+    return call
+
+
+def use_graphs(program: Program) -> None:
+    """Let names of two meanings make operations of graphs from now on."""
+    program.use(has_graphs=True)
+
+
+def use_arrays(program: Program) -> None:
+    """Let names of two meanings make arrays again."""
+    program.use(has_graphs=False)
+
+
+def executing_eagerly(program: Program) -> bool:
+    """Return True if names of two meanings make arrays."""
+    return not program.uses_graphs()
 
 
 class _BytesForText:
@@ -106,17 +139,16 @@ class InteractiveSession(BytesSession):
         super().close()
 
 
-def device(name: Any) -> Any:
+def device(program: Program, name: Any) -> Any:
     """Return a context manager that places operations of graphs; arrays stay where they are."""
-    in_cluster = callable(name) or "/job:" in str(name)
-    if in_cluster:
-        use_graphs()
-    return graph.device(name) if uses_graphs() else contextlib.nullcontext()
+    return graph.device(name) if program.uses_graphs() else contextlib.nullcontext()
 
 
-def name_scope(name: str | None, default_name: str | None = None, values: Any = None) -> Any:
+def name_scope(
+    program: Program, name: str | None, default_name: str | None = None, values: Any = None
+) -> Any:
     """Return a context manager that puts a name before those of operations."""
-    if not uses_graphs():
+    if not program.uses_graphs():
         return contextlib.nullcontext(name)
     return graph.get_default_graph().name_scope(name or default_name)
 
@@ -141,8 +173,11 @@ def dtype_of(kind: Any) -> np.dtype[Any]:
     return np.dtype(np.float32 if is_float else kind)
 
 
-def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
+def placeholder(program: Program, dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
     """Return a tensor whose value each run must feed; see `ndistribute.graph.placeholder`."""
+    if not program.uses_graphs():
+        where = "inside Graph().as_default(), or after disable_eager_execution()"
+        raise RuntimeError(f"placeholder makes an operation of a graph: call it {where}.")
     return graph.placeholder(dtype_of(dtype), shape, name)
 
 
@@ -203,10 +238,16 @@ def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: An
 
 @accepting("back_prop", "parallel_iterations", "shape_invariants", "swap_memory")
 def while_loop(
-    cond: Any, body: Any, loop_vars: Any, *, maximum_iterations: Any = None, name: Any = None
+    program: Program,
+    cond: Any,
+    body: Any,
+    loop_vars: Any,
+    *,
+    maximum_iterations: Any = None,
+    name: Any = None,
 ) -> Any:
     """Return the values of a loop, which is an operation where operations are made."""
-    if uses_graphs():
+    if program.uses_graphs():
         return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
     values = list(loop_vars)
     rounds = itertools.count() if maximum_iterations is None else range(maximum_iterations)
@@ -216,10 +257,6 @@ def while_loop(
         results = body(*values)
         values = list(results) if isinstance(results, list | tuple) else [results]
     return values
-
-
-group = either(graph.group, lambda *_, name=None: None)
-latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 
 
 def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = None) -> Any:  # noqa: N803
@@ -246,7 +283,7 @@ assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_s
 
 
 def _cast_to(dtype: type) -> Callable[..., Any]:
-    return lambda x: (graph.as_tensor if uses_graphs() else np.asarray)(x).astype(dtype)
+    return lambda x: (x if isinstance(x, Symbolic) else np.asarray(x)).astype(dtype)
 
 
 to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))

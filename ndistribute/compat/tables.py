@@ -1,0 +1,212 @@
+"""Where the names of TensorFlow are found: tables that `Names.fill` reads.
+
+A namespace is in brackets. The table of TensorFlow 1 has what it names beside TensorFlow 2, or
+means otherwise.
+"""
+
+from __future__ import annotations
+
+TF2 = """
+[compat]
+[config] .compat.adapters: list_logical_devices=list_devices list_physical_devices=list_devices
+        .compat.signatures: experimental_connect_to_cluster=nothing run_functions_eagerly=nothing
+        set_soft_device_placement=nothing
+[config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
+    .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
+[data] .compat.adapters: Dataset=TensorDataset Options  .data.transformations: AUTOTUNE
+[data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
+[debugging] .compat.signatures: set_log_device_placement=nothing
+[distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
+        HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp
+        ReductionToOneDevice ReplicaContext Strategy get_replica_context get_strategy has_strategy
+        in_cross_replica_context
+    ndistribute/server: Server
+    ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
+        OneDeviceStrategy ParameterServerStrategy TPUStrategy
+[distribute.cluster_resolver] .cluster: ClusterResolver
+    ndistribute/resolver: SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
+        TPUClusterResolver
+[distribute.coordinator] ndistribute: ClusterCoordinator
+[distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
+        MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
+        coordinator
+    ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
+        CommunicationOptions
+    .compat.adapters: PreemptionCheckpointHandler
+[distribute.experimental.partitioners] .variables.partitioners: *
+[dtypes] .compat.tensor_functions: cast
+    numpy/dtype: bool=bool_ complex64 complex128 double=float64 float16 float32 float64 half=float16
+        int8 int16 int32 int64 uint8 uint16 uint32 uint64
+[errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
+    .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
+        InvalidArgumentError NotFoundError OpError=OperationError
+[estimator] .estimator: DNNClassifier DNNRegressor Estimator EstimatorSpec EvalSpec
+        LinearClassifier LinearRegressor ModeKeys RunConfig TrainSpec train_and_evaluate
+    .graph: CheckpointSaverHook CheckpointSaverListener FinalOpsHook GlobalStepWaiterHook
+        LoggingTensorHook NanLossDuringTrainingError NanTensorHook SessionRunArgs
+        SessionRunContext SessionRunHook SessionRunValues StepCounterHook StopAtStepHook
+        SummarySaverHook
+[feature_column] .estimator.feature_column: bucketized_column
+        categorical_column_with_hash_bucket categorical_column_with_identity
+        categorical_column_with_vocabulary_list embedding_column indicator_column numeric_column
+[io]
+[io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
+    .compat.adapters: makedirs rmtree
+[keras] .compat.adapters: Input Model Sequential
+[keras.activations] .models.activations: * swish=silu
+[keras.callbacks] .models.callbacks/callback: *
+    .models.callbacks: Callback History LambdaCallback
+[keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
+[keras.estimator] .estimator: model_to_estimator
+[keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
+        glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
+[keras.layers] .models.layers: * AveragePooling2D=AveragePool2D Convolution2D=Conv2D
+        GlobalAveragePooling2D=GlobalAveragePool2D Lambda=Activation MaxPooling2D=MaxPool2D
+    text/activation: ELU=elu ReLU=relu Softmax=softmax
+    .compat.adapters: Input InputLayer=Input SyncBatchNormalization
+[keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
+[keras.losses.Reduction]
+    text: AUTO=sum_over_batch_size NONE=none SUM=sum SUM_OVER_BATCH_SIZE=sum_over_batch_size
+[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
+[keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
+    .models.layers: set_global_policy=set_dtype_policy
+[keras.models] .compat.adapters: Model Sequential load_model save_model
+[keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
+    .compat.adapters: get=get_optimizer
+[keras.optimizers.legacy] .compat.tf.keras.optimizers: *
+[keras.optimizers.schedules] .optimizers.schedules: *
+[keras.regularizers] .models.regularizers: * l1=L1 l2=L2
+[keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
+    .compat.adapters: to_categorical
+[initializers] .compat.tf.keras.initializers: *
+[losses] .compat.tf.keras.losses: *
+[metrics] .compat.tf.keras.metrics: *
+[optimizers] .compat.tf.keras.optimizers: *
+[linalg] numpy: einsum  numpy/binary: tensordot  numpy.linalg/unary: det inv
+    numpy.linalg/binary: solve  .compat.tensor_functions: eye global_norm matmul norm
+[math] numpy/unary: abs ceil cos cosh exp expm1 floor is_finite=isfinite is_nan=isnan log log1p
+        logical_not negative round sign sin sinh sqrt square tan tanh
+    numpy/binary: add divide equal floordiv=floor_divide floormod=remainder greater greater_equal
+        less less_equal logical_and logical_or maximum minimum mod=remainder multiply not_equal
+        pow=power subtract truediv=divide
+    numpy/reduction: reduce_all=all reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min
+        reduce_prod=prod reduce_std=std reduce_sum=sum reduce_variance=var
+    numpy/index: argmax argmin  .models.nn/reduction: reduce_logsumexp=logsumexp
+    .models.activations/unary: softplus  .models.nn/unary: sigmoid
+    .compat.tensor_functions: add_n cumsum
+    .compat.graphs/operation: in_top_k zero_fraction
+[nest] .tree: flatten map_structure=map_leaves
+[nn] .models.activations/unary: elu softplus
+    .models.nn/unary: gelu relu sigmoid silu swish=silu  numpy/unary: tanh
+    .compat.tensor_functions: bias_add
+    .compat.graphs/operation: avg_pool avg_pool2d=avg_pool conv2d dropout in_top_k max_pool
+        max_pool2d=max_pool zero_fraction
+    .models.losses: compute_average_loss scale_regularization_loss
+    .models.nn/last_axis: log_softmax softmax
+    .compat.tensor_functions: embedding_lookup l2_loss leaky_relu
+        sigmoid_cross_entropy_with_logits=sigmoid_loss
+        softmax_cross_entropy_with_logits=softmax_loss
+        sparse_softmax_cross_entropy_with_logits=softmax_loss
+[random] ndistribute: set_seed  .compat.tensor_functions/either: normal uniform
+[saved_model] .compat.adapters: load=load_model save=save_model
+[summary]
+[train] ndistribute: CheckpointManager ClusterSpec
+    .compat.adapters: Checkpoint
+    .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
+    .graph: Coordinator get_checkpoint_state
+[tpu]
+[tpu.experimental] ndistribute: initialize_tpu_system
+[] .compat.tf.dtypes: *  .compat.tf.math: *
+    .compat.tf.linalg: einsum eye matmul norm tensordot
+    ndistribute: IndexedSlices VariableAggregation VariableSynchronization custom_gradient
+        stop_gradient
+    .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor
+    .compat.tensor_functions/variable: Variable  .compat.tensor_functions: TensorSpec
+        clip_by_global_norm clip_by_value expand_dims fill function gather identity one_hot
+        range=numbers
+        slice=slice_ split squeeze tile transpose unstack where
+    .compat.tensor_functions/either: cond constant control_dependencies group no_op
+        numpy_function py_function
+    numpy/unary: ones_like reshape zeros_like
+    numpy/joining: concat=concatenate stack  .compat.tensor_functions: ones zeros
+    numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes: TensorShape=Shape
+    builtins: print  .compat.graphs: init_scope
+    .compat.graphs/program: device executing_eagerly name_scope while_loop
+    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
+        random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
+        zeros_initializer=Zeros
+    .graph: Graph Operation
+"""
+TF1 = """
+[app] .compat.tf1: flags  .compat.graphs: run
+[contrib]
+[contrib.framework] .graph: get_or_create_global_step
+[contrib.layers] .compat.graphs: l2_regularizer xavier_initializer=glorot_uniform_initializer
+    .compat.layers: flatten
+[contrib.training] .graph: GreedyLoadBalancingStrategy byte_size_load_fn
+[data] .graph: make_initializable_iterator=DatasetIterator make_one_shot_iterator=DatasetIterator
+[estimator.inputs] .compat.graphs: numpy_input_fn
+[feature_column] .estimator.feature_column: input_layer linear_model
+[flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
+        DEFINE_integer DEFINE_string FLAGS
+[GraphKeys]
+    text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
+        LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
+        TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
+[gfile] .compat.tf.io.gfile: *
+    builtins: FastGFile=open Open=open  glob: Glob=glob
+    os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
+    .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
+[layers] .compat.layers: average_pooling2d batch_normalization conv2d dense dropout flatten
+        max_pooling2d
+[logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING
+    .compat.graphs: debug error info set_verbosity warn=warning warning
+[losses]
+    .compat.graphs: get_regularization_loss get_total_loss mean_squared_error
+        sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
+[metrics] .graph.streaming_metrics: accuracy mean mean_absolute_error mean_squared_error
+        precision recall root_mean_squared_error
+[nn] .compat.graphs/operation: xw_plus_b
+    .compat.tensor_functions: sigmoid_cross_entropy_with_logits=sigmoid_loss_v1
+        softmax_cross_entropy_with_logits=softmax_loss_v1
+        softmax_cross_entropy_with_logits_v2=softmax_loss
+        sparse_softmax_cross_entropy_with_logits=sparse_softmax_loss_v1
+[summary] .graph.summary: histogram image merge merge_all scalar
+    .graph.summary/writer: FileWriter SummaryWriter=FileWriter
+[train] ndistribute/server: Server
+    .compat.signatures: start_queue_runners=nothing
+    .compat.graphs: MonitoredTrainingSession=MonitoredBytesSession global_step
+    .compat.graph_supervisor: Supervisor
+    .graph.variables: get_global_step=find_global_step
+    .compat.tf.compat.v1.summary: SummaryWriter
+    .graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook CheckpointSaverListener
+        FinalOpsHook GlobalStepWaiterHook GradientDescentOptimizer LoggingTensorHook
+        MomentumOptimizer NanLossDuringTrainingError NanTensorHook Optimizer RMSPropOptimizer
+        Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
+        StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer
+        create_global_step=get_or_create_global_step exponential_decay
+        get_or_create_global_step piecewise_constant polynomial_decay replica_device_setter
+[]
+    .compat.graphs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
+        enable_eager_execution=use_arrays enable_v2_behavior=use_arrays placeholder
+    .compat.graphs: InteractiveSession Session=BytesSession add_to_collection assign assign_add
+        assign_sub get_collection set_random_seed
+    .compat.tensor_functions/either: global_variables_initializer
+        initialize_all_variables=global_variables_initializer
+        initialize_local_variables=local_variables_initializer local_variables_initializer
+        py_func random_normal=normal random_normal_initializer random_uniform=uniform
+        random_uniform_initializer truncated_normal truncated_normal_initializer
+        glorot_uniform_initializer
+    .compat.graphs/operation: to_float to_int32 to_int64
+    .compat.graphs: RunOptions  types: RunMetadata=SimpleNamespace
+    .graph.session: GPUOptions
+    .graph: AUTO_REUSE ConfigProto all_variables=global_variables
+        get_default_graph get_variable get_variable_scope global_variables gradients
+        local_variables report_uninitialized_variables reset_default_graph
+        trainable_variables variable_scope variables_initializer
+    .graph.summary: histogram_summary=histogram image_summary=image
+        merge_all_summaries=merge_all merge_summary=merge scalar_summary=scalar
+    numpy/binary: mul=multiply sub=subtract  numpy/unary: diag neg=negative
+    numpy/joining: pack=stack  .compat.tensor_functions: div global_norm unpack=unstack
+"""
+INSTEAD: dict[str, str] = {}
