@@ -24,10 +24,10 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2834,
+    "autodiff": 2835,
     "cluster": 514,
     "collective": 3855,
-    "compat": 1775,
+    "compat": 2088,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
@@ -39,12 +39,12 @@ BUDGETS = {
     "parameter_server": 1595,
     "strategies": 1300,
     "task": 293,
-    "top level": 2809,
+    "top level": 2814,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33519
+TESTS_BUDGET = 33788
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -17,7 +17,7 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph, models
-from ndistribute.compat import graphs
+from ndistribute.compat import graphs, tensor_functions
 from ndistribute.compat.signatures import (
     adapted,
     binary,
@@ -186,6 +186,25 @@ _steps: Any = vars(nd.optimizers.Optimizer)["iterations"]
 steps = property(lambda self: as_tensor(np.int64(_steps.fget(self))), _steps.fset)
 
 
+def constraining(kind: Any) -> Any:
+    """Return the method of an optimizer that updates variables, and then applies constraints."""
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+        pairs = list(grads_and_vars)
+        result = kind.apply_gradients(self, pairs, *args, **options)
+        bound = [v for _, v in pairs if getattr(v, "constraint", None) is not None]
+
+        def constrain(_: Any = None) -> None:
+            for variable in bound:
+                variable.assign(variable.constraint(variable.value()))
+
+        replica = nd.get_replica_context() if bound else None
+        constrain() if replica is None else replica.merge_call(constrain)
+        return result
+
+    return apply_gradients
+
+
 def strategy(kind: Any) -> Any:
     """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
 
@@ -209,6 +228,7 @@ def strategy(kind: Any) -> Any:
 
 
 ADAPTERS: dict[str, Any] = {
+    "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
     "binary": lambda operation: unary(binary(operation)),
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
@@ -233,7 +253,9 @@ ADAPTERS: dict[str, Any] = {
         kind, "dtype", result=adapted(kind.result), update_state=plainly(kind.update_state)
     ),
     "operation": lambda function: unary(function, 0),
-    "optimizer": lambda kind: subclass(kind, learning_rate=rate, lr=rate, iterations=steps),
+    "optimizer": lambda kind: subclass(
+        kind, learning_rate=rate, lr=rate, iterations=steps, apply_gradients=constraining(kind)
+    ),
     "reduction": reduction,
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),
     "server": lambda kind: subclass(kind, __init__=_only_grpc(kind.__init__)),
@@ -286,4 +308,12 @@ makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 save_model = Model.save
+epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
+
+
+def do_not_convert(func: Any = None) -> Any:
+    """Return the function itself: no function is converted."""
+    return do_not_convert if func is None else func
+
+
 to_categorical = adapted(lambda x, num_classes=None: one_hot(x, num_classes or int(np.max(x)) + 1))

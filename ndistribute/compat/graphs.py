@@ -319,7 +319,8 @@ def dropout(
 
 def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
     """Return for each row whether fewer than `k` predictions exceed that of its target."""
-    targets, classes = graph.as_tensor(targets), np.shape(predictions)[1]
+    targets = targets if isinstance(targets, Symbolic) else np.asarray(targets)
+    classes = np.shape(predictions)[1]
     known = np.logical_and(np.greater_equal(targets, 0), np.less(targets, classes))
     known = np.logical_and(known, np.all(np.isfinite(predictions), axis=1))
     of_target = np.take_along_axis(predictions, np.where(known, targets, 0)[:, None], 1)

@@ -36,7 +36,9 @@ def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> 
         if operands and not args:
             args = (options.pop(next(iter(options))),)
         tensors = map(convert_to_tensor, args[:operands])
-        result = tensor_if_array(function(*tensors, *args[operands:], **options))
+        result = function(*tensors, *args[operands:], **options)
+        several = type(result) in (list, tuple)
+        result = type(result)(map(as_tensor, result)) if several else tensor_if_array(result)
         if "name" in ignored and kwargs.get("name") and isinstance(result, Symbolic):
             return graph.identity(result, kwargs["name"])
         return result

@@ -14,6 +14,7 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph, models
+from ndistribute.autodiff import Tracked
 from ndistribute.compat import graphs
 from ndistribute.compat.signatures import (
     adapted,
@@ -25,13 +26,10 @@ from ndistribute.compat.signatures import (
     tensor_if_array,
     unary,
 )
-from ndistribute.compat.tensors import (
-    Tensor,
-    convert_to_tensor,
-    eager_variable,
-)
+from ndistribute.compat.tensors import Tensor, as_tensor, convert_to_tensor, eager_variable
 from ndistribute.context import current_seed
 from ndistribute.devices import array_namespace
+from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.indexed_slices import map_values
 from ndistribute.models import activations, initializers, nn
@@ -152,7 +150,8 @@ constant = graph.constant, eager_constant
 
 def _cumsum(x: Any, axis: Any = 0, exclusive: Any = False, reverse: Any = False) -> Any:
     x = np.flip(x, axis) if reverse else x
-    sums = np.cumsum(x, axis) - x if exclusive else np.cumsum(x, axis)
+    sums = np.cumsum(x, axis, dtype=x.dtype)
+    sums = sums - x if exclusive else sums
     return np.flip(sums, axis) if reverse else sums
 
 
@@ -366,3 +365,88 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
 
 
 where = unary(_where)
+
+
+def _dropout(x: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+    if is_symbolic(x, rate):
+        return graphs.dropout(x, None, noise_shape, seed, rate)
+    drawn = _seeded(seed).random(x.shape if noise_shape is None else noise_shape)
+    return np.where(drawn < rate, np.zeros_like(x), x / np.asarray(1 - rate, x.dtype))
+
+
+def _shuffle(value: Any, seed: Any = None) -> Any:
+    return np.take(value, _seeded(seed).permutation(len(value)), 0)
+
+
+def _categorical(logits: Any, num_samples: int, dtype: Any = np.int64, seed: Any = None) -> Any:
+    noise = _seeded(seed).gumbel(size=(len(logits), num_samples, np.shape(logits)[1]))
+    return np.argmax(np.asarray(logits)[:, None] + noise, -1).astype(dtype)
+
+
+dropout, shuffle, categorical = unary(_dropout), unary(_shuffle), unary(_categorical)
+complex_number = unary(lambda real, imag: np.add(real, 1j * np.asarray(imag, real.dtype)))
+in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, targets, k), 2)
+
+
+def is_tensor(x: Any) -> bool:
+    """Return whether this is a tensor or a variable."""
+    return isinstance(x, Tensor | Tracked | Symbolic | nd.Variable)
+
+
+class Generator:
+    """`tf.random.Generator`: random numbers from a state of its own."""
+
+    def __init__(self, rng: Any) -> None:
+        self._rng = rng
+
+    @classmethod
+    def from_seed(cls, seed: Any, alg: Any = None) -> Generator:
+        """Return a generator that draws the same numbers each time."""
+        return cls(np.random.default_rng(seed))
+
+    @classmethod
+    def from_non_deterministic_state(cls, alg: Any = None) -> Generator:
+        """Return a generator that draws other numbers each time."""
+        return cls(np.random.default_rng())
+
+    def normal(self, shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = np.float32) -> Any:
+        """Return normal numbers."""
+        return as_tensor(_normal(shape, mean, stddev, dtype, self._rng))
+
+    def uniform(self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = None) -> Any:
+        """Return numbers between two bounds."""
+        return as_tensor(_uniform(shape, minval, maxval, dtype, self._rng))
+
+    def split(self, count: int = 1) -> list[Generator]:
+        """Return independent generators."""
+        return list(map(Generator, self._rng.spawn(count)))
+
+
+def asserting(compare: Any) -> Any:
+    """Return a function that raises `InvalidArgumentError` if a comparison is false somewhere."""
+
+    def check(x: Any, y: Any = 0, *args: Any, message: Any = None, **options: Any) -> None:
+        if not np.all(compare(np.asarray(x), np.asarray(y), *args, **options)):
+            why = f"{compare.__name__} is false of {x!r} and {y!r}"
+            raise InvalidArgumentError(why if message is None else f"{message}: {why}")
+
+    return adapted(check, "name", "summarize", "data")
+
+
+def check_numerics(tensor: Any, message: str = "") -> Any:
+    """Return a tensor, after a check that it has no infinity and no NaN."""
+    if not np.all(np.isfinite(tensor)):
+        raise InvalidArgumentError(f"{message} : the tensor has infinite values, or NaN.")
+    return tensor
+
+
+def set_value(x: Any, value: Any) -> None:
+    """Set the value of a variable."""
+    if not isinstance(x, nd.Variable):
+        raise TypeError("set_value needs a variable; write optimizer.learning_rate = value.")
+    x.assign(value)
+
+
+def get_value(x: Any) -> Any:
+    """Return the value of a variable or tensor as NumPy's; a number is returned unchanged."""
+    return x.numpy() if hasattr(x, "numpy") else x

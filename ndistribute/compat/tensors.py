@@ -28,7 +28,7 @@ from ndistribute.variables.variable import ArrayLike
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
 _COMPARISONS = "lt le gt ge eq ne".split()
 _TASK = "/job:localhost/replica:0/task:0"
-_lengths = np.ndarray.shape.__get__
+_lengths = vars(np.ndarray)["shape"].__get__
 
 
 class Reference:
@@ -70,18 +70,29 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
     """A NumPy array with the methods of a tensor of TensorFlow."""
 
     __array_priority__ = 100.0
-    shape = property(lambda self: tuple.__new__(Shape, _lengths(self)))
+    shape = property(
+        lambda self: tuple.__new__(Shape, _lengths(self)),
+        vars(np.ndarray)["shape"].__set__,
+    )
     device = property(lambda self: f"{_TASK}/device:CPU:0")
 
     def numpy(self) -> Any:
-        """Return the NumPy array, or the number."""
-        return self.view(np.ndarray)[()]
+        """Return the NumPy array, or the number; text as bytes."""
+        array = self.view(np.ndarray)
+        return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array)[()]
 
     def __getitem__(self, index: Any) -> Any:
         return as_tensor(super().__getitem__(index))
 
     def __iter__(self) -> Any:
         return map(self.__getitem__, range(len(self)))
+
+    def __str__(self) -> str:
+        return str(self.view(np.ndarray))
+
+    def __repr__(self) -> str:
+        array = self.view(np.ndarray)[()]
+        return f"<tf.Tensor: shape={self.shape}, dtype={self.dtype}, numpy={array!r}>"
 
 
 def as_tensor(value: Any) -> Any:
@@ -161,15 +172,15 @@ class WatchedTensor(ArrayLike, Tensor):  # type: ignore[misc]
         return Tensor.numpy(self)
 
 
-for _name in [name for name in dir(ArrayMethods) if name[0] != "_"]:
-    if callable(getattr(ArrayMethods, _name)):
-        setattr(
-            WatchedTensor,
-            _name,
-            lambda self, *args, _name=_name, **options: getattr(self.tracked_value(), _name)(
-                *args, **options
-            ),
-        )
+def _tracked(name: str) -> Any:
+    """Return the method or property of a name, of the tracked array of a watched tensor."""
+    if isinstance(vars(ArrayMethods)[name], property):
+        return property(lambda self: getattr(self.tracked_value(), name))
+    return lambda self, *args, **options: getattr(self.tracked_value(), name)(*args, **options)
+
+
+for _name in [name for name in vars(ArrayMethods) if name[0] != "_"]:
+    setattr(WatchedTensor, _name, _tracked(_name))
 
 
 class TrackedTensor(_Shaped, Tracked):
@@ -373,7 +384,8 @@ def convert_to_tensor(
         return value if dtype is None else value.astype(dtype)
     if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
         return np.stack([convert_to_tensor(each, dtype) for each in value])
-    array = as_array(narrowed(value) if dtype is None else value)
+    has_dtype = isinstance(value, list | tuple) and any(hasattr(x, "dtype") for x in value)
+    array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     return as_tensor(array if dtype is None else array.astype(dtype, copy=False))
 
 

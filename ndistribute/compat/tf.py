@@ -11,7 +11,7 @@ from ndistribute.compat.tables import TF1 as _TF1
 from ndistribute.compat.tables import TF2 as _TF2
 from ndistribute.version import __version__ as _version
 
-__version__ = _version
+__version__ = f"2.16.0+ndistribute.{_version}"  # Programs ask which generation it is.
 __all__: list[str] = []
 _program = _Program(has_graphs=False)
 _namespaces.build("tf", _program, _TF2)

@@ -8,6 +8,6 @@ from ndistribute.compat import tf as _tf
 from ndistribute.compat.graphs import Program as _Program
 from ndistribute.compat.tables import TF1 as _TF1
 
-__version__ = _tf.__version__
+__version__ = _tf.__version__.replace("2.16", "1.15")
 __all__: list[str] = []
 _namespaces.build("tf1", _Program(has_graphs=True), _TF1, base="tf")
