@@ -30,11 +30,7 @@ from ndistribute.compat.signatures import (
     unary,
 )
 from ndistribute.compat.tensor_functions import eager_constant, one_hot
-from ndistribute.compat.tensors import (
-    as_tensor,
-    plain,
-    variable_type,
-)
+from ndistribute.compat.tensors import WatchingTape, as_tensor, plain, variable_type
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
 from ndistribute.tree import map_leaves
@@ -205,6 +201,31 @@ def constraining(kind: Any) -> Any:
     return apply_gradients
 
 
+def minimizing(kind: Any) -> Any:
+    """Return an optimizer of graphs that also updates variables at once."""
+
+    def compute_gradients(self: Any, loss: Any, var_list: Any = None, *args: Any) -> Any:
+        if not callable(loss):
+            return kind.compute_gradients(self, loss, var_list, *args)
+        with WatchingTape() as tape:
+            target = loss()
+        variables = tape.watched_variables() if var_list is None else var_list
+        return list(zip(tape.gradient(target, variables), variables, strict=True))
+
+    def apply_gradients(
+        self: Any, grads_and_vars: Any, global_step: Any = None, name: Any = None
+    ) -> Any:
+        pairs = list(grads_and_vars)
+        if not all(isinstance(variable, nd.Variable) for _, variable in pairs):
+            return kind.apply_gradients(self, pairs, global_step, name)
+        rate = self._learning_rate
+        inner = vars(self).setdefault("_inner", nd.optimizers.Optimizer(self._rule, rate))
+        inner.apply_gradients(pairs)
+        return None if global_step is None else global_step.assign_add(1)
+
+    return subclass(kind, compute_gradients=compute_gradients, apply_gradients=apply_gradients)
+
+
 def strategy(kind: Any) -> Any:
     """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
 
@@ -238,6 +259,7 @@ ADAPTERS: dict[str, Any] = {
         )
     ),
     "dtype": np.dtype,
+    "eagerly": minimizing,
     "index": lambda find: unary(
         lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type), dimension="axis"
     ),
@@ -264,6 +286,8 @@ ADAPTERS: dict[str, Any] = {
     "writer": lambda kind: subclass(kind, add_run_metadata=nothing),
 }
 BY_PROGRAM: dict[str, Any] = {
+    "graph": graphs.in_graphs_only,
+    "losses": lambda function, program: adapted(graphs.of_tensors(function, program)),
     "either": graphs.either,
     "program": graphs.of_program,
     "variable": variable_type,

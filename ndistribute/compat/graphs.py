@@ -23,6 +23,7 @@ from ndistribute import graph, tree
 from ndistribute.data import Dataset
 from ndistribute.graph.graph import Symbolic, in_default_of_a_block
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
+from ndistribute.graph.shapes import narrowed
 from ndistribute.jit.function import function as jit_function
 from ndistribute.mistakes import accepting
 from ndistribute.models import nn
@@ -75,6 +76,34 @@ def of_program(function: Callable[..., Any], program: Program) -> Callable[..., 
     @functools.wraps(function, ["__doc__"])
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(program, *args, **kwargs)
+
+    return call
+
+
+def in_graphs_only(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    """Return a function that raises `RuntimeError` where it would make an operation for arrays."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        if not program.uses_graphs() and not any(isinstance(value, Symbolic) for value in values):
+            where = "inside Graph().as_default(), or after disable_eager_execution()"
+            what = f"{function.__name__} makes an operation of a graph"
+            raise RuntimeError(f"{what}: call it {where}.")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def of_tensors(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    """Return a function that gets tensors for arrays where operations are made."""
+
+    @functools.wraps(function)
+    def call(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        if program.uses_graphs():
+            args = tuple(map(_as_operation, args))
+            kwargs = {key: _as_operation(kwargs[key]) for key in kwargs}
+        return function(*args, **kwargs)
 
     return call
 
@@ -173,11 +202,8 @@ def dtype_of(kind: Any) -> np.dtype[Any]:
     return np.dtype(np.float32 if is_float else kind)
 
 
-def placeholder(program: Program, dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
+def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
     """Return a tensor whose value each run must feed; see `ndistribute.graph.placeholder`."""
-    if not program.uses_graphs():
-        where = "inside Graph().as_default(), or after disable_eager_execution()"
-        raise RuntimeError(f"placeholder makes an operation of a graph: call it {where}.")
     return graph.placeholder(dtype_of(dtype), shape, name)
 
 
@@ -333,9 +359,13 @@ def zero_fraction(value: Any) -> Any:
     return np.mean(np.equal(value, 0).astype(np.float32))
 
 
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, Symbolic) else narrowed(value)
+
+
 def _check_ranks(labels: Any, predictions: Any) -> None:
     """Raise ValueError if labels have another number of axes, which would be broadcast."""
-    shapes = [graph.as_tensor(values).shape for values in (labels, predictions)]
+    shapes = [_tensor(values).shape for values in (labels, predictions)]
     if None not in shapes and len({len(shape or ()) for shape in shapes}) > 1:
         raise ValueError(
             f"labels of shape {shapes[0]} and predictions of shape {shapes[1]} would be broadcast: "
@@ -348,11 +378,11 @@ def _mean_loss(losses: Any, weights: Any, collection: str | None) -> Any:
     if isinstance(weights, int | float) and weights == 1:
         loss = np.mean(losses)
     else:
-        weights = graph.as_tensor(weights).astype(losses.dtype or np.float32)
+        weights = _tensor(weights).astype(losses.dtype or np.float32)
         spread = np.broadcast_to(weights, np.shape(losses))
         count = np.sum(np.not_equal(spread, 0)).astype(losses.dtype or np.float32)
         loss = np.sum(losses * spread) / np.maximum(count, 1)
-    if collection:
+    if collection and isinstance(loss, Symbolic):
         graph.get_default_graph().add_to_collection(collection, loss)
     return loss
 
@@ -366,8 +396,8 @@ def mean_squared_error(
 ) -> Any:
     """Return the mean of the squared differences."""
     _check_ranks(labels, predictions)
-    predictions = graph.as_tensor(predictions)
-    labels = graph.as_tensor(labels).astype(predictions.dtype or np.float32)
+    predictions = _tensor(predictions)
+    labels = _tensor(labels).astype(predictions.dtype or np.float32)
     return _mean_loss(np.square(predictions - labels), weights, loss_collection)
 
 
@@ -381,7 +411,7 @@ def softmax_cross_entropy(
 ) -> Any:
     """Return the mean cross entropy of rows of probabilities."""
     if label_smoothing:
-        labels = graph.as_tensor(onehot_labels).astype(graph.as_tensor(logits).dtype or np.float32)
+        labels = _tensor(onehot_labels).astype(_tensor(logits).dtype or np.float32)
         spread = label_smoothing / np.shape(labels)[-1].astype(labels.dtype)
         onehot_labels = labels * (1 - label_smoothing) + spread
     losses = nn.softmax_cross_entropy(logits, onehot_labels)
@@ -396,7 +426,7 @@ def sparse_softmax_cross_entropy(
     loss_collection: str | None = "losses",
 ) -> Any:
     """Return the mean cross entropy of class numbers."""
-    numbers = np.reshape(graph.as_tensor(labels), np.shape(logits)[:-1])
+    numbers = np.reshape(_tensor(labels), np.shape(logits)[:-1])
     return _mean_loss(nn.softmax_cross_entropy(logits, numbers), weights, loss_collection)
 
 
@@ -410,7 +440,7 @@ def sigmoid_cross_entropy(
 ) -> Any:
     """Return the mean cross entropy of probabilities that do not exclude each other."""
     _check_ranks(multi_class_labels, logits)
-    labels = graph.as_tensor(multi_class_labels).astype(graph.as_tensor(logits).dtype or np.float32)
+    labels = _tensor(multi_class_labels).astype(_tensor(logits).dtype or np.float32)
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
     return _mean_loss(nn.sigmoid_cross_entropy(logits, labels), weights, loss_collection)
@@ -543,6 +573,10 @@ def set_verbosity(level: int) -> None:
     """Set from which level on messages are shown."""
     logging.basicConfig(format="%(levelname)s:%(message)s")
     _log.setLevel(level)
+
+
+def _as_operation(value: Any) -> Any:
+    return graph.as_tensor(value) if isinstance(value, list | np.ndarray) else value
 
 
 def _as_fetch(value: Any) -> Any:

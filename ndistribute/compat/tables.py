@@ -29,9 +29,9 @@ TF2 = """
 [distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
     HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp ReductionToOneDevice
     ReplicaContext Strategy experimental_set_strategy=set_strategy get_replica_context get_strategy
-    has_strategy in_cross_replica_context  ndistribute/server: Server  ndistribute/strategy:
-    CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
-    ParameterServerStrategy TPUStrategy
+    has_strategy in_cross_replica_context  ndistribute/server: Server
+    ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
+    OneDeviceStrategy ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute/resolver: SimpleClusterResolver
     SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver
 [distribute.coordinator] ndistribute: ClusterCoordinator
@@ -76,25 +76,25 @@ TF2 = """
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
 [keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
-[keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale  .models.layers:
-    set_global_policy=set_dtype_policy
+[keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
+    .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential load_model save_model
-[keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer  .compat.adapters:
-    get=get_optimizer
+[keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
+    .compat.adapters: get=get_optimizer
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
-[keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator  .compat.adapters:
-    to_categorical
+[keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
+    .compat.adapters: to_categorical
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] numpy/operation: einsum  numpy/binary: tensordot  numpy/unary: trace  numpy.linalg/unary:
-    cholesky det eigh eigvalsh inv pinv qr slogdet  numpy.linalg/binary: cross solve
-    .compat.tensor_functions: eye global_norm matmul norm  .compat.array_functions/unary: diag
-    diag_part l2_normalize matrix_transpose matvec normalize svd tensor_diag=diag
-    tensor_diag_part=diag_part
+[linalg] numpy/operation: einsum  numpy/binary: tensordot  numpy/unary: trace
+    numpy.linalg/unary: cholesky det eigh eigvalsh inv pinv qr slogdet  numpy.linalg/binary: cross
+    solve  .compat.tensor_functions: eye global_norm matmul norm
+    .compat.array_functions/unary: diag diag_part l2_normalize matrix_transpose matvec normalize svd
+    tensor_diag=diag tensor_diag_part=diag_part
 [math] numpy/unary: abs acos=arccos acosh=arccosh angle asin=arcsin asinh=arcsinh atan=arctan
     atanh=arctanh ceil conj cos cosh exp expm1 floor imag is_finite=isfinite is_inf=isinf
     is_nan=isnan log log1p logical_not negative real reciprocal rint round sign sin sinh sqrt square
@@ -105,10 +105,10 @@ TF2 = """
     logical_or logical_xor maximum minimum mod=remainder multiply not_equal pow=power
     scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all reduce_any=any
     reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std reduce_sum=sum
-    reduce_variance=var  numpy/index: argmax argmin  .models.nn/reduction:
-    reduce_logsumexp=logsumexp  .models.activations/unary: softplus  .models.nn/unary: sigmoid
-    .compat.tensor_functions: accumulate_n=add_n add_n cumsum in_top_k  .compat.graphs/operation:
-    zero_fraction
+    reduce_variance=var  numpy/index: argmax argmin
+    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/unary: softplus
+    .models.nn/unary: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n cumsum in_top_k
+    .compat.graphs/operation: zero_fraction
 [nest] .tree: flatten map_structure=map_leaves pack_sequence_as=unflatten
 [nn] .models.activations/unary: elu softplus  .models.nn/unary: gelu relu sigmoid silu swish=silu
     numpy/unary: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup in_top_k l2_loss
@@ -117,8 +117,8 @@ TF2 = """
     sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/operation: avg_pool
     avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
     .compat.array_functions/unary: batch_normalization l2_normalize log_sigmoid moments relu6 selu
-    top_k  .models.losses: compute_average_loss scale_regularization_loss  .models.nn/last_axis:
-    log_softmax softmax
+    top_k  .models.losses: compute_average_loss scale_regularization_loss
+    .models.nn/last_axis: log_softmax softmax
 [random] ndistribute: set_seed  .compat.tensor_functions/either: normal truncated_normal uniform
     .compat.tensor_functions: Generator categorical shuffle
 [saved_model] .compat.adapters: load=load_model save=save_model
@@ -142,10 +142,10 @@ TF2 = """
     sort tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min tensor_scatter_nd_sub
     tensor_scatter_nd_update unique unique_with_counts  .compat.array_functions/operation: case
     foldl map_fn meshgrid scan scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like
-    reshape unravel_index zeros_like  numpy/joining: concat=concatenate stack  numpy/counted:
-    rank=ndim shape size  numpy: newaxis  .graph.shapes: TensorShape=Shape  builtins: print
-    .compat.graphs: init_scope  .compat.graphs/program: device executing_eagerly name_scope
-    while_loop  .models.initializers/initializer: constant_initializer=Constant
+    reshape unravel_index zeros_like  numpy/joining: concat=concatenate stack
+    numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes: TensorShape=Shape
+    builtins: print  .compat.graphs: init_scope  .compat.graphs/program: device executing_eagerly
+    name_scope while_loop  .models.initializers/initializer: constant_initializer=Constant
     ones_initializer=Ones random_normal_initializer=RandomNormal
     random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
 """
@@ -164,51 +164,53 @@ TF1 = """
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
     LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
     TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
-[gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob  os:
-    ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir  .compat.adapters:
-    DeleteRecursively=rmtree MakeDirs=makedirs
-[layers] .compat.layers: average_pooling2d batch_normalization conv2d dense dropout flatten
+[gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob
+    os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
+    .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
+[layers] .compat.layers/graph: average_pooling2d batch_normalization conv2d dense dropout flatten
     max_pooling2d
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING  .compat.graphs: debug error info
     set_verbosity warn=warning warning
-[losses] .compat.graphs: get_regularization_loss get_total_loss mean_squared_error
+[losses] .compat.graphs/losses: get_regularization_loss get_total_loss mean_squared_error
     sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
-[metrics] .graph.streaming_metrics: accuracy mean mean_absolute_error mean_squared_error precision
-    recall root_mean_squared_error
+[metrics] .graph.streaming_metrics/graph: accuracy mean mean_absolute_error mean_squared_error
+    precision recall root_mean_squared_error
 [math] .compat.graphs/operation: in_top_k
-[nn] .compat.graphs/operation: dropout in_top_k xw_plus_b  .compat.tensor_functions:
-    sigmoid_cross_entropy_with_logits=sigmoid_loss_v1
+[nn] .compat.graphs/operation: in_top_k xw_plus_b
+    .compat.tensor_functions/either: dropout=dropout_v1
+    .compat.tensor_functions: sigmoid_cross_entropy_with_logits=sigmoid_loss_v1
     softmax_cross_entropy_with_logits=softmax_loss_v1
     softmax_cross_entropy_with_logits_v2=softmax_loss
     sparse_softmax_cross_entropy_with_logits=sparse_softmax_loss_v1
-[summary] .graph.summary: histogram image merge merge_all scalar  .graph.summary/writer: FileWriter
-    SummaryWriter=FileWriter
-[train] ndistribute/server: Server  .compat.signatures: start_queue_runners=nothing  .compat.graphs:
-    MonitoredTrainingSession=MonitoredBytesSession global_step  .compat.graph_supervisor: Supervisor
-    .graph.variables: get_global_step=find_global_step  .compat.tf.compat.v1.summary: SummaryWriter
-    .graph: AdagradOptimizer AdamOptimizer CheckpointSaverHook CheckpointSaverListener FinalOpsHook
-    GlobalStepWaiterHook GradientDescentOptimizer LoggingTensorHook MomentumOptimizer
-    NanLossDuringTrainingError NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold
-    SessionRunArgs SessionRunContext SessionRunHook SessionRunValues StepCounterHook StopAtStepHook
-    SummarySaverHook SyncReplicasOptimizer create_global_step=get_or_create_global_step
-    exponential_decay get_or_create_global_step piecewise_constant polynomial_decay
-    replica_device_setter
-[] .compat.graphs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
-    enable_eager_execution=use_arrays enable_v2_behavior=use_arrays placeholder  .compat.graphs:
-    InteractiveSession RunOptions Session=BytesSession add_to_collection assign assign_add
-    assign_sub get_collection set_random_seed  .compat.tensor_functions/either:
-    global_variables_initializer glorot_uniform_initializer
-    initialize_all_variables=global_variables_initializer
+[summary] .graph.summary/graph: histogram image merge merge_all scalar
+    .graph.summary/writer: FileWriter SummaryWriter=FileWriter
+[train] .graph/eagerly: AdagradOptimizer AdamOptimizer GradientDescentOptimizer MomentumOptimizer
+    RMSPropOptimizer  .compat.tensor_functions/either: create_global_step=global_step
+    get_or_create_global_step=global_step  ndistribute/server: Server
+    .compat.signatures: start_queue_runners=nothing
+    .compat.graphs: MonitoredTrainingSession=MonitoredBytesSession global_step
+    .compat.graph_supervisor: Supervisor  .graph.variables: get_global_step=find_global_step
+    .compat.tf.compat.v1.summary: SummaryWriter  .graph: CheckpointSaverHook CheckpointSaverListener
+    FinalOpsHook GlobalStepWaiterHook LoggingTensorHook NanLossDuringTrainingError NanTensorHook
+    Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
+    StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer exponential_decay
+    piecewise_constant polynomial_decay replica_device_setter
+[] .compat.tensor_functions/either: get_variable global_variables_initializer
+    glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
     random_normal=normal random_normal_initializer random_uniform=uniform random_uniform_initializer
-    truncated_normal truncated_normal_initializer  .compat.graphs/operation: to_float to_int32
-    to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions  .graph: AUTO_REUSE
-    ConfigProto all_variables=global_variables get_default_graph get_variable get_variable_scope
-    global_variables gradients local_variables report_uninitialized_variables reset_default_graph
-    trainable_variables variable_scope variables_initializer  .graph.summary:
-    histogram_summary=histogram image_summary=image merge_all_summaries=merge_all
-    merge_summary=merge scalar_summary=scalar  numpy/binary: mul=multiply sub=subtract  numpy/unary:
-    diag neg=negative  numpy/joining: pack=stack  .compat.tensor_functions: div global_norm
-    unpack=unstack
+    truncated_normal truncated_normal_initializer
+    .compat.graphs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
+    enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
+    .compat.graphs: InteractiveSession RunOptions Session=BytesSession add_to_collection assign
+    assign_add assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
+    to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions
+    .compat.graphs/graph: placeholder  .graph: AUTO_REUSE ConfigProto all_variables=global_variables
+    get_default_graph get_variable_scope global_variables gradients local_variables
+    report_uninitialized_variables reset_default_graph trainable_variables variable_scope
+    variables_initializer  .graph.summary: histogram_summary=histogram image_summary=image
+    merge_all_summaries=merge_all merge_summary=merge scalar_summary=scalar
+    numpy/binary: mul=multiply sub=subtract  numpy/unary: diag neg=negative
+    numpy/joining: pack=stack  .compat.tensor_functions: div global_norm unpack=unstack
 """
 INSTEAD: dict[str, str] = {}

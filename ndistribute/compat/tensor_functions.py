@@ -383,6 +383,13 @@ def _categorical(logits: Any, num_samples: int, dtype: Any = np.int64, seed: Any
     return np.argmax(np.asarray(logits)[:, None] + noise, -1).astype(dtype)
 
 
+def _dropout_v1(
+    x: Any, keep_prob: Any = None, noise_shape: Any = None, seed: Any = None, rate: Any = None
+) -> Any:
+    return _dropout(x, 1 - keep_prob if rate is None else rate, noise_shape, seed)
+
+
+dropout_v1 = unary(graphs.dropout, 0), unary(_dropout_v1)
 dropout, shuffle, categorical = unary(_dropout), unary(_shuffle), unary(_categorical)
 complex_number = unary(lambda real, imag: np.add(real, 1j * np.asarray(imag, real.dtype)))
 in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, targets, k), 2)
@@ -450,3 +457,33 @@ def set_value(x: Any, value: Any) -> None:
 def get_value(x: Any) -> Any:
     """Return the value of a variable or tensor as NumPy's; a number is returned unchanged."""
     return x.numpy() if hasattr(x, "numpy") else x
+
+
+def _get_variable(
+    name: str,
+    shape: Any = None,
+    dtype: Any = np.float32,
+    initializer: Any = None,
+    trainable: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Return a new variable: nothing is shared by its name."""
+    start = initializers.get("glorot_uniform" if initializer is None else initializer)
+    if callable(start):
+        start = (start() if isinstance(start, type) else start)(tuple(axis_of(shape)), dtype)
+    return eager_variable(start, trainable, name, **options)
+
+
+get_variable = graph.get_variable, _get_variable
+
+
+def _global_step() -> Any:
+    """Return the variable that counts steps beside the default graph."""
+    owner = graph.get_default_graph()
+    if not owner.get_collection("step_of_arrays"):
+        step = eager_variable(np.int64(0), False, "global_step")
+        owner.add_to_collection("step_of_arrays", step)
+    return owner.get_collection("step_of_arrays")[0]
+
+
+global_step = graph.get_or_create_global_step, _global_step

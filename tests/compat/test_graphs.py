@@ -162,7 +162,7 @@ def test_two_imports_in_one_process_follow_their_own_rules() -> None:
         with tf2.init_scope():
             assert tf2.constant(2.0).numpy() == 2.0
     assert tf2.cond(True, lambda: 1, lambda: 2) == 1
-    with pytest.raises(RuntimeError, match=r"Graph\(\)\.as_default"):
+    with pytest.raises(RuntimeError, match=r"as_default"):
         v1.placeholder(tf2.float32)
     assert tf.executing_eagerly() is False
     assert tf.compat.v1.train.Saver is v1.train.Saver is graph.Saver
@@ -376,3 +376,33 @@ def test_a_summary_goes_where_the_program_wants_it(capsys):
     model.summary(print_fn=lines.append)
     assert "Parameters: 3" in lines[0]
     assert capsys.readouterr().out == ""
+
+
+def test_names_of_the_first_generation_work_with_arrays_or_say_where_they_work() -> None:
+    """Outside of graphs `tf.compat.v1` makes no operation of a graph."""
+    v1 = tf2.compat.v1
+    w = v1.get_variable("w", [2], initializer=tf2.ones_initializer())
+    step = v1.train.get_or_create_global_step()
+    v1.train.GradientDescentOptimizer(0.25).minimize(lambda: w * w, global_step=step)
+    assert (w.numpy().tolist(), step.numpy()) == ([0.5, 0.5], 1)
+    assert v1.train.get_or_create_global_step() is step
+    optimizer = v1.train.MomentumOptimizer(1.0, 0.5)
+    for _ in range(2):
+        optimizer.apply_gradients([(np.float32([1.0, 0.0]), w)])
+    assert v1.assign_add(w, [0.0, 1.0]).numpy().tolist() == [-2.0, 1.5]
+    assert v1.global_variables_initializer() is None
+    for value in (
+        v1.losses.mean_squared_error([1.0, 2.0], [1.0, 4.0]),
+        v1.random_normal([2]),
+        v1.nn.dropout(tf2.ones([2]), keep_prob=0.5),
+        v1.to_float([1]),
+    ):
+        assert tf2.is_tensor(value)
+        assert value.numpy().dtype == np.float32
+    for make in (
+        lambda: v1.layers.dense(np.ones((1, 2)), 3),
+        lambda: v1.summary.scalar("loss", 1.0),
+        lambda: v1.metrics.mean([1.0]),
+    ):
+        with pytest.raises(RuntimeError, match=r"makes an operation of a graph: .*as_default"):
+            make()
