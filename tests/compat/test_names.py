@@ -12,9 +12,10 @@ import pytest
 from ndistribute.compat.tf.keras import layers
 
 import ndistribute as nd
-from ndistribute.compat import tf, tf1
+from ndistribute.compat import tables, tf, tf1
 from ndistribute.compat.tf import keras
 from ndistribute.optimizers.algorithms import SGDRule
+from tests.compat import names_table
 
 rng = np.random.default_rng(0)
 
@@ -62,11 +63,30 @@ def test_every_name_that_a_namespace_lists_exists() -> None:
 
 
 def test_names_of_the_page_for_users_of_tensorflow_exist() -> None:
-    page = (Path(__file__).parents[2] / "docs/from-tensorflow.md").read_text()
+    page = names_table.PAGE.read_text().replace(names_table.table(), "")
     paths = set(re.findall(r"\btf\.(\w+(?:\.\w+)*)", page)) - {"reduce_sums"}
     assert len(paths) > 35
     for path in paths:
         functools.reduce(getattr, path.split("."), tf1)
+
+
+def test_the_table_of_names_is_that_of_today() -> None:
+    """Write it by ``python -m tests.compat.names_table``."""
+    page = names_table.PAGE.read_text()
+    assert names_table.written(page) == page
+
+
+@pytest.mark.parametrize("path", sorted(tables.INSTEAD))
+def test_a_missing_name_of_the_table_says_what_to_use_instead(path: str) -> None:
+    name = ".".join(path.split(".")[: 2 if path.startswith("contrib") else None])
+    root = tf.compat.v1 if path.startswith("contrib") else tf
+    with pytest.raises(AttributeError, match=re.escape(f"Use {tables.INSTEAD[path]}.")):
+        functools.reduce(getattr, name.split("."), root)
+
+
+@pytest.mark.parametrize("path", sorted(names_table.DIFFERS))
+def test_a_name_that_differs_exists(path: str) -> None:
+    assert functools.reduce(getattr, path.split("."), tf) is not None
 
 
 def test_adapted_names_are_pickled_by_their_path() -> None:
