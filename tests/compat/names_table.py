@@ -15,14 +15,14 @@ PAGE = Path(__file__).parents[2] / "docs/from-tensorflow.md"
 START, END = "<!-- names: written by tests/compat/names_table.py -->", "<!-- end of names -->"
 DIFFERS = {
     "Module": "`with_name_scope` changes no name",
-    "control_dependencies": "has no effect on arrays, which are computed in order; so `group`, `no_op`",
+    "control_dependencies": "has no effect on arrays, which come in order; so `group`, `no_op`",
     "data.Dataset": "elements are read-only; unseeded shuffles are the same on all workers",
     "device": "places operations of graphs, not arrays; `name_scope` names them",
     "errors.OutOfRangeError": "is Python's `StopIteration`",
     "estimator.Estimator": "checkpoints are [folders](checkpoints.md)",
     "function": "returns its function, [compiled](compiled.md) with `jit_compile=True`",
     "keras.Model": "a step is a NumPy function: see [below](#differences-from-keras)",
-    "keras.optimizers.Optimizer": "`learning_rate` is a number, or a function of the step, no variable",
+    "keras.optimizers.Optimizer": "`learning_rate` is a number or a function, not a variable",
     "nn.conv2d": "images are channels last, without dilations; so the poolings",
     "random.normal": "other numbers than TensorFlow's for one seed; so all random functions",
     "saved_model.save": "saves models, without their code",
@@ -43,13 +43,7 @@ def table() -> str:
     for path in sorted({*kept, *map(_parent, INSTEAD)}):
         known = kept.get(path)
         works = "" if known is None else _works(path, known)
-        differs = [
-            f"`{_last(name)}` {how}" for name, how in DIFFERS.items() if _parent(name) == path
-        ]
-        missing = [
-            f"`{_last(name)}`: {use}" for name, use in INSTEAD.items() if _parent(name) == path
-        ]
-        cells = [works, "; ".join(differs), "; ".join(missing)]
+        cells = [works, _told(DIFFERS, path, " "), _told(INSTEAD, path, ": ")]
         title = f"`tf.{path}`" if path else "`tf`"
         rows.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(rows)
