@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +31,10 @@ from ndistribute.compat.signatures import (
     unary,
 )
 from ndistribute.compat.tensor_functions import eager_constant, one_hot
-from ndistribute.compat.tensors import WatchingTape, as_tensor, plain, variable_type
+from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plain, variable_type
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
+from ndistribute.models.checkpoint import read_newest
 from ndistribute.tree import map_leaves
 from ndistribute.values import DistributedValues
 
@@ -44,6 +46,21 @@ def tensors(nest: Any) -> Any:
     if isinstance(nest, dict):
         return {key: tensors(value) for key, value in nest.items()}
     return plain(eager_constant(nest))
+
+
+class TensorIterator:
+    """An iterator over a dataset, whose elements are tensors."""
+
+    def __init__(self, elements: Any) -> None:
+        self._elements = elements
+
+    def __iter__(self) -> TensorIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return map_leaves(tensor_if_array, next(self._elements))
+
+    get_next = __next__
 
 
 class TensorDataset(nd.Dataset):
@@ -66,7 +83,7 @@ class TensorDataset(nd.Dataset):
     make_initializable_iterator = make_one_shot_iterator
 
     def __iter__(self) -> Any:
-        return map(functools.partial(map_leaves, tensor_if_array), super().__iter__())
+        return TensorIterator(super().__iter__())
 
     @classmethod
     def from_tensor_slices(cls, nest: Any, name: Any = None) -> nd.Dataset:
@@ -97,11 +114,39 @@ class Restored(SimpleNamespace):
         return self
 
 
+def _file_in(prefix: Any) -> Any:
+    """Return the path of a checkpoint, also for the path of a folder with a slash at the end."""
+    return f"{prefix}ckpt" if str(prefix).endswith(os.sep) else prefix
+
+
+def list_variables(ckpt_dir_or_file: Any) -> list[tuple[str, list[int]]]:
+    """Return the names and shapes of what a checkpoint contains."""
+    return [(name, list(array.shape)) for name, array in sorted(_read(ckpt_dir_or_file).items())]
+
+
+def load_variable(ckpt_dir_or_file: Any, name: str) -> Any:
+    """Return the value of a name in a checkpoint."""
+    return np.asarray(_read(ckpt_dir_or_file)[name])
+
+
+def _read(path: Any) -> Any:
+    newest = models.latest_checkpoint(path) if Path(path).is_dir() else None
+    return read_newest(newest or Path(path))[1]
+
+
 class Checkpoint(nd.Checkpoint):
     """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
         super().__init__(**({} if root is None else {"root": root}), **objects)
+
+    def save(self, file_prefix: Any, options: Any = None) -> Any:
+        return super().save(_file_in(file_prefix))
+
+    def write(self, file_prefix: Any, options: Any = None) -> str:
+        """Write the state, and return the path that was passed."""
+        super().save(file_prefix)
+        return str(file_prefix)
 
     def restore(self, path: Any, options: Any = None) -> Any:
         if path is not None:
@@ -134,6 +179,7 @@ class Model(models.Model):
         self.export(filepath)
 
     weights = property(lambda self: self.variables)
+    submodules = property(lambda self: tuple(self.walk())[1:])
     trainable_weights = property(lambda self: self.trainable_variables)
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
@@ -172,12 +218,16 @@ def _only_grpc(init: Any) -> Any:
     return call
 
 
-rate = property(
-    adapted(lambda self: vars(_holder(self))["learning_rate"]),
-    lambda self, rate: vars(_holder(self)).update(
-        learning_rate=rate if callable(rate) else float(rate)
-    ),
-)
+def _get_rate(optimizer: Any) -> Any:
+    rate = vars(_holder(optimizer))["learning_rate"]
+    return rate if callable(rate) else assignable(rate, functools.partial(_set_rate, optimizer))
+
+
+def _set_rate(optimizer: Any, rate: Any) -> None:
+    vars(_holder(optimizer)).update(learning_rate=rate if callable(rate) else float(rate))
+
+
+rate = property(_get_rate, _set_rate)
 _steps: Any = vars(nd.optimizers.Optimizer)["iterations"]
 steps = property(lambda self: as_tensor(np.int64(_steps.fget(self))), _steps.fset)
 
@@ -199,6 +249,19 @@ def constraining(kind: Any) -> Any:
         return result
 
     return apply_gradients
+
+
+def minimizing_at_once(kind: Any) -> Any:
+    """Return the method of an optimizer that takes a loss, or a function that computes it."""
+
+    def minimize(self: Any, loss: Any, *args: Any, **options: Any) -> Any:
+        if not callable(loss):
+            return kind.minimize(self, loss, *args, **options)
+        with WatchingTape() as tape:
+            target = loss()
+        return kind.minimize(self, target, *args, **{**options, "tape": tape})
+
+    return minimize
 
 
 def minimizing(kind: Any) -> Any:
@@ -276,7 +339,12 @@ ADAPTERS: dict[str, Any] = {
     ),
     "operation": lambda function: unary(function, 0),
     "optimizer": lambda kind: subclass(
-        kind, learning_rate=rate, lr=rate, iterations=steps, apply_gradients=constraining(kind)
+        kind,
+        learning_rate=rate,
+        lr=rate,
+        iterations=steps,
+        apply_gradients=constraining(kind),
+        minimize=minimizing_at_once(kind),
     ),
     "reduction": reduction,
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),

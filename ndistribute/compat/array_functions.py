@@ -97,8 +97,9 @@ def meshgrid(*args: Any, indexing: str = "xy") -> Any:
 
 def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
     """Return numbers at equal distances."""
-    kind = np.result_type(np.asarray(start).dtype, np.float32) if np.ndim(start) else np.float32
-    return np.linspace(start, stop, int(num), axis=axis, dtype=kind)
+    first, last = np.asarray(start), np.asarray(stop)
+    kind = first.dtype if first.dtype.kind == "f" else np.float64
+    return np.linspace(first, last, int(num), axis=axis, dtype=kind)
 
 
 def repeat(input: Any, repeats: Any, axis: Any = None) -> Any:
@@ -311,3 +312,8 @@ def switch_case(branch_index: Any, branch_fns: Any, default: Any = None) -> Any:
     """Return the result of the function of a number."""
     branches = dict(branch_fns if isinstance(branch_fns, dict) else enumerate(branch_fns))
     return branches.get(int(branch_index), default or [*branches.values()][-1])()
+
+
+def to_number(input: Any, out_type: Any = np.float32) -> Any:
+    """Return the numbers that text has."""
+    return np.asarray(input).astype(out_type)

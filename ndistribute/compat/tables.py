@@ -24,6 +24,7 @@ TF2 = """
     assert_non_negative=greater_equal assert_none_equal=not_equal assert_positive=greater
     .compat.tensor_functions: check_numerics
 [strings] numpy.strings/unary: length=str_len lower strip upper
+    .compat.array_functions/unary: to_number
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: VERSION=__version__
 [distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
@@ -120,19 +121,20 @@ TF2 = """
     top_k  .models.losses: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
 [random] ndistribute: set_seed  .compat.tensor_functions/either: normal truncated_normal uniform
-    .compat.tensor_functions: Generator categorical shuffle
+    .compat.tensor_functions: Generator categorical get_global_generator shuffle stateless_normal
+    stateless_uniform
 [saved_model] .compat.adapters: load=load_model save=save_model
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
-[train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
-    .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint  .graph: Coordinator
-    get_checkpoint_state
+[train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint list_variables
+    load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
+    .graph: Coordinator get_checkpoint_state
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
-    ndistribute: IndexedSlices VariableAggregation VariableSynchronization custom_gradient
-    stop_gradient  .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor
+    ndistribute: IndexedSlices VariableAggregation VariableSynchronization stop_gradient
+    .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor custom_gradient
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: TensorSpec
     clip_by_global_norm clip_by_value complex=complex_number expand_dims fill function gather
     identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack
@@ -219,6 +221,8 @@ INSTEAD = {
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
     "TensorArray": "a list, and tf.stack",
     "audio": "SciPy in Dataset.map",
+    "config.LogicalDeviceConfiguration": 'MirroredStrategy(["cpu:0", "cpu:1"])',
+    "config.set_logical_device_configuration": 'MirroredStrategy(["cpu:0", "cpu:1"])',
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
     "data.TFRecordDataset": "arrays, or Dataset.from_files with a reader",
@@ -244,10 +248,10 @@ INSTEAD = {
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
-    "random.stateless_normal": "tf.random.normal with a seed",
-    "random.stateless_uniform": "tf.random.uniform with a seed",
     "signal": "NumPy and SciPy",
     "sparse": "tf.IndexedSlices, or whole arrays",
+    "strings.join": "str.join, or + of tensors of text",
+    "strings.split": "str.split of x.numpy().decode()",
     "train.Example": "arrays in .npz files",
     "train.QueueRunner": "a dataset",
     "train.batch": "Dataset.batch",

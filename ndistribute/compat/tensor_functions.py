@@ -225,14 +225,19 @@ def _tensor_function(func: Any, inp: Any, *args: Any, **options: Any) -> Any:
 
 numpy_function = py_func = graphs.py_func, unary(_called(np.asarray), 0)
 py_function = _tensor_function, unary(_called(convert_to_tensor), 0)
-gather = unary(
-    lambda params, indices, axis=0: (
-        params[indices]
-        if isinstance(params, Symbolic) and not axis
-        else np.take(params, convert_to_tensor(indices), axis)
-    ),
-    ids="indices",
-)
+
+
+def _gather(params: Any, indices: Any, axis: Any = None, batch_dims: int = 0) -> Any:
+    axis = batch_dims if axis is None else axis
+    if isinstance(params, Symbolic) and not axis:
+        return params[indices]
+    if not batch_dims:
+        return np.take(params, convert_to_tensor(indices), axis)
+    pairs = zip(params, convert_to_tensor(indices), strict=True)
+    return np.stack([_gather(x, i, axis - (axis > 0), batch_dims - 1) for x, i in pairs])
+
+
+gather = unary(_gather, ids="indices")
 
 
 def _embedding_lookup(params: Any, ids: Any, partition_strategy: str = "mod") -> Any:
@@ -389,7 +394,15 @@ def _dropout_v1(
     return _dropout(x, 1 - keep_prob if rate is None else rate, noise_shape, seed)
 
 
+def _stateless(draw: Any) -> Any:
+    """Return a function that draws from a seed of two numbers."""
+    return unary(
+        lambda shape, seed, *args, **named: draw(shape, *args, **named | {"seed": seed}), 0
+    )
+
+
 dropout_v1 = unary(graphs.dropout, 0), unary(_dropout_v1)
+stateless_normal, stateless_uniform = _stateless(_normal), _stateless(_uniform)
 dropout, shuffle, categorical = unary(_dropout), unary(_shuffle), unary(_categorical)
 complex_number = unary(lambda real, imag: np.add(real, 1j * np.asarray(imag, real.dtype)))
 in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, targets, k), 2)
@@ -424,6 +437,12 @@ class Generator:
         """Return numbers between two bounds."""
         return as_tensor(_uniform(shape, minval, maxval, dtype, self._rng))
 
+    def truncated_normal(
+        self, shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = np.float32
+    ) -> Any:
+        """Return normal numbers within two standard deviations."""
+        return as_tensor(_truncated_normal(shape, mean, stddev, dtype, self._rng))
+
     def split(self, count: int = 1) -> list[Generator]:
         """Return independent generators."""
         return list(map(Generator, self._rng.spawn(count)))
@@ -448,9 +467,7 @@ def check_numerics(tensor: Any, message: str = "") -> Any:
 
 
 def set_value(x: Any, value: Any) -> None:
-    """Set the value of a variable."""
-    if not isinstance(x, nd.Variable):
-        raise TypeError("set_value needs a variable; write optimizer.learning_rate = value.")
+    """Set the value of a variable, or of an optimizer's rate."""
     x.assign(value)
 
 
@@ -487,3 +504,8 @@ def _global_step() -> Any:
 
 
 global_step = graph.get_or_create_global_step, _global_step
+
+
+def get_global_generator() -> Generator:
+    """Return the generator of the replica, or a new one that the seed of the program decides."""
+    return Generator(generator())

@@ -7,6 +7,7 @@ dtype, as TensorFlow does; NumPy's own functions follow NumPy's rules.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from ndistribute.variables.variable import ArrayLike
 
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
 _COMPARISONS = "lt le gt ge eq ne".split()
+_log = logging.getLogger("ndistribute")
 _TASK = "/job:localhost/replica:0/task:0"
 _lengths = vars(np.ndarray)["shape"].__get__
 
@@ -216,10 +218,17 @@ class WatchingTape(nd.GradientTape):
 
     def watch(self, tensor: Any) -> Any:
         """Watch tensors and variables; return what was passed, but tracked arrays for arrays."""
-        for leaf in tree.flatten(tensor):
-            if type(leaf) is Tensor and leaf.dtype.kind in "fc":
-                leaf.__class__ = WatchedTensor
-        return super().watch(tensor)
+
+        def watched(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return super(WatchingTape, self).watch(leaf)
+            if leaf.dtype.kind not in "fc":
+                _log.warning("GradientTape.watch: a tensor of %s has no gradient.", leaf.dtype)
+                return leaf
+            leaf.__class__ = WatchedTensor
+            return super(WatchingTape, self).watch(leaf)
+
+        return tree.map_leaves(watched, tensor)
 
     def gradient(  # type: ignore[override]
         self,
@@ -240,7 +249,7 @@ class WatchingTape(nd.GradientTape):
     @accepting("experimental_use_pfor", "parallel_iterations")
     def batch_jacobian(self, target: Any, source: Any, unconnected_gradients: Any = "none") -> Any:
         """Return the derivatives of each example of a batch; see `gradient`."""
-        return self._of_watched(super().batch_jacobian, target, source, unconnected_gradients)
+        return as_tensor(super().batch_jacobian(target, source, unconnected_gradients))
 
     def _of_watched(self, find: Any, target: Any, sources: Any, unconnected: Any) -> Any:
         leaves = tree.flatten(sources)
@@ -258,18 +267,45 @@ class WatchingTape(nd.GradientTape):
         return tree.unflatten(sources, map(as_tensor, gradients))
 
 
-class Slice(Tensor):
-    """A part of a variable, which can be assigned to."""
+def custom_gradient(f: Any) -> Any:
+    """Return a function whose derivative is defined by the function; see `nd.custom_gradient`."""
+
+    @functools.wraps(f)
+    def call(*args: Any, **options: Any) -> Any:
+        result, grad = f(*map(as_tensor, args), **options)
+
+        def gradients(*upstream: Any) -> Any:
+            results = grad(*map(as_tensor, upstream))
+            return list(results) if isinstance(results, list | tuple) else [results]
+
+        return result, gradients
+
+    return nd.custom_gradient(call)
+
+
+class Assignable(Tensor):
+    """A tensor that is read from something that can be set, such as a part of a variable."""
 
     def __array_finalize__(self, whole: Any) -> None:
-        self._variable: Any = None  # Of results that are computed from it.
+        self._set: Any = None  # Of results that are computed from it.
 
     def assign(self, value: Any) -> Any:
-        """Set this part of the variable, and return the variable."""
-        variable, index = self._variable
-        array = np.array(variable.numpy())
-        array[index] = value
-        return variable.assign(array)
+        """Set what this was read from."""
+        return self._set(value)
+
+
+def assignable(value: Any, how: Any) -> Any:
+    """Return a tensor whose `assign` calls a function."""
+    tensor: Any = as_tensor(np.float32(value) if isinstance(value, float) else value)
+    tensor = tensor.view(Assignable)
+    tensor._set = how
+    return tensor
+
+
+def _assign_part(variable: Any, index: Any, value: Any) -> Any:
+    array = np.array(variable.numpy())
+    array[index] = value
+    return variable.assign(array)
 
 
 @functools.cache
@@ -301,11 +337,9 @@ def flavored(kind: Any) -> Any:
             return kind.numpy(self)[()]
 
         def __getitem__(self, index: Any) -> Any:
-            part: Any = kind.__getitem__(self, index)
-            if isinstance(part, Tensor):
-                part = part.view(Slice)
-                part._variable = self, index
-            return part
+            part = kind.__getitem__(self, index)
+            assign = functools.partial(_assign_part, self, index)
+            return assignable(part, assign) if isinstance(part, Tensor) else part
 
         def __deepcopy__(self, memo: Any) -> Any:
             with self.distribute_strategy.scope():

@@ -154,7 +154,7 @@ class Sequential(Model):
     def _build_early(self) -> None:
         """Create the variables, if the first layer knows the shape of its input."""
         first = self.layers[0] if self.layers else None
-        if first is not None and first.input_shape is not None:
+        if first is not None and first.input_shape is not None and None not in first.input_shape:
             self.build_for(np.zeros((0, *first.input_shape), first.compute_dtype))
 
     def call(self, inputs: Any) -> Any:
