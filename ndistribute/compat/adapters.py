@@ -191,6 +191,7 @@ class Sequential(Model, models.Sequential):
     """A model of one layer after another, with the methods of Keras."""
 
 
+dataset_iterator = graph.DatasetIterator, iter
 # Other programs load the native classes; `load_model` loads ours.
 layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
 

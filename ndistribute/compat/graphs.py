@@ -204,7 +204,7 @@ def dtype_of(kind: Any) -> np.dtype[Any]:
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
     """Return a tensor whose value each run must feed; see `ndistribute.graph.placeholder`."""
-    return graph.placeholder(dtype_of(dtype), shape, name)
+    return graph.placeholder(dtype_of(dtype), [shape] if isinstance(shape, int) else shape, name)
 
 
 def no_op(name: str = "no_op") -> Any:

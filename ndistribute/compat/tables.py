@@ -158,7 +158,8 @@ TF1 = """
 [contrib.layers] .compat.graphs: l2_regularizer xavier_initializer=glorot_uniform_initializer
     .compat.layers: flatten
 [contrib.training] .graph: GreedyLoadBalancingStrategy byte_size_load_fn
-[data] .graph: make_initializable_iterator=DatasetIterator make_one_shot_iterator=DatasetIterator
+[data] .compat.adapters/either: make_initializable_iterator=dataset_iterator
+    make_one_shot_iterator=dataset_iterator
 [estimator.inputs] .compat.graphs: numpy_input_fn
 [feature_column] .estimator.feature_column: input_layer linear_model
 [flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float

@@ -1,4 +1,6 @@
-"""The table of names in docs/from-tensorflow.md: ``python -m tests.compat.names_table`` writes it.
+"""The table of names in docs/from-tensorflow.md.
+
+``python -m tests.compat.names_table`` writes it, and the stubs of the names.
 
 What works is what the namespaces list, and what to use instead of a missing name is what its error
 says. How a name differs is told here.
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from ndistribute.compat import tf
 from ndistribute.compat.tables import INSTEAD
+from tests.compat import name_stubs
 
 PAGE = Path(__file__).parents[2] / "docs/from-tensorflow.md"
 START, END = "<!-- names: written by tests/compat/names_table.py -->", "<!-- end of names -->"
@@ -87,4 +90,5 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
+    name_stubs.write()
     PAGE.write_text(written(PAGE.read_text()))

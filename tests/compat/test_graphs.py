@@ -391,6 +391,8 @@ def test_names_of_the_first_generation_work_with_arrays_or_say_where_they_work()
         optimizer.apply_gradients([(np.float32([1.0, 0.0]), w)])
     assert v1.assign_add(w, [0.0, 1.0]).numpy().tolist() == [-2.0, 1.5]
     assert v1.global_variables_initializer() is None
+    elements = v1.data.make_one_shot_iterator(tf2.data.Dataset.range(3, 4))
+    assert elements.get_next().numpy() == 3
     for value in (
         v1.losses.mean_squared_error([1.0, 2.0], [1.0, 4.0]),
         v1.random_normal([2]),

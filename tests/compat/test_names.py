@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ndistribute.compat.tf.keras import layers
 
 import ndistribute as nd
 from ndistribute.compat import tables, tf, tf1
 from ndistribute.compat.tf import keras
+from ndistribute.compat.tf.keras import layers
 from ndistribute.optimizers.algorithms import SGDRule
-from tests.compat import names_table
+from tests.compat import name_stubs, names_table
 
 rng = np.random.default_rng(0)
 
@@ -74,6 +74,15 @@ def test_the_table_of_names_is_that_of_today() -> None:
     """Write it by ``python -m tests.compat.names_table``."""
     page = names_table.PAGE.read_text()
     assert names_table.written(page) == page
+
+
+def test_the_stubs_have_the_names_of_today() -> None:
+    """Write them by ``python -m tests.compat.names_table``."""
+    known = name_stubs.stubs()
+    written = {*name_stubs.FOLDER.glob("tf*/**/*.pyi")}
+    assert {name_stubs.FOLDER / file for file in known} == written
+    for file, text in known.items():
+        assert (name_stubs.FOLDER / file).read_text() == text
 
 
 @pytest.mark.parametrize("path", sorted(tables.INSTEAD))
