@@ -27,7 +27,7 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 514,
     "collective": 3855,
-    "compat": 2270,
+    "compat": 2302,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33976
+TESTS_BUDGET = 34011
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -54,7 +54,7 @@ SHARED_CLASSES = {
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",
     "Sequential": "compat: exported files and default names of models contain it",
-    "Tensor": "compat: the text of an array begins with it, and graph.Tensor is public",
+    "Tensor": "compat: programs ask isinstance(x, tf.Tensor), and graph.Tensor is public",
 }
 
 

@@ -63,15 +63,27 @@ class TensorIterator:
     get_next = __next__
 
 
+def _of_elements(function: Any) -> Any:
+    """Return a function of elements, which are tensors, that makes no operations of graphs."""
+
+    @functools.wraps(function, ["__name__", "__qualname__"])
+    def call(*element: Any) -> Any:
+        with graphs.init_scope():
+            return function(*map_leaves(as_tensor, element))
+
+    return call if callable(function) else function
+
+
 class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")
     map = adapted(
-        lambda self, fn, *args, **kw: nd.Dataset.map(self, graphs.init_scope()(fn), *args, **kw),
+        lambda self, fn, *args, **kw: nd.Dataset.map(self, _of_elements(fn), *args, **kw),
         "deterministic",
         map_func="fn",
     )
+    filter = adapted(lambda self, predicate: nd.Dataset.filter(self, _of_elements(predicate)))
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
 
     as_numpy_iterator = nd.Dataset.__iter__
@@ -293,23 +305,60 @@ def minimizing(kind: Any) -> Any:
 def strategy(kind: Any) -> Any:
     """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
 
-    def shown(value: Any) -> Any:
+    def tensors_of(value: Any) -> Any:
         if not isinstance(value, DistributedValues):
             return tensor_if_array(value)
-        values = [map_leaves(tensor_if_array, each) for each in value.values]
-        return type(value)(values) if len(values) > 1 else values[0]
+        return type(value)(map_leaves(tensor_if_array, each) for each in value.values)
+
+    def shown(value: Any) -> Any:
+        value = tensors_of(value)
+        alone = isinstance(value, DistributedValues) and len(value.values) == 1
+        return value.values[0] if alone else value
+
+    def run(self: Any, fn: Any, args: Any = (), *more: Any, **options: Any) -> Any:
+        if self.devices[0].kind != "tpu":  # A compiled step gets what its program takes.
+            args = map_leaves(lambda x: tensors_of(x) if isinstance(x, kept) else x, args)
+        return map_leaves(shown, kind.run(self, fn, args, *more, **options))
 
     kept = DistributedValues, nd.Variable
 
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        return map_leaves(shown, kind.run(self, *args, **options))
+    def across(self: Any, value: Any) -> Any:
+        """Return what `run` returned on one replica as what differs between workers."""
+        if len(self.devices) > 1:
+            return value
+        return map_leaves(lambda x: x if isinstance(x, kept) else nd.PerReplica([x]), value)
 
     def reduce(self: Any, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        if len(self.devices) == 1:  # What `run` returned differs between workers.
-            value = map_leaves(lambda x: x if isinstance(x, kept) else nd.PerReplica([x]), value)
-        return map_leaves(tensor_if_array, kind.reduce(self, reduce_op, value, axis))
+        return map_leaves(tensor_if_array, kind.reduce(self, reduce_op, across(self, value), axis))
 
-    return subclass(kind, run=run, reduce=reduce, experimental_run_v2=run)
+    def gather(self: Any, value: Any, axis: int) -> Any:
+        return map_leaves(tensor_if_array, kind.gather(self, across(self, value), axis))
+
+    return subclass(kind, run=run, reduce=reduce, gather=gather, experimental_run_v2=run)
+
+
+class ReplicaTensors:
+    """The context of a replica, whose collectives return tensors."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def all_reduce(self, *args: Any, **options: Any) -> Any:
+        """Return what all replicas' values give together."""
+        return map_leaves(tensor_if_array, self._context.all_reduce(*args, **options))
+
+    def all_gather(self, *args: Any, **options: Any) -> Any:
+        """Return all replicas' values, joined."""
+        return map_leaves(tensor_if_array, self._context.all_gather(*args, **options))
+
+
+def get_replica_context() -> Any:
+    """Return the context of this thread's replica; None outside of replicas."""
+    context = nd.get_replica_context()
+    return None if context is None else ReplicaTensors(context)
 
 
 ADAPTERS: dict[str, Any] = {

@@ -95,6 +95,8 @@ def like(value: Any, other: Any) -> Any:
     """Return a tensor; numbers and arrays beside a tensor of a graph get its dtype if they fit."""
     if isinstance(value, Symbolic | Tracked | nd.Variable):
         return convert_to_tensor(value)
+    if type(value) is type(other) is Tensor and value.dtype == other.dtype:
+        return value
     if not isinstance(other, Symbolic):
         is_tensor = isinstance(other, Tensor | Tracked | nd.Variable)
         return convert_to_tensor(matched(other, value) if is_tensor else value)

@@ -27,9 +27,9 @@ TF2 = """
     .compat.array_functions/unary: to_number
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: VERSION=__version__
-[distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
-    HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp ReductionToOneDevice
-    ReplicaContext Strategy experimental_set_strategy=set_strategy get_replica_context get_strategy
+[distribute] .compat.adapters: get_replica_context  ndistribute: CrossDeviceOps DistributedDataset
+    DistributedValues HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp
+    ReductionToOneDevice ReplicaContext Strategy experimental_set_strategy=set_strategy get_strategy
     has_strategy in_cross_replica_context  ndistribute/server: Server
     ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
     OneDeviceStrategy ParameterServerStrategy TPUStrategy

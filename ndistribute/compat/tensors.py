@@ -411,6 +411,8 @@ def convert_to_tensor(
     value: Any, dtype: Any = None, dtype_hint: Any = None, name: Any = None
 ) -> Any:
     """Return a tensor; floats and integers of Python become float32 and int32."""
+    if type(value) is Tensor and (dtype is None or value.dtype == dtype):
+        return value
     if isinstance(value, Symbolic):
         return value if dtype is None else value.astype(dtype)
     if isinstance(value, Tracked | ArrayLike):

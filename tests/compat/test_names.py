@@ -99,8 +99,11 @@ def test_a_name_that_differs_exists(path: str) -> None:
 
 
 def test_adapted_names_are_pickled_by_their_path() -> None:
-    for name in (tf.math.add, tf.reduce_sum, tf.distribute.MirroredStrategy, keras.optimizers.Adam):
+    adapted = tf.math.add, tf.reduce_sum, tf.distribute.MirroredStrategy, keras.optimizers.Adam
+    for name in (*adapted, tf.constant, tf1.constant, tf.Variable, tf1.Variable, tf, tf1.keras):
         assert pickle.loads(pickle.dumps(name)) is name
+    tensor = pickle.loads(pickle.dumps(tf.constant([1.0])))
+    assert isinstance(tensor, tf.Tensor)
 
 
 def test_namespaces_are_imported_like_modules() -> None:
@@ -341,6 +344,19 @@ def test_what_does_nothing_is_accepted() -> None:
     assert tf.random.normal([2, 3], mean=100.0, stddev=0.1).numpy().min() > 90
     assert tf.random.uniform((2,), minval=3, maxval=4).dtype == tf.float32
     tf.random.set_seed(None)
+
+
+def test_a_checkpoint_lists_its_variables(tmp_path: Path) -> None:
+    v = tf.Variable([1.0, 2.0])
+    checkpoint = tf.train.Checkpoint(v=v)
+    assert checkpoint.write(tmp_path / "exact") == str(tmp_path / "exact")
+    checkpoint.save(f"{tmp_path}/series/")
+    for path in (tmp_path / "exact", tf.train.latest_checkpoint(tmp_path / "series")):
+        assert tf.train.list_variables(path) == [("v", [2])]
+        assert tf.train.load_variable(path, "v").tolist() == [1.0, 2.0]
+    v.assign([0.0, 0.0])
+    checkpoint.read(tmp_path / "exact").assert_consumed()
+    assert v.numpy().tolist() == [1.0, 2.0]
 
 
 def test_a_restored_checkpoint_is_consumed_if_the_objects_have_all_of_it(tmp_path: Path) -> None:

@@ -308,6 +308,32 @@ def test_summaries_are_written_while_the_program_runs(tmp_path: Path) -> None:
         assert absent not in content
 
 
+def test_steps_and_functions_of_datasets_get_tensors() -> None:
+    images = np.full((4, 2), 51, np.uint8)
+
+    def scaled(image, label):
+        image /= 255
+        return image, label
+
+    def step(inputs):
+        image, label = inputs
+        image *= 2.0
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("sum", image).numpy() + context.num_replicas_in_sync
+        return tf.reduce_sum(image), label.shape.as_list(), total
+
+    dataset = tf.data.Dataset.from_tensor_slices((images, [1, 2, 3, 4])).map(scaled)
+    dataset = dataset.filter(lambda image, label: label.numpy() > 2).batch(2)
+    for devices, lengths in ((["cpu:0"], [2]), (["cpu:0", "cpu:1"], [1])):
+        with tf.distribute.MirroredStrategy(devices) as strategy:
+            (batch,) = strategy.experimental_distribute_dataset(dataset)
+            loss, (shape,), total = strategy.run(step, args=(batch,))
+            assert strategy.reduce("SUM", loss, axis=None).numpy() == np.float32(1.6)
+            assert {int(x) for x in strategy.experimental_local_results(shape)} == set(lengths)
+            gathered = strategy.gather(total, axis=0)
+            assert gathered.shape.as_list() == [2, 2]
+
+
 def test_the_one_replica_of_a_worker_gives_what_other_workers_do_not_know() -> None:
     with tf.distribute.MirroredStrategy(["CPU:0"]) as strategy:
         result = strategy.run(lambda x: {"loss": x, "none": None}, args=(2.0,))
