@@ -453,6 +453,11 @@ save_model = Model.save
 epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
 
 
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
+    """Return whether there is a GPU."""
+    return bool(nd.list_devices("gpu"))
+
+
 def do_not_convert(func: Any = None) -> Any:
     """Return the function itself: no function is converted."""
     return do_not_convert if func is None else func

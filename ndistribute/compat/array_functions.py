@@ -317,3 +317,36 @@ def switch_case(branch_index: Any, branch_fns: Any, default: Any = None) -> Any:
 def to_number(input: Any, out_type: Any = np.float32) -> Any:
     """Return the numbers that text has."""
     return np.asarray(input).astype(out_type)
+
+
+def band_part(input: Any, num_lower: int, num_upper: int) -> Any:
+    """Return matrices with zeros but for some diagonals; below 0: all on this side."""
+    rows, columns = input.shape[-2:]
+    offsets = np.arange(columns) - np.arange(rows)[:, None]
+    kept = (num_upper < 0) | (offsets <= num_upper)
+    return np.where(kept & ((num_lower < 0) | (-offsets <= num_lower)), input, np.zeros_like(input))
+
+
+def segment_sum(data: Any, segment_ids: Any) -> Any:
+    """Return the sums of the rows of each segment."""
+    return unsorted_segment_sum(data, segment_ids, int(np.max(segment_ids)) + 1)
+
+
+def polyval(coeffs: Any, x: Any) -> Any:
+    """Return the value of a polynomial, whose first coefficient is that of the highest power."""
+    return np.polyval([np.asarray(each) for each in coeffs], convert_to_tensor(x))
+
+
+def softsign(features: Any) -> Any:
+    """Return the elements divided by one more than their size."""
+    return features / (np.abs(features) + 1)
+
+
+def lstsq(matrix: Any, rhs: Any) -> Any:
+    """Return the solutions of least squares."""
+    return np.linalg.lstsq(matrix, np.asarray(rhs, matrix.dtype), rcond=None)[0]
+
+
+def logdet(matrix: Any) -> Any:
+    """Return the logarithms of determinants."""
+    return np.linalg.slogdet(matrix)[1]

@@ -108,6 +108,11 @@ def of_tensors(function: Callable[..., Any], program: Program) -> Callable[..., 
     return call
 
 
+def get_logger() -> logging.Logger:
+    """Return the logger of this package."""
+    return _log
+
+
 def use_graphs(program: Program) -> None:
     """Let names of two meanings make operations of graphs from now on."""
     program.use(has_graphs=True)

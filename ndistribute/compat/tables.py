@@ -8,21 +8,26 @@ from __future__ import annotations
 
 TF2 = """
 [compat]
-[config] .compat.adapters: list_logical_devices=list_devices list_physical_devices=list_devices
-    .compat.signatures: experimental_connect_to_cluster=nothing run_functions_eagerly=nothing
-    set_soft_device_placement=nothing
+[config] .compat.signatures: experimental_connect_to_cluster=nothing
+    experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
+    set_soft_device_placement=nothing  .compat.adapters: list_logical_devices=list_devices
+    list_physical_devices=list_devices
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
 [data] .compat.adapters: Dataset=TensorDataset Options  .data.transformations: AUTOTUNE
 [data.experimental] .data.transformations: AUTOTUNE  .data.pipeline: INFINITE_CARDINALITY
     UNKNOWN_CARDINALITY  ndistribute: AutoShardPolicy
+[bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
+    numpy/unary: invert
 [autograph] .compat.signatures: set_verbosity=nothing
-[autograph.experimental] .compat.adapters: do_not_convert
-[debugging] .compat.signatures: enable_check_numerics=nothing set_log_device_placement=nothing
-    numpy/asserting: assert_equal=equal assert_greater=greater assert_greater_equal=greater_equal
-    assert_less=less assert_less_equal=less_equal assert_near=isclose
-    assert_non_negative=greater_equal assert_none_equal=not_equal assert_positive=greater
-    .compat.tensor_functions: check_numerics
+[autograph.experimental] .compat.signatures: set_loop_options=nothing
+    .compat.adapters: do_not_convert
+[debugging] numpy/asserting: assert_equal=equal assert_greater=greater
+    assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
+    assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
+    assert_positive=greater  .compat.signatures: enable_check_numerics=nothing
+    set_log_device_placement=nothing  .compat.tensor_functions: check_numerics
+[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft rfft
 [strings] numpy.strings/unary: length=str_len lower strip upper
     .compat.array_functions/unary: to_number
 [UnconnectedGradients] text: NONE=none ZERO=zero
@@ -41,8 +46,9 @@ TF2 = """
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
     CommunicationOptions  .compat.adapters: PreemptionCheckpointHandler
 [distribute.experimental.partitioners] .variables.partitioners: *
-[dtypes] .compat.tensor_functions: cast  numpy/dtype: bool=bool_ complex128 complex64 double=float64
-    float16 float32 float64 half=float16 int16 int32 int64 int8 uint16 uint32 uint64 uint8
+[dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
+    complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8
+    uint16 uint32 uint64 uint8
 [errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
     .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
     InvalidArgumentError NotFoundError OpError=OperationError
@@ -91,38 +97,39 @@ TF2 = """
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] numpy/operation: einsum  numpy/binary: tensordot  numpy/unary: trace
+[linalg] .compat.array_functions/unary: band_part diag diag_part l2_normalize logdet lstsq
+    matrix_transpose matvec normalize svd tensor_diag=diag tensor_diag_part=diag_part
+    numpy/operation: einsum  numpy/binary: tensordot  numpy/unary: trace
     numpy.linalg/unary: cholesky det eigh eigvalsh inv pinv qr slogdet  numpy.linalg/binary: cross
     solve  .compat.tensor_functions: eye global_norm matmul norm
-    .compat.array_functions/unary: diag diag_part l2_normalize matrix_transpose matvec normalize svd
-    tensor_diag=diag tensor_diag_part=diag_part
-[math] numpy/unary: abs acos=arccos acosh=arccosh angle asin=arcsin asinh=arcsinh atan=arctan
-    atanh=arctanh ceil conj cos cosh exp expm1 floor imag is_finite=isfinite is_inf=isinf
-    is_nan=isnan log log1p logical_not negative real reciprocal rint round sign sin sinh sqrt square
-    tan tanh  .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod
-    divide_no_nan erf l2_normalize log_sigmoid reduce_euclidean_norm=euclidean_norm rsqrt
-    squared_difference top_k unsorted_segment_sum  numpy/binary: add atan2=arctan2 divide equal
-    floordiv=floor_divide floormod=remainder greater greater_equal less less_equal logical_and
-    logical_or logical_xor maximum minimum mod=remainder multiply not_equal pow=power
-    scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all reduce_any=any
-    reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std reduce_sum=sum
-    reduce_variance=var  numpy/index: argmax argmin
+[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod divide_no_nan
+    erf l2_normalize log_sigmoid reduce_euclidean_norm=euclidean_norm rsqrt segment_sum softsign
+    squared_difference top_k unsorted_segment_sum  .compat.array_functions/operation: polyval
+    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs acos=arccos acosh=arccosh angle
+    asin=arcsin asinh=arcsinh atan=arctan atanh=arctanh ceil conj cos cosh exp expm1 floor imag
+    invert_permutation=argsort is_finite=isfinite is_inf=isinf is_nan=isnan log log1p logical_not
+    negative real reciprocal rint round sign sin sinh sqrt square tan tanh  numpy/binary: add
+    atan2=arctan2 divide equal floordiv=floor_divide floormod=remainder greater greater_equal less
+    less_equal logical_and logical_or logical_xor maximum minimum mod=remainder multiply not_equal
+    pow=power scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all
+    reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std
+    reduce_sum=sum reduce_variance=var  numpy/index: argmax argmin
     .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/unary: softplus
     .models.nn/unary: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n cumsum in_top_k
     .compat.graphs/operation: zero_fraction
 [nest] .tree: flatten map_structure=map_leaves pack_sequence_as=unflatten
-[nn] .models.activations/unary: elu softplus  .models.nn/unary: gelu relu sigmoid silu swish=silu
-    numpy/unary: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup in_top_k l2_loss
-    leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
+[nn] .compat.array_functions/unary: batch_normalization l2_normalize log_sigmoid moments relu6 selu
+    softsign top_k  .models.activations/unary: elu softplus  .models.nn/unary: gelu relu sigmoid
+    silu swish=silu  numpy/unary: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
+    in_top_k l2_loss leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
     softmax_cross_entropy_with_logits=softmax_loss
     sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/operation: avg_pool
     avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
-    .compat.array_functions/unary: batch_normalization l2_normalize log_sigmoid moments relu6 selu
-    top_k  .models.losses: compute_average_loss scale_regularization_loss
+    .models.losses: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
-[random] ndistribute: set_seed  .compat.tensor_functions/either: normal truncated_normal uniform
-    .compat.tensor_functions: Generator categorical get_global_generator shuffle stateless_normal
-    stateless_uniform
+[random] .compat.random_numbers: Generator categorical gamma get_global_generator poisson shuffle
+    stateless_normal stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal
+    truncated_normal uniform
 [saved_model] .compat.adapters: load=load_model save=save_model
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
@@ -130,12 +137,13 @@ TF2 = """
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint list_variables
     load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
+[test] .compat.adapters: is_gpu_available
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
     ndistribute: IndexedSlices VariableAggregation VariableSynchronization stop_gradient
     .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor custom_gradient
-    .compat.tensor_functions/variable: Variable  .compat.tensor_functions: TensorSpec
+    .compat.tensor_functions/variable: Variable  .compat.tensor_functions: TensorArray TensorSpec
     clip_by_global_norm clip_by_value complex=complex_number expand_dims fill function gather
     identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack
     where zeros  .compat.tensor_functions/either: cond constant control_dependencies group no_op
@@ -146,10 +154,11 @@ TF2 = """
     foldl map_fn meshgrid scan scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like
     reshape unravel_index zeros_like  numpy/joining: concat=concatenate stack
     numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes: TensorShape=Shape
-    builtins: print  .compat.graphs: init_scope  .compat.graphs/program: device executing_eagerly
-    name_scope while_loop  .models.initializers/initializer: constant_initializer=Constant
-    ones_initializer=Ones random_normal_initializer=RandomNormal
-    random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
+    builtins: print  .compat.graphs: get_logger init_scope  .compat.graphs/program: device
+    executing_eagerly name_scope while_loop
+    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
+    random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
+    zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
 [app] .compat.tf1: flags  .compat.graphs: run
@@ -201,8 +210,8 @@ TF1 = """
 [] .compat.tensor_functions/either: get_variable global_variables_initializer
     glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
-    random_normal=normal random_normal_initializer random_uniform=uniform random_uniform_initializer
-    truncated_normal truncated_normal_initializer
+    random_normal_initializer random_uniform_initializer truncated_normal_initializer
+    .compat.random_numbers/either: random_normal=normal random_uniform=uniform truncated_normal
     .compat.graphs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
     enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
     .compat.graphs: InteractiveSession RunOptions Session=BytesSession add_to_collection assign
@@ -220,7 +229,6 @@ INSTEAD = {
     "Assert": "tf.debugging.assert_equal, or raise",
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
-    "TensorArray": "a list, and tf.stack",
     "audio": "SciPy in Dataset.map",
     "config.LogicalDeviceConfiguration": 'MirroredStrategy(["cpu:0", "cpu:1"])',
     "config.set_logical_device_configuration": 'MirroredStrategy(["cpu:0", "cpu:1"])',
@@ -249,7 +257,7 @@ INSTEAD = {
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
-    "signal": "NumPy and SciPy",
+    "signal.stft": "SciPy",
     "sparse": "tf.IndexedSlices, or whole arrays",
     "strings.join": "str.join, or + of tensors of text",
     "strings.split": "str.split of x.numpy().decode()",

@@ -16,6 +16,7 @@ import ndistribute as nd
 from ndistribute import graph, models
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import graphs
+from ndistribute.compat.random_numbers import seeded
 from ndistribute.compat.signatures import (
     adapted,
     axis_of,
@@ -26,8 +27,7 @@ from ndistribute.compat.signatures import (
     tensor_if_array,
     unary,
 )
-from ndistribute.compat.tensors import Tensor, as_tensor, convert_to_tensor, eager_variable
-from ndistribute.context import current_seed
+from ndistribute.compat.tensors import Tensor, convert_to_tensor, eager_variable
 from ndistribute.devices import array_namespace
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
@@ -67,41 +67,6 @@ def cross_entropy(loss: Any, *order: str, constant_labels: bool = False) -> Any:
         return loss(logits, labels)
 
     return unary(call, 0, targets="labels")
-
-
-def generator() -> np.random.Generator:
-    """Return the generator of the replica, or a new one outside of replicas."""
-    replica = nd.get_replica_context()
-    return np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
-
-
-def _seeded(seed: Any) -> np.random.Generator:
-    return generator() if seed is None else np.random.default_rng(seed)
-
-
-def _normal(shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = None, seed: Any = None) -> Any:
-    return _seeded(seed).normal(mean, stddev, shape).astype(dtype or np.float32)
-
-
-def _uniform(
-    shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = None, seed: Any = None
-) -> Any:
-    if np.dtype(dtype or np.float32).kind in "iu":
-        return _seeded(seed).integers(minval, maxval, shape, dtype)
-    high = 1 if maxval is None else maxval
-    return _seeded(seed).uniform(minval, high, shape).astype(dtype or np.float32)
-
-
-def _truncated_normal(
-    shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = None, seed: Any = None
-) -> Any:
-    values = initializers.truncated(_seeded(seed), shape)
-    return (values * stddev + mean).astype(dtype or np.float32)
-
-
-normal = graph.random_normal, unary(_normal, 0)
-uniform = graph.random_uniform, unary(_uniform, 0)
-truncated_normal = graph.truncated_normal, unary(_truncated_normal, 0)
 
 
 class MovingAverages:
@@ -375,17 +340,8 @@ where = unary(_where)
 def _dropout(x: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
     if is_symbolic(x, rate):
         return graphs.dropout(x, None, noise_shape, seed, rate)
-    drawn = _seeded(seed).random(x.shape if noise_shape is None else noise_shape)
+    drawn = seeded(seed).random(x.shape if noise_shape is None else noise_shape)
     return np.where(drawn < rate, np.zeros_like(x), x / np.asarray(1 - rate, x.dtype))
-
-
-def _shuffle(value: Any, seed: Any = None) -> Any:
-    return np.take(value, _seeded(seed).permutation(len(value)), 0)
-
-
-def _categorical(logits: Any, num_samples: int, dtype: Any = np.int64, seed: Any = None) -> Any:
-    noise = _seeded(seed).gumbel(size=(len(logits), num_samples, np.shape(logits)[1]))
-    return np.argmax(np.asarray(logits)[:, None] + noise, -1).astype(dtype)
 
 
 def _dropout_v1(
@@ -394,16 +350,8 @@ def _dropout_v1(
     return _dropout(x, 1 - keep_prob if rate is None else rate, noise_shape, seed)
 
 
-def _stateless(draw: Any) -> Any:
-    """Return a function that draws from a seed of two numbers."""
-    return unary(
-        lambda shape, seed, *args, **named: draw(shape, *args, **named | {"seed": seed}), 0
-    )
-
-
 dropout_v1 = unary(graphs.dropout, 0), unary(_dropout_v1)
-stateless_normal, stateless_uniform = _stateless(_normal), _stateless(_uniform)
-dropout, shuffle, categorical = unary(_dropout), unary(_shuffle), unary(_categorical)
+dropout = unary(_dropout)
 complex_number = unary(lambda real, imag: np.add(real, 1j * np.asarray(imag, real.dtype)))
 in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, targets, k), 2)
 
@@ -411,41 +359,6 @@ in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, ta
 def is_tensor(x: Any) -> bool:
     """Return whether this is a tensor or a variable."""
     return isinstance(x, Tensor | Tracked | Symbolic | nd.Variable)
-
-
-class Generator:
-    """`tf.random.Generator`: random numbers from a state of its own."""
-
-    def __init__(self, rng: Any) -> None:
-        self._rng = rng
-
-    @classmethod
-    def from_seed(cls, seed: Any, alg: Any = None) -> Generator:
-        """Return a generator that draws the same numbers each time."""
-        return cls(np.random.default_rng(seed))
-
-    @classmethod
-    def from_non_deterministic_state(cls, alg: Any = None) -> Generator:
-        """Return a generator that draws other numbers each time."""
-        return cls(np.random.default_rng())
-
-    def normal(self, shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = np.float32) -> Any:
-        """Return normal numbers."""
-        return as_tensor(_normal(shape, mean, stddev, dtype, self._rng))
-
-    def uniform(self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = None) -> Any:
-        """Return numbers between two bounds."""
-        return as_tensor(_uniform(shape, minval, maxval, dtype, self._rng))
-
-    def truncated_normal(
-        self, shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = np.float32
-    ) -> Any:
-        """Return normal numbers within two standard deviations."""
-        return as_tensor(_truncated_normal(shape, mean, stddev, dtype, self._rng))
-
-    def split(self, count: int = 1) -> list[Generator]:
-        """Return independent generators."""
-        return list(map(Generator, self._rng.spawn(count)))
 
 
 def asserting(compare: Any) -> Any:
@@ -506,6 +419,37 @@ def _global_step() -> Any:
 global_step = graph.get_or_create_global_step, _global_step
 
 
-def get_global_generator() -> Generator:
-    """Return the generator of the replica, or a new one that the seed of the program decides."""
-    return Generator(generator())
+class TensorArray:
+    """A list of tensors by number, which `stack` joins."""
+
+    def __init__(self, dtype: Any, size: Any = 0, dynamic_size: bool = False, **hints: Any) -> None:
+        self._dtype = dtype
+        self._items: list[Any] = [None] * int(size)
+
+    def write(self, index: Any, value: Any) -> TensorArray:
+        """Set a tensor, and return the array."""
+        missing = int(index) + 1 - len(self._items)
+        self._items += [None] * missing
+        self._items[int(index)] = convert_to_tensor(value, self._dtype)
+        return self
+
+    def unstack(self, value: Any) -> TensorArray:
+        """Set the rows of a tensor, and return the array."""
+        self._items = list(convert_to_tensor(value, self._dtype))
+        return self
+
+    def read(self, index: Any) -> Any:
+        """Return a tensor."""
+        return self._items[int(index)]
+
+    def size(self) -> int:
+        """Return the number of tensors."""
+        return len(self._items)
+
+    def stack(self) -> Any:
+        """Return all tensors in one."""
+        return np.stack(self._items)
+
+    def concat(self) -> Any:
+        """Return the rows of all tensors in one."""
+        return np.concatenate(self._items)

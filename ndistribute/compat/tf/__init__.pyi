@@ -4,6 +4,7 @@ from typing import Any
 __version__: str
 from ndistribute.compat.tf import UnconnectedGradients as UnconnectedGradients
 from ndistribute.compat.tf import autograph as autograph
+from ndistribute.compat.tf import bitwise as bitwise
 from ndistribute.compat.tf import compat as compat
 from ndistribute.compat.tf import config as config
 from ndistribute.compat.tf import data as data
@@ -25,8 +26,10 @@ from ndistribute.compat.tf import nn as nn
 from ndistribute.compat.tf import optimizers as optimizers
 from ndistribute.compat.tf import random as random
 from ndistribute.compat.tf import saved_model as saved_model
+from ndistribute.compat.tf import signal as signal
 from ndistribute.compat.tf import strings as strings
 from ndistribute.compat.tf import summary as summary
+from ndistribute.compat.tf import test as test
 from ndistribute.compat.tf import tpu as tpu
 from ndistribute.compat.tf import train as train
 from ndistribute.compat.tf import version as version
@@ -42,6 +45,8 @@ from ndistribute.graph.graph import Operation as _Operation
 Operation = _Operation
 from ndistribute.compat.tensors import Tensor as _Tensor
 Tensor = _Tensor
+from ndistribute.compat.tensor_functions import TensorArray as _TensorArray
+TensorArray = _TensorArray
 from ndistribute.graph.shapes import Shape as _TensorShape
 TensorShape = _TensorShape
 TensorSpec: Any
@@ -60,6 +65,7 @@ angle: Any
 argmax: Any
 argmin: Any
 argsort: Any
+as_dtype: Any
 asin: Any
 asinh: Any
 atan: Any
@@ -117,6 +123,7 @@ foldl: Any
 function: Any
 gather: Any
 gather_nd: Any
+get_logger: Any
 greater: Any
 greater_equal: Any
 group: Any
@@ -129,6 +136,7 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
+invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -140,6 +148,7 @@ linspace: Any
 log: Any
 log1p: Any
 log_sigmoid: Any
+log_softmax: Any
 logical_and: Any
 logical_not: Any
 logical_or: Any
@@ -164,6 +173,7 @@ from ndistribute.models.initializers import Ones as _ones_initializer
 ones_initializer = _ones_initializer
 ones_like: Any
 pad: Any
+polyval: Any
 pow: Any
 print: Any
 py_function: Any
@@ -197,6 +207,7 @@ scalar_mul: Any
 scan: Any
 scatter_nd: Any
 searchsorted: Any
+segment_sum: Any
 sequence_mask: Any
 shape: Any
 sigmoid: Any
@@ -205,7 +216,9 @@ sin: Any
 sinh: Any
 size: Any
 slice: Any
+softmax: Any
 softplus: Any
+softsign: Any
 sort: Any
 split: Any
 sqrt: Any

@@ -1,6 +1,7 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+band_part: Any
 cholesky: Any
 cross: Any
 det: Any
@@ -13,6 +14,8 @@ eye: Any
 global_norm: Any
 inv: Any
 l2_normalize: Any
+logdet: Any
+lstsq: Any
 matmul: Any
 matrix_transpose: Any
 matvec: Any

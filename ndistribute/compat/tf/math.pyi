@@ -37,6 +37,7 @@ greater: Any
 greater_equal: Any
 imag: Any
 in_top_k: Any
+invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -46,6 +47,7 @@ less_equal: Any
 log: Any
 log1p: Any
 log_sigmoid: Any
+log_softmax: Any
 logical_and: Any
 logical_not: Any
 logical_or: Any
@@ -56,6 +58,7 @@ mod: Any
 multiply: Any
 negative: Any
 not_equal: Any
+polyval: Any
 pow: Any
 real: Any
 reciprocal: Any
@@ -74,11 +77,14 @@ rint: Any
 round: Any
 rsqrt: Any
 scalar_mul: Any
+segment_sum: Any
 sigmoid: Any
 sign: Any
 sin: Any
 sinh: Any
+softmax: Any
 softplus: Any
+softsign: Any
 sqrt: Any
 square: Any
 squared_difference: Any

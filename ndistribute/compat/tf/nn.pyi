@@ -30,6 +30,7 @@ silu: Any
 softmax: Any
 softmax_cross_entropy_with_logits: Any
 softplus: Any
+softsign: Any
 sparse_softmax_cross_entropy_with_logits: Any
 swish: Any
 tanh: Any

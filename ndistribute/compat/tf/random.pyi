@@ -1,11 +1,13 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
-from ndistribute.compat.tensor_functions import Generator as _Generator
+from ndistribute.compat.random_numbers import Generator as _Generator
 Generator = _Generator
 categorical: Any
+gamma: Any
 get_global_generator: Any
 normal: Any
+poisson: Any
 set_seed: Any
 shuffle: Any
 stateless_normal: Any

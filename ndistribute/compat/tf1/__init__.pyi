@@ -7,6 +7,7 @@ from ndistribute.compat.tf1 import GraphKeys as GraphKeys
 from ndistribute.compat.tf1 import UnconnectedGradients as UnconnectedGradients
 from ndistribute.compat.tf1 import app as app
 from ndistribute.compat.tf1 import autograph as autograph
+from ndistribute.compat.tf1 import bitwise as bitwise
 from ndistribute.compat.tf1 import config as config
 from ndistribute.compat.tf1 import contrib as contrib
 from ndistribute.compat.tf1 import data as data
@@ -32,8 +33,10 @@ from ndistribute.compat.tf1 import nn as nn
 from ndistribute.compat.tf1 import optimizers as optimizers
 from ndistribute.compat.tf1 import random as random
 from ndistribute.compat.tf1 import saved_model as saved_model
+from ndistribute.compat.tf1 import signal as signal
 from ndistribute.compat.tf1 import strings as strings
 from ndistribute.compat.tf1 import summary as summary
+from ndistribute.compat.tf1 import test as test
 from ndistribute.compat.tf1 import tpu as tpu
 from ndistribute.compat.tf1 import train as train
 from ndistribute.compat.tf1 import version as version
@@ -61,6 +64,8 @@ from ndistribute.compat.graphs import BytesSession as _Session
 Session = _Session
 from ndistribute.compat.tensors import Tensor as _Tensor
 Tensor = _Tensor
+from ndistribute.compat.tensor_functions import TensorArray as _TensorArray
+TensorArray = _TensorArray
 from ndistribute.graph.shapes import Shape as _TensorShape
 TensorShape = _TensorShape
 TensorSpec: Any
@@ -81,6 +86,7 @@ angle: Any
 argmax: Any
 argmin: Any
 argsort: Any
+as_dtype: Any
 asin: Any
 asinh: Any
 assign: Any
@@ -149,6 +155,7 @@ gather: Any
 gather_nd: Any
 get_collection: Any
 get_default_graph: Any
+get_logger: Any
 get_variable: Any
 get_variable_scope: Any
 global_norm: Any
@@ -172,6 +179,7 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
+invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -185,6 +193,7 @@ local_variables_initializer: Any
 log: Any
 log1p: Any
 log_sigmoid: Any
+log_softmax: Any
 logical_and: Any
 logical_not: Any
 logical_or: Any
@@ -215,6 +224,7 @@ ones_like: Any
 pack: Any
 pad: Any
 placeholder: Any
+polyval: Any
 pow: Any
 print: Any
 py_func: Any
@@ -252,6 +262,7 @@ scalar_summary: Any
 scan: Any
 scatter_nd: Any
 searchsorted: Any
+segment_sum: Any
 sequence_mask: Any
 set_random_seed: Any
 shape: Any
@@ -261,7 +272,9 @@ sin: Any
 sinh: Any
 size: Any
 slice: Any
+softmax: Any
 softplus: Any
+softsign: Any
 sort: Any
 split: Any
 sqrt: Any

@@ -31,6 +31,7 @@ softmax: Any
 softmax_cross_entropy_with_logits: Any
 softmax_cross_entropy_with_logits_v2: Any
 softplus: Any
+softsign: Any
 sparse_softmax_cross_entropy_with_logits: Any
 swish: Any
 tanh: Any

@@ -2,3 +2,4 @@
 from typing import Any
 
 do_not_convert: Any
+set_loop_options: Any

@@ -3,6 +3,7 @@ from typing import Any
 
 from ndistribute.compat.tf.config import experimental as experimental
 experimental_connect_to_cluster: Any
+experimental_run_functions_eagerly: Any
 list_logical_devices: Any
 list_physical_devices: Any
 run_functions_eagerly: Any
