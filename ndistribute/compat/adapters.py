@@ -18,7 +18,7 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph, models
-from ndistribute.compat import graphs, tensor_functions
+from ndistribute.compat import programs, tensor_functions
 from ndistribute.compat.signatures import (
     adapted,
     binary,
@@ -68,7 +68,7 @@ def _of_elements(function: Any) -> Any:
 
     @functools.wraps(function, ["__name__", "__qualname__"])
     def call(*element: Any) -> Any:
-        with graphs.init_scope():
+        with programs.init_scope():
             return function(*map_leaves(as_tensor, element))
 
     return call if callable(function) else function
@@ -404,10 +404,10 @@ ADAPTERS: dict[str, Any] = {
     "writer": lambda kind: subclass(kind, add_run_metadata=nothing),
 }
 BY_PROGRAM: dict[str, Any] = {
-    "graph": graphs.in_graphs_only,
-    "losses": lambda function, program: adapted(graphs.of_tensors(function, program)),
-    "either": graphs.either,
-    "program": graphs.of_program,
+    "graph": programs.in_graphs_only,
+    "losses": lambda function, program: adapted(programs.of_tensors(function, program)),
+    "either": programs.either,
+    "program": programs.of_program,
     "variable": variable_type,
 }
 Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")

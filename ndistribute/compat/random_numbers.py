@@ -23,6 +23,7 @@ def generator() -> np.random.Generator:
 
 
 def seeded(seed: Any) -> np.random.Generator:
+    """Return a generator with a seed, or that of `generator` without one."""
     return generator() if seed is None else np.random.default_rng(seed)
 
 

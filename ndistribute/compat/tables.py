@@ -154,8 +154,9 @@ TF2 = """
     foldl map_fn meshgrid scan scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like
     reshape unravel_index zeros_like  numpy/joining: concat=concatenate stack
     numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes: TensorShape=Shape
-    builtins: print  .compat.graphs: get_logger init_scope  .compat.graphs/program: device
-    executing_eagerly name_scope while_loop
+    builtins: print  .compat.graphs: get_logger  .compat.programs: init_scope
+    .compat.graphs/program: device name_scope while_loop
+    .compat.programs/program: executing_eagerly
     .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
     random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
     zeros_initializer=Zeros  .graph: Graph Operation
@@ -212,7 +213,7 @@ TF1 = """
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
     random_normal_initializer random_uniform_initializer truncated_normal_initializer
     .compat.random_numbers/either: random_normal=normal random_uniform=uniform truncated_normal
-    .compat.graphs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
+    .compat.programs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
     enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
     .compat.graphs: InteractiveSession RunOptions Session=BytesSession add_to_collection assign
     assign_add assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float

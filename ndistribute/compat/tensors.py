@@ -15,7 +15,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import graph, tree
 from ndistribute.autodiff import Tracked
-from ndistribute.compat import graphs
+from ndistribute.compat import programs
 from ndistribute.devices import as_array
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
@@ -400,9 +400,9 @@ class _VariableType(type):
         return isinstance(value, nd.Variable | graph.GraphVariable)
 
 
-def variable_type(meanings: Any, program: graphs.Program) -> type:
+def variable_type(meanings: Any, program: programs.Program) -> type:
     """Return the class `tf.Variable` of a program."""
-    make = graphs.either(meanings, program)
+    make = programs.either(meanings, program)
     new = {"__new__": lambda cls, *args, **options: make(*args, **options)}
     return _VariableType("Variable", (), new)
 

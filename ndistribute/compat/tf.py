@@ -6,7 +6,7 @@ inside ``Graph().as_default()``, in a `model_fn`, and after ``disable_eager_exec
 """
 
 from ndistribute.compat import namespaces as _namespaces
-from ndistribute.compat.graphs import Program as _Program
+from ndistribute.compat.programs import Program as _Program
 from ndistribute.compat.tables import TF1 as _TF1
 from ndistribute.compat.tables import TF2 as _TF2
 from ndistribute.version import __version__ as _version

@@ -5,7 +5,7 @@ They make operations of graphs from the first line on, until ``tf.enable_eager_e
 
 from ndistribute.compat import namespaces as _namespaces
 from ndistribute.compat import tf as _tf
-from ndistribute.compat.graphs import Program as _Program
+from ndistribute.compat.programs import Program as _Program
 from ndistribute.compat.tables import TF1 as _TF1
 
 __version__ = _tf.__version__.replace("2.16", "1.15")
