@@ -27,7 +27,7 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 514,
     "collective": 3855,
-    "compat": 2376,
+    "compat": 2378,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 34020
+TESTS_BUDGET = 34049
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

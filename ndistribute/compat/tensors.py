@@ -105,7 +105,8 @@ def as_tensor(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor as an array of NumPy; others unchanged."""
+    """Return a tensor as an array of NumPy, tracked if it is watched; others unchanged."""
+    value = value.tracked_value() if isinstance(value, WatchedTensor) else value
     return value.view(np.ndarray) if isinstance(value, Tensor) else value
 
 
@@ -121,7 +122,8 @@ def matched(tensor: Any, other: Any) -> Any:
         array = as_array(other)
         kinds = tensor.dtype.kind, array.dtype.kind
         fits = kinds[0] == kinds[1] or (kinds[0] in "fc" and kinds[1] in "fiu")
-        return array.astype(tensor.dtype) if fits else array
+        narrower = array.dtype.kind == "f" and array.dtype.itemsize < 8  # As in mixed precision.
+        return array.astype(tensor.dtype) if fits and not narrower else array
     if other.dtype != tensor.dtype:
         dtypes = f"{tensor.dtype} and {other.dtype}"
         raise InvalidArgumentError(f"the operands are tensors of {dtypes}: tf.cast one of them.")

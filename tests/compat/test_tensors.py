@@ -126,6 +126,37 @@ def test_a_tape_watches_a_tensor_in_place() -> None:
     assert tape.gradient(loss, [other], unconnected_gradients="zero")[0].numpy() == 0
     assert tape.jacobian(targets[0], x).shape == (1, 2, 1, 2)
     assert (x + 1).numpy().tolist() == [[2.0, 3.0]]
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.keras.losses.MeanSquaredError()([[0.0, 0.0]], x)
+    assert tape.gradient(loss, x).numpy().tolist() == [[1.0, 2.0]]
+    with tf.GradientTape() as tape:
+        tape.watch(tf.constant(1))  # It has no gradient, and no error.
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_layers_give_tensors_the_bits_that_they_give_arrays(policy: str) -> None:
+    images = np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype(f32)
+    tf.keras.mixed_precision.set_global_policy(policy)
+    try:
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.Conv2D(3, 3, padding="same", activation="relu"),
+                tf.keras.layers.BatchNormalization(),
+                tf.keras.layers.GlobalAveragePooling2D(),
+                tf.keras.layers.LayerNormalization(),
+                tf.keras.layers.Dense(2, activation="gelu"),
+            ]
+        )
+        expected = np.asarray(nd.Sequential.__call__(model, images))
+        with tf.GradientTape() as tape:
+            outputs = model(tf.constant(images))
+        for result in (outputs, model(tf.constant(images)), model(images)):
+            assert result.dtype == expected.dtype
+            np.testing.assert_array_equal(result.numpy(), expected)
+        assert None not in tape.gradient(outputs, model.trainable_variables)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
 
 
 def test_a_variable_has_the_methods_of_tensorflow(tmp_path: Path) -> None:
