@@ -15,6 +15,7 @@ from typing import Any
 from ndistribute.compat.tables import INSTEAD
 
 ROOT = "ndistribute.compat."
+_ALIKE = 0.85  # Of 1, how alike a mistyped name is.
 
 
 class Names(types.ModuleType):
@@ -98,17 +99,21 @@ class Names(types.ModuleType):
             for at, module in list(sys.modules.items())
             if f"{at}.".startswith(f"{ROOT}{root}.") and name in getattr(module, "__all__", ())
         ]
-        lower = {word.lower(): word for word in self.__all__}
-        close = [lower[word] for word in difflib.get_close_matches(name.lower(), lower, cutoff=0.8)]
-        if path in INSTEAD:
-            hint = f"Use {INSTEAD[path]}."
-        elif elsewhere:
+        close = [word for word in self.__all__ if _is_mistyped(name.lower(), word.lower())]
+        hint = f"Similar names: {', '.join(close)}." if close else f"dir({where}) lists the names."
+        if elsewhere:
             hint = f"Use {min(elsewhere, key=lambda at: ('compat' in at, len(at)))}."
-        else:
-            hint = (
-                f"Similar names: {', '.join(close)}." if close else f"dir({where}) lists the names."
-            )
+        hint = f"Use {INSTEAD[path]}." if path in INSTEAD else hint
         return f"{where}.{name} does not exist in {ROOT}{root}. {hint}"
+
+
+def _is_mistyped(name: str, word: str) -> bool:
+    """Return whether a name may be a word, and no other that has more letters or numbers."""
+    matcher = difflib.SequenceMatcher(None, name.rstrip("s"), word.rstrip("s"))
+    if not matcher.real_quick_ratio() >= _ALIKE <= matcher.ratio():
+        return False
+    same = [each for each in name if each.isdigit()] == [each for each in word if each.isdigit()]
+    return same and (matcher.ratio() == 1 or not (name in word or word in name))
 
 
 def build(path: str, program: Any, table: str, base: str | None = None) -> None:
