@@ -24,27 +24,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2833,
+    "autodiff": 2835,
     "cluster": 514,
     "collective": 3855,
-    "compat": 1264,
+    "compat": 2378,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
     "jit": 1667,
     "launcher": 1478,
-    "models": 5197,
+    "models": 5204,
     "optimizers": 922,
     "parameter_server": 1595,
     "strategies": 1300,
     "task": 293,
-    "top level": 2821,
+    "top level": 2826,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 34212
+TESTS_BUDGET = 34779
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -54,7 +54,7 @@ SHARED_CLASSES = {
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",
     "Sequential": "compat: exported files and default names of models contain it",
-    "Tensor": "compat: the text of an array begins with it, and graph.Tensor is public",
+    "Tensor": "compat: programs ask isinstance(x, tf.Tensor), and graph.Tensor is public",
 }
 
 
