@@ -40,7 +40,7 @@ def library(side: str) -> Library:
     """Return the library of a side."""
     if side == OURS:
         import ndistribute as nd
-        import ndistribute.compat.tf as names
+        import ndistribute.compat.tf1 as names
 
         # The socket that this process got is for the server of its task.
         environ = {key: value for key, value in os.environ.items() if key != LISTEN}

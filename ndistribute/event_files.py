@@ -22,6 +22,7 @@ import numpy as np
 _POLYNOMIAL = 0x82F63B78  # Of Castagnoli, with its bits reversed.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # The wire types of fields.
 _BINS = 30
+_STRINGS = 7  # The kind of a tensor of strings.
 _MOST = 1e300  # The differences of greater numbers may be infinite.
 _files = itertools.count()
 
@@ -113,6 +114,13 @@ def image(tag: str, pixels: Any) -> bytes:
     """Return an image of bytes, ``(height, width, channels)`` with 1, 3 or 4 channels."""
     message = b"".join(_integer(field, size) for field, size in enumerate(pixels.shape, 1))
     return _text(1, _tag(tag) + _text(4, message + _text(4, png(pixels))))
+
+
+def text(tag: str, value: str) -> bytes:
+    """Return text, which TensorBoard shows under a tag."""
+    plugin = _text(9, _text(1, _text(1, b"text")))
+    content = _text(8, _integer(1, _STRINGS) + _text(8, value.encode()))
+    return _text(1, _tag(tag) + plugin + content)
 
 
 def crc32c(data: bytes) -> int:

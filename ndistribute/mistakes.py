@@ -1,7 +1,7 @@
 """Messages for mistakes in programs that Python and NumPy report, but cannot explain.
 
 `Explaining` is the base of the classes that users create and derive from: layers, optimizers,
-losses, metrics and callbacks. It knows nothing of any of them.
+losses, metrics and callbacks. It remembers how each object was made, and knows nothing of any.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 T = TypeVar("T")
 
 _INSTEAD = {
-    "add_loss": "use kernel_regularizer, override penalties, or write a loop of your own",
-    "add_metric": "pass metrics to compile",
     "add_variable": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "add_weight": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "decay": "pass a schedule, such as learning_rate=optimizers.ExponentialDecay(...)",
@@ -30,6 +28,8 @@ _INSTEAD = {
 class Explaining:
     """A base class that explains unknown arguments, and a forgotten ``super().__init__()``.
 
+    An object remembers the arguments that created it, for `get_config`.
+
     >>> from ndistribute import optimizers
     >>> optimizers.SGD(lr=0.1)
     Traceback (most recent call last):
@@ -40,6 +40,23 @@ class Explaining:
     """Whether the constructor of the base class, which sets `name`, must run."""
     _uncalled: ClassVar[dict[str, str]] = {}
     """What others than this package may not define, as nothing calls it, and what to do instead."""
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made._arguments = args, kwargs
+        return made
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that create an equal object, by name."""
+        args, kwargs = self._arguments
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        config = dict(list(bound.arguments.items())[1:])
+        for parameter in inspect.signature(type(self).__init__).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                config.update(config.pop(parameter.name))
+        return config
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -24,27 +24,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2836,
+    "autodiff": 2838,
     "cluster": 514,
     "collective": 3855,
-    "compat": 1267,
+    "compat": 2379,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
     "jit": 1652,
     "launcher": 1478,
-    "models": 4122,
+    "models": 5318,
     "optimizers": 925,
     "parameter_server": 1595,
     "strategies": 1298,
     "task": 293,
-    "top level": 2816,
+    "top level": 2833,
     "transport": 1992,
     "variables": 1137,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33813
+TESTS_BUDGET = 35126
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -54,7 +54,7 @@ SHARED_CLASSES = {
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",
     "Sequential": "compat: exported files and default names of models contain it",
-    "Tensor": "compat: the text of an array begins with it, and graph.Tensor is public",
+    "Tensor": "compat: programs ask isinstance(x, tf.Tensor), and graph.Tensor is public",
 }
 
 

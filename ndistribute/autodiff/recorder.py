@@ -284,7 +284,7 @@ class TapeGraph:
 
     __slots__ = (
         *"_frame _open _outer _recording again askers entries".split(),
-        *"has_rows leaves lock nested".split(),
+        *"has_rows kind leaves lock nested".split(),
     )
 
     def __init__(self, frame: Frame) -> None:
@@ -292,6 +292,7 @@ class TapeGraph:
         # The variables that were read and their entries, by id; this keeps them alive.
         self.leaves: dict[int, tuple[Any, int]] = {}
         self.askers = 0  # The number of tapes whose `gradient` may still be called.
+        self.kind = Tracked  # The class of tracked arrays.
         self.nested = False  # Whether several tapes are open now.
         # For entries of nested tapes: the function, and what returns rules of tracked arrays.
         self.again: dict[int, tuple[Any, Callable[[], Any]]] = {}
@@ -315,7 +316,7 @@ class TapeGraph:
         function that returns the gradients of all parents.
         """
         # Every operation runs this code, and a call of `Tracked.__init__` takes a third longer.
-        tracked: Tracked = _new(Tracked)
+        tracked: Tracked = _new(self.kind)
         tracked.value = value
         tracked.graph = self
         tracked.index = len(self.entries)
@@ -339,7 +340,7 @@ class TapeGraph:
 
     def leaf(self, value: Any) -> Tracked:
         """Append a leaf, and return the tracked array for it."""
-        tracked = Tracked(value, self, len(self.entries))
+        tracked = self.kind(value, self, len(self.entries))
         self.entries.append(None)
         return tracked
 
@@ -347,7 +348,7 @@ class TapeGraph:
         """Return a variable's value, tracked if a recording tape watches the variable."""
         known = self.leaves.get(id(variable))
         if known is not None:
-            return Tracked(value, self, known[1])
+            return self.kind(value, self, known[1])
         for tape in self._recording:
             if tape.watches(variable) and is_differentiable(value):
                 self.leaves[id(variable)] = variable, len(self.entries)

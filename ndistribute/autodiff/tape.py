@@ -232,7 +232,8 @@ class GradientTape:
             seed = np.zeros_like(value, shape=(*value.shape[:axis], size))
             seed[..., k] = 1
             seed = seed.reshape(value.shape)
-            rows.append(self.gradient(target, leaves, unconnected, output_gradients=seed))
+            options = {"unconnected_gradients": unconnected, "output_gradients": seed}
+            rows.append(self.gradient(target, leaves, **options))
         self._persistent = persistent
         if not persistent:
             self._entries, graph.askers = None, graph.askers - 1

@@ -1,7 +1,6 @@
-"""What stands between names of TensorFlow and this package where arguments or results differ.
+"""Classes with TensorFlow's methods and keywords, and what makes them of those of this package.
 
-Lists and numbers become float32 and int32 tensors, which are NumPy arrays with a method `numpy`;
-tracked arrays stay tracked. `tf.py` and `namespaces.py` refer to the names here.
+The tables of names refer to what is here: a name to a class, and an adapter to a row of `ADAPTERS`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import os
 import shutil
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,212 +18,84 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph, models
-from ndistribute.autodiff import Tracked
-from ndistribute.compat import graphs
-from ndistribute.context import current_seed
-from ndistribute.devices import array_namespace, as_array
+from ndistribute.compat import programs, tensor_functions
+from ndistribute.compat.signatures import (
+    adapted,
+    binary,
+    joining,
+    nothing,
+    plainly,
+    reduction,
+    subclass,
+    tensor_if_array,
+    unary,
+)
+from ndistribute.compat.tensor_functions import eager_constant, one_hot
+from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plain, variable_type
 from ndistribute.graph.graph import Symbolic
-from ndistribute.graph.shapes import Shape, narrowed
-from ndistribute.models import activations, layers, nn
+from ndistribute.models import layers
+from ndistribute.models.checkpoint import read_newest
 from ndistribute.tree import map_leaves
-
-
-def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> Any:
-    """Return a function with TensorFlow's keywords, whose operands and result are tensors.
-
-    If the keyword ``name`` is among the ignored ones, it names the result in a graph.
-    """
-
-    @functools.wraps(function, ["__name__"])
-    def call(*args: Any, **kwargs: Any) -> Any:
-        options = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
-        if operands and not args:
-            args = (options.pop(next(iter(options))),)
-        tensors = map(convert_to_tensor, args[:operands])
-        result = tensor_if_array(function(*tensors, *args[operands:], **options))
-        if "name" in ignored and kwargs.get("name") and isinstance(result, Symbolic):
-            return graph.identity(result, kwargs["name"])
-        return result
-
-    return call
-
-
-def unary(operation: Any, operands: int = 1, **renamed: str) -> Any:
-    """Return an operation on tensors, which may be given a name."""
-    return adapted(operation, "name", operands=operands, **renamed)
-
-
-def subclass(kind: Any, *ignored: str, **attributes: Any) -> Any:
-    """Return a subclass with more attributes, whose constructor ignores some keywords."""
-    init = {"__init__": adapted(kind.__init__, *ignored)} if ignored else {}
-    return type(kind.__name__, (kind,), {**init, **attributes})
-
-
-def _is_whole(*values: Any) -> bool:
-    return all(value.dtype is not None and np.dtype(value.dtype).kind in "iu" for value in values)
-
-
-class Tensor(np.ndarray[Any, Any]):
-    """A NumPy array with the method `numpy`."""
-
-    numpy = np.ndarray.__array__
-
-    def get_shape(self) -> Shape:
-        """Return the shape."""
-        return Shape(self.shape)
-
-
-class Scalar(float):
-    """A number with the method `numpy`."""
-
-    def numpy(self) -> Any:
-        return np.float64(self)
-
-
-def convert_to_tensor(value: Any, dtype: Any = None, name: Any = None) -> Any:
-    """Return a tensor; floats and integers of Python become float32 and int32."""
-    if isinstance(value, Symbolic):
-        return value if dtype is None else value.astype(dtype)
-    if isinstance(value, Tracked | nd.Variable):
-        value = value if isinstance(value, Tracked) else value.tracked_value()
-        return value if dtype is None else value.astype(dtype)
-    array = as_array(narrowed(value) if dtype is None else value)
-    array = array if dtype is None else array.astype(dtype)
-    return array.view(Tensor) if type(array) is np.ndarray else array
-
-
-def tensor_if_array(value: Any) -> Any:
-    """Return arrays, and numbers with a fraction, with the method `numpy`; others unchanged."""
-    if isinstance(value, np.generic | np.ndarray):
-        return convert_to_tensor(value)
-    return Scalar(value) if isinstance(value, float) else value
+from ndistribute.values import DistributedValues
 
 
 def tensors(nest: Any) -> Any:
-    """Return tensors for numbers and lists of numbers, in tuples and dicts."""
+    """Return copies of arrays and lists of numbers, in tuples and dicts."""
     if isinstance(nest, tuple):
         return tuple(map(tensors, nest))
     if isinstance(nest, dict):
         return {key: tensors(value) for key, value in nest.items()}
-    return convert_to_tensor(nest)
+    return plain(eager_constant(nest))
 
 
-def eager_constant(value: Any, dtype: Any = None, shape: Any = None, name: Any = None) -> Any:
-    """Return a tensor, of one value if a shape is given for a number."""
-    array = convert_to_tensor(value, dtype)
-    if shape is None:
-        return array
-    return array.reshape(shape) if array.size > 1 else np.full(shape, array).view(Tensor)
+class TensorIterator:
+    """An iterator over a dataset, whose elements are tensors."""
+
+    def __init__(self, elements: Any) -> None:
+        self._elements = elements
+
+    def __iter__(self) -> TensorIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return map_leaves(tensor_if_array, next(self._elements))
+
+    get_next = __next__
 
 
-def eager_variable(initial_value: Any, *args: Any, dtype: Any = None, **options: Any) -> Any:
-    """Return a variable; see `nd.Variable`."""
+def _of_elements(function: Any) -> Any:
+    """Return a function of elements, which are tensors, that makes no operations of graphs."""
 
-    def made() -> Any:
-        value = initial_value() if callable(initial_value) else initial_value
-        return convert_to_tensor(value, dtype)
+    @functools.wraps(function, ["__name__", "__qualname__"])
+    def call(*element: Any) -> Any:
+        with programs.init_scope():
+            return function(*map_leaves(as_tensor, element))
 
-    return nd.Variable(made, *args, **options)
-
-
-def axis_of(axis: Any) -> Any:
-    """Return an axis, or a tuple of several."""
-    several = isinstance(axis, list | range) or (isinstance(axis, np.ndarray) and axis.ndim)
-    return tuple(int(number) for number in axis) if several else axis
-
-
-def reduction(operation: Any) -> Any:
-    """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
-
-    def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
-        axes = axis_of(axis)
-        result = operation(tensor, axis=axes, keepdims=keepdims)
-        whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
-        return result.astype(tensor.dtype) if whole and result.dtype != tensor.dtype else result
-
-    return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
-
-
-def binary(operation: Any) -> Any:
-    """Return an operation on two tensors, which may be given by name."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        names = [name for name in ("x", "y", "a", "b", "matrix", "rhs") if name in options]
-        x, y, *more = [*args, *(options.pop(name) for name in names)]
-        return operation(_like(x, y), _like(y, x), *more, **options)
-
-    return call
-
-
-def _like(value: Any, other: Any) -> Any:
-    """Return a tensor; numbers and arrays beside a tensor of a graph get its dtype if they fit."""
-    if isinstance(value, Symbolic | Tracked | nd.Variable) or not isinstance(other, Symbolic):
-        return convert_to_tensor(value)
-    kinds = np.asarray(value).dtype.kind, None if other.dtype is None else other.dtype.kind
-    fits = kinds[0] in "fiu" and (kinds[1] == "f" or (kinds[0] != "f" and kinds[1] in ("i", "u")))
-    return convert_to_tensor(value, other.dtype if fits else None)
-
-
-def joining(operation: Any) -> Any:
-    """Return a function that joins tensors; before TensorFlow 1.0 the axis came first."""
-
-    def join(values: Any, axis: Any = 0) -> Any:
-        values, axis = (axis, values) if isinstance(values, int) else (values, axis)
-        return operation([*map(convert_to_tensor, values)], axis)
-
-    return unary(join, 0, concat_dim="axis")
-
-
-def _split(value: Any, n: Any, axis: Any = 0) -> Any:
-    value, axis = (axis, value) if isinstance(value, int) else (value, axis)
-    return np.split(convert_to_tensor(value), np.cumsum(n)[:-1] if np.ndim(n) else n, axis)
-
-
-def cross_entropy(loss: Any, constant_labels: bool = False) -> Any:
-    """Return a loss that takes labels first, or logits in graphs: before TensorFlow 1.0."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        order = ("logits", "labels") if graphs.uses_graphs() else ("labels", "logits")
-        options = dict(zip(order, args, strict=False)) | kwargs
-        logits, labels = options["logits"], options["labels"]
-        axis = options.get("axis", options.get("dim", -1))
-        if axis not in (None, -1):
-            logits, labels = (np.moveaxis(array, axis, -1) for array in (logits, labels))
-        if constant_labels and isinstance(labels, Symbolic):
-            labels = labels.stop_gradient()
-        return loss(logits, labels)
-
-    return unary(call, 0, targets="labels")
-
-
-def random(draw: str) -> Any:
-    """Return a function that draws from the generator of the replica."""
-
-    def drawn(shape: Any, low: Any = 0.0, high: Any = 1.0, dtype: Any = np.float32) -> Any:
-        replica = nd.get_replica_context()
-        rng = np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
-        return getattr(rng, draw)(low, high, shape).astype(dtype)
-
-    return unary(drawn, 0, mean="low", minval="low", stddev="high", maxval="high")
+    return call if callable(function) else function
 
 
 class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")
-    map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
+    map = adapted(
+        lambda self, fn, *args, **kw: nd.Dataset.map(self, _of_elements(fn), *args, **kw),
+        "deterministic",
+        map_func="fn",
+    )
+    filter = adapted(lambda self, predicate: nd.Dataset.filter(self, _of_elements(predicate)))
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
 
     as_numpy_iterator = nd.Dataset.__iter__
 
     def make_one_shot_iterator(self) -> Any:
         """Return an iterator whose `get_next` gives tensors of a graph."""
-        return graphs.only_in_graphs(graph.DatasetIterator)(self)
+        return graph.DatasetIterator(self)
 
     make_initializable_iterator = make_one_shot_iterator
 
     def __iter__(self) -> Any:
-        return map(functools.partial(map_leaves, tensor_if_array), super().__iter__())
+        return TensorIterator(super().__iter__())
 
     @classmethod
     def from_tensor_slices(cls, nest: Any, name: Any = None) -> nd.Dataset:
@@ -254,11 +126,39 @@ class Restored(SimpleNamespace):
         return self
 
 
+def _file_in(prefix: Any) -> Any:
+    """Return the path of a checkpoint, also for the path of a folder with a slash at the end."""
+    return f"{prefix}ckpt" if str(prefix).endswith(os.sep) else prefix
+
+
+def list_variables(ckpt_dir_or_file: Any) -> list[tuple[str, list[int]]]:
+    """Return the names and shapes of what a checkpoint contains."""
+    return [(name, list(array.shape)) for name, array in sorted(_read(ckpt_dir_or_file).items())]
+
+
+def load_variable(ckpt_dir_or_file: Any, name: str) -> Any:
+    """Return the value of a name in a checkpoint."""
+    return np.asarray(_read(ckpt_dir_or_file)[name])
+
+
+def _read(path: Any) -> Any:
+    newest = models.latest_checkpoint(path) if Path(path).is_dir() else None
+    return read_newest(newest or Path(path))[1]
+
+
 class Checkpoint(nd.Checkpoint):
     """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
         super().__init__(**({} if root is None else {"root": root}), **objects)
+
+    def save(self, file_prefix: Any, options: Any = None) -> Any:
+        return super().save(_file_in(file_prefix))
+
+    def write(self, file_prefix: Any, options: Any = None) -> str:
+        """Write the state, and return the path that was passed."""
+        super().save(file_prefix)
+        return str(file_prefix)
 
     def restore(self, path: Any, options: Any = None) -> Any:
         if path is not None:
@@ -271,11 +171,6 @@ class Checkpoint(nd.Checkpoint):
 class Model(models.Model):
     """A model with the methods of Keras."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is Model and (args or kwargs.keys() & {"inputs", "outputs"}):
-            raise TypeError("Model(inputs, outputs): Write a tf.keras.Sequential, or a subclass.")
-        return super().__new__(cls, *args, **kwargs)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
@@ -284,15 +179,14 @@ class Model(models.Model):
         with self.strategy.scope():
             super().compile(get_optimizer(optimizer), *args, **kwargs)
 
-    compile = adapted(_compile, "run_eagerly", "steps_per_execution")
+    compile = adapted(_compile)
 
     def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
         if (overwrite, save_format) != (True, "tf"):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
-        self.export(filepath)
+        super().save(filepath)
 
-    weights = property(lambda self: self.variables)
-    trainable_weights = property(lambda self: self.trainable_variables)
+    submodules = property(lambda self: tuple(self.walk())[1:])
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
         (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
@@ -303,15 +197,22 @@ class Sequential(Model, models.Sequential):
     """A model of one layer after another, with the methods of Keras."""
 
 
+dataset_iterator = graph.DatasetIterator, iter
 # Other programs load the native classes; `load_model` loads ours.
 layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
+
+
+def _classes() -> dict[str, Any]:
+    """Return the classes here that are in files of models."""
+    kinds: Any = import_module("ndistribute.compat.tf.keras.optimizers")
+    names = [name for name in kinds.__all__ if name[0].isupper()]
+    return {"Model": Model, "Sequential": Sequential} | {n: getattr(kinds, n) for n in names}
 
 
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
     optimizer = models.optimizers.get(identifier)
-    kinds = import_module("ndistribute.compat.tf.keras.optimizers")
-    return getattr(kinds, type(optimizer).__name__)() if isinstance(identifier, str) else optimizer
+    return _classes()[type(optimizer).__name__]() if isinstance(identifier, str) else optimizer
 
 
 def _holder(optimizer: Any) -> Any:
@@ -330,14 +231,138 @@ def _only_grpc(init: Any) -> Any:
     return call
 
 
-rate = property(
-    adapted(lambda self: vars(_holder(self))["learning_rate"]),
-    lambda self, rate: vars(_holder(self)).update(
-        learning_rate=rate if callable(rate) else float(rate)
-    ),
-)
+def _get_rate(optimizer: Any) -> Any:
+    rate = vars(_holder(optimizer))["learning_rate"]
+    return rate if callable(rate) else assignable(rate, functools.partial(_set_rate, optimizer))
+
+
+def _set_rate(optimizer: Any, rate: Any) -> None:
+    vars(_holder(optimizer)).update(learning_rate=rate if callable(rate) else float(rate))
+
+
+rate = property(_get_rate, _set_rate)
+_steps: Any = vars(nd.optimizers.Optimizer)["iterations"]
+steps = property(lambda self: as_tensor(np.int64(_steps.fget(self))), _steps.fset)
+
+
+def constraining(kind: Any) -> Any:
+    """Return the method of an optimizer that updates variables, and then applies constraints."""
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+        pairs = list(grads_and_vars)
+        result = kind.apply_gradients(self, pairs, *args, **options)
+        bound = [v for _, v in pairs if getattr(v, "constraint", None) is not None]
+
+        def constrain(_: Any = None) -> None:
+            for variable in bound:
+                variable.assign(variable.constraint(variable.value()))
+
+        replica = nd.get_replica_context() if bound else None
+        constrain() if replica is None else replica.merge_call(constrain)
+        return result
+
+    return apply_gradients
+
+
+def minimizing_at_once(kind: Any) -> Any:
+    """Return the method of an optimizer that takes a loss, or a function that computes it."""
+
+    def minimize(self: Any, loss: Any, *args: Any, **options: Any) -> Any:
+        if not callable(loss):
+            return kind.minimize(self, loss, *args, **options)
+        with WatchingTape() as tape:
+            target = loss()
+        return kind.minimize(self, target, *args, **{**options, "tape": tape})
+
+    return minimize
+
+
+def minimizing(kind: Any) -> Any:
+    """Return an optimizer of graphs that also updates variables at once."""
+
+    def compute_gradients(self: Any, loss: Any, var_list: Any = None, *args: Any) -> Any:
+        if not callable(loss):
+            return kind.compute_gradients(self, loss, var_list, *args)
+        with WatchingTape() as tape:
+            target = loss()
+        variables = tape.watched_variables() if var_list is None else var_list
+        return list(zip(tape.gradient(target, variables), variables, strict=True))
+
+    def apply_gradients(
+        self: Any, grads_and_vars: Any, global_step: Any = None, name: Any = None
+    ) -> Any:
+        pairs = list(grads_and_vars)
+        if not all(isinstance(variable, nd.Variable) for _, variable in pairs):
+            return kind.apply_gradients(self, pairs, global_step, name)
+        rate = self._learning_rate
+        inner = vars(self).setdefault("_inner", nd.optimizers.Optimizer(self._rule, rate))
+        inner.apply_gradients(pairs)
+        return None if global_step is None else global_step.assign_add(1)
+
+    return subclass(kind, compute_gradients=compute_gradients, apply_gradients=apply_gradients)
+
+
+def strategy(kind: Any) -> Any:
+    """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
+
+    def tensors_of(value: Any) -> Any:
+        if not isinstance(value, DistributedValues):
+            return tensor_if_array(value)
+        return type(value)(map_leaves(tensor_if_array, each) for each in value.values)
+
+    def shown(value: Any) -> Any:
+        value = tensors_of(value)
+        alone = isinstance(value, DistributedValues) and len(value.values) == 1
+        return value.values[0] if alone else value
+
+    def run(self: Any, fn: Any, args: Any = (), *more: Any, **options: Any) -> Any:
+        if self.devices[0].kind != "tpu":  # A compiled step gets what its program takes.
+            args = map_leaves(lambda x: tensors_of(x) if isinstance(x, kept) else x, args)
+        return map_leaves(shown, kind.run(self, fn, args, *more, **options))
+
+    kept = DistributedValues, nd.Variable
+
+    def across(self: Any, value: Any) -> Any:
+        """Return what `run` returned on one replica as what differs between workers."""
+        if len(self.devices) > 1:
+            return value
+        return map_leaves(lambda x: x if isinstance(x, kept) else nd.PerReplica([x]), value)
+
+    def reduce(self: Any, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        return map_leaves(tensor_if_array, kind.reduce(self, reduce_op, across(self, value), axis))
+
+    def gather(self: Any, value: Any, axis: int) -> Any:
+        return map_leaves(tensor_if_array, kind.gather(self, across(self, value), axis))
+
+    return subclass(kind, run=run, reduce=reduce, gather=gather, experimental_run_v2=run)
+
+
+class ReplicaTensors:
+    """The context of a replica, whose collectives return tensors."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def all_reduce(self, *args: Any, **options: Any) -> Any:
+        """Return what all replicas' values give together."""
+        return map_leaves(tensor_if_array, self._context.all_reduce(*args, **options))
+
+    def all_gather(self, *args: Any, **options: Any) -> Any:
+        """Return all replicas' values, joined."""
+        return map_leaves(tensor_if_array, self._context.all_gather(*args, **options))
+
+
+def get_replica_context() -> Any:
+    """Return the context of this thread's replica; None outside of replicas."""
+    context = nd.get_replica_context()
+    return None if context is None else ReplicaTensors(context)
+
+
 ADAPTERS: dict[str, Any] = {
-    "graph": graphs.only_in_graphs,
+    "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
     "binary": lambda operation: unary(binary(operation)),
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
@@ -347,6 +372,7 @@ ADAPTERS: dict[str, Any] = {
         )
     ),
     "dtype": np.dtype,
+    "eagerly": minimizing,
     "index": lambda find: unary(
         lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type), dimension="axis"
     ),
@@ -356,25 +382,35 @@ ADAPTERS: dict[str, Any] = {
         lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
     ),
     "loss": lambda kind: (
-        subclass(kind, __call__=adapted(kind.__call__)) if isinstance(kind, type) else adapted(kind)
+        subclass(kind, __call__=plainly(kind.__call__)) if isinstance(kind, type) else plainly(kind)
     ),
-    "metric": lambda kind: subclass(kind, "dtype", result=adapted(kind.result)),
+    "metric": lambda kind: subclass(
+        kind, "dtype", result=adapted(kind.result), update_state=plainly(kind.update_state)
+    ),
     "operation": lambda function: unary(function, 0),
-    "optimizer": lambda kind: subclass(kind, learning_rate=rate, lr=rate),
-    "random": random,
+    "optimizer": lambda kind: subclass(
+        kind,
+        learning_rate=rate,
+        lr=rate,
+        iterations=steps,
+        apply_gradients=constraining(kind),
+        minimize=minimizing_at_once(kind),
+    ),
     "reduction": reduction,
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),
     "server": lambda kind: subclass(kind, __init__=_only_grpc(kind.__init__)),
-    "strategy": lambda kind: subclass(
-        kind,
-        reduce=lambda *args, **options: map_leaves(tensor_if_array, kind.reduce(*args, **options)),
-    ),
+    "strategy": strategy,
     "unary": unary,
-    "writer": lambda kind: subclass(graphs.only_in_graphs(kind), add_run_metadata=nothing),
+    "writer": lambda kind: subclass(kind, add_run_metadata=nothing),
 }
-Input = adapted(layers.Input, "batch_size", "dtype", input_shape="shape")
-
-
+BY_PROGRAM: dict[str, Any] = {
+    "graph": programs.in_graphs_only,
+    "losses": lambda function, program: adapted(programs.of_tensors(function, program)),
+    "either": programs.either,
+    "program": programs.of_program,
+    "variable": variable_type,
+}
+Input = adapted(layers.Input, input_shape="shape", batch_input_shape="batch_shape")
 _HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
 """Options of datasets that concern speed alone: the elements always come in order."""
 
@@ -396,85 +432,6 @@ PreemptionCheckpointHandler = adapted(
     checkpoint_or_checkpoint_manager="manager",
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
-TensorSpec = unary(lambda shape, dtype=np.float32: SimpleNamespace(shape=shape, dtype=dtype), 0)
-_HINTS = "validate_shape", "caching_device", "shape"
-Variable = graphs.either(adapted(graph.Variable, *_HINTS), adapted(eager_variable, *_HINTS))
-add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
-cast = unary(lambda tensor, dtype: tensor.astype(graphs.dtype_of(dtype)))
-cond = graphs.either(
-    adapted(graph.cond, pred="condition", fn1="true_fn", fn2="false_fn"),
-    lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)(),
-)
-clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
-constant = graphs.either(graph.constant, eager_constant)
-
-
-def _cumsum(x: Any, axis: Any = 0, exclusive: Any = False, reverse: Any = False) -> Any:
-    x = np.flip(x, axis) if reverse else x
-    sums = np.cumsum(x, axis) - x if exclusive else np.cumsum(x, axis)
-    return np.flip(sums, axis) if reverse else sums
-
-
-cumsum = unary(_cumsum)
-div = unary(binary(lambda x, y: (np.floor_divide if _is_whole(x, y) else np.divide)(x, y)))
-executing_eagerly = adapted(lambda: not graphs.uses_graphs())
-bias_add = unary(lambda value, bias, data_format=None: np.add(value, bias), 2)
-eye = unary(functools.partial(np.eye, dtype=np.float32), 0, num_rows="N", num_columns="M")
-
-
-def is_symbolic(*values: Any) -> bool:
-    """Return True if a tensor of a graph is among values, or in a list among them."""
-    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
-    return any(isinstance(value, Symbolic) for several in lists for value in several)
-
-
-def _fill(dims: Any, value: Any) -> Any:
-    if is_symbolic(dims, value):
-        value = graph.as_tensor(convert_to_tensor(value))
-        return np.broadcast_to(value, dims)
-    return eager_constant(value, shape=dims)
-
-
-def filled(number: int) -> Any:
-    """Return a function of a shape, whose lengths may be tensors, that returns one number."""
-    return unary(
-        lambda shape, dtype=np.float32: _fill(shape, graphs.dtype_of(dtype).type(number)), 0
-    )
-
-
-fill, zeros, ones = unary(_fill, 0), filled(0), filled(1)
-_COMPILING = (
-    "autograph experimental_autograph_options experimental_relax_shapes input_signature "
-    "reduce_retracing"
-)
-function = adapted(graphs.function, *_COMPILING.split(), experimental_compile="jit_compile")
-gather = unary(
-    lambda params, indices, axis=0: (
-        params[indices]
-        if isinstance(params, Symbolic) and not axis
-        else np.take(params, convert_to_tensor(indices), axis)
-    ),
-    ids="indices",
-)
-
-
-def _embedding_lookup(params: Any, ids: Any, partition_strategy: str = "mod") -> Any:
-    """Return rows of a table, which is in one part, so that both strategies find the same."""
-    tables = params if isinstance(params, list | tuple) else [params]
-    if len(tables) != 1:
-        raise ValueError(f"embedding_lookup needs one table, got {len(tables)}: concat them.")
-    if partition_strategy not in ("mod", "div"):
-        raise ValueError(f"partition_strategy must be 'mod' or 'div', got {partition_strategy!r}.")
-    return gather(tables[0], ids)
-
-
-embedding_lookup = adapted(_embedding_lookup, "name", "validate_indices")
-
-
-expand_dims = unary(np.expand_dims, input="a", dim="axis")
-identity = unary(lambda x: graph.identity(x) if isinstance(x, Symbolic) else x)
-l2_loss = unary(lambda tensor: np.sum(np.square(tensor)) / 2)
-leaky_relu = unary(activations.leaky_relu, alpha="negative_slope")
 list_devices = adapted(
     lambda device_type=None: [
         SimpleNamespace(
@@ -485,116 +442,25 @@ list_devices = adapted(
 )
 load_model = adapted(
     lambda filepath, custom_objects=None: models.load(
-        filepath, {"Sequential": Sequential, **(custom_objects or {})}
+        filepath, _classes() | (custom_objects or {})
     ),
     "compile",
 )
-matmul = unary(
-    lambda a, b, transpose_a=False, transpose_b=False, a_is_sparse=False, b_is_sparse=False: (
-        np.matmul(
-            np.swapaxes(a, -1, -2) if transpose_a else a,
-            np.swapaxes(b, -1, -2) if transpose_b else b,
-        )
-    ),
-    2,
-)
-_SETTINGS = "coord device enable enabled global_step run_eagerly run_metadata sess tag"
-nothing: Any = adapted(lambda *args: None, *_SETTINGS.split())
 makedirs = functools.partial(os.makedirs, exist_ok=True)
-
-
-def _numbers(start: Any = 0, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
-    start, limit = (0, start) if limit is None else (start, limit)
-    if not is_symbolic(start, limit, delta):
-        return convert_to_tensor(np.arange(start, limit, delta).tolist(), dtype)
-    count = np.maximum(np.ceil((limit - start) / delta), 0).astype(np.int64)
-    unit: Any = graph.as_tensor(np.int32(1))
-    values = start + (np.cumsum(np.broadcast_to(unit, [count])).astype(np.int32) - 1) * delta
-    return values if dtype is None else values.astype(dtype)
-
-
-numbers = unary(_numbers, 0)
-
-
-def _one_hot(
-    indices: Any,
-    depth: Any,
-    on_value: Any = None,
-    off_value: Any = None,
-    axis: Any = -1,
-    dtype: Any = None,
-) -> Any:
-    if isinstance(on_value, type | np.dtype):  # As before: the dtype comes third.
-        on_value, dtype = None, on_value
-    marks = [value for value in (on_value, off_value) if value is not None]
-    if dtype is None:
-        dtype = getattr(convert_to_tensor(marks[0]), "dtype", None) if marks else np.float32
-    rows = np.equal(indices[..., None], array_namespace(indices).arange(depth)).astype(dtype)
-    if marks:
-        low = 0 if off_value is None else off_value
-        rows = (rows * ((1 if on_value is None else on_value) - low) + low).astype(dtype)
-    return rows if axis in (None, -1) else np.moveaxis(rows, -1, axis)
-
-
-one_hot = unary(_one_hot)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 save_model = Model.save
-sigmoid_loss = cross_entropy(nn.sigmoid_cross_entropy)
-softmax_loss = cross_entropy(nn.softmax_cross_entropy)
-softmax_loss_v1 = cross_entropy(nn.softmax_cross_entropy, constant_labels=True)
+epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
 
 
-def _norm(tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: Any = False) -> Any:
-    axes, kind = axis_of(axis), None if ord == "euclidean" else ord
-    if axes is None and kind is not None:  # Of all elements in one row.
-        shape = (1,) * len(tensor.shape) if keepdims else ()
-        return np.reshape(np.linalg.norm(np.reshape(tensor, (-1,)), kind), shape)
-    return np.linalg.norm(tensor, kind, axes, keepdims)
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
+    """Return whether there is a GPU."""
+    return bool(nd.list_devices("gpu"))
 
 
-norm = unary(_norm, keep_dims="keepdims")
+def do_not_convert(func: Any = None) -> Any:
+    """Return the function itself: no function is converted."""
+    return do_not_convert if func is None else func
 
 
-def _slice(x: Any, begin: Any, size: Any) -> Any:
-    def end(length: Any, first: Any, count: Any) -> Any:
-        if isinstance(count, Symbolic):
-            return np.where(np.equal(count, -1), length, first + count)
-        return None if count == -1 else first + count
-
-    lengths = np.shape(x)
-    return x[
-        tuple(
-            slice(b, end(lengths[k], b, n))
-            for k, (b, n) in enumerate(zip(begin, size, strict=True))
-        )
-    ]
-
-
-slice_ = unary(_slice, input_="x")
-squeeze = unary(
-    lambda input_, axis=None: np.squeeze(input_, tuple(axis) if isinstance(axis, list) else axis),
-    squeeze_dims="axis",
-)
-split = unary(_split, 0, num_or_size_splits="n", num_split="n", split_dim="axis")
-tile = unary(np.tile, multiples="reps")
 to_categorical = adapted(lambda x, num_classes=None: one_hot(x, num_classes or int(np.max(x)) + 1))
-unstack = unary(
-    lambda value, num=None, axis=0: [
-        np.take(value, k, axis) for k in range(num or value.shape[axis])
-    ]
-)
-transpose = unary(np.transpose, perm="axes")
-
-
-def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
-    if x is None and y is None:
-        return np.argwhere(condition)
-    x, y = convert_to_tensor(x), convert_to_tensor(y)
-    axes = [len(getattr(array, "shape", None) or ()) for array in (condition, x)]
-    if graphs.uses_graphs() and axes[0] == 1 < axes[1]:  # It chooses rows.
-        condition = np.reshape(condition, (-1, *(1,) * (axes[1] - 1)))
-    return np.where(condition, x, y)
-
-
-where = unary(_where)

@@ -1,10 +1,4 @@
-"""What TensorFlow 1 has beside `ndistribute.graph`: flags, `app.run`, and names of two meanings.
-
-A few names mean an array in TensorFlow 2 and an operation of a graph in TensorFlow 1, such as
-`Variable`. They make operations inside ``with tf.Graph().as_default()``, and in the whole program
-once it has used a name that only TensorFlow 1 has, such as `Session` or `train.Server`; or from the
-start, after ``tf.disable_eager_execution()``.
-"""
+"""What TensorFlow 1 has beside `ndistribute.graph`: flags, `app.run`, sessions and losses."""
 
 from __future__ import annotations
 
@@ -18,47 +12,23 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ndistribute import graph, models, tree
+from ndistribute import graph, tree
+from ndistribute.compat.programs import Program
 from ndistribute.data import Dataset
-from ndistribute.graph.graph import in_default_of_a_block
+from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
+from ndistribute.graph.shapes import narrowed
 from ndistribute.jit.function import function as jit_function
 from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 
-_program = {"has graphs": False}
 _log = logging.getLogger("ndistribute")
 debug, info, warning, error = _log.debug, _log.info, _log.warning, _log.error
 
 
-def use_graphs() -> None:
-    """Let names of two meanings make operations of graphs from now on."""
-    _program["has graphs"] = True
-
-
-def use_arrays() -> None:
-    """Let names of two meanings make arrays again."""
-    _program["has graphs"] = False
-
-
-def uses_graphs() -> bool:
-    """Return True if names of two meanings make operations now."""
-    return _program["has graphs"] or in_default_of_a_block()
-
-
-def only_in_graphs(thing: Any) -> Any:
-    """Return what a name of TensorFlow 1 leads to; its use tells that the program has graphs."""
-    use_graphs()
-    return thing
-
-
-def either(in_graphs: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls one of two, depending on whether operations are made now."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (in_graphs if uses_graphs() else otherwise)(*args, **kwargs)
-
-    return call
+def get_logger() -> logging.Logger:
+    """Return the logger of this package."""
+    return _log
 
 
 class _BytesForText:
@@ -106,17 +76,16 @@ class InteractiveSession(BytesSession):
         super().close()
 
 
-def device(name: Any) -> Any:
+def device(program: Program, name: Any) -> Any:
     """Return a context manager that places operations of graphs; arrays stay where they are."""
-    in_cluster = callable(name) or "/job:" in str(name)
-    if in_cluster:
-        use_graphs()
-    return graph.device(name) if uses_graphs() else contextlib.nullcontext()
+    return graph.device(name) if program.uses_graphs() else contextlib.nullcontext()
 
 
-def name_scope(name: str | None, default_name: str | None = None, values: Any = None) -> Any:
+def name_scope(
+    program: Program, name: str | None, default_name: str | None = None, values: Any = None
+) -> Any:
     """Return a context manager that puts a name before those of operations."""
-    if not uses_graphs():
+    if not program.uses_graphs():
         return contextlib.nullcontext(name)
     return graph.get_default_graph().name_scope(name or default_name)
 
@@ -143,7 +112,7 @@ def dtype_of(kind: Any) -> np.dtype[Any]:
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Any:
     """Return a tensor whose value each run must feed; see `ndistribute.graph.placeholder`."""
-    return graph.placeholder(dtype_of(dtype), shape, name)
+    return graph.placeholder(dtype_of(dtype), [shape] if isinstance(shape, int) else shape, name)
 
 
 def no_op(name: str = "no_op") -> Any:
@@ -203,10 +172,16 @@ def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: An
 
 @accepting("back_prop", "parallel_iterations", "shape_invariants", "swap_memory")
 def while_loop(
-    cond: Any, body: Any, loop_vars: Any, *, maximum_iterations: Any = None, name: Any = None
+    program: Program,
+    cond: Any,
+    body: Any,
+    loop_vars: Any,
+    *,
+    maximum_iterations: Any = None,
+    name: Any = None,
 ) -> Any:
     """Return the values of a loop, which is an operation where operations are made."""
-    if uses_graphs():
+    if program.uses_graphs():
         return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
     values = list(loop_vars)
     rounds = itertools.count() if maximum_iterations is None else range(maximum_iterations)
@@ -216,10 +191,6 @@ def while_loop(
         results = body(*values)
         values = list(results) if isinstance(results, list | tuple) else [results]
     return values
-
-
-group = either(graph.group, lambda *_, name=None: None)
-latest_checkpoint = either(graph.latest_checkpoint, models.latest_checkpoint)
 
 
 def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = None) -> Any:  # noqa: N803
@@ -246,7 +217,7 @@ assign, assign_add, assign_sub = map(_method, ("assign", "assign_add", "assign_s
 
 
 def _cast_to(dtype: type) -> Callable[..., Any]:
-    return lambda x: (graph.as_tensor if uses_graphs() else np.asarray)(x).astype(dtype)
+    return lambda x: (x if isinstance(x, Symbolic) else np.asarray(x)).astype(dtype)
 
 
 to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))
@@ -282,7 +253,8 @@ def dropout(
 
 def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
     """Return for each row whether fewer than `k` predictions exceed that of its target."""
-    targets, classes = graph.as_tensor(targets), np.shape(predictions)[1]
+    targets = targets if isinstance(targets, Symbolic) else np.asarray(targets)
+    classes = np.shape(predictions)[1]
     known = np.logical_and(np.greater_equal(targets, 0), np.less(targets, classes))
     known = np.logical_and(known, np.all(np.isfinite(predictions), axis=1))
     of_target = np.take_along_axis(predictions, np.where(known, targets, 0)[:, None], 1)
@@ -295,9 +267,13 @@ def zero_fraction(value: Any) -> Any:
     return np.mean(np.equal(value, 0).astype(np.float32))
 
 
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, Symbolic) else narrowed(value)
+
+
 def _check_ranks(labels: Any, predictions: Any) -> None:
     """Raise ValueError if labels have another number of axes, which would be broadcast."""
-    shapes = [graph.as_tensor(values).shape for values in (labels, predictions)]
+    shapes = [_tensor(values).shape for values in (labels, predictions)]
     if None not in shapes and len({len(shape or ()) for shape in shapes}) > 1:
         raise ValueError(
             f"labels of shape {shapes[0]} and predictions of shape {shapes[1]} would be broadcast: "
@@ -310,11 +286,11 @@ def _mean_loss(losses: Any, weights: Any, collection: str | None) -> Any:
     if isinstance(weights, int | float) and weights == 1:
         loss = np.mean(losses)
     else:
-        weights = graph.as_tensor(weights).astype(losses.dtype or np.float32)
+        weights = _tensor(weights).astype(losses.dtype or np.float32)
         spread = np.broadcast_to(weights, np.shape(losses))
         count = np.sum(np.not_equal(spread, 0)).astype(losses.dtype or np.float32)
         loss = np.sum(losses * spread) / np.maximum(count, 1)
-    if collection:
+    if collection and isinstance(loss, Symbolic):
         graph.get_default_graph().add_to_collection(collection, loss)
     return loss
 
@@ -328,8 +304,8 @@ def mean_squared_error(
 ) -> Any:
     """Return the mean of the squared differences."""
     _check_ranks(labels, predictions)
-    predictions = graph.as_tensor(predictions)
-    labels = graph.as_tensor(labels).astype(predictions.dtype or np.float32)
+    predictions = _tensor(predictions)
+    labels = _tensor(labels).astype(predictions.dtype or np.float32)
     return _mean_loss(np.square(predictions - labels), weights, loss_collection)
 
 
@@ -343,7 +319,7 @@ def softmax_cross_entropy(
 ) -> Any:
     """Return the mean cross entropy of rows of probabilities."""
     if label_smoothing:
-        labels = graph.as_tensor(onehot_labels).astype(graph.as_tensor(logits).dtype or np.float32)
+        labels = _tensor(onehot_labels).astype(_tensor(logits).dtype or np.float32)
         spread = label_smoothing / np.shape(labels)[-1].astype(labels.dtype)
         onehot_labels = labels * (1 - label_smoothing) + spread
     losses = nn.softmax_cross_entropy(logits, onehot_labels)
@@ -358,7 +334,7 @@ def sparse_softmax_cross_entropy(
     loss_collection: str | None = "losses",
 ) -> Any:
     """Return the mean cross entropy of class numbers."""
-    numbers = np.reshape(graph.as_tensor(labels), np.shape(logits)[:-1])
+    numbers = np.reshape(_tensor(labels), np.shape(logits)[:-1])
     return _mean_loss(nn.softmax_cross_entropy(logits, numbers), weights, loss_collection)
 
 
@@ -372,7 +348,7 @@ def sigmoid_cross_entropy(
 ) -> Any:
     """Return the mean cross entropy of probabilities that do not exclude each other."""
     _check_ranks(multi_class_labels, logits)
-    labels = graph.as_tensor(multi_class_labels).astype(graph.as_tensor(logits).dtype or np.float32)
+    labels = _tensor(multi_class_labels).astype(_tensor(logits).dtype or np.float32)
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
     return _mean_loss(nn.sigmoid_cross_entropy(logits, labels), weights, loss_collection)

@@ -1,7 +1,7 @@
 """Namespaces of names that are looked up in a table when they are used.
 
-They are importable like modules, and name what is similar to a missing name. What a name leads to
-is imported at its first use, so it costs nothing until then.
+They are importable like modules, and say what to use instead of a missing name. What a name leads
+to is imported at its first use, so it costs nothing until then.
 """
 
 from __future__ import annotations
@@ -12,20 +12,34 @@ import types
 from importlib import import_module
 from typing import Any
 
-ROOT = "ndistribute.compat.tf"
+from ndistribute.compat.tables import INSTEAD
+
+ROOT = "ndistribute.compat."
+_ALIKE = 0.85  # Of 1, how alike a mistyped name is.
 
 
 class Names(types.ModuleType):
-    """The namespace `tf`, or one below it, such as ``Names("keras.layers")``."""
+    """A namespace, such as ``tf.keras.layers``.
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{ROOT}.{path}", f"Names of ``tf.{path}``.")
-        self.__all__: list[str] = []
-        sys.modules[self.__name__] = self  # For `from ndistribute.compat.tf.keras import layers`.
+    Args:
+        path: its path below `ROOT`.
+        program: decides whether names with two meanings make operations of graphs.
+        base: the namespace that has the names that are not in this one's table; or None.
+    """
+
+    def __init__(self, path: str, program: Any, base: Names | None) -> None:
+        super().__init__(ROOT + path, f"Names of ``{path}``.")
         parent, _, name = self.__name__.rpartition(".")
+        sys.modules[self.__name__] = self  # For `from ndistribute.compat.tf.keras import layers`.
         vars(sys.modules[parent])[name] = self
-        if name not in sys.modules[parent].__all__:
-            sys.modules[parent].__all__.append(name)
+        sys.modules[parent].__all__.append(name)
+        self._set_up(program, base)
+
+    def _set_up(self, program: Any, base: Names | None) -> None:
+        """Begin without names of its own."""
+        self._program, self._base = program, base
+        self._leads: dict[str, tuple[str, str, str]] = {}
+        self.__all__: list[str] = list(base._leads) if base else []
 
     def _fill(self, words: str) -> None:
         """Read where the names are found.
@@ -37,30 +51,37 @@ class Names(types.ModuleType):
                 ``module/adapter:`` makes of them, by a function in `ADAPTERS`, what `tf` has.
         """
         source = adapter = ""
-        self._leads: dict[str, tuple[str, str, str]] = {}
+        leads: dict[str, tuple[str, str, str]] = {}
         for word in words.split():
             if word.endswith(":"):
                 source, _, adapter = word[:-1].partition("/")
                 continue
             name, _, other = word.partition("=")
             names = import_module(source, "ndistribute").__all__ if name == "*" else [name]
-            self._leads |= {each: (source, other or each, adapter) for each in names}
-        self.__all__ += self._leads
+            leads |= {each: (source, other or each, adapter) for each in names}
+        self._leads |= leads
+        self.__all__ += [name for name in leads if name not in self.__all__]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in self._leads:
+        adapters = import_module("ndistribute.compat.adapters")
+        lead, base = self._leads.get(name), self._base
+        if lead is None and base and name in base._leads:
+            if base._leads[name][2] not in adapters.BY_PROGRAM:
+                return vars(self).setdefault(name, getattr(base, name))
+            lead = base._leads[name]
+        if lead is None:
             raise AttributeError(self._missing(name))
-        source, key, adapter = self._leads[name]
+        source, key, adapter = lead
         value = key if source == "text" else getattr(import_module(source, "ndistribute"), key)
-        if adapter:
-            adapters = import_module("ndistribute.compat.adapters")
-            plain, value = value, adapters.ADAPTERS[adapter](value)
-            if value is not plain and isinstance(
-                value, types.FunctionType | type
-            ):  # Pickles refer to it by this name.
-                value.__module__, value.__qualname__ = self.__name__, name
+        plain = value
+        if adapter in adapters.BY_PROGRAM:
+            value = adapters.BY_PROGRAM[adapter](value, self._program)
+        elif adapter:
+            value = adapters.ADAPTERS[adapter](value)
+        if value is not plain and isinstance(value, types.FunctionType | type):
+            value.__module__, value.__qualname__ = self.__name__, name  # For pickles.
         return vars(self).setdefault(name, value)
 
     def __dir__(self) -> list[str]:
@@ -70,16 +91,68 @@ class Names(types.ModuleType):
         return import_module, (self.__name__,)
 
     def _missing(self, name: str) -> str:
-        where = f"tf{self.__name__.removeprefix(ROOT)}"
-        lower = {word.lower(): word for word in self.__all__}
-        close = difflib.get_close_matches(name.lower(), lower, cutoff=0.5)
-        similar = ", ".join(lower[word] for word in close)
-        hint = f"Similar names: {similar}." if similar else f"dir({where}) lists the names."
+        where = self.__name__.removeprefix(ROOT)
+        root = where.partition(".")[0]
+        path = f"{where}.{name}".partition(".")[2].removeprefix("compat.v1.")
         elsewhere = [
-            f"tf{path.removeprefix(ROOT)}.{name}"
-            for path, module in list(sys.modules.items())
-            if path.startswith(ROOT) and name in getattr(module, "__all__", ())
+            f"{at.removeprefix(ROOT)}.{name}"
+            for at, module in list(sys.modules.items())
+            if f"{at}.".startswith(f"{ROOT}{root}.") and name in getattr(module, "__all__", ())
         ]
+        close = [word for word in self.__all__ if _is_mistyped(name.lower(), word.lower())]
+        hint = f"Similar names: {', '.join(close)}." if close else f"dir({where}) lists the names."
         if elsewhere:
-            hint = f"Use {min(elsewhere, key=len)}."
-        return f"{where}.{name} does not exist in {ROOT}. {hint}"
+            hint = f"Use {min(elsewhere, key=lambda at: ('compat' in at, len(at)))}."
+        hint = f"Use {INSTEAD[path]}." if path in INSTEAD else hint
+        return f"{where}.{name} does not exist in {ROOT}{root}. {hint}"
+
+
+def _is_mistyped(name: str, word: str) -> bool:
+    """Return whether a name may be a word, and no other that has more letters or numbers."""
+    matcher = difflib.SequenceMatcher(None, name.rstrip("s"), word.rstrip("s"))
+    if not matcher.real_quick_ratio() >= _ALIKE <= matcher.ratio():
+        return False
+    same = [each for each in name if each.isdigit()] == [each for each in word if each.isdigit()]
+    return same and (matcher.ratio() == 1 or not (name in word or word in name))
+
+
+def build(path: str, program: Any, table: str, base: str | None = None) -> None:
+    """Make the namespaces of a module, and those below it.
+
+    Args:
+        path: of the module below `ROOT`.
+        program: see `Names`.
+        table: a text with sections, each a path in brackets and the words of its namespace.
+        base: the module whose namespaces have the names that those of this one lack.
+    """
+
+    def namespace(below: str) -> Names:
+        name = f"{path}.{below}".removesuffix(".")
+        known: Any = sys.modules.get(ROOT + name)
+        if isinstance(known, Names):
+            return known
+        like: Any = sys.modules.get(f"{ROOT}{base}.{below}".removesuffix("."))
+        if known is None:
+            return Names(name, program, like)
+        known.__class__ = Names
+        known._set_up(program, like)
+        return sys.modules[ROOT + name]  # type: ignore[return-value]
+
+    namespace("")
+    root = f"{ROOT}{base}."
+    for name in [name.removeprefix(root) for name in sys.modules if name.startswith(root)]:
+        if not name.startswith("compat."):
+            namespace(name)
+    for section in table.split("[")[1:]:
+        below, words = section.split("]")
+        namespace(below)._fill(words)
+    if base:
+        _alias(f"{path}.compat.v1", path)
+    _alias(f"{path}.compat.v2", "tf")
+
+
+def _alias(path: str, other: str) -> None:
+    """Let a path lead to another namespace, in imports too."""
+    parent, _, name = (ROOT + path).rpartition(".")
+    sys.modules[ROOT + path] = vars(sys.modules[parent])[name] = sys.modules[ROOT + other]
+    sys.modules[parent].__all__.append(name)

@@ -88,5 +88,5 @@ if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):
         """Say where to find what is not here any more."""
-        hint = ": it is ndistribute.compat.tf.train.Supervisor" if name == "Supervisor" else ""
+        hint = ": it is ndistribute.compat.tf1.train.Supervisor" if name == "Supervisor" else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

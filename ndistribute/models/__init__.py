@@ -15,8 +15,10 @@ from ndistribute.models.checkpoint import Checkpoint as Checkpoint
 from ndistribute.models.checkpoint import CheckpointManager as CheckpointManager
 from ndistribute.models.checkpoint import latest_checkpoint as latest_checkpoint
 from ndistribute.models.export import load as load
+from ndistribute.models.layers.inputs import Input as Input
 from ndistribute.models.model import Model as Model
 from ndistribute.models.model import Sequential as Sequential
+from ndistribute.models.model import clone_model as clone_model
 from ndistribute.models.sidecar import SidecarEvaluator as SidecarEvaluator
 
 _export(

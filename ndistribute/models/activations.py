@@ -19,6 +19,7 @@ from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, as_array
 from ndistribute.exports import export as _export
 from ndistribute.models.names import named, table_of
+from ndistribute.models.symbolic import recordable
 
 Activation = Callable[[Any], Any]
 # NumPy's loop for a row of zeros takes half the time of that for the number 0, if rows are long.
@@ -33,6 +34,7 @@ class InPlace(NamedTuple):
     plain: Callable[[Any], Any]  # The same of NumPy functions, for second derivatives.
 
 
+@recordable
 def relu(x: Any) -> Any:
     """Return ``max(x, 0)``.
 
@@ -42,11 +44,13 @@ def relu(x: Any) -> Any:
     return _in_place(x, rule=IN_PLACE[relu])
 
 
+@recordable
 def tanh(x: Any) -> Any:
     """Return the hyperbolic tangent."""
     return _in_place(x, rule=IN_PLACE[tanh])
 
 
+@recordable
 def sigmoid(x: Any) -> Any:
     """Return ``1 / (1 + exp(-x))``, computed without overflow.
 
@@ -61,11 +65,13 @@ def linear(x: Any) -> Any:
     return x
 
 
+@recordable
 def softmax(x: Any) -> Any:
     """Return ``exp(x) / sum(exp(x))`` along the last axis."""
     return autodiff.softmax(x, axis=-1)
 
 
+@recordable
 def log_softmax(x: Any) -> Any:
     """Return the logarithm of `softmax` along the last axis."""
     return autodiff.log_softmax(x, axis=-1)
@@ -81,6 +87,7 @@ def silu(x: Any) -> Any:
     return x * sigmoid(x)
 
 
+@recordable
 @custom_gradient
 def gelu(x: Any) -> Any:
     """Return ``x`` times about the normal distribution function, in the form with `tanh`.

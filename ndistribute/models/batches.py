@@ -6,6 +6,7 @@ A batch is ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of the global batch s
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import Dataset, as_dataset
+from ndistribute.data.distributed import DistributedDataset
 from ndistribute.values import PerReplica
 
 _BATCH = 32
@@ -25,9 +27,10 @@ def batches_of(
     batch_size: int | None = None,
     shuffle: bool = False,
     class_weight: Mapping[int, float] | None = None,
-) -> Dataset:
+) -> Any:
     """Return a dataset of batches, from arrays or from a dataset; see `Trainer.fit`."""
     check_counts(1, batch_size=batch_size)
+    x, y, sample_weight = map(as_arrays, (x, y, sample_weight))
     if not _are_arrays(x):
         if y is not None or sample_weight is not None or batch_size is not None:
             what = "x is a dataset"
@@ -37,10 +40,14 @@ def batches_of(
                 f"{what}: its batches contain y and sample_weight, and determine the batch size. "
                 "Do not pass y, sample_weight or batch_size; or make x an array."
             )
-        data = as_dataset(x)
+        data = x if isinstance(x, DistributedDataset) else as_dataset(_iterable(x))
     else:
+        if y is None and sample_weight is not None:
+            raise ValueError("sample_weight was passed without labels: pass y, too.")
+        x, y, sample_weight = map(_in_tuples, (x, y, sample_weight))
         parts = tuple(part for part in (x, y, sample_weight) if part is not None)
-        data = Dataset.from_tensor_slices(parts)
+        alone = y is None and not isinstance(x, tuple)  # As Keras passes it to train_step.
+        data = Dataset.from_tensor_slices(x if alone else parts)
         rows = len(data)
         if shuffle and rows > 1:
             data = data.shuffle(rows)
@@ -52,6 +59,8 @@ def batches_of(
             f"class_weight must be a dict of weights by label, such as {{0: 1.0, 1: 5.0}}, got "
             f"{class_weight!r}."
         )
+    if isinstance(data, DistributedDataset):
+        raise ValueError("class_weight needs a dataset that is not distributed yet: pass that.")
     return data.map(lambda *batch: _with_class_weight(batch, class_weight))
 
 
@@ -71,6 +80,7 @@ def split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
         )
     if not 0 < share < 1:
         raise ValueError(f"validation_split must be between 0 and 1, got {share}.")
+    x, y, weight = map(as_arrays, (x, y, weight))
     rows = rows_of(x)
     at = int(rows * (1 - share))
     if not 0 < at < rows:
@@ -156,6 +166,70 @@ def joined_parts(parts: Sequence[tuple[Any, Any]]) -> Any:
     return tree.map_leaves(join, *(outputs for outputs, _ in parts))
 
 
+def as_arrays(nest: Any) -> Any:
+    """Return a nest with arrays for data frames and columns, and for lists of numbers.
+
+    >>> as_arrays([[1, 2], [3, 4]]).shape
+    (2, 2)
+    """
+    leaves = tree.flatten(nest)
+    if isinstance(nest, list) and leaves and all(isinstance(leaf, int | float) for leaf in leaves):
+        return np.array(nest)
+    frames = [hasattr(leaf, "to_numpy") for leaf in leaves]
+    if not any(frames):
+        return nest
+    return tree.map_leaves(
+        lambda leaf: leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf, nest
+    )
+
+
+class _Sequence:
+    """The batches of an object with `__len__`, `__getitem__` and maybe `on_epoch_end`."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(self._batches.__getitem__, range(len(self)))
+        getattr(self._batches, "on_epoch_end", list)()
+
+
+def _iterable(batches: Any) -> Any:
+    """Return what `as_dataset` takes for a generator, or for a `Sequence` of Keras."""
+    if isinstance(batches, Iterator):
+        return Dataset.from_generator(_rest_of(batches))
+    is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
+    if is_sequence and (hasattr(batches, "on_epoch_end") or not hasattr(batches, "__iter__")):
+        return _Sequence(batches)
+    return batches
+
+
+def _rest_of(batches: Iterator[Any]) -> Any:
+    """Return a function whose results go on in an iterator; who looks at the first takes none."""
+    ahead: list[Any] = []
+
+    def rest() -> Iterator[Any]:
+        while True:
+            if not ahead:
+                ahead.extend(itertools.islice(batches, 1))
+            if not ahead:
+                return
+            yield ahead[0]
+            ahead.clear()
+
+    return rest
+
+
+def _in_tuples(nest: Any) -> Any:
+    """Return a nest with tuples for lists, which a dataset would take for the rows of an array."""
+    if isinstance(nest, dict):
+        return {key: _in_tuples(part) for key, part in nest.items()}
+    return tuple(map(_in_tuples, nest)) if isinstance(nest, list | tuple) else nest
+
+
 def _are_arrays(x: Any) -> bool:
     arrays = all(hasattr(leaf, "shape") for leaf in tree.flatten(x))
     return arrays and not isinstance(x, Dataset)
@@ -163,6 +237,8 @@ def _are_arrays(x: Any) -> bool:
 
 def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
     x, y, weight = unpacked(batch)
+    if not hasattr(y, "ndim"):
+        raise ValueError("class_weight needs one array of labels: pass sample_weight by output.")
     labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
     if labels.ndim > 1 and labels.dtype.kind == "f":  # One-hot rows.
         labels = labels.argmax(axis=-1)

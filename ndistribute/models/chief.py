@@ -41,6 +41,8 @@ class Chief:
     """
 
     def __init__(self, model: Any, data: Any, steps: int | None) -> None:
+        if not hasattr(data, "repeat"):
+            raise ValueError("a chief distributes the dataset itself: pass it undivided to fit.")
         self._steps = data.cardinality() if steps is None else steps
         if self._steps < 0:
             raise ValueError(
@@ -63,10 +65,10 @@ class Chief:
         distribute = functools.partial(strategy.distribute_dataset, data.repeat())
         self._batches = iter(self._coordinator.create_per_worker_dataset(distribute))
 
-        def step(batches: Any, rate: float | None) -> None:
+        def step(batches: Any, rate: float | None) -> Any:
             if rate is not None:  # The worker has the model as it was at the first step.
                 model.optimizer.learning_rate = rate
-            model.run_step(next(batches))
+            return model.run_step(next(batches))
 
         self._step = step
         workers = strategy.cluster_resolver.cluster_spec().num_tasks("worker")
@@ -89,8 +91,10 @@ class Chief:
                 position.ahead += 1
             if not position.ahead:
                 return
-            if ended.get().error is not None:
+            result = ended.get()
+            if result.error is not None:
                 self._coordinator.join()  # Raises the first error.
+            model.take_logs(result.fetch())
             position.ahead -= 1
             model.finish_step(end)
 

@@ -50,6 +50,7 @@ def _text(value: Any) -> str:
     elif isinstance(value, Loss | Optimizer):
         kept = vars(value) if isinstance(value, Loss) else _OF_OPTIMIZER
         config = {name: argument for name, argument in vars(value).items() if name in kept}
+        config.pop("_arguments", None)
     else:
         text, code = re.sub(_OWN_NAMES, "", repr(value)), getattr(value, "__code__", None)
         return f"{text} of code {_checksum(code)}" if isinstance(code, CodeType) else text

@@ -85,6 +85,22 @@ class RandomNormal(_Random):
 
 
 @dataclass(frozen=True)
+class TruncatedNormal(RandomNormal):
+    """An initializer with a normal distribution, without values beyond two standard deviations."""
+
+    def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return self.mean + self.stddev * truncated(self._generator(), shape)
+
+
+def truncated(rng: np.random.Generator, shape: Shape) -> np.ndarray[Any, Any]:
+    """Return normal numbers from -2 to 2; others are drawn again."""
+    values = rng.normal(size=shape)
+    while (outside := np.abs(values) > 2).any():
+        values[outside] = rng.normal(size=np.count_nonzero(outside))
+    return values
+
+
+@dataclass(frozen=True)
 class RandomUniform(_Random):
     """An initializer with a uniform distribution between two bounds."""
 

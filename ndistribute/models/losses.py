@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute.autodiff import untrack
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import as_array
@@ -67,7 +69,7 @@ class Loss(Explaining, Shown):
         if self.reduction == "none":
             return losses
         total = np.sum(losses)
-        return total if self.reduction == "sum" else total / global_count(losses.size)
+        return in_form(total if self.reduction == "sum" else total / global_count(losses.size))
 
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Return the loss of each example, times its weight."""
@@ -112,6 +114,48 @@ def _weighted(losses: Any, sample_weight: Any) -> Any:
         )
     weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
     return losses * weight.astype(losses.dtype)
+
+
+class _Form(threading.local):
+    """The form in which a thread gets losses; see `as_means`."""
+
+    of_gradient: str | None = None  # None: they are shares.
+
+
+_form = _Form()
+
+
+@contextlib.contextmanager
+def as_means(of_gradient: str) -> Iterator[None]:
+    """Return a context in which losses are means, for a step that a model defines.
+
+    Numbers that replicas log are averaged, and the gradients that they apply are added up. So the
+    mean of what is logged has to be the loss of the batch, and the sum of the gradients its
+    gradient, however the batch is divided.
+
+    Args:
+        of_gradient: ``"share"`` if the step applies gradients, ``"mean"`` if its caller divides.
+    """
+    _form.of_gradient, before = of_gradient, _form.of_gradient
+    try:
+        yield
+    finally:
+        _form.of_gradient = before
+
+
+def in_step_of_model() -> bool:
+    """Return True inside of a step that a model defines, which `fit` or `evaluate` runs."""
+    return _form.of_gradient is not None
+
+
+def in_form(share: Any) -> Any:
+    """Return a replica's share of a loss in the form that the step needs; see `as_means`."""
+    replica = None if _form.of_gradient is None else get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return share
+    if _form.of_gradient == "mean":
+        return share * replica.num_replicas_in_sync
+    return share + untrack(share) * (replica.num_replicas_in_sync - 1)
 
 
 def global_count(count: int) -> float:
@@ -162,7 +206,7 @@ def compute_average_loss(
         if count < 0:
             raise ValueError(f"global_batch_size must be 0 or more, got {count}.")
     total = np.sum(_weighted(losses, sample_weight))
-    return total / count if count else total * 0
+    return in_form(total / count) if count else total * 0
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -173,7 +217,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     replica = get_replica_context()
     total = np.sum(regularization_loss)
-    return total if replica is None else total / replica.num_replicas_in_sync
+    return total if replica is None else in_form(total / replica.num_replicas_in_sync)
 
 
 def aligned(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
@@ -400,4 +444,8 @@ def _log_of(p: Any) -> Any:
     return np.log(np.clip(p, small, 1 - small))
 
 
-_export(vars(), but="FunctionLoss aligned check_shape global_count per_example")
+_export(
+    vars(),
+    but="FunctionLoss aligned as_means check_shape global_count in_form in_step_of_model "
+    "per_example",
+)

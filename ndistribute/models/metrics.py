@@ -6,6 +6,7 @@ its own, and reading outside replicas adds them up. So an uneven last batch is c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,6 +21,30 @@ from ndistribute.models import losses
 from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 from ndistribute.variables import Variable
+
+
+class MetricValue(float):
+    """The value of a metric on a replica, in a step of a model: logs contain that of all replicas.
+
+    Attributes:
+        metric: the metric.
+    """
+
+    metric: Metric
+
+
+class PendingValue:
+    """What stands for the value of a metric in a compiled step, which can only be returned.
+
+    Args:
+        metric: the metric.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def __repr__(self) -> str:
+        return f"<the value of metric {self.metric.name!r} after the step>"
 
 
 class Metric(Explaining, Shown):
@@ -51,7 +76,18 @@ class Metric(Explaining, Shown):
 
     def result(self) -> float:
         """Return the value over all replicas; inside `run`, that of this replica alone."""
-        return self.value_of(to_host(as_array(self.state)))
+        if not losses.in_step_of_model():
+            return self.value_of(to_host(as_array(self.state)))
+        if current_trace() is not None:
+            pending: Any = self._pending
+            return pending  # type: ignore[no-any-return]
+        value = MetricValue(self.value_of(to_host(as_array(self.state))))
+        value.metric = self
+        return value
+
+    @functools.cached_property
+    def _pending(self) -> PendingValue:
+        return PendingValue(self)
 
     def local_result(self) -> float:
         """Return the value over the replicas of this process, without waiting for others."""
@@ -238,37 +274,44 @@ NAMED: dict[str, type[Metric]] = table_of(
     mae=MeanAbsoluteError,
     mse=MeanSquaredError,
 )
-_ACCURACIES: dict[type[losses.Loss], type[Metric]] = {
-    losses.BinaryCrossentropy: BinaryAccuracy,
-    losses.CategoricalCrossentropy: CategoricalAccuracy,
-    losses.SparseCategoricalCrossentropy: SparseCategoricalAccuracy,
-}
 
 
-def get(metric: Any, loss: losses.Loss) -> Metric:
+def get(metric: Any, loss: losses.Loss | None) -> Metric:
     """Return a metric for a name or a function; a `Metric` is returned unchanged.
 
     Args:
-        metric: a metric, its name, or a function of labels and predictions. ``"accuracy"`` means
-            the accuracy that belongs to the loss; for a binary cross-entropy of logits, with the
-            threshold 0, the logit of 0.5.
+        metric: a metric, its name, or a function of labels and predictions. ``"accuracy"`` and
+            ``"crossentropy"`` mean, as in Keras, those of two classes for predictions of one
+            number, the sparse ones for labels without the axis of the classes, and otherwise the
+            categorical ones. They take logits if the loss does, of which 0 is one half.
         loss: the model's loss.
 
     Raises:
-        ValueError: the name is unknown, or the loss has no accuracy.
+        ValueError: the name is unknown.
     """
+    parameters = {} if loss is None else getattr(loss, "_parameters", {})
+    from_logits = bool(parameters.get("from_logits", False))
     if metric in ("accuracy", "acc"):
-        for kind, accuracy in _ACCURACIES.items():
-            if isinstance(loss, kind):
-                if kind is losses.BinaryCrossentropy and loss.from_logits:  # type: ignore[attr-defined]
-                    return BinaryAccuracy(0.0, name=metric)
-                return accuracy(name=metric)
-        raise ValueError(
-            f"{metric!r} is undefined for the loss {loss.name!r}: pass a metric, such as "
-            "metrics.MeanAbsoluteError()."
-        )
-    made = named({"accuracy": None, **NAMED}, metric, "metric", name=metric)
+        binary = functools.partial(binary_accuracy, threshold=0.0 if from_logits else 0.5)
+        kinds: Any = (binary, sparse_categorical_accuracy, categorical_accuracy)
+        return MeanMetric(_by_shapes, metric, kinds=kinds)
+    if metric in ("crossentropy", "ce"):
+        kinds = losses.binary_crossentropy, losses.sparse_categorical_crossentropy
+        kinds = [*kinds, losses.categorical_crossentropy]
+        kinds = [functools.partial(kind, from_logits=from_logits) for kind in kinds]
+        return MeanMetric(_by_shapes, metric, kinds=kinds)
+    made = named({"accuracy": None, "crossentropy": None, **NAMED}, metric, "metric", name=metric)
     return made if isinstance(made, Metric) else MeanMetric(made)
+
+
+def _by_shapes(y_true: Any, y_pred: Any, kinds: Any) -> Any:
+    """Return the value of the binary, sparse or categorical function, by the arguments' shapes."""
+    if y_pred.ndim < 2:
+        y_true, y_pred = y_true[..., None], y_pred[..., None]
+    if y_pred.shape[-1] == 1:
+        return kinds[0](y_true, y_pred)
+    is_sparse = y_true.ndim < y_pred.ndim or y_true.shape[-1] == 1
+    return kinds[1 if is_sparse else 2](y_true, y_pred)
 
 
 def joined(*numbers: Any) -> Any:
@@ -284,6 +327,8 @@ def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     if sample_weight is None:
         return values.sum(dtype=np.float64), values.size
     weight = as_array(sample_weight)
+    if weight.ndim > values.ndim and weight.shape[-1] == 1:
+        weight = weight[..., 0]
     weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
     weight = array_namespace(weight).broadcast_to(weight, values.shape)
     return (values * weight).sum(dtype=np.float64), weight.sum(dtype=np.float64)
@@ -319,5 +364,6 @@ def _squeezed(y_true: Any, y_pred: Any) -> Any:
 
 _export(
     vars(),
-    but="binary_accuracy categorical_accuracy joined sparse_categorical_accuracy weighted_sum",
+    but="MetricValue PendingValue binary_accuracy categorical_accuracy joined "
+    "sparse_categorical_accuracy weighted_sum",
 )

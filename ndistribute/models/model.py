@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ndistribute.models.export import export
-from ndistribute.models.layers.layer import Layer
+from ndistribute import tree
+from ndistribute.dtypes import kind_of
+from ndistribute.mistakes import accepting
+from ndistribute.models.export import export, save
+from ndistribute.models.functional import CallGraph, cloned, connected
+from ndistribute.models.layers.inputs import Input, InputLayer
+from ndistribute.models.layers.layer import Layer, Replaceable
+from ndistribute.models.symbolic import SymbolicArray, is_symbolic
 from ndistribute.models.training import Trainer
 from ndistribute.variables import Variable
 
@@ -21,13 +25,28 @@ _UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 class Model(Trainer):
-    """A model: a subclass creates layers in its constructor, and computes with them in `call`.
+    """A model: what connects inputs and outputs, or a subclass that computes in `call`.
 
     Create and compile it in the scope of a strategy, which then runs it.
 
     Args:
+        inputs: what `Input` returns; a list, tuple or dict of that for several inputs. A subclass
+            with a `call` has none, and creates layers in its constructor.
+        outputs: what layers and NumPy's functions return for the inputs, in any nest.
         name: the name in messages and summaries; None: the class name, with a number.
-        options: `trainable` and `dtype`, see `Layer`.
+        options: `trainable` and `dtype`, see `Layer`; the dtype of the inputs by default.
+
+    Raises:
+        TypeError: inputs or outputs are no symbolic arrays.
+        ValueError: the outputs need another input.
+
+    >>> import numpy as np
+    >>> from ndistribute.models.layers import Dense, Input, add
+    >>> x = Input((4,))
+    >>> hidden = Dense(4, activation="relu")(x)
+    >>> model = Model(inputs=x, outputs=Dense(2)(add([x, hidden])))
+    >>> model.predict(np.zeros((3, 4))).shape, model.count_params()
+    ((3, 2), 30)
 
     >>> class Classifier(Model):
     ...     def __init__(self):
@@ -44,6 +63,88 @@ class Model(Trainer):
     ((3, 2), 58)
     """
 
+    # An attribute of a model may have one of these names.
+    layers: Any = Replaceable(lambda model: model._parts())
+    inputs: Any = Replaceable(lambda model: model._connected().inputs)
+    outputs: Any = Replaceable(lambda model: model._connected().outputs)
+    input: Any = inputs
+    output: Any = outputs
+    input_names: Any = Replaceable(lambda model: model._graph and model._graph.input_names)
+    output_names: Any = Replaceable(lambda model: model._graph and model._graph.output_names)
+    _graph: CallGraph | None = None
+    _uncalled = Trainer._uncalled | {
+        "from_config": "load calls the constructor with what get_config returns"
+    }
+
+    def __init__(
+        self, inputs: Any = None, outputs: Any = None, *, name: str | None = None, **options: Any
+    ) -> None:
+        graph = None if inputs is None and outputs is None else CallGraph(inputs, outputs)
+        if graph is not None:
+            floats = (value.dtype for value in tree.flatten(inputs) if kind_of(value.dtype) == "f")
+            options = {"dtype": next(floats, None)} | options
+        super().__init__(name=name, **options)
+        if graph is not None:
+            self.layers, self.variables_of_calls = graph.layers, graph.variables
+            self._connect(graph)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the outputs; a subclass overrides this."""
+        return super().call(inputs) if self._graph is None else self._graph.run(inputs)
+
+    def _defines_call(self) -> bool:
+        return self._graph is not None or type(self).call is not Model.call
+
+    def _connected(self) -> CallGraph:
+        """Return the calls between the symbolic inputs and outputs."""
+        if self._graph is None:
+            raise AttributeError(
+                f"{self!r} has no symbolic inputs and outputs: make it by Model(inputs, outputs), "
+                "or begin a Sequential with Input(shape)."
+            )
+        return self._graph
+
+    def _connect(self, graph: CallGraph) -> None:
+        """Set what the model computes, and the shapes of its input."""
+        self._graph = graph
+        self._build_once([graph.sample()])
+
+    def get_layer(self, name: str | None = None, index: int | None = None) -> Layer:
+        """Return a layer of `layers` by its name or its place.
+
+        Raises:
+            ValueError: there is none, or both or none of the arguments are passed.
+        """
+        if (name is None) == (index is None):
+            raise ValueError("get_layer needs a name or an index.")
+        layers = self.layers
+        if index is None:
+            layers, index = [layer for layer in layers if layer.name == name], 0
+        if not -len(layers) <= index < len(layers):
+            names = [layer.name for layer in self.layers]
+            raise ValueError(
+                f"get_layer: {self.name!r} has no layer {name or index!r}; it has {names}."
+            )
+        return layers[index]  # type: ignore[no-any-return]
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that create an equal model, and the calls of a functional one."""
+        config = super().get_config()
+        calls = self._graph.calls if self._graph is not None and is_symbolic(config) else []
+        parts = [(call.function, call.args, call.kwargs, call.outputs) for call in calls]
+        return {"calls": parts, **config} if parts else config
+
+    @classmethod
+    @accepting("custom_objects")  # The configuration has the classes themselves.
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new model for what `get_config` returned, with new layers and variables."""
+        return cls.assembled(cloned(dict(config), {}))
+
+    @classmethod
+    def assembled(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new model for a configuration, which has the layers in it themselves."""
+        return cls(**(connected(config) if "calls" in config else config))
+
     def export(self, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
         """Write the architecture and the weights, and return the folder; see `models.load`.
 
@@ -59,33 +160,59 @@ class Model(Trainer):
         """
         return export(self, path, max_to_keep)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model with its optimizer, loss and metrics, in place of what is there.
+
+        `models.load` returns the model as it is now, so that `fit` continues. As for `export`,
+        every worker must call this.
+
+        Args:
+            path: the path of a folder, whose name may end in anything.
+
+        Raises:
+            ValueError: the model is not built, or an argument of a layer, of the optimizer, the
+                loss or a metric cannot be written.
+        """
+        save(self, path)
+
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables.
 
-        >>> from ndistribute.models.layers import Dense
-        >>> print(Sequential([Dense(8, input_shape=(4,), name="hidden")], name="net").summary())
+        The table of a functional model has the shapes of outputs, and where inputs come from.
+
+        >>> from ndistribute.models.layers import Dense, Input
+        >>> x = Input((4,), name="x")
+        >>> print(Model(x, x + Dense(4, name="hidden")(x), name="net").summary())
         Model 'net'
-        layer           variables     parameters
-        ----------------------------------------
-        hidden (Dense)  (4, 8), (8,)          40
-        ----------------------------------------
-        Parameters: 40, to train: 40
+        layer           output shape  parameters  connected to
+        ------------------------------------------------------
+        x (InputLayer)  (None, 4)              0  -
+        hidden (Dense)  (None, 4)             20  x
+        add (function)  (None, 4)              0  x, hidden
+        ------------------------------------------------------
+        Parameters: 20, to train: 20
         """
-        rows = [("layer", "variables", "parameters"), *map(_row, self._parts())]
-        variables = [held for _, held in self._own() if isinstance(held, Variable)]
-        if variables:
-            rows.append(_row(self, variables))
-        room = max(_LEAST, _WIDTH - 4 - sum(max(len(row[k]) for row in rows) for k in (0, 2)))
-        rows = [line for row in rows for line in _wrapped(*row, room)]
+        rows = self._rows()
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
-        layout = "{{:<{}}}  {{:<{}}}  {{:>{}}}".format(*widths)
-        lines = [layout.format(*row).rstrip() for row in rows]
+        layout = "{{:<{}}}  {{:<{}}}  {{:>{}}}  {{}}".format(*widths)
+        lines = [layout.format(*row, "").rstrip() for row in rows]
         rule = "-" * len(lines[0])
         trained = sum(variable.size for variable in self.trainable_variables)
         total = f"Parameters: {self.count_params():,}, to train: {trained:,}"
         if not all(map(_is_built, self._parts())):
             total += "\nThe other variables are created when the model is first called."
         return "\n".join([f"Model {self.name!r}", lines[0], rule, *lines[1:], rule, total])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of a summary, the headings first."""
+        if self._graph is not None:
+            return [("layer", "output shape", "parameters", "connected to"), *self._graph.rows()]
+        rows = [("layer", "variables", "parameters"), *map(_row, self._parts())]
+        variables = [held for _, held in self._own() if isinstance(held, Variable)]
+        if variables:
+            rows.append(_row(self, variables))
+        room = max(_LEAST, _WIDTH - 4 - sum(max(len(row[k]) for row in rows) for k in (0, 2)))
+        return [line for row in rows for line in _wrapped(*row, room)]
 
     def _parts(self) -> list[Layer]:
         """Return the layers that the model itself holds, also in lists and dicts, each once."""
@@ -133,29 +260,54 @@ class Sequential(Model):
     def __init__(self, layers: Iterable[Layer] = (), name: str | None = None) -> None:
         super().__init__(name=name)
         self.layers: list[Layer] = []
+        self._values: list[SymbolicArray] = []  # The input and the outputs of layers, if known.
         for layer in layers:
             self._append(layer)
-        self._build_early()
+        self._connect_values()
 
-    def add(self, layer: Layer) -> None:
-        """Append a layer.
+    def add(self, layer: Layer | SymbolicArray) -> None:
+        """Append a layer; the first may be what `Input` returns.
 
         Raises:
             TypeError: it is not a `Layer`.
+            ValueError: it is an `Input`, but not the first.
         """
         self._append(layer)
-        self._build_early()
+        self._connect_values()
 
-    def _append(self, layer: Layer) -> None:
+    def pop(self) -> Layer:
+        """Remove the last layer, and return it.
+
+        Raises:
+            IndexError: there is none.
+        """
+        if not self.layers:
+            raise IndexError(f"pop of {self.name!r}: it has no layers.")
+        if self._values:
+            self._values.pop()
+            self._connect_values()
+        return self.layers.pop()
+
+    def _append(self, layer: Any) -> None:
+        layer = layer.output if isinstance(layer, InputLayer) else layer
+        if isinstance(layer, SymbolicArray):
+            if self.layers or self._values:
+                raise ValueError(f"Sequential: {layer!r} must come first, once.")
+            self._values.append(layer)
+            self.compute_dtype = layer.dtype if kind_of(layer.dtype) == "f" else self.compute_dtype
+            return
         if not isinstance(layer, Layer):
             raise TypeError(f"Sequential needs Layer objects, got {layer!r}.")
+        if not self.layers and not self._values:
+            self._values = _inputs_like(layer)
+        if self._values:  # The shape of the input is known.
+            with self.strategy.scope():
+                self._values.append(layer(self._values[-1]))
         self.layers.append(layer)
 
-    def _build_early(self) -> None:
-        """Create the variables, if the first layer knows the shape of its input."""
-        first = self.layers[0] if self.layers else None
-        if first is not None and first.input_shape is not None:
-            self.build_for(np.zeros((0, *first.input_shape), first.compute_dtype))
+    def _connect_values(self) -> None:
+        if self._values:
+            self._connect(CallGraph(self._values[0], self._values[-1]))
 
     def call(self, inputs: Any) -> Any:
         """Return the output of the last layer."""
@@ -164,8 +316,29 @@ class Sequential(Model):
         return inputs
 
     def get_config(self) -> dict[str, Any]:
-        """Return the layers."""
-        return {"layers": list(self.layers)}
+        """Return the layers, after the input if its shape is known, and the name."""
+        starts = [value.call.function for value in self._values[:1]]
+        return {"layers": [*starts, *self.layers], "name": self.name}
 
     def _parts(self) -> list[Layer]:
         return self.layers
+
+
+def _inputs_like(layer: Layer) -> list[SymbolicArray]:
+    """Return an input such as a layer needs; none if that is not known."""
+    graph = layer._graph if isinstance(layer, Model) else None
+    if graph is not None and isinstance(graph.inputs, SymbolicArray):
+        return [Input(graph.inputs.shape[1:], dtype=graph.inputs.dtype)]
+    shape = layer._example_shape
+    return [] if shape is None else [Input(shape, dtype=layer.compute_dtype)]
+
+
+def clone_model(model: Model) -> Any:
+    """Return a model with the same configuration and names, and new layers and variables.
+
+    >>> from ndistribute.models.layers import Dense
+    >>> model = Sequential([Input((4,)), Dense(2)])
+    >>> clone_model(model).count_params(), clone_model(model).layers[0] is model.layers[0]
+    (10, False)
+    """
+    return cloned(model, {})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ndistribute.models.callbacks.callback import Callback
-from ndistribute.models.layers.layer import Layer
 from ndistribute.variables import Variable
 
 NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
@@ -25,8 +25,11 @@ class TrainingPosition:
     ahead: int = 0  # The steps beyond these that workers of a chief are making.
     iterator: Any = None  # Over the distributed dataset.
     finished: bool = False  # Whether the training ended as planned.
+    exhausted: bool = False  # Whether the dataset ended before the steps of an epoch.
     trained: Sequence[Variable] = ()
-    penalized: Sequence[Layer] = ()  # The layers whose regularizers add to the loss.
+    penalized: Any = None  # The layers with penalties, once a loop has begun.
+    logs: dict[str, Any] | None = None  # What the last step returned, if the model defines it.
+    shown: Any = None  # The metrics by name, once they are shown after a batch.
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _restored: Any = None  # The position of the iterator to begin at.
 
@@ -73,11 +76,15 @@ class TrainingPosition:
         self.steps_made, self._restored = state["steps_made"], state["input"]
 
     def check_used(self, steps: int | None) -> None:
-        """Raise a `ValueError` if the dataset ended before the steps of an epoch, or at once."""
-        if not self.step and steps is None:
+        """Warn if the dataset ended before the steps of an epoch; if at once, raise ValueError."""
+        if not self.steps_made or (steps is None and not self.step):
             raise ValueError(NO_BATCHES.format("fit"))
         if steps is not None:
-            raise ValueError(
-                f"epoch {self.epoch + 1}: the dataset ended after {self.step} of steps_per_epoch="
-                f"{steps} steps: append .repeat() to the dataset, or pass fewer steps."
-            )
+            self.exhausted = True
+            warn_of_end(f"epoch {self.epoch + 1}", self.step, f"steps_per_epoch={steps}")
+
+
+def warn_of_end(what: str, made: int, asked: str) -> None:
+    """Warn, as Keras does, that a dataset has ended before all steps were made."""
+    text = f"{what} ends: the dataset ended after {made} of {asked} steps."
+    warnings.warn(f"{text} Append .repeat() to the dataset, or pass fewer steps.", stacklevel=5)

@@ -7,137 +7,34 @@ collectives of the step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ndistribute import optimizers as _optimizers
 from ndistribute import tree
-from ndistribute.autodiff import GradientTape, untrack
-from ndistribute.context import current_trace, get_replica_context, get_strategy
 from ndistribute.data import Dataset
 from ndistribute.data.agreement import check_alike
+from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
-from ndistribute.errors import TracingError
-from ndistribute.jit.function import Function
-from ndistribute.jit.identity import Identities
 from ndistribute.models import batches as _batches
-from ndistribute.models import losses as _losses
-from ndistribute.models import metrics as _metrics
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgressBar
 from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
-from ndistribute.models.layers.layer import Layer, build_for
-from ndistribute.models.memory import keep_freed_memory
-from ndistribute.models.position import NO_BATCHES, TrainingPosition
-
-_ONE_OUTPUT = (
-    "{}: fit and evaluate compare one output of a model with one array of labels. For several, "
-    "write a step of your own with a GradientTape and a loss for each output; predict returns any "
-    "nest."
-)
-
-_OF_KERAS = """
-    compute_loss compute_metrics get_metrics_result make_predict_function make_test_function
-    make_train_function predict_step reset_metrics test_step train_step
-""".split()
+from ndistribute.models.layers.layer import Layer
+from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
+from ndistribute.models.training_steps import TrainingSteps
 
 
-class Trainer(Layer):
+class Trainer(TrainingSteps):
     """A layer that can be compiled, fitted and evaluated, under the strategy of its scope."""
-
-    _uncalled = Layer._uncalled | dict.fromkeys(_OF_KERAS, "write a loop of your own")
-    del _uncalled["trainable_variables"]  # That of a model has an effect.
-
-    def __init__(self, *, name: str | None = None, **options: Any) -> None:
-        super().__init__(name=name, **options)
-        keep_freed_memory()
-        self.strategy: Any = get_strategy()
-        self.stop_training = False
-        self.optimizer: Any = None
-        self.loss: Any = None
-        self._loss_mean: Any = None
-        # Each metric, and whether it counts sample weights.
-        self._metrics: list[tuple[_metrics.Metric, bool]] = []
-        self.position = TrainingPosition(0)
-        self._jit_compile = False
-        self._steps: dict[str, Any] = {}  # By the name of the method.
-        self._parts_of_steps: tuple[Any, ...] = ()
-
-    def compile(
-        self,
-        optimizer: str | _optimizers.Optimizer = "rmsprop",
-        loss: Any = None,
-        metrics: Sequence[Any] | None = None,
-        weighted_metrics: Sequence[Any] | None = None,
-        jit_compile: bool = False,
-    ) -> None:
-        """Set the optimizer, the loss and the metrics.
-
-        If layers compute in float16, the optimizer is wrapped in a `LossScale`.
-
-        Args:
-            optimizer: an optimizer, or its name.
-            loss: a `Loss`, its name, or a function of labels and predictions.
-            metrics: metrics, their names, or functions of labels and predictions.
-            weighted_metrics: the same; these use the sample weights.
-            jit_compile: whether XLA compiles the steps of `fit`, `evaluate` and `predict`; with
-                several replicas, those of `fit` without the update. `TPUStrategy` always does.
-
-        Raises:
-            TypeError: a class is passed, or metrics are no list.
-            ValueError: a name is unknown, there are several losses, or steps whose variables are on
-                parameter servers are to be compiled.
-            RuntimeError: called in the scope of another strategy than that of the model.
-        """
-        if isinstance(loss, list | tuple | Mapping):
-            raise ValueError(_ONE_OUTPUT.format(f"compile: loss is a {type(loss).__name__}"))
-        for listed in (metrics, weighted_metrics):
-            if listed is not None and not isinstance(listed, list | tuple):
-                raise TypeError(f"compile: metrics must be a list, got {listed!r}.")
-        for part in (optimizer, loss, *(metrics or ()), *(weighted_metrics or ())):
-            if isinstance(part, type):
-                name = part.__name__
-                raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
-        if jit_compile and hasattr(type(self.strategy), "servers"):
-            raise ValueError(
-                "compile: jit_compile=True, but a compiled step has no variables on parameter "
-                "servers: leave it out, or use another strategy."
-            )
-        self._jit_compile, self._parts_of_steps = bool(jit_compile), ()
-        with self.strategy.scope():
-            self.optimizer = _optimizers.get(optimizer)
-            halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
-            if halves and not isinstance(self.optimizer, _optimizers.LossScale):
-                self.optimizer = _optimizers.LossScale(self.optimizer)
-            self.loss = None if loss is None else _losses.get(loss)
-            if self.loss is not None and self.loss.reduction != "sum_over_batch_size":
-                raise ValueError(
-                    f"compile: the loss has reduction={self.loss.reduction!r}, but fit divides the "
-                    "sum by the number of examples: leave it out, or write a loop of your own."
-                )
-            self._loss_mean = _metrics.Mean("loss")
-            self._metrics = [
-                (_metrics.get(metric, self.loss), weighted)
-                for weighted, some in ((False, metrics), (True, weighted_metrics))
-                for metric in some or ()
-            ]
-
-    @property
-    def metrics(self) -> list[_metrics.Metric]:
-        """The mean of the loss, and the metrics given to `compile`; none before."""
-        if self._loss_mean is None:
-            return []
-        return [self._loss_mean, *(metric for metric, _ in self._metrics)]
 
     def fit(
         self,
@@ -197,31 +94,31 @@ class Trainer(Layer):
         if scored is not None and scored[1] is not None:  # A dataset has its batches.
             validation_batch_size = validation_batch_size or batch_size
         data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
-        with self.strategy.scope(), contextlib.ExitStack() as on_exit:
+        with self.strategy.scope(), ExitStack() as on_exit:
             self._build_from(data)
-            distributed = self.strategy.distribute_dataset(data)
+            distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            history = History()
-            progress = ProgressBar(verbose if self.strategy.is_chief else 0)
+            history, progress = History(), ProgressBar(verbose if self.strategy.is_chief else 0)
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
             if schedules_steps(self.strategy):
-                chief = Chief(self, data, steps_per_epoch)
-                on_exit.callback(chief.close)
+                chief = on_exit.enter_context(closing(Chief(self, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
             on_exit.callback(called.call, "on_train_end", {})
             called.call("on_train_begin", {})
-            while position.epoch < epochs and not self.stop_training:
+            while position.epoch < epochs and not (self.stop_training or position.exhausted):
                 if not position.step:
-                    self._reset_metrics()
+                    self.reset_metrics()
                 called.call("on_epoch_begin", position.epoch, {})
                 run_epoch(called)
+                if position.exhausted and not position.step:
+                    break
                 epoch, logs = position.epoch, self._results()
                 if scored is not None and not (epoch + 1) % validation_freq:
-                    values = self._validate(scored, validation_batch_size, validation_steps, called)
-                    logs |= {f"val_{name}": value for name, value in values.items()}
+                    options = validation_batch_size, validation_steps, called
+                    logs |= self._validate(scored, *options, prefix="val_")
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
             position.finished = True
@@ -235,8 +132,8 @@ class Trainer(Layer):
         verbose: int | str = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        return_dict: bool = False,
         callbacks: Iterable[Callback] | Callback | None = None,
+        return_dict: bool = False,
     ) -> Any:
         """Return the loss and the metrics over data.
 
@@ -247,8 +144,8 @@ class Trainer(Layer):
             verbose: 0 shows nothing; otherwise the chief shows a line.
             sample_weight: the weight of each example, for arrays.
             steps: the number of batches; None means all.
-            return_dict: whether to return a dict by the metrics' names.
             callbacks: `Callback` objects, the same on every worker.
+            return_dict: whether to return a dict by the metrics' names.
 
         Returns:
             A list of the loss and the metrics, or the loss alone without metrics, or a dict.
@@ -258,10 +155,59 @@ class Trainer(Layer):
             called = self._callbacks(callbacks, 1, steps, verbose)
             logs = self._validate((x, y, sample_weight), batch_size, steps, called)
         ProgressBar(verbose if self.strategy.is_chief else 0).show_line(logs)
-        if return_dict:
-            return logs
-        values = list(logs.values())
-        return values if len(values) > 1 else values[0]
+        return _as_asked(logs, return_dict)
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Make a step with one batch of arrays; return its loss and metrics, as `evaluate` does.
+
+        Every worker passes the whole batch.
+
+        Args:
+            x: a nest of arrays.
+            y: the labels.
+            sample_weight: the weight of each example.
+            class_weight: the weight of the examples of each label.
+            return_dict: whether to return a dict by the metrics' names.
+        """
+        data = x, y, sample_weight
+        return self._on_batch("_train_step", data, return_dict, class_weight)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """Return the loss and the metrics of one batch of arrays; see `train_on_batch`."""
+        return self._on_batch("_test_step", (x, y, sample_weight), return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Return the predictions for one batch of arrays."""
+        return self.predict(x, max(1, _batches.rows_of(_batches.as_arrays(x))))
+
+    def _on_batch(self, step: str, parts: Any, return_dict: bool, weights: Any = None) -> Any:
+        self._check_compiled(step)
+        with self.strategy.scope():
+            rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
+            x, y, weight = parts
+            data = _batches.batches_of(x, y, weight, rows, class_weight=weights)
+            self._build_from(data)
+            if step == "_train_step":
+                self._begin(range(1), [], data, {})
+            self._renew_steps()
+            self.reset_metrics()
+            for batch in self._distributed(data):
+                self._run(step, batch)
+            return _as_asked(self._results(), return_dict)
+
+    def _distributed(self, data: Any) -> Any:
+        """Return a dataset divided among the replicas, which it may be already."""
+        is_divided = isinstance(data, DistributedDataset)
+        return data if is_divided else self.strategy.distribute_dataset(data)
 
     def predict(
         self,
@@ -288,14 +234,14 @@ class Trainer(Layer):
             self._renew_steps()
             parts: list[Any] = []
             called.call("on_predict_begin", {})
-            for batch in itertools.islice(strategy.distribute_dataset(data), steps):
+            for batch in itertools.islice(self._distributed(data), steps):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
-                inputs, _, _ = _batches.unpacked(batch)
+                part = batch if self._defines("predict_step") else (_batches.unpacked(batch)[0],)
                 step = functools.partial(strategy.run, self._steps["_predict_step"])
                 some = [
-                    (step(args=(part,)), counting)
-                    for part, counting in _batches.equal_parts(strategy, inputs)
+                    (step(args=(rows,)), counting)
+                    for rows, counting in _batches.equal_parts(strategy, part)
                 ]
                 outputs = _batches.joined_parts(some)
                 parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
@@ -306,103 +252,16 @@ class Trainer(Layer):
         progress.show_line({}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
-    def _train_step(self, data: Any, rows: int | None) -> None:
-        """Make a step on this replica.
-
-        Args:
-            data: this replica's part of the batch.
-            rows: the number of examples on all replicas; None: not known in this process.
-        """
-        count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
-        gradients = self._steps.get("_gradients", self._gradients)(data, count)
-        pairs = zip(gradients, self.position.trained, strict=True)
-        self.optimizer.apply_gradients(pairs)
-
-    def _gradients(self, data: Any, rows: float) -> list[Any]:
-        """Return the gradients of this replica, and count its part of the batch."""
-        with GradientTape() as tape:
-            y, predicted, weight = self._compared(data, training=True)
-            each = self.loss.weighted(y, predicted, weight)
-            loss = np.sum(each) / max(1.0, rows * math.prod(each.shape[1:]))
-            penalties = [each for layer in self.position.penalized for each in layer.penalties()]
-            if penalties:  # Each replica computes them, and the gradients are added up.
-                replica = get_replica_context()
-                loss = loss + sum(penalties) / (replica.num_replicas_in_sync if replica else 1)
-            loss = self.optimizer.scale_loss(loss)
-        gradients: list[Any] = tape.gradient(loss, self.position.trained)
-        self._count(each, penalties, y, predicted, weight)
-        return gradients
-
-    def _test_step(self, data: Any, is_counted: Any) -> None:
-        """Add this replica's part of a batch to the metrics, where a value, if any, is true."""
-        trace = current_trace()
-        only = contextlib.nullcontext() if is_counted is None else trace.only_if(is_counted)
-        with only:
-            y, predicted, weight = self._compared(data, training=False)
-            each = self.loss.weighted(y, predicted, weight)
-            self._count(each, self.losses, y, predicted, weight)
-        if is_counted is not None and any(group.axis is None for group in trace.written):
-            raise TracingError(
-                f"evaluate of model {self.name!r}: it writes a variable that is equal on all "
-                "replicas, for a batch of which not all have rows: use a dataset with "
-                "batch(n, drop_remainder=True)."
-            )
-
-    def _predict_step(self, inputs: Any) -> Any:
-        """Return the predictions for this replica's part of a batch."""
-        return self(inputs, training=False)
-
-    def _renew_steps(self) -> None:
-        """Make new steps if the model has other parts: its compiled steps would keep the old."""
-        around = Identities().of(self, (self.loss, self.metrics))
-        parts = around, frozenset(self.trainable_variables)
-        if parts == self._parts_of_steps:
-            return
-        alone = self.strategy.num_replicas_in_sync == 1
-        compiled = Function if self._jit_compile else functools.partial
-        self._steps = {
-            "_train_step": (compiled if alone else functools.partial)(self._train_step),
-            "_gradients": compiled(self._gradients),
-            "_test_step": compiled(self._test_step),
-            "_predict_step": compiled(self._predict_step),
-        }
-        self._parts_of_steps = parts
-
-    def _compared(self, data: Any, *, training: bool) -> tuple[Any, Any, Any]:
-        """Return the labels, predictions and weights of this replica's part of a batch."""
-        x, y, weight = _batches.unpacked(data)
-        predicted = self(x, training=training)
-        if y is None:
-            raise ValueError(
-                f"model {self.name!r} got no labels: pass y, or a dataset of batches (x, y)."
-            )
-        for what, array in (("returned", predicted), ("got labels as", y)):
-            if not hasattr(array, "dtype"):
-                problem = f"model {self.name!r} {what} a {type(array).__name__}"
-                raise ValueError(_ONE_OUTPUT.format(problem))
-        # Losses of 16-bit predictions are computed in float32.
-        wide = predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
-        return y, wide, weight
-
-    def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:
-        each, predicted = untrack((each, predicted))
-        total = each.sum(dtype=np.float64)
-        total += sum(untrack(penalty) for penalty in penalties) * each.size
-        self._loss_mean.state.assign_add(_metrics.joined(total, each.size))
-        for metric, weighted in self._metrics:
-            metric.update_state(y, predicted, weight if weighted else None)
-
     def _begin(
         self, epochs: range, callbacks: list[Callback], data: Dataset, more: Any
     ) -> TrainingPosition:
         """Begin a training, alike on all workers, and return its position."""
         trained = self.trainable_variables
-        if not trained:
+        if not trained and not self._defines("train_step"):
             raise ValueError(
                 f"fit of model {self.name!r}: it has no variables to train. Add layers, or set "
                 "layer.trainable = True."
             )
-        penalized = [layer for layer in self.walk() if layer.penalties()]
         is_saved = any(callback.restores for callback in callbacks)
         facts = fingerprint(self, data._node, more) if is_saved else {}
         workers = self.strategy.input_topology.workers
@@ -413,7 +272,11 @@ class Trainer(Layer):
             check_alike(workers, "fit", without_data(self, options), remedy)
         self.stop_training = False
         self.position = TrainingPosition(
-            epochs.start, callbacks, trained=trained, penalized=penalized, fingerprint=facts
+            epochs.start,
+            callbacks,
+            trained=trained,
+            penalized=self.position.penalized,
+            fingerprint=facts,
         )
         return self.position
 
@@ -431,7 +294,7 @@ class Trainer(Layer):
                 return
             for call in begin:
                 call(position.step, {})
-            self.run_step(batch)
+            self._run("_train_step", batch)
             self.finish_step(end)
 
     def finish_step(self, end: Sequence[Callable[..., None]]) -> None:
@@ -443,14 +306,27 @@ class Trainer(Layer):
     def _end_batch(self, end: Sequence[Callable[..., None]], number: int) -> None:
         """Call the methods of callbacks for the end of a batch, which alone need its logs."""
         if end:
-            logs = {metric.name: metric.local_result() for metric in self.metrics}
+            logs = self._local_logs()
             for call in end:
                 call(number, logs)
 
-    def run_step(self, batch: Any) -> None:
-        """Make a step on all replicas with a distributed batch; see `fit`."""
-        step = self._steps.get("_train_step", self._train_step)  # A worker has none.
-        self.strategy.run(step, args=(batch, self._rows_of_step(batch)))
+    def run_step(self, batch: Any) -> dict[str, Any]:
+        """Make a step for a chief with a distributed batch, and return what `take_logs` takes."""
+        self._run("_train_step", batch)
+        if self.position.logs is None:
+            return {}
+        metrics, local = self.metrics, self._local_logs()
+        places = {id(metric): number for number, metric in enumerate(metrics)}
+        return {
+            name: places.get(id(each), local[name]) for name, each in self.position.logs.items()
+        }
+
+    def take_logs(self, logs: Mapping[str, Any]) -> None:
+        """Keep the logs of a step of a worker: by name, a number or the place of a metric."""
+        metrics = self.metrics if logs else []
+        self.position.logs = {
+            name: metrics[each] if isinstance(each, int) else each for name, each in logs.items()
+        } or None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
@@ -479,56 +355,49 @@ class Trainer(Layer):
         batch_size: int | None,
         steps: int | None,
         called: Callbacks,
+        prefix: str = "",
     ) -> dict[str, float]:
         """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
         _batches.check_counts(1, steps=steps)
         batches = _batches.batches_of(*data, batch_size)
         self._build_from(batches)
         self._renew_steps()
-        self._reset_metrics()
+        self.reset_metrics()
         made, end = 0, called.overriding("on_test_batch_end")
         called.call("on_test_begin", {})
-        for batch in itertools.islice(self.strategy.distribute_dataset(batches), steps):
+        for batch in itertools.islice(self._distributed(batches), steps):
             called.call("on_test_batch_begin", made, {})
-            for part in _batches.equal_parts(self.strategy, batch):
-                self.strategy.run(self._steps["_test_step"], args=part)
+            self._run("_test_step", batch)
             self._end_batch(end, made)
             made += 1
         if not made:
             raise ValueError(NO_BATCHES.format("evaluate"))
+        if steps is not None and made < steps:
+            warn_of_end("evaluate", made, f"steps={steps}")
         logs = self._results()
         called.call("on_test_end", logs)
-        return logs
+        return {f"{prefix}{name}": value for name, value in logs.items()}
 
-    def _reset_metrics(self) -> None:
-        for metric in self.metrics:
-            metric.reset_state()
-
-    def _results(self) -> dict[str, float]:
-        return {metric.name: metric.result() for metric in self.metrics}
-
-    def _rows_of_step(self, batch: Any) -> int | None:
-        """Return the number of examples of all replicas, if all are in this process."""
-        strategy = self.strategy
-        if strategy.num_replicas_in_sync > len(strategy.devices):
-            return None
-        first = tree.flatten(batch)[0]
-        return sum(map(_batches.rows_of, strategy.local_results(first)))
+    def _defines_call(self) -> bool:
+        return type(self).call is not Layer.call
 
     def _build_from(self, data: Dataset) -> None:
         """Create the variables of all layers, by a call on one example of zeros."""
-        if self.built and all(layer.built for layer in self.walk()):
-            return
-        first = next(iter(data), None)
-        if first is None:
-            raise ValueError(NO_BATCHES.format(f"model {self.name!r}"))
-        self.build_for(_batches.unpacked(first)[0])
-
-    def build_for(self, batch: Any) -> None:
-        """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
-        build_for(self, batch, self.strategy)
-
-    _build_with = build_for
+        if not self._defines_call():
+            return  # Its steps call its parts, which are built then.
+        if not (self.built and all(layer.built for layer in self.walk())):
+            first = next(iter(data), None)
+            if first is None:
+                raise ValueError(NO_BATCHES.format(f"model {self.name!r}"))
+            if isinstance(data, DistributedDataset):
+                first = self.strategy.local_results(first)[0]
+            self.build_for(_batches.unpacked(first)[0])
+        elif self.output_names is None and self.input_spec is not None:
+            self.build_for(self.input_spec)
+        if self._objective is not None:
+            with self.strategy.scope():
+                self._name_outputs(self.output_names or self._objective.names)
+        self.position.penalized = [layer for layer in self.walk() if layer.penalties()]
 
     def on_any_worker(self, flag: bool) -> bool:
         """Return True if a flag is set on any worker; all must call this after the same step."""
@@ -559,7 +428,13 @@ class Trainer(Layer):
         Weights(model=self).restore(path)
 
     def _check_compiled(self, what: str) -> None:
-        if self.loss is None:
+        if self._objective is None:
             raise RuntimeError(
-                f"{what} of model {self.name!r}: call compile(optimizer, loss) with a loss first."
+                f"{what} of model {self.name!r}: call compile(optimizer, loss) first."
             )
+
+
+def _as_asked(logs: dict[str, Any], return_dict: bool) -> Any:
+    """Return logs as a dict, or as a list of the values, or as the only one."""
+    values = list(logs.values())
+    return logs if return_dict else values if len(values) > 1 else values[0]

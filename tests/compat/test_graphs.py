@@ -1,6 +1,7 @@
 """Scripts of TensorFlow 1 run by changing one import."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from ndistribute import graph
-from ndistribute.compat import tf
+from ndistribute.compat import tf as tf2
+from ndistribute.compat import tf1 as tf
 from tests.processes import python_says
 
 
@@ -30,7 +32,6 @@ def test_the_smallest_program_runs() -> None:
 
 
 def test_names_of_classic_networks_compute_what_they_say() -> None:
-    tf.disable_v2_behavior()
     tf.set_random_seed(3)
     x, keep = tf.placeholder(tf.float32, [None, 8]), tf.placeholder(tf.float32)
     y = tf.placeholder(tf.int64, [None])
@@ -145,32 +146,75 @@ def test_messages_of_the_chosen_level_are_shown(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["step 3"]
 
 
-def test_names_have_two_meanings_depending_on_the_program() -> None:
-    assert tf.constant(2.0) + 1.0 == 3.0
-    with tf.Graph().as_default():
-        assert isinstance(tf.constant(2.0), graph.Tensor)
-        assert isinstance(tf.Variable(1.0), graph.Variable)
-    assert tf.cond(True, lambda: 1, lambda: 2) == 1
-    tf.disable_eager_execution()
+def test_two_imports_in_one_process_follow_their_own_rules() -> None:
+    """TensorFlow 2 is eager but in graphs, and TensorFlow 1 makes graphs but when told not to."""
+    v1 = tf2.compat.v1
+    for names in (tf2, v1):
+        assert names.constant(2.0) + 1.0 == 3.0
+        assert not isinstance(names.Variable(1.0), graph.Variable)
+        assert names.executing_eagerly()
     assert isinstance(tf.constant(2.0), graph.Tensor)
+    assert isinstance(tf.Variable(1.0), graph.Variable)
+    with tf2.Graph().as_default():
+        assert isinstance(tf2.constant(2.0), graph.Tensor)
+        assert isinstance(tf2.Variable(1.0), tf2.Variable)
+        assert isinstance(v1.placeholder(tf2.float32), graph.Tensor)
+        with tf2.init_scope():
+            assert tf2.constant(2.0).numpy() == 2.0
+    assert tf2.cond(True, lambda: 1, lambda: 2) == 1
+    with pytest.raises(RuntimeError, match=r"as_default"):
+        v1.placeholder(tf2.float32)
     assert tf.executing_eagerly() is False
-    assert tf.compat.v1.train.Saver is graph.Saver
+    assert tf.compat.v1.train.Saver is v1.train.Saver is graph.Saver
+    assert tf.compat.v1 is tf
+    assert tf.keras.layers.Dense is tf2.keras.layers.Dense
 
 
-def test_a_name_of_the_first_generation_decides_for_the_whole_program() -> None:
+def test_the_program_says_whether_names_make_operations() -> None:
     program = (
         "import ndistribute.compat.tf as tf\n"
-        "print(type(tf.Variable(1.0)).__module__)\n"
-        "tf.train.AdagradOptimizer(0.1)\n"
+        "import ndistribute.compat.tf1 as tf1\n"
+        "print([names.executing_eagerly() for names in (tf, tf.compat.v1, tf1)])\n"
+        "tf.compat.v1.disable_eager_execution()\n"
+        "tf1.enable_eager_execution()\n"
+        "print([names.executing_eagerly() for names in (tf, tf.compat.v1, tf1)])\n"
         "print(type(tf.Variable(1.0)).__module__)\n"
     )
-    expected = ["ndistribute.variables.mirrored", "ndistribute.graph.variables"]
-    assert python_says("-c", program).split() == expected
+    expected = "[True, True, False]\n[False, False, True]\nndistribute.graph.variables\n"
+    assert python_says("-c", program) == expected
+
+
+def test_no_use_of_a_name_changes_what_others_mean() -> None:
+    """Each name is used; afterwards a variable is a variable, as at the beginning."""
+    first = tf2.Variable(1.0)
+    for path in [name for name in sys.modules if f"{name}.".startswith(f"{tf2.__name__}.")]:
+        for name in dir(sys.modules[path]):
+            getattr(sys.modules[path], name)
+    clipped, norm = tf2.clip_by_global_norm([tf2.constant([3.0, 4.0]), None], 1.0)
+    np.testing.assert_allclose(clipped[0], [0.6, 0.8], rtol=1e-6)
+    assert (clipped[1], norm.numpy(), norm.dtype) == (None, 5.0, np.float32)
+    rows = tf2.IndexedSlices(np.float32([[3.0], [4.0]]), np.array([1, 1]), (2, 1))
+    (scaled,), norm = tf2.clip_by_global_norm([rows], 2.5)
+    np.testing.assert_allclose(scaled.values, [[1.5], [2.0]])
+    assert tf2.linalg.global_norm([rows, tf2.constant(12.0)]) == 13.0
+    assert tf2.random_normal_initializer(mean=5.0, stddev=0.0)([2]).tolist() == [5.0, 5.0]
+    with tf2.control_dependencies([first.assign_add(1.0)]), tf2.name_scope("scope"):
+        assert tf2.no_op() is tf2.group(first) is None
+    doubled = tf2.py_function(lambda x: 2 * x.numpy(), [first], tf2.float64)
+    assert (doubled.numpy(), doubled.dtype) == (4.0, np.float64)
+    assert tf2.numpy_function(lambda x: [x, type(x) is np.ndarray], [[1]], [int, bool])[1]
+    tf2.feature_column.numeric_column("x")
+    averages = tf2.train.ExponentialMovingAverage(0.75)
+    averages.apply([first])
+    first.assign(6.0)
+    averages.apply([first])
+    assert averages.average(first).numpy() == 3.0
+    assert isinstance(tf2.Variable(1.0), type(first))
 
 
 def test_flags_are_parsed_and_the_program_exits_with_its_result() -> None:
     program = (
-        "import ndistribute.compat.tf as tf\n"
+        "import ndistribute.compat.tf1 as tf\n"
         "tf.app.flags.DEFINE_string('job_name', '', '100% of a job')\n"
         "tf.app.flags.DEFINE_integer('steps', 3, '')\n"
         "tf.app.flags.DEFINE_boolean('sync', False, '')\n"
@@ -308,12 +352,11 @@ def test_the_global_step_is_that_of_the_graph_that_is_named():
 
 
 def test_functions_of_arrays_take_the_arguments_of_graphs() -> None:
-    tf.enable_eager_execution()
     grid = np.arange(12, dtype=np.float32).reshape(3, 4)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits([0, 1, 2], grid)
+    losses = tf2.nn.sparse_softmax_cross_entropy_with_logits([0, 1, 2], grid)
     expected = np.log(np.exp(grid).sum(1)) - grid[[0, 1, 2], [0, 1, 2]]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    assert tf.while_loop(lambda n: True, lambda n: n + 1, [0], maximum_iterations=3)[0] == 3
+    assert tf2.while_loop(lambda n: True, lambda n: n + 1, [0], maximum_iterations=3)[0] == 3
 
 
 def test_options_of_datasets_are_checked_when_they_are_set():
@@ -333,3 +376,35 @@ def test_a_summary_goes_where_the_program_wants_it(capsys):
     model.summary(print_fn=lines.append)
     assert "Parameters: 3" in lines[0]
     assert capsys.readouterr().out == ""
+
+
+def test_names_of_the_first_generation_work_with_arrays_or_say_where_they_work() -> None:
+    """Outside of graphs `tf.compat.v1` makes no operation of a graph."""
+    v1 = tf2.compat.v1
+    w = v1.get_variable("w", [2], initializer=tf2.ones_initializer())
+    step = v1.train.get_or_create_global_step()
+    v1.train.GradientDescentOptimizer(0.25).minimize(lambda: w * w, global_step=step)
+    assert (w.numpy().tolist(), step.numpy()) == ([0.5, 0.5], 1)
+    assert v1.train.get_or_create_global_step() is step
+    optimizer = v1.train.MomentumOptimizer(1.0, 0.5)
+    for _ in range(2):
+        optimizer.apply_gradients([(np.float32([1.0, 0.0]), w)])
+    assert v1.assign_add(w, [0.0, 1.0]).numpy().tolist() == [-2.0, 1.5]
+    assert v1.global_variables_initializer() is None
+    elements = v1.data.make_one_shot_iterator(tf2.data.Dataset.range(3, 4))
+    assert elements.get_next().numpy() == 3
+    for value in (
+        v1.losses.mean_squared_error([1.0, 2.0], [1.0, 4.0]),
+        v1.random_normal([2]),
+        v1.nn.dropout(tf2.ones([2]), keep_prob=0.5),
+        v1.to_float([1]),
+    ):
+        assert tf2.is_tensor(value)
+        assert value.numpy().dtype == np.float32
+    for make in (
+        lambda: v1.layers.dense(np.ones((1, 2)), 3),
+        lambda: v1.summary.scalar("loss", 1.0),
+        lambda: v1.metrics.mean([1.0]),
+    ):
+        with pytest.raises(RuntimeError, match=r"makes an operation of a graph: .*as_default"):
+            make()

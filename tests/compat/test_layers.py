@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ndistribute import graph, layers
-from ndistribute.compat import tf
+from ndistribute.compat import tf1 as tf
 
 pytestmark = pytest.mark.usefixtures("empty_graph")
 rng = np.random.default_rng(0)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ndistribute.compat.tf.keras import layers
 
 import ndistribute as nd
-from ndistribute.compat import graphs, tf
+from ndistribute.compat import tables, tf, tf1
 from ndistribute.compat.tf import keras
+from ndistribute.compat.tf.keras import layers
 from ndistribute.optimizers.algorithms import SGDRule
+from tests.compat import name_stubs, names_table
 
 rng = np.random.default_rng(0)
 
@@ -26,18 +27,19 @@ rng = np.random.default_rng(0)
         ("", "contant", "constant"),
         ("nn", "reduce_mean", "Use tf.reduce_mean."),
         ("nn", "sofmax", "softmax"),
-        ("math", "reduce_stdev", "reduce_std"),
+        ("math", "redcue_std", "reduce_std"),
         ("", "Dense", "Use tf.keras.layers.Dense."),
+        ("", "Session", "Use tf.compat.v1.Session."),
+        ("keras.layers", "Conv9D", "lists the names"),
         ("keras", "Dense", "Use tf.keras.layers.Dense."),
         ("keras.layers", "maxpool2d", "MaxPool2D"),
-        ("keras.optimizers", "Nadam", "Adam"),
+        ("keras.optimizers", "Madam", "lists the names"),
         ("keras.losses", "MeanSquareError", "MeanSquaredError"),
-        ("keras.losses.Reduction", "NON", "NONE"),
+        ("keras.losses.Reduction", "SUM_OVER_BATCHSIZE", "SUM_OVER_BATCH_SIZE"),
         ("keras.callbacks", "ModelCheckpoints", "ModelCheckpoint"),
         ("distribute", "TPUStrategies", "TPUStrategy"),
         ("distribute.experimental", "MirorredStrategy", "MirroredStrategy"),
         ("data", "Datasets", "Dataset"),
-        ("config", "list_devices", "list_physical_devices"),
         ("train", "CheckpointManger", "CheckpointManager"),
         ("", "QZX", r"dir\(tf\) lists the names"),
     ],
@@ -61,16 +63,47 @@ def test_every_name_that_a_namespace_lists_exists() -> None:
 
 
 def test_names_of_the_page_for_users_of_tensorflow_exist() -> None:
-    page = (Path(__file__).parents[2] / "docs/from-tensorflow.md").read_text()
+    page = names_table.PAGE.read_text().replace(names_table.table(), "")
     paths = set(re.findall(r"\btf\.(\w+(?:\.\w+)*)", page)) - {"reduce_sums"}
     assert len(paths) > 35
     for path in paths:
-        functools.reduce(getattr, path.split("."), tf)
+        functools.reduce(getattr, path.split("."), tf1)
+
+
+def test_the_table_of_names_is_that_of_today() -> None:
+    """Write it by ``python -m tests.compat.names_table``."""
+    page = names_table.PAGE.read_text()
+    assert names_table.written(page) == page
+
+
+def test_the_stubs_have_the_names_of_today() -> None:
+    """Write them by ``python -m tests.compat.names_table``."""
+    known = name_stubs.stubs()
+    written = {*name_stubs.FOLDER.glob("tf*/**/*.pyi")}
+    assert {name_stubs.FOLDER / file for file in known} == written
+    for file, text in known.items():
+        assert (name_stubs.FOLDER / file).read_text() == text
+
+
+@pytest.mark.parametrize("path", sorted(tables.INSTEAD))
+def test_a_missing_name_of_the_table_says_what_to_use_instead(path: str) -> None:
+    name = ".".join(path.split(".")[: 2 if path.startswith("contrib") else None])
+    root = tf.compat.v1 if path.startswith("contrib") else tf
+    with pytest.raises(AttributeError, match=re.escape(f"Use {tables.INSTEAD[path]}.")):
+        functools.reduce(getattr, name.split("."), root)
+
+
+@pytest.mark.parametrize("path", sorted(names_table.DIFFERS))
+def test_a_name_that_differs_exists(path: str) -> None:
+    assert functools.reduce(getattr, path.split("."), tf) is not None
 
 
 def test_adapted_names_are_pickled_by_their_path() -> None:
-    for name in (tf.math.add, tf.reduce_sum, tf.distribute.MirroredStrategy, keras.optimizers.Adam):
+    adapted = tf.math.add, tf.reduce_sum, tf.distribute.MirroredStrategy, keras.optimizers.Adam
+    for name in (*adapted, tf.constant, tf1.constant, tf.Variable, tf1.Variable, tf, tf1.keras):
         assert pickle.loads(pickle.dumps(name)) is name
+    tensor = pickle.loads(pickle.dumps(tf.constant([1.0])))
+    assert isinstance(tensor, tf.Tensor)
 
 
 def test_namespaces_are_imported_like_modules() -> None:
@@ -133,7 +166,8 @@ def test_lists_and_numbers_are_float32_and_int32_tensors(found, expected) -> Non
     array = found()
     assert array.dtype == expected.dtype
     np.testing.assert_array_equal(array, expected)
-    assert isinstance(array.numpy(), np.ndarray)
+    assert isinstance(array, tf.Tensor)
+    assert type(array.numpy()) is (np.ndarray if array.ndim else expected.dtype.type)
 
 
 def test_datasets_of_lists_are_tensors() -> None:
@@ -143,7 +177,7 @@ def test_datasets_of_lists_are_tensors() -> None:
     assert (named["x"].dtype, named["y"].dtype) == (np.float32, np.int32)
     kept = next(iter(tf.data.Dataset.from_tensor_slices(np.zeros(3)).prefetch(buffer_size=1)))
     assert kept.dtype == np.float64
-    assert isinstance(kept.numpy(), np.ndarray)
+    assert isinstance(kept.numpy(), np.float64)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     with tf.distribute.MirroredStrategy(["CPU:0"]) as strategy:
@@ -177,14 +211,14 @@ def test_an_optimizer_of_its_own_rule_needs_no_name_in_tensorflow() -> None:
         def __init__(self) -> None:
             super().__init__(SGDRule(), lambda step: 0.5 ** (step + 1))
 
-    with tf.Graph().as_default(), tf.Session() as session:
-        w, count = tf.Variable([4.0]), tf.train.get_or_create_global_step()
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        w, count = tf.Variable([4.0]), v1.train.get_or_create_global_step()
         step = Halving().minimize(w * w / 2, global_step=count)
-        session.run(tf.global_variables_initializer())
+        session.run(v1.global_variables_initializer())
         for _ in range(2):
             session.run(step)
         assert session.run(w).tolist() == [4.0 * 0.5 * 0.75]
-    graphs.use_arrays()
     model = keras.Sequential([layers.Dense(1, use_bias=False, kernel_initializer="ones")])
     model.compile(Halving(), "mse")
     model.fit(np.ones((4, 1)), np.zeros((4, 1)), epochs=2, verbose=0)
@@ -225,10 +259,26 @@ def test_outputs_of_models_and_losses_have_numpy() -> None:
     assert len(tape.gradient(value, model.trainable_variables)) == 2
 
 
-def test_a_model_of_symbolic_tensors_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Write a tf.keras.Sequential"):
-        keras.Model(inputs=1, outputs=2)
+def test_a_model_of_symbolic_tensors_is_trained_and_saved(tmp_path: Path) -> None:
+    x = keras.Input(shape=(4,), name="x")
+    rows = keras.Input(batch_shape=(None, None, 4))
+    hidden = layers.Dense(3, activation="relu")(tf.concat([x, tf.reduce_mean(rows, axis=1)], 1))
+    scaled = layers.Lambda(tf.square)(keras.activations.tanh(hidden)) + tf.constant([1.0, 2.0, 3.0])
+    model = keras.Model([x, rows], layers.Dense(1)(tf.cast(scaled, tf.float32)), name="both")
+    model.compile("adam", "mse", metrics=["mae"])
+    data = np.ones((6, 4), np.float32), np.ones((6, 2, 4), np.float32)
+    model.fit(list(data), np.ones(6), batch_size=3, verbose=0)
+    model.save(tmp_path / "best.keras")
+    loaded = keras.models.load_model(tmp_path / "best.keras", {"square": tf.square})
+    assert type(loaded) is keras.Model
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert np.array_equal(loaded.predict(list(data)), model.predict(list(data)))
+    assert int(loaded.optimizer.iterations) == 2
+    copy = keras.Model.from_config(model.get_config(), custom_objects={})
+    assert [tuple(v.shape) for v in copy.weights] == [(8, 3), (3,), (3, 1), (1,)]
 
+
+def test_a_model_may_be_a_subclass() -> None:
     class Mine(keras.Model):
         def __init__(self, units):
             super().__init__()
@@ -310,6 +360,19 @@ def test_what_does_nothing_is_accepted() -> None:
     assert tf.random.normal([2, 3], mean=100.0, stddev=0.1).numpy().min() > 90
     assert tf.random.uniform((2,), minval=3, maxval=4).dtype == tf.float32
     tf.random.set_seed(None)
+
+
+def test_a_checkpoint_lists_its_variables(tmp_path: Path) -> None:
+    v = tf.Variable([1.0, 2.0])
+    checkpoint = tf.train.Checkpoint(v=v)
+    assert checkpoint.write(tmp_path / "exact") == str(tmp_path / "exact")
+    checkpoint.save(f"{tmp_path}/series/")
+    for path in (tmp_path / "exact", tf.train.latest_checkpoint(tmp_path / "series")):
+        assert tf.train.list_variables(path) == [("v", [2])]
+        assert tf.train.load_variable(path, "v").tolist() == [1.0, 2.0]
+    v.assign([0.0, 0.0])
+    checkpoint.read(tmp_path / "exact").assert_consumed()
+    assert v.numpy().tolist() == [1.0, 2.0]
 
 
 def test_a_restored_checkpoint_is_consumed_if_the_objects_have_all_of_it(tmp_path: Path) -> None:

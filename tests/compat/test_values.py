@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.compat import tf
+from ndistribute.compat import tf1 as tf
 from tests.compat.test_layers import run
 
 pytestmark = pytest.mark.usefixtures("empty_graph")

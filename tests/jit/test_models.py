@@ -414,3 +414,29 @@ def test_an_uneven_evaluation_refuses_to_write_what_is_equal_on_all_replicas() -
         assert float(model.evaluate(X, LABELS, 8, verbose=0)) > 0
         with pytest.raises(nd.errors.TracingError, match="drop_remainder=True"):
             model.evaluate(X[:1], LABELS[:1], verbose=0)
+
+
+class Logging(nd.Model):
+    """A model with a test step of its own, whose logs are those of metrics, or numbers."""
+
+    def __init__(self, numbers: bool) -> None:
+        super().__init__()
+        self.dense, self.numbers = layers.Dense(3), numbers
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(x)
+
+    def test_step(self, data: Any) -> Any:
+        logs = super().test_step(data)
+        return {"loss": np.sum(data[0])} if self.numbers else logs
+
+
+def test_an_uneven_evaluation_counts_in_steps_that_a_model_defines() -> None:
+    def results(strategy: Any, numbers: bool = False) -> Any:
+        model = made(strategy, lambda: Logging(numbers), X, metrics=["accuracy"])
+        return model.evaluate(X[:3], LABELS[:3], verbose=0)
+
+    with closing(nd.TPUStrategy(["tpu:0", "tpu:1"])) as compiled:
+        check_equal(results(compiled), results(nd.get_strategy()))
+        with pytest.raises(nd.errors.TracingError, match="its logs are numbers"):
+            results(compiled, numbers=True)

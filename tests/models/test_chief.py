@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import PreemptionCheckpointHandler, Sequential, callbacks, layers
+from ndistribute.models import (
+    Input,
+    Model,
+    PreemptionCheckpointHandler,
+    Sequential,
+    callbacks,
+    layers,
+)
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_newest
 from tests.jobs.digits import digits, network
 from tests.kinds import DEADLINE
@@ -59,14 +66,15 @@ def test_a_chief_fits_on_its_workers_and_evaluates(chief: nd.ParameterServerStra
         model.fit(*data, verbose=0)
 
 
-def small() -> Sequential:
-    """Return a compiled model that is quick to train."""
-    model = Sequential([layers.Dense(1, dtype="float64", input_shape=(3,))])
+def small() -> Model:
+    """Return a compiled functional model that is quick to train."""
+    x = Input((3,), dtype="float64")
+    model = Model(x, layers.Dense(1, dtype="float64")(x))
     model.compile(nd.optimizers.Adam(0.01), "mse")
     return model
 
 
-def fit(model: Sequential, *used: callbacks.Callback, y: Any = Y) -> Any:
+def fit(model: Model, *used: callbacks.Callback, y: Any = Y) -> Any:
     """Train for two epochs of twelve steps."""
     return model.fit(X, y, 1, EPOCHS, 0, callbacks=list(used))
 
@@ -95,6 +103,25 @@ def test_callbacks_of_a_chief_see_every_step_and_save_its_very_state(chief, tmp_
     assert min(losses) > 0
     paths = sorted(tmp_path.iterdir())
     assert [saved_steps(path) for path in paths] == [(5, 5), (10, 10), (15, 3), (20, 8)]
+
+
+class Doubling(Sequential):
+    """A model whose step returns a metric, and a number."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        return {"mean": logs["loss"], "twice": 2.0}
+
+
+def test_logs_of_a_chief_are_those_that_a_step_of_the_model_returns_on_workers(chief):
+    with chief.scope():
+        model = Doubling([layers.Dense(1, dtype="float64", input_shape=(3,))])
+        model.compile(nd.optimizers.SGD(0.0), "mse")
+    expected = float(np.mean((model(X) - Y) ** 2))
+    history = fit(model).history
+    assert history.keys() == {"mean", "twice"}
+    assert history["twice"] == [2.0] * EPOCHS
+    np.testing.assert_allclose(history["mean"], [expected] * EPOCHS)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.models import Model, Sequential, initializers, layers, load
+from ndistribute.models import Model, Sequential, initializers, layers, load, losses, metrics
 from tests.kinds import strategy
 
 __all__ = ["strategy"]
@@ -66,6 +66,36 @@ def test_a_loaded_model_computes_the_same(kind, strategy, tmp_path):
     assert len(list(loaded.walk())) == len(list(model.walk()))
     other = load(path)  # Without a strategy.
     assert np.array_equal(other(X), expected)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "name": lambda: "adam",
+    "schedule": lambda: nd.optimizers.SGD(nd.optimizers.schedules.CosineDecay(0.1, 50), 0.9),
+    "accumulation": lambda: nd.optimizers.GradientAccumulation(nd.optimizers.Adam(clipnorm=1.0), 2),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(kind, strategy, tmp_path):
+    labels, path = np.arange(5) % 2, tmp_path / "best.keras"
+    with strategy.scope():
+        model = Sequential([dense(3, activation="relu"), dense(2)])
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+        wanted = ["accuracy", metrics.SparseTopKCategoricalAccuracy(2)]
+        model.compile(OPTIMIZERS[kind](), loss, metrics=wanted)
+        model.fit(X, labels, 2, 2, 0, shuffle=False)
+        if kind == "name":
+            model.optimizer.learning_rate = 0.25
+        for _ in range(2):
+            model.save(path)
+        assert not strategy.is_chief or list(tmp_path.iterdir()) == [path]
+        loaded = load(path)
+    for each in (model, loaded):
+        each.fit(X, labels, 2, 2, 0, shuffle=False)
+    for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert loaded.evaluate(X, labels, verbose=0) == model.evaluate(X, labels, verbose=0)
+    assert loaded.optimizer.iterations == model.optimizer.iterations
 
 
 def test_functions_and_unknown_classes_are_asked_for(tmp_path):

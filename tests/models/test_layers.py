@@ -156,6 +156,14 @@ def test_a_frozen_batch_normalization_uses_its_moving_averages():
     assert layer.trainable_variables == []
 
 
+def test_the_input_may_be_passed_by_name():
+    query, value = layers.Input((5, 8)), layers.Input((7, 8))
+    attention = layers.MultiHeadAttention(2, 3)
+    model = nd.Model([query, value], attention(key=value, value=value, query=query))
+    x, y = normal(2, 5, 8), normal(2, 7, 8)
+    np.testing.assert_array_equal(attention(value=y, query=x), model([x, y]))
+
+
 def test_normalizations_without_center_and_scale_have_no_variables():
     for kind, count in ((layers.BatchNormalization, 2), (layers.LayerNormalization, 0)):
         layer = kind(center=False, scale=False, dtype=F)

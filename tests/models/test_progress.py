@@ -108,7 +108,8 @@ def test_layers_that_are_not_built_say_so():
 def test_many_shapes_are_wrapped_so_that_a_table_fits_a_terminal():
     widths = [64, 16, 128, 8, 32, 4]
     inner = Sequential([layers.Dense(width) for width in widths], name="inner")
-    model = Sequential([layers.Input((256,)), inner])
+    model = Sequential([inner])
+    model.build((None, 256))
     _, header, rule, *rows, last_rule, _ = model.summary().splitlines()
     assert len(header) == len(rule) == len(last_rule) <= 80
     assert [len(row) for row in rows if "inner" in row] == [len(rule)]

@@ -125,8 +125,78 @@ def test_a_penalty_counts_once_whatever_the_replicas(strategy):
     with strategy.scope():
         model = penalized()
     np.testing.assert_allclose(model.fit(X, Y, epochs=2, verbose=0).history["loss"], expected)
+    assert [*model.named_variables()] == ["layers/0/kernel", "layers/0/bias"]
     for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [5, 6])
+def test_steps_beyond_the_data_warn_and_end_the_training(steps):
+    model = classifier()
+    data = nd.Dataset.from_tensor_slices((X, Y)).batch(10).repeat().take(steps)
+    with pytest.warns(UserWarning, match="dataset ended after . of steps_per_epoch=3"):
+        history = model.fit(data, epochs=4, steps_per_epoch=3, verbose=0)
+    assert history.epoch == [0, 1]
+    assert model.position.steps_made == steps
+    with pytest.warns(UserWarning, match="evaluate ends: .* after 5 of steps=9"):
+        model.evaluate(X, Y, 10, 0, steps=9)
+
+
+class Frame:
+    """What a data frame has to have."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape = array, array.shape
+
+    def to_numpy(self) -> Any:
+        return self.array
+
+
+class Batches:
+    """What a `Sequence` of Keras has to have."""
+
+    epochs = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> Any:
+        rows = slice(10 * number, 10 * (number + 1))
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.epochs += 1
+
+
+def test_frames_lists_sequences_and_generators_are_the_same_data(strategy):
+    def fitted(x: Any, y: Any = None, **options: Any) -> Any:
+        with strategy.scope():
+            model = classifier()
+        options |= {"batch_size": 10} if y is not None else {}
+        return model.fit(x, y, epochs=2, shuffle=False, verbose=0, **options).history["loss"]
+
+    expected = fitted(X, Y)
+    sequence, whole = Batches(), Batches()
+    generator = (whole[k % 5] for k in range(10))
+    assert fitted(Frame(X), Frame(Y)) == expected
+    assert fitted(X.tolist(), Y.tolist()) == expected
+    assert fitted(sequence) == expected
+    assert sequence.epochs == 2
+    assert fitted(generator, steps_per_epoch=5) == expected
+    divided = strategy.distribute_dataset(nd.Dataset.from_tensor_slices((X, Y)).batch(10))
+    assert fitted(divided) == expected
+
+
+def test_one_batch_is_trained_tested_and_predicted_as_by_fit(strategy):
+    expected = classifier(metrics=["accuracy"])
+    history = expected.fit(X, Y, 50, 2, 0, class_weight={1: 2.0}).history
+    with strategy.scope():
+        model = classifier(metrics=["accuracy"])
+    losses_of = [model.train_on_batch(X, Y, class_weight={1: 2.0})[0] for _ in range(2)]
+    np.testing.assert_allclose(losses_of, history["loss"], atol=1e-12)
+    tested = model.test_on_batch(X, Y, return_dict=True)
+    assert tested == pytest.approx(expected.evaluate(X, Y, verbose=0, return_dict=True), abs=1e-12)
+    np.testing.assert_allclose(model.predict_on_batch(X), expected.predict(X), atol=1e-12)
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
@@ -177,6 +247,12 @@ def frozen(model: Sequential) -> Sequential:
     return model
 
 
+def refit(model: Sequential, loss: Any) -> None:
+    """Fit a model with another loss."""
+    model.compile("sgd", loss)
+    model.fit(X, Y, verbose=0)
+
+
 class TwoOutputs(Model):
     """A model of two outputs."""
 
@@ -198,12 +274,11 @@ class TwoOutputs(Model):
         (lambda m: m.fit(nd.Dataset.range(3), Y), "x is a dataset"),
         (lambda m: m.fit(X, Y, validation_split=1.5), "validation_split must be between"),
         (lambda m: m.fit(X, Y + 3, verbose=0), r"labels must be in \[0, 3\), got 3 to 5"),
-        (lambda m: m.fit(X, Y, steps_per_epoch=9, verbose=0), "ended after 2 of"),
         (lambda m: m.fit(X[:0], Y[:0], verbose=0), "fit got no batches"),
         (lambda m: m.evaluate(X[:0], Y[:0], verbose=0), "evaluate got no batches"),
         (lambda m: Sequential([layers.Dense(1)]).predict(X[:0]), "got no batches"),
         (lambda m: m.fit(X, verbose=0), "got no labels: pass y"),
-        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels as a tuple: fit and evaluate compare"),
+        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels: a tuple of 2 for a model of one"),
         (lambda m: m.fit(X, Y, batch_size=0), "batch_size must be an integer, 1 or more, got 0"),
         (lambda m: m.fit(X, Y, epochs=-1), "epochs must be an integer, 0 or more"),
         (lambda m: m.fit(X, Y, steps_per_epoch=0), "steps_per_epoch must be an integer, 1 or"),
@@ -215,13 +290,22 @@ class TwoOutputs(Model):
         (lambda m: m.fit(nd.Dataset.range(3), validation_split=0.1), "needs arrays, got x as a D"),
         (lambda m: m.fit(X, Y, class_weight=[1, 2]), "class_weight must be a dict of weights"),
         (lambda m: m.fit(X, Y, verbose="loud"), "verbose must be 'auto', 0, 1 or 2"),
-        (lambda m: TwoOutputs().fit(X, Y, verbose=0), "returned a tuple: fit and evaluate compare"),
-        (lambda m: m.compile("sgd", ["mse", "mse"]), "loss is a list: fit and evaluate compare"),
-        (lambda m: m.compile("sgd", "mse", "mae"), "metrics must be a list, got 'mae'"),
+        (
+            lambda m: TwoOutputs().fit(X, Y, verbose=0),
+            "got labels: a ndarray for 2 outputs, 'output_1'",
+        ),
+        (lambda m: refit(m, ["mse", "mse"]), "loss: a list of 2 for a model of one output"),
+        (
+            lambda m: refit(m, {"a": "mse", "b": None}),
+            "loss: there is no output 'a' in a model of one",
+        ),
+        (
+            lambda m: m.compile("sgd", "mse", "mae"),
+            "metrics must be a list or a dict by output, got",
+        ),
         (lambda m: m.compile(nd.optimizers.SGD), r"the class SGD: pass an object, SGD\("),
         (lambda m: m.compile("sgd", "nothing"), "unknown loss 'nothing': use one of"),
         (lambda m: m.compile("nothing"), "unknown optimizer 'nothing': use one of"),
-        (lambda m: m.compile("sgd", "mse", ["accuracy"]), "'accuracy' is undefined for the loss"),
         (lambda m: m.compile("sgd", "mse", ["nothing"]), "unknown metric 'nothing': use one of"),
         (lambda m: m.fit(X, Y, callbacks=[3], verbose=0), "must be a list of Callback objects"),
         (lambda m: layers.Dense(0), "units must be an integer, 1 or more, got 0"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ndistribute.devices import as_array
+from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs
 
 _log = logging.getLogger("ndistribute")
@@ -55,6 +56,7 @@ class LearningRateScheduler(_Continued):
 
     kept = ("rate", "_set")
 
+    @accepting("verbose")
     def __init__(self, schedule: Callable[..., float]) -> None:
         self._schedule = schedule
         try:
@@ -148,6 +150,7 @@ class EarlyStopping(Monitor):
 
     kept = (*Monitor.kept, "stopped_epoch", "_weights")
 
+    @accepting("verbose")
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -213,6 +216,7 @@ class ReduceLROnPlateau(Monitor):
 
     kept = (*Monitor.kept, "_cooling", "rate")
 
+    @accepting("verbose")
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -257,6 +261,6 @@ class TerminateOnNaN(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """End the training if the mean loss of a replica is not finite."""
-        if self.model.on_any_worker(not math.isfinite(logs["loss"])):
+        if self.model.on_any_worker(not math.isfinite(logs.get("loss", 0.0))):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True

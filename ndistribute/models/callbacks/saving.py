@@ -22,6 +22,7 @@ import numpy as np
 from ndistribute import tensor_files, timeline
 from ndistribute.devices import as_array
 from ndistribute.event_files import EventFile, histogram, image
+from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
 from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, on_any_worker
@@ -68,6 +69,7 @@ class ModelCheckpoint(_Saving, Monitor):
         save_freq: ``"epoch"``, or a number of steps.
     """
 
+    @accepting("verbose")
     def __init__(
         self,
         filepath: str | os.PathLike[str],

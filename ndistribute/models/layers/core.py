@@ -14,8 +14,9 @@ References:
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -106,26 +107,6 @@ class Dense(KernelLayer):
         return operations.dense(x, self.kernel, self.bias, self.activation)
 
 
-class Input(Layer):
-    """A first layer that returns its input, and declares the shape of an example.
-
-    Args:
-        shape: the shape of an example.
-        options: `name` and `dtype`, see `Layer`.
-
-    >>> from ndistribute.models import Sequential
-    >>> Sequential([Input((4,)), Dense(2)]).count_params()
-    10
-    """
-
-    def __init__(self, shape: Sequence[int], **options: Any) -> None:
-        super().__init__(input_shape=shape, **options)
-
-    def call(self, inputs: Any) -> Any:
-        """Return the input."""
-        return inputs
-
-
 class Flatten(Layer):
     """A layer that joins all axes but the first.
 
@@ -160,6 +141,77 @@ class Reshape(Layer):
             others = math.prod(length for length in shape if length != -1)
             shape[shape.index(-1)] = size // max(1, others)
         return inputs.reshape(inputs.shape[0], *shape)
+
+
+class Permute(Layer):
+    """A layer that reorders the axes of each example.
+
+    Args:
+        dims: the numbers of the axes in their new order; 1 is the first after that of the batch.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Permute((2, 1))(np.zeros((5, 3, 4))).shape
+    (5, 4, 3)
+    """
+
+    def __init__(self, dims: Sequence[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.dims = tuple(dims)
+        if sorted(self.dims) != list(range(1, len(self.dims) + 1)):
+            raise ValueError(f"Permute: dims must have each of 1, 2, ... once, got {dims!r}.")
+
+    def call(self, inputs: Any) -> Any:
+        """Return the input with its axes reordered."""
+        return np.transpose(inputs, (0, *self.dims))
+
+
+class RepeatVector(Layer):
+    """A layer that repeats each vector, along a new axis after that of the batch.
+
+    Args:
+        n: how often.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> RepeatVector(3)(np.zeros((5, 4))).shape
+    (5, 3, 4)
+    """
+
+    def __init__(self, n: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.n = positive(n, "RepeatVector: n")
+
+    def call(self, inputs: Any) -> Any:
+        """Return the repeated vectors."""
+        return np.repeat(inputs[:, None], self.n, axis=1)
+
+
+class Lambda(Layer):
+    """A layer that calls a function, which has no variables of its own.
+
+    Args:
+        function: a function of the input; a keyword `training` receives whether the model is being
+            trained. A function with a name can be exported.
+        arguments: further arguments of the function, by name.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Lambda(lambda x: x[:, ::-1])(np.array([[1.0, 2.0]]))
+    array([[2., 1.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.function, self.arguments = function, dict(arguments or {})
+        self._trains = "training" in inspect.signature(function).parameters
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Return the result of the function."""
+        options = {"training": training} if self._trains else {}
+        return self.function(inputs, **self.arguments, **options)
 
 
 class Activation(Layer):

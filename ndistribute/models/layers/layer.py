@@ -25,7 +25,9 @@ from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
+from ndistribute.models.metrics import Mean
 from ndistribute.models.names import snake_case
+from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
@@ -47,6 +49,16 @@ def _building(build: Callable[[Any, Any], None]) -> Any:
         self._build_with(example)
 
     return built
+
+
+class Replaceable:
+    """A property that an attribute of the same name may replace."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        return self if instance is None else self._read(instance)
 
 
 class Layer(Explaining):
@@ -79,14 +91,12 @@ class Layer(Explaining):
     """The classes of layers that this process has defined, by name."""
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _builds = False  # Whether the first call is creating the variables.
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
         **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
         "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
         "compute_mask": "pass masks as arguments of call",
-        "from_config": "load calls the constructor with what get_config returns",
         "losses": "define penalties",
     }
 
@@ -96,26 +106,23 @@ class Layer(Explaining):
         if "build" in vars(cls):
             cls.build = _building(cls.build)  # type: ignore[method-assign]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        layer = super().__new__(cls)
-        layer._arguments = args, kwargs
-        return layer
-
     def __init__(
         self,
         *,
         name: str | None = None,
         trainable: bool = True,
         dtype: Any = None,
-        input_shape: Sequence[int] | None = None,
+        input_shape: Sequence[int | None] | None = None,
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
-        self.input_shape = None if input_shape is None else tuple(input_shape)
+        self._example_shape = None if input_shape is None else (*input_shape,)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
+        self._means: dict[str, Mean] = {}  # Of `add_metric`.
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
+        self._recorded: list[RecordedCall] = []
 
     # Methods that a subclass defines.
 
@@ -139,8 +146,17 @@ class Layer(Explaining):
 
     # Methods for users and subclasses.
 
+    # An attribute of a layer may have one of these names.
+    input: Any = Replaceable(lambda layer: layer._first_call("input"))
+    output: Any = Replaceable(lambda layer: layer._first_call("output"))
+    input_shape: Any = Replaceable(lambda layer: shapes_of(layer.input))
+    output_shape: Any = Replaceable(lambda layer: shapes_of(layer.output))
+    weights: Any = Replaceable(lambda layer: layer.variables)
+    trainable_weights: Any = Replaceable(lambda layer: layer.trainable_variables)
+    non_trainable_weights: Any = Replaceable(lambda layer: layer.non_trainable_variables)
+
     def __call__(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        """Return the output of `call`.
+        """Return the output of `call`, which is symbolic if an argument is.
 
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
@@ -149,13 +165,22 @@ class Layer(Explaining):
                 or False.
             kwargs: passed to `call`.
         """
+        if not args and _first_of(type(self).call) in kwargs:
+            args = (kwargs.pop(_first_of(type(self).call)),)
+        if any(map(is_symbolic, (*args, *kwargs.values()))):
+            options = {} if training is None else {"training": training}
+            self._recorded.append(record(self, args, kwargs | options))
+            return self._recorded[-1].outputs
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(_cast, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
         if not self.built:
             self._build_once(args)
-        outer = getattr(_calls, "training", False)
-        _calls.training = outer if training is None else bool(training)
+        outer = _calls.training
+        if outer is None and _calls.added:  # No layer calls this one.
+            layers = list(self.walk())
+            _calls.added = [each for each in _calls.added if each[0] not in layers]
+        _calls.training = bool(outer if training is None else training)
         try:
             if _takes_training(type(self).call):
                 kwargs["training"] = _calls.training
@@ -247,8 +272,33 @@ class Layer(Explaining):
 
     @property
     def losses(self) -> list[Any]:
-        """The penalties of this layer's regularizers and of those of its layers, tracked."""
-        return [penalty for layer in self.walk() for penalty in layer.penalties()]
+        """The penalties of the regularizers of this layer and of its layers, tracked.
+
+        What `add_loss` has added in this thread's last call belongs to them.
+        """
+        return [
+            penalty for layer in self.walk() for penalty in layer.penalties()
+        ] + self._added_losses()
+
+    def _added_losses(self) -> list[Any]:
+        """Return what `add_loss` of this layer and of its layers has added in the last call."""
+        layers = list(self.walk()) if _calls.added else []
+        return [value for layer, value in _calls.added if layer in layers]
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a number to the loss of the model, in `call`; it is averaged over the replicas."""
+        values = loss if isinstance(loss, list | tuple) else [loss]
+        if any(map(callable, values)):
+            raise TypeError(f"add_loss of {self.name!r} got a function: call it, and in `call`.")
+        _calls.added += [(self, value) for value in values]
+
+    def add_metric(self, value: Any, name: str, aggregation: str | None = "mean") -> None:
+        """Add numbers to a mean in the logs of the model, in `call`."""
+        if aggregation not in ("mean", None):
+            raise ValueError(f"add_metric: aggregation must be 'mean', got {aggregation!r}.")
+        if name not in self._means:
+            _once(lambda: self._means.setdefault(name, Mean(name)))
+        self._means[name].update_state(value)
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
@@ -264,19 +314,30 @@ class Layer(Explaining):
                 seen.add(id(held))
                 yield held
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments that create an equal layer, by name."""
-        args, kwargs = self._arguments
-        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        config = dict(list(bound.arguments.items())[1:])
-        for parameter in inspect.signature(type(self).__init__).parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                config.update(config.pop(parameter.name))
-        return config
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new layer for what `get_config` returned; `load` calls this, too."""
+        return cls(**config)
+
+    @classmethod
+    def assembled(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new layer for a configuration; a model has the layers in it themselves."""
+        return cls.from_config(config)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
+
+    def _first_call(self, part: str) -> Any:
+        """Return the symbolic input or output of the first call with symbolic arrays."""
+        if not self._recorded:
+            raise AttributeError(
+                f"{self!r} has no {part}: it was not called on a symbolic array, such as Input() "
+                "returns. A Sequential calls its layers so if it begins with an Input."
+            )
+        call = self._recorded[0]
+        if part == "output":
+            return call.outputs
+        return call.args[0] if len(call.args) == 1 else call.inputs
 
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""
@@ -302,7 +363,7 @@ class Layer(Explaining):
     def _build_once(self, args: Sequence[Any]) -> None:
         """Create the variables; inside `run`, once for all replicas, which wait for it."""
 
-        def build(_: Any = None) -> None:
+        def build() -> None:
             if self.built:
                 return
             attributes = vars(self).items()
@@ -315,24 +376,29 @@ class Layer(Explaining):
             self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
             self.built = True
 
-        replica = get_replica_context()
-        if replica is None or replica.num_replicas_in_sync == 1:
-            build()
-        else:
-            replica.merge_call(build)
+        _once(build)
 
 
-def build_for(layer: Layer, batch: Any, strategy: Any) -> None:
-    """Create the variables of a layer for inputs of the shapes and dtypes of a batch."""
+def shapes_of(nest: Any) -> Any:
+    """Return the shape of each array in a nest."""
+    return tree.map_leaves(lambda array: array.shape, nest)
+
+
+def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
+    """Create the variables of a layer for inputs of the shapes and dtypes of a batch.
+
+    Returns:
+        What the layer returned for an example of zeros, on each replica.
+    """
     example = tree.map_leaves(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), batch)
 
-    def call(inputs: Any) -> None:
+    def call(inputs: Any) -> Any:
         replica = get_replica_context()
         device = strategy.devices[0] if replica is None else replica.device
-        layer(tree.map_leaves(lambda array: copy_to(array, device), inputs), training=False)
+        return layer(tree.map_leaves(lambda array: copy_to(array, device), inputs), training=False)
 
     with strategy.scope():
-        strategy.run(call, args=(example,))
+        return strategy.run(call, args=(example,))
 
 
 def set_dtype_policy(policy: Any) -> None:
@@ -374,7 +440,31 @@ def _cast(dtype: np.dtype[Any], value: Any) -> Any:
     return value if stays else value.astype(dtype)
 
 
-_calls = threading.local()
+def _once(make: Callable[[], Any]) -> None:
+    """Call a function that makes variables; inside `run`, once for all replicas, which wait."""
+    replica = get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        make()
+    else:
+        replica.merge_call(lambda _: make())
+
+
+class _Calls(threading.local):
+    """Of a thread: whether the model of the current call is trained, and the losses added."""
+
+    training: bool | None = None  # None: no layer is being called.
+
+    def __init__(self) -> None:
+        self.added: list[tuple[Layer, Any]] = []
+
+
+_calls = _Calls()
+
+
+@functools.cache
+def _first_of(call: Callable[..., Any]) -> str:
+    """Return the name of the first argument of a method."""
+    return [*inspect.signature(call).parameters, "", ""][1]
 
 
 @functools.cache

@@ -6,7 +6,7 @@ Four processes run it, two servers and two workers. It needs no change but its i
 import numpy as np
 from sklearn.datasets import load_digits
 
-from ndistribute.compat import tf
+from ndistribute.compat import tf1 as tf
 
 flags = tf.app.flags
 flags.DEFINE_string("ps_hosts", "", "Addresses of the servers, host:port, separated by commas")

@@ -1,0 +1,130 @@
+"""`tf.summary` of TensorFlow 2: what a program writes for TensorBoard, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ndistribute import event_files
+from ndistribute.event_files import EventFile
+from ndistribute.mistakes import accepting
+
+
+class _Defaults(threading.local):
+    """The writer, the step and the condition of a thread."""
+
+    writer: Any = None
+    step: Any = None
+    records: Any = True
+
+
+_defaults = _Defaults()
+
+
+class SummaryFile(EventFile):
+    """Writes summaries to a folder; `create_file_writer` returns it."""
+
+    @accepting("filename_suffix", "flush_millis", "max_queue", "name")
+    def __init__(self, logdir: str | os.PathLike[str]) -> None:
+        super().__init__(logdir)
+
+    @contextlib.contextmanager
+    def as_default(self, step: Any = None) -> Iterator[SummaryFile]:
+        """Return a context manager in which summaries go to this file."""
+        before = vars(_defaults).copy()
+        self.set_as_default(step)
+        try:
+            yield self
+        finally:
+            vars(_defaults).clear()
+            vars(_defaults).update(before)
+
+    def set_as_default(self, step: Any = None) -> None:
+        """Let summaries go to this file from now on."""
+        _defaults.writer = self
+        if step is not None:
+            _defaults.step = step
+
+    def init(self) -> None:
+        """Do nothing: the file exists."""
+
+    flush = init
+
+
+def set_step(step: Any) -> None:
+    """Set the step of summaries that name none: a number, or a variable."""
+    _defaults.step = step
+
+
+def get_step() -> Any:
+    """Return the step of summaries that name none."""
+    return _defaults.step
+
+
+def should_record_summaries() -> bool:
+    """Return whether summaries are written now."""
+    condition = _defaults.records
+    return _defaults.writer is not None and bool(condition() if callable(condition) else condition)
+
+
+@contextlib.contextmanager
+def record_if(condition: Any) -> Iterator[None]:
+    """Return a context manager in which summaries are written only if a condition holds."""
+    before, _defaults.records = _defaults.records, condition
+    try:
+        yield
+    finally:
+        _defaults.records = before
+
+
+def flush(writer: Any = None) -> None:
+    """Do nothing: what was written is in the file."""
+
+
+def scalar(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
+    """Write a number; return whether it was written."""
+    return _write(step, lambda: event_files.scalar(name, float(data)))
+
+
+def histogram(
+    name: str, data: Any, step: Any = None, buckets: int = 30, description: str | None = None
+) -> bool:
+    """Write the distribution of an array's values."""
+    if buckets != 30:
+        raise ValueError(f"histogram: there are always 30 buckets, got {buckets}.")
+    return _write(step, lambda: event_files.histogram(name, data))
+
+
+def text(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
+    """Write text."""
+    return _write(step, lambda: event_files.text(name, str(np.asarray(data)[()])))
+
+
+def image(
+    name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None
+) -> bool:
+    """Write images: bytes, or floats from 0 to 1."""
+
+    def summary() -> bytes:
+        pixels = np.asarray(data)[:max_outputs]
+        if pixels.dtype.kind == "f":
+            pixels = (np.clip(pixels, 0, 1) * 255 + 0.5).astype(np.uint8)
+        tags = [f"{name}/image/{k}" for k in range(len(pixels))]
+        return b"".join(map(event_files.image, tags, pixels))
+
+    return _write(step, summary)
+
+
+def _write(step: Any, summary: Any) -> bool:
+    if not should_record_summaries():
+        return False
+    step = _defaults.step if step is None else step
+    if step is None:
+        raise ValueError("a summary needs a step: pass step=, or call experimental.set_step().")
+    _defaults.writer.add(summary(), int(step))
+    return True

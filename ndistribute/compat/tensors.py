@@ -1,0 +1,450 @@
+"""Tensors and variables with TensorFlow's methods, and the tape that watches them.
+
+A tensor is a NumPy array that nothing changes in place. Operators convert the other operand to its
+dtype, as TensorFlow does; NumPy's own functions follow NumPy's rules.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, ClassVar
+
+import numpy as np
+
+import ndistribute as nd
+from ndistribute import graph, tree
+from ndistribute.autodiff import Tracked
+from ndistribute.compat import programs
+from ndistribute.devices import as_array
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.graph.graph import Symbolic
+from ndistribute.graph.shapes import Shape, narrowed
+from ndistribute.mistakes import accepting
+from ndistribute.models.layers import Layer
+from ndistribute.models.symbolic import SymbolicArray
+from ndistribute.numpy_functions import ArrayMethods
+from ndistribute.values import DistributedValues
+from ndistribute.variables.variable import ArrayLike
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
+_COMPARISONS = "lt le gt ge eq ne".split()
+_log = logging.getLogger("ndistribute")
+_TASK = "/job:localhost/replica:0/task:0"
+_lengths = vars(np.ndarray)["shape"].__get__
+
+
+class Reference:
+    """What identifies a tensor or variable in dicts and sets; `deref` returns it."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def deref(self) -> Any:
+        """Return the tensor or variable."""
+        return self._thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and self._thing is other._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+
+class _Shaped:
+    """What tensors and variables tell of themselves."""
+
+    __slots__ = ()
+
+    def ref(self) -> Reference:
+        """Return a reference, which can be a key."""
+        return Reference(self)
+
+    def get_shape(self) -> Shape:
+        """Return the shape."""
+        return Shape(self.shape)  # type: ignore[attr-defined]
+
+    def set_shape(self, shape: Any) -> None:
+        """Raise ValueError if this is not the shape; None stands for any length."""
+        self.get_shape().merged(Shape(shape))
+
+
+class Tensor(_Shaped, np.ndarray[Any, Any]):
+    """A NumPy array with the methods of a tensor of TensorFlow."""
+
+    __array_priority__ = 100.0
+    shape = property(
+        lambda self: tuple.__new__(Shape, _lengths(self)),
+        vars(np.ndarray)["shape"].__set__,
+    )
+    device = property(lambda self: f"{_TASK}/device:CPU:0")
+
+    def numpy(self) -> Any:
+        """Return the NumPy array, or the number; text as bytes."""
+        array = self.view(np.ndarray)
+        return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array)[()]
+
+    def __getitem__(self, index: Any) -> Any:
+        return as_tensor(super().__getitem__(index))
+
+    def __iter__(self) -> Any:
+        return map(self.__getitem__, range(len(self)))
+
+    def __str__(self) -> str:
+        return str(self.view(np.ndarray))
+
+    def __repr__(self) -> str:
+        array = self.view(np.ndarray)[()]
+        return f"<tf.Tensor: shape={self.shape}, dtype={self.dtype}, numpy={array!r}>"
+
+
+def as_tensor(value: Any) -> Any:
+    """Return NumPy's arrays and numbers as tensors; others unchanged."""
+    if isinstance(value, Tensor) or not isinstance(value, np.ndarray | np.generic):
+        return value
+    return np.asarray(value).view(Tensor)
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor as an array of NumPy, tracked if it is watched; others unchanged."""
+    value = value.tracked_value() if isinstance(value, WatchedTensor) else value
+    return value.view(np.ndarray) if isinstance(value, Tensor) else value
+
+
+def matched(tensor: Any, other: Any) -> Any:
+    """Return the other operand of a tensor, an array or list in the tensor's dtype if it fits.
+
+    Raises:
+        InvalidArgumentError: it is a tensor of another dtype.
+    """
+    if isinstance(other, _NUMBERS) and not isinstance(other, np.generic):
+        return other
+    if not isinstance(other, _TENSORS):
+        array = as_array(other)
+        kinds = tensor.dtype.kind, array.dtype.kind
+        fits = kinds[0] == kinds[1] or (kinds[0] in "fc" and kinds[1] in "fiu")
+        narrower = array.dtype.kind == "f" and array.dtype.itemsize < 8  # As in mixed precision.
+        return array.astype(tensor.dtype) if fits and not narrower else array
+    if other.dtype != tensor.dtype:
+        dtypes = f"{tensor.dtype} and {other.dtype}"
+        raise InvalidArgumentError(f"the operands are tensors of {dtypes}: tf.cast one of them.")
+    return other
+
+
+def _operator(base: type, name: str) -> Any:
+    """Return the operator of a base class, with operands of one dtype."""
+    method = getattr(base, f"__{name}__")
+    divides = name in ("truediv", "rtruediv")
+
+    def call(self: Any, other: Any) -> Any:
+        if self.dtype.kind in "iu" and (
+            isinstance(other, float) or (divides and self.dtype.itemsize < 4)
+        ):
+            self, other = self.astype(np.float32), np.float32(other)
+        return as_tensor(method(self, matched(self, other)))
+
+    return call
+
+
+def _ufunc(base: Any) -> Any:
+    """Return what NumPy's functions call, with arrays of floats in the dtype of the tensor."""
+
+    def call(self: Any, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if self.dtype.kind == "f":
+            inputs = tuple(
+                x.astype(self.dtype) if type(x) is np.ndarray and x.dtype.kind == "f" else x
+                for x in inputs
+            )
+        return base.__array_ufunc__(self, ufunc, method, *inputs, **options)
+
+    return call
+
+
+class WatchedTensor(ArrayLike, Tensor):  # type: ignore[misc]
+    """A tensor that a tape watches, as it watches a variable; it has been a `Tensor` before."""
+
+    is_distributed_variable = True
+    trainable = False  # Other tapes do not watch it.
+    __getitem__, __iter__ = ArrayLike.__getitem__, ArrayLike.__iter__
+
+    def component(self) -> Any:
+        return self.view(np.ndarray)
+
+    def tracked_value(self) -> Any:
+        return as_tensor(super().tracked_value())
+
+    def numpy(self) -> Any:
+        return Tensor.numpy(self)
+
+
+def _tracked(name: str) -> Any:
+    """Return the method or property of a name, of the tracked array of a watched tensor."""
+    if isinstance(vars(ArrayMethods)[name], property):
+        return property(lambda self: getattr(self.tracked_value(), name))
+    return lambda self, *args, **options: getattr(self.tracked_value(), name)(*args, **options)
+
+
+for _name in [name for name in vars(ArrayMethods) if name[0] != "_"]:
+    setattr(WatchedTensor, _name, _tracked(_name))
+
+
+class TrackedTensor(_Shaped, Tracked):
+    """A tensor that is computed while a tape records."""
+
+    __slots__ = ()
+    shape = property(lambda self: tuple.__new__(Shape, self.value.shape))
+
+    __array_ufunc__ = _ufunc(Tracked)
+
+    def numpy(self) -> Any:
+        return Tracked.numpy(self)[()]
+
+
+_TENSORS = Tensor, Tracked, ArrayLike
+_NUMBERS = int, float, complex, type(None), Symbolic, DistributedValues, slice
+for _kind, _base in ((Tensor, np.ndarray), (TrackedTensor, Tracked)):
+    for _name in _ARITHMETIC:
+        for _each in (_name, f"r{_name}"):
+            setattr(_kind, f"__{_each}__", _operator(_base, _each))
+        setattr(_kind, f"__i{_name}__", getattr(_kind, f"__{_name}__"))
+    for _name in _COMPARISONS:
+        setattr(_kind, f"__{_name}__", _operator(_base, _name))
+
+
+class WatchingTape(nd.GradientTape):
+    """A tape that watches tensors in place, and whose gradients are tensors."""
+
+    def __enter__(self) -> WatchingTape:
+        super().__enter__()
+        self._recorded()[0].kind = TrackedTensor
+        return self
+
+    def watch(self, tensor: Any) -> Any:
+        """Watch tensors and variables; return what was passed, but tracked arrays for arrays."""
+
+        def watched(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return super(WatchingTape, self).watch(leaf)
+            if leaf.dtype.kind not in "fc":
+                _log.warning("GradientTape.watch: a tensor of %s has no gradient.", leaf.dtype)
+                return leaf
+            leaf.__class__ = WatchedTensor
+            return super(WatchingTape, self).watch(leaf)
+
+        return tree.map_leaves(watched, tensor)
+
+    def gradient(  # type: ignore[override]
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = "none",
+    ) -> Any:
+        """Return gradients; None, or zeros, for what the tape does not watch."""
+        find = functools.partial(super().gradient, output_gradients=output_gradients)
+        return self._of_watched(find, target, sources, unconnected_gradients)
+
+    @accepting("experimental_use_pfor", "parallel_iterations")
+    def jacobian(self, target: Any, sources: Any, unconnected_gradients: Any = "none") -> Any:
+        """Return the derivatives of each element of a target; see `gradient`."""
+        return self._of_watched(super().jacobian, target, sources, unconnected_gradients)
+
+    @accepting("experimental_use_pfor", "parallel_iterations")
+    def batch_jacobian(self, target: Any, source: Any, unconnected_gradients: Any = "none") -> Any:
+        """Return the derivatives of each example of a batch; see `gradient`."""
+        return as_tensor(super().batch_jacobian(target, source, unconnected_gradients))
+
+    def _of_watched(self, find: Any, target: Any, sources: Any, unconnected: Any) -> Any:
+        leaves = tree.flatten(sources)
+        known = [leaf for leaf in leaves if isinstance(leaf, Tracked | ArrayLike)]
+        results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
+        zero = str(getattr(unconnected, "value", unconnected)).lower() == "zero"
+        gradients = [
+            next(results)
+            if isinstance(leaf, Tracked | ArrayLike)
+            else as_tensor(np.zeros_like(leaf))
+            if zero
+            else None
+            for leaf in leaves
+        ]
+        return tree.unflatten(sources, map(as_tensor, gradients))
+
+
+def custom_gradient(f: Any) -> Any:
+    """Return a function whose derivative is defined by the function; see `nd.custom_gradient`."""
+
+    @functools.wraps(f)
+    def call(*args: Any, **options: Any) -> Any:
+        result, grad = f(*map(as_tensor, args), **options)
+
+        def gradients(*upstream: Any) -> Any:
+            results = grad(*map(as_tensor, upstream))
+            return list(results) if isinstance(results, list | tuple) else [results]
+
+        return result, gradients
+
+    return nd.custom_gradient(call)
+
+
+class Assignable(Tensor):
+    """A tensor that is read from something that can be set, such as a part of a variable."""
+
+    def __array_finalize__(self, whole: Any) -> None:
+        self._set: Any = None  # Of results that are computed from it.
+
+    def assign(self, value: Any) -> Any:
+        """Set what this was read from."""
+        return self._set(value)
+
+
+def assignable(value: Any, how: Any) -> Any:
+    """Return a tensor whose `assign` calls a function."""
+    tensor: Any = as_tensor(np.float32(value) if isinstance(value, float) else value)
+    tensor = tensor.view(Assignable)
+    tensor._set = how
+    return tensor
+
+
+def _assign_part(variable: Any, index: Any, value: Any) -> Any:
+    array = np.array(variable.numpy())
+    array[index] = value
+    return variable.assign(array)
+
+
+@functools.cache
+def flavored(kind: Any) -> Any:
+    """Return a kind of variable with TensorFlow's methods."""
+
+    class Flavored(kind):  # type: ignore[misc]
+        constraint: Any = None
+        """A function of the value that optimizers apply after an update; or None."""
+        shape = property(lambda self: Shape(kind.shape.fget(self)))
+        __array_ufunc__ = _ufunc(kind)
+        ref, get_shape, set_shape = _Shaped.ref, _Shaped.get_shape, _Shaped.set_shape
+
+        @property
+        def device(self) -> str:
+            """The name of the device."""
+            name = str(self.distribute_strategy.devices[0]).upper()
+            return f"{_TASK}/device:{name}"
+
+        def tracked_value(self) -> Any:
+            return as_tensor(kind.tracked_value(self))
+
+        def read_value(self) -> Any:
+            return as_tensor(kind.read_value(self))
+
+        value = read_value
+
+        def numpy(self) -> Any:
+            return kind.numpy(self)[()]
+
+        def __getitem__(self, index: Any) -> Any:
+            part = kind.__getitem__(self, index)
+            assign = functools.partial(_assign_part, self, index)
+            return assignable(part, assign) if isinstance(part, Tensor) else part
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            with self.distribute_strategy.scope():
+                kinds = self.synchronization, self.aggregation
+                copied = eager_variable(self.numpy(), self.trainable, None, None, None, *kinds)
+            return memo.setdefault(id(self), copied)
+
+    for name in "assign assign_add assign_sub scatter_add scatter_sub scatter_update".split():
+        setattr(Flavored, name, _write(getattr(kind, name)))
+    Flavored.__name__, Flavored.__qualname__ = kind.__name__, kind.__qualname__
+    Flavored.__module__ = kind.__module__
+    return Flavored
+
+
+def _write(method: Any) -> Any:
+    """Return a method that writes, with TensorFlow's keywords."""
+
+    @accepting("name", "use_locking")
+    def write(self: Any, *args: Any, read_value: bool = True, **options: Any) -> Any:
+        renamed = {"delta": "value", "sparse_delta": "indices"}
+        method(self, *args, **{renamed.get(key, key): options[key] for key in options})
+        return self if read_value else None
+
+    return write
+
+
+def eager_variable(
+    initial_value: Any,
+    trainable: bool | None = None,
+    name: str | None = None,
+    dtype: Any = None,
+    constraint: Any = None,
+    synchronization: Any = "auto",
+    aggregation: Any = "none",
+    shape: Any = None,
+) -> Any:
+    """Return a variable; see `nd.Variable`. One that is combined on read is not trained."""
+
+    def made() -> Any:
+        value = initial_value() if callable(initial_value) else initial_value
+        return plain(convert_to_tensor(value, dtype))
+
+    kind = str(getattr(synchronization, "value", synchronization)).lower()
+    trains = kind != "on_read" if trainable is None else trainable
+    variable: Any = nd.Variable(made, trains, name, None, synchronization, aggregation)
+    variable.__class__ = flavored(type(variable))  # type: ignore[arg-type]
+    if constraint is not None:
+        variable.constraint = constraint
+    if shape is not None:
+        variable.set_shape(shape)
+    return variable
+
+
+class _VariableType(type):
+    """The type of `tf.Variable`, which makes variables of several kinds."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, nd.Variable | graph.GraphVariable)
+
+
+def variable_type(meanings: Any, program: programs.Program) -> type:
+    """Return the class `tf.Variable` of a program."""
+    make = programs.either(meanings, program)
+    new = {"__new__": lambda cls, *args, **options: make(*args, **options)}
+    return _VariableType("Variable", (), new)
+
+
+def convert_to_tensor(
+    value: Any, dtype: Any = None, dtype_hint: Any = None, name: Any = None
+) -> Any:
+    """Return a tensor; floats and integers of Python become float32 and int32."""
+    if type(value) is Tensor and (dtype is None or value.dtype == dtype):
+        return value
+    if isinstance(value, Symbolic | SymbolicArray):
+        return value if dtype is None else value.astype(dtype)
+    if isinstance(value, Tracked | ArrayLike):
+        value = value if isinstance(value, Tracked) else as_tensor(value.tracked_value())
+        return value if dtype is None else value.astype(dtype)
+    if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
+        return np.stack([convert_to_tensor(each, dtype) for each in value])
+    has_dtype = isinstance(value, list | tuple) and any(hasattr(x, "dtype") for x in value)
+    array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
+    return as_tensor(array if dtype is None else array.astype(dtype, copy=False))
+
+
+_DIFFERENTIABLE = Tracked, ArrayLike, Symbolic, SymbolicArray
+
+
+class Module(Layer):
+    """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
+
+    _uncalled: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name=name)
+
+    @property
+    def submodules(self) -> tuple[Any, ...]:
+        """The modules and layers in this one."""
+        return tuple(self.walk())[1:]
+
+    @classmethod
+    def with_name_scope(cls, method: Any) -> Any:
+        """Return the method itself: names of variables are not changed."""
+        return method

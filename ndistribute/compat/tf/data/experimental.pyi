@@ -1,0 +1,8 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+AUTOTUNE: Any
+from ndistribute.data.options import AutoShardPolicy as _AutoShardPolicy
+AutoShardPolicy = _AutoShardPolicy
+INFINITE_CARDINALITY: Any
+UNKNOWN_CARDINALITY: Any

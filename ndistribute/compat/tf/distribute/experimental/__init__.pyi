@@ -1,0 +1,24 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+from ndistribute.compat.tf.distribute.experimental import partitioners as partitioners
+from ndistribute.strategies.local import CentralStorageStrategy as _CentralStorageStrategy
+CentralStorageStrategy = _CentralStorageStrategy
+from ndistribute.collective.communicator import CommunicationImplementation as _CollectiveCommunication
+CollectiveCommunication = _CollectiveCommunication
+from ndistribute.collective.communicator import CommunicationImplementation as _CommunicationImplementation
+CommunicationImplementation = _CommunicationImplementation
+from ndistribute.collective.communicator import CommunicationOptions as _CommunicationOptions
+CommunicationOptions = _CommunicationOptions
+from ndistribute.strategies.local import MirroredStrategy as _MirroredStrategy
+MirroredStrategy = _MirroredStrategy
+from ndistribute.strategies.local import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
+MultiWorkerMirroredStrategy = _MultiWorkerMirroredStrategy
+from ndistribute.strategies.local import OneDeviceStrategy as _OneDeviceStrategy
+OneDeviceStrategy = _OneDeviceStrategy
+from ndistribute.strategies.parameter_server import ParameterServerStrategy as _ParameterServerStrategy
+ParameterServerStrategy = _ParameterServerStrategy
+PreemptionCheckpointHandler: Any
+from ndistribute.strategies.tpu import TPUStrategy as _TPUStrategy
+TPUStrategy = _TPUStrategy
+coordinator: Any

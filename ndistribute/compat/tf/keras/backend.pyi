@@ -1,0 +1,41 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+abs: Any
+argmax: Any
+cast: Any
+clear_session: Any
+clip: Any
+cumsum: Any
+dot: Any
+epsilon: Any
+equal: Any
+exp: Any
+expand_dims: Any
+floatx: Any
+gather: Any
+get_value: Any
+image_data_format: Any
+log: Any
+max: Any
+maximum: Any
+mean: Any
+min: Any
+minimum: Any
+one_hot: Any
+ones: Any
+pow: Any
+relu: Any
+round: Any
+set_value: Any
+sigmoid: Any
+sign: Any
+softmax: Any
+softplus: Any
+sqrt: Any
+square: Any
+squeeze: Any
+std: Any
+sum: Any
+tanh: Any
+zeros: Any

@@ -1,0 +1,7 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+from ndistribute.models.sidecar import SidecarEvaluator as _SidecarEvaluator
+SidecarEvaluator = _SidecarEvaluator
+set_random_seed: Any
+to_categorical: Any

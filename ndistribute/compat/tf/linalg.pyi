@@ -1,0 +1,32 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+band_part: Any
+cholesky: Any
+cross: Any
+det: Any
+diag: Any
+diag_part: Any
+eigh: Any
+eigvalsh: Any
+einsum: Any
+eye: Any
+global_norm: Any
+inv: Any
+l2_normalize: Any
+logdet: Any
+lstsq: Any
+matmul: Any
+matrix_transpose: Any
+matvec: Any
+norm: Any
+normalize: Any
+pinv: Any
+qr: Any
+slogdet: Any
+solve: Any
+svd: Any
+tensor_diag: Any
+tensor_diag_part: Any
+tensordot: Any
+trace: Any

@@ -1,0 +1,6 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+flatten: Any
+map_structure: Any
+pack_sequence_as: Any

@@ -1,0 +1,16 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+from ndistribute.compat.random_numbers import Generator as _Generator
+Generator = _Generator
+categorical: Any
+gamma: Any
+get_global_generator: Any
+normal: Any
+poisson: Any
+set_seed: Any
+shuffle: Any
+stateless_normal: Any
+stateless_uniform: Any
+truncated_normal: Any
+uniform: Any

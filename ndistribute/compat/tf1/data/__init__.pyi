@@ -1,0 +1,11 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+from ndistribute.compat.tf1.data import experimental as experimental
+AUTOTUNE: Any
+from ndistribute.compat.adapters import TensorDataset as _Dataset
+Dataset = _Dataset
+from ndistribute.data.options import InputOptions as _Options
+Options = _Options
+make_initializable_iterator: Any
+make_one_shot_iterator: Any

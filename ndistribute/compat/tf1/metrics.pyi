@@ -1,0 +1,37 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+from ndistribute.models.metrics import BinaryAccuracy as _BinaryAccuracy
+BinaryAccuracy = _BinaryAccuracy
+from ndistribute.models.metrics import CategoricalAccuracy as _CategoricalAccuracy
+CategoricalAccuracy = _CategoricalAccuracy
+from ndistribute.models.metrics import Mean as _Mean
+Mean = _Mean
+from ndistribute.models.metrics import MeanAbsoluteError as _MeanAbsoluteError
+MeanAbsoluteError = _MeanAbsoluteError
+from ndistribute.models.metrics import MeanMetric as _MeanMetric
+MeanMetric = _MeanMetric
+from ndistribute.models.metrics import MeanSquaredError as _MeanSquaredError
+MeanSquaredError = _MeanSquaredError
+from ndistribute.models.metrics import Metric as _Metric
+Metric = _Metric
+from ndistribute.models.metrics import Precision as _Precision
+Precision = _Precision
+from ndistribute.models.metrics import Recall as _Recall
+Recall = _Recall
+from ndistribute.models.metrics import RootMeanSquaredError as _RootMeanSquaredError
+RootMeanSquaredError = _RootMeanSquaredError
+from ndistribute.models.metrics import SparseCategoricalAccuracy as _SparseCategoricalAccuracy
+SparseCategoricalAccuracy = _SparseCategoricalAccuracy
+from ndistribute.models.metrics import SparseTopKCategoricalAccuracy as _SparseTopKCategoricalAccuracy
+SparseTopKCategoricalAccuracy = _SparseTopKCategoricalAccuracy
+from ndistribute.models.metrics import Sum as _Sum
+Sum = _Sum
+accuracy: Any
+get: Any
+mean: Any
+mean_absolute_error: Any
+mean_squared_error: Any
+precision: Any
+recall: Any
+root_mean_squared_error: Any

@@ -1,0 +1,252 @@
+"""`CallGraph`, what a functional model computes: the recorded calls between inputs and outputs.
+
+The order of the calls, and after which of them a value is no longer needed, are computed once. A
+graph knows nothing of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.models.layers.inputs import InputLayer
+from ndistribute.models.layers.layer import Layer, shapes_of
+from ndistribute.models.symbolic import (
+    RecordedCall,
+    SymbolicArray,
+    record,
+    sample_shape,
+    symbolic_leaves,
+)
+from ndistribute.variables import Variable
+
+
+class CallGraph:
+    """The calls that compute symbolic outputs from symbolic inputs.
+
+    Args:
+        inputs: a nest of symbolic arrays.
+        outputs: a nest of symbolic arrays.
+
+    Raises:
+        TypeError: a value is not symbolic.
+        ValueError: an output needs an input that is not among the inputs.
+    """
+
+    def __init__(self, inputs: Any, outputs: Any) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        starts, self._ends = _checked("inputs", inputs), _checked("outputs", outputs)
+        self._sources = {value: _source_of(value) for value in starts}
+        if len(self._sources) < len(starts):
+            raise ValueError(f"Model: an input occurs twice among {starts}.")
+        self.calls = self._ordered()
+        """The calls in the order in which they are made, first those of inputs."""
+        self.layers = list(dict.fromkeys(call.function for call in self.calls if _is_layer(call)))
+        """The layers that are called, each once, those of inputs too."""
+        leaves = tree.flatten([(call.args, call.kwargs) for call in self.calls])
+        self.variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
+        """The variables that are arguments of calls."""
+        self.input_names = [call.name for call in self._sources.values()]
+        self.output_names = [value.name for value in self._ends]
+        if isinstance(outputs, Mapping):
+            self.output_names = list(outputs)
+        self._steps = self._with_last_uses()
+        is_single = type(inputs) is SymbolicArray
+        # The shape of an example and the dtype of an array that is an input as it is.
+        self._usual = (inputs.shape[1:], inputs.dtype) if is_single else (None, None)
+
+    def run(self, inputs: Any) -> Any:
+        """Return the outputs for arrays: a nest like the inputs, or a dict by their names."""
+        shape = getattr(inputs, "shape", None)
+        if shape is not None and (shape[1:], inputs.dtype) == self._usual:
+            values = {self.inputs: inputs}
+        else:
+            fitted = map(_fitted, self._sources, self._matched(inputs))
+            values = dict(zip(self._sources, fitted, strict=True))
+        for call, last in self._steps:
+            if call.only is None:
+                result = call.make(values.__getitem__)
+            else:  # A third of the time.
+                result = call.function(values[call.only])
+            if type(call.outputs) is SymbolicArray:
+                values[call.outputs] = result
+            else:
+                pairs = zip(tree.flatten(call.outputs), tree.flatten(result), strict=True)
+                values.update(pair for pair in pairs if type(pair[0]) is SymbolicArray)
+            for value in last:
+                del values[value]
+        if type(self.outputs) is SymbolicArray:
+            return values[self.outputs]
+        return tree.map_leaves(values.__getitem__, self.outputs)
+
+    def sample(self) -> Any:
+        """Return a batch without examples, of the shapes and dtypes of the inputs."""
+        return tree.map_leaves(
+            lambda value: np.zeros((0, *sample_shape(value)[1:]), value.dtype), self.inputs
+        )
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield for each layer or function its name, shapes, number of parameters and sources."""
+        groups: dict[int, list[RecordedCall]] = {}
+        for call in self.calls:
+            groups.setdefault(_identity(call), []).append(call)
+        for first, *others in groups.values():
+            is_layer = _is_layer(first)
+            kind = type(first.function).__name__ if is_layer else "function"
+            count = first.function.count_params() if is_layer else 0
+            sources = {value.name: None for call in (first, *others) for value in call.inputs}
+            shapes = str(shapes_of(first.outputs))
+            yield f"{first.name} ({kind})", shapes, f"{count:,}", ", ".join(sources) or "-"
+
+    def _ordered(self) -> list[RecordedCall]:
+        """Return the calls by their distance from the outputs, as Keras lists layers."""
+        needed, layers = dict[RecordedCall, int](), dict[int, int]()
+        stack = [(value, "an output") for value in reversed(self._ends)]
+        while stack:
+            value, user = stack.pop()
+            call = self._sources.get(value, value.call)
+            if call in needed:
+                continue
+            if isinstance(call.function, InputLayer) and value not in self._sources:
+                raise ValueError(
+                    f"Model: {user} needs the input {call.name!r} of shape {value.shape}, which is "
+                    f"not among the inputs {[start.name for start in self._sources]}: pass it, too."
+                )
+            needed[call] = layers.setdefault(_identity(call), len(needed))
+            stack += [(each, repr(call.name)) for each in reversed(call.inputs)]
+        depths = dict.fromkeys([*needed, *self._sources.values()], 0)
+        of_layers: dict[int, int] = {}  # The calls of a layer are as far as the first one.
+        for call in sorted(needed, key=lambda call: -call.level):
+            key = _identity(call)
+            depths[call] = of_layers[key] = max(depths[call], of_layers.get(key, 0))
+            for value in call.inputs:
+                before = self._sources.get(value, value.call)
+                depths[before] = max(depths[before], depths[call] + 1)
+        return sorted(depths, key=lambda call: (-depths[call], needed.get(call, -1)))
+
+    def _with_last_uses(self) -> list[tuple[RecordedCall, list[SymbolicArray]]]:
+        """Return the calls to make, and after each the values that are not needed any more."""
+        later, steps = set(self._ends), []
+        sources = set(self._sources.values())
+        for call in reversed([call for call in self.calls if call not in sources]):
+            last = set(call.inputs) - later
+            later |= last
+            steps.append((call, list(last)))
+        return steps[::-1]
+
+    def _matched(self, inputs: Any) -> list[Any]:
+        """Return an array for each input, in their order."""
+        if isinstance(inputs, Mapping):
+            keys = self.inputs if isinstance(self.inputs, Mapping) else self.input_names
+            missing = [key for key in keys if key not in inputs]
+            if missing:
+                raise ValueError(
+                    f"the inputs are a dict with the keys {list(inputs)}, without {missing}: the "
+                    f"model needs {list(keys)}."
+                )
+            chosen = {key: inputs[key] for key in keys}
+            inputs = chosen if isinstance(self.inputs, Mapping) else list(chosen.values())
+        elif isinstance(self.inputs, Mapping):
+            raise ValueError(
+                f"the inputs are a {type(inputs).__name__}: pass a dict with the keys "
+                f"{list(self.inputs)}, as the model was made with."
+            )
+        leaves = tree.flatten(inputs)
+        if len(leaves) != len(self._sources):
+            raise ValueError(
+                f"the model was called on {len(leaves)} arrays, but has {len(self._sources)} "
+                f"inputs: {self.input_names}."
+            )
+        return leaves
+
+
+def connected(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the calls of a model's configuration anew, and return the constructor's arguments."""
+    values: dict[Any, Any] = {}
+
+    def renewed(nest: Any) -> Any:
+        return tree.map_leaves(
+            lambda leaf: values[leaf] if type(leaf) is SymbolicArray else leaf, nest
+        )
+
+    options = dict(config)
+    for function, args, kwargs, outputs in options.pop("calls"):
+        if isinstance(function, InputLayer):
+            made = function.output
+        elif isinstance(function, Layer):
+            made = function(*renewed(args), **renewed(kwargs))
+        else:
+            made = record(function, renewed(args), renewed(kwargs)).outputs
+        values.update(zip(symbolic_leaves(outputs), symbolic_leaves(made), strict=True))
+    return {name: renewed(value) for name, value in options.items()}
+
+
+def cloned(nest: Any, made: dict[int, Any]) -> Any:
+    """Return a nest with new layers of the same configurations, which have new variables.
+
+    Args:
+        nest: a nest of layers and other values.
+        made: the layers that were cloned already, by the identities of the former ones.
+    """
+
+    def clone(leaf: Any) -> Any:
+        if not isinstance(leaf, Layer):
+            return leaf
+        if id(leaf) not in made:
+            layer = made[id(leaf)] = type(leaf).assembled(cloned(leaf.get_config(), made))
+            layer.name, layer.trainable = leaf.name, leaf.trainable
+        return made[id(leaf)]
+
+    return tree.map_leaves(clone, nest)
+
+
+def _is_layer(call: RecordedCall) -> bool:
+    return isinstance(call.function, Layer)
+
+
+def _identity(call: RecordedCall) -> int:
+    """Return the same number for all calls of a layer, and another one for each other call."""
+    return id(call.function if _is_layer(call) else call)
+
+
+def _checked(what: str, nest: Any) -> list[SymbolicArray]:
+    """Return the symbolic arrays of a nest, which must have some and nothing else."""
+    leaves = tree.flatten(nest)
+    wrong = [leaf for leaf in leaves if type(leaf) is not SymbolicArray]
+    if wrong or not leaves:
+        problem = f"a {type(wrong[0]).__name__} is among them" if wrong else "there are none"
+        raise TypeError(
+            f"Model: {what} must be symbolic arrays, which Input(shape) returns, and layers and "
+            f"NumPy's functions for them, but {problem}."
+        )
+    return leaves
+
+
+def _source_of(value: SymbolicArray) -> RecordedCall:
+    """Return the call of the input layer of a value, or of a new one if a layer computes it."""
+    if isinstance(value.call.function, InputLayer):
+        return value.call  # type: ignore[no-any-return]
+    call: RecordedCall = InputLayer(value.shape[1:], value.shape[0], value.dtype).output.call
+    call.outputs = value
+    return call
+
+
+def _fitted(wanted: SymbolicArray, array: Any) -> Any:
+    """Return an array in the dtype of an input; an axis of length 1 at the end may be missing."""
+    array = array if hasattr(array, "shape") else np.asarray(array)
+    axes = wanted.shape
+    if array.shape[1:] != axes[1:]:
+        if axes[-1:] == (1,) and array.ndim == len(axes) - 1:
+            array = array[..., None]
+        elif array.shape[-1:] == (1,) and array.ndim == len(axes) + 1:
+            array = array[..., 0]
+        pairs = zip(axes[1:], array.shape[1:], strict=False)
+        if array.ndim != len(axes) or any(length not in (None, have) for length, have in pairs):
+            raise ValueError(
+                f"the input {wanted.name!r} has the shape {axes}, but the model was called on an "
+                f"array of shape {array.shape}."
+            )
+    return array if array.dtype == wanted.dtype else array.astype(wanted.dtype)

@@ -1,0 +1,198 @@
+"""Layers that are called on a list of inputs, and functions that make such a layer and call it.
+
+The inputs of elementwise layers broadcast; one with fewer axes gets axes of length 1 after that of
+the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ndistribute.models.layers.layer import Layer
+
+
+class Merging(Layer):
+    """The base class of layers that combine a list of arrays."""
+
+    needs: ClassVar[int] = 0
+    """The number of inputs that the layer needs; 0: any."""
+
+    def checked(self, inputs: Any) -> list[Any]:
+        """Return the inputs, which must be a list of arrays as long as the layer needs."""
+        count = len(inputs) if isinstance(inputs, list | tuple) else 0
+        if not count or count != (self.needs or count):
+            raise ValueError(
+                f"{self.name} needs a list of {self.needs or 'several'} arrays, such as "
+                f"layer([a, b]), got {f'one of {count}' if count else type(inputs).__name__}."
+            )
+        return list(inputs)
+
+
+class Elementwise(Merging):
+    """The base class of layers that combine the elements of their inputs; see `Add`."""
+
+    operation: ClassVar[Any]
+
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Return the combined array."""
+        inputs = self.checked(inputs)
+        axes = max(array.ndim for array in inputs)
+        total, *others = (
+            array.reshape(array.shape[0], *(1,) * (axes - array.ndim), *array.shape[1:])
+            if array.ndim < axes
+            else array
+            for array in inputs
+        )
+        for array in others:
+            total = type(self).operation(total, array)
+        return total
+
+
+class Add(Elementwise):
+    """A layer that adds its inputs up.
+
+    >>> Add()([np.ones((2, 3)), np.ones((2, 1))])[0]
+    array([2., 2., 2.], dtype=float32)
+    """
+
+    operation = np.add
+
+
+class Multiply(Elementwise):
+    """A layer that multiplies its inputs.
+
+    >>> Multiply()([np.full((1, 2), 3.0), np.full((1, 2), 2.0)])
+    array([[6., 6.]], dtype=float32)
+    """
+
+    operation = np.multiply
+
+
+class Maximum(Elementwise):
+    """A layer that returns the largest elements of its inputs.
+
+    >>> Maximum()([np.array([[1.0, 4.0]]), np.array([[3.0, 2.0]])])
+    array([[3., 4.]], dtype=float32)
+    """
+
+    operation = np.maximum
+
+
+class Minimum(Elementwise):
+    """A layer that returns the smallest elements of its inputs.
+
+    >>> Minimum()([np.array([[1.0, 4.0]]), np.array([[3.0, 2.0]])])
+    array([[1., 2.]], dtype=float32)
+    """
+
+    operation = np.minimum
+
+
+class Subtract(Elementwise):
+    """A layer that subtracts the second of its two inputs from the first.
+
+    >>> Subtract()([np.array([[5.0]]), np.array([[3.0]])])
+    array([[2.]], dtype=float32)
+    """
+
+    operation = np.subtract
+    needs = 2
+
+
+class Average(Add):
+    """A layer that returns the mean of its inputs.
+
+    >>> Average()([np.array([[5.0]]), np.array([[3.0]])])
+    array([[4.]], dtype=float32)
+    """
+
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Return the mean."""
+        return super().call(inputs) / len(inputs)
+
+
+class Concatenate(Merging):
+    """A layer that joins its inputs along an axis.
+
+    Args:
+        axis: the axis.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Concatenate()([np.zeros((2, 3)), np.zeros((2, 4))]).shape
+    (2, 7)
+    """
+
+    def __init__(self, axis: int = -1, **options: Any) -> None:
+        super().__init__(**options)
+        self.axis = axis
+
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Return the joined array."""
+        return np.concatenate(self.checked(inputs), axis=self.axis)
+
+
+class Dot(Merging):
+    """A layer that returns the scalar products of its two inputs along an axis of each.
+
+    Args:
+        axes: the axis of both inputs, or a pair of axes; none is that of the batch.
+        normalize: whether vectors are scaled to length 1 first, for the cosine of their angle.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Dot(axes=1)([np.ones((2, 3)), np.ones((2, 3))]).shape
+    (2, 1)
+    >>> Dot(axes=(2, 1))([np.ones((2, 3, 4)), np.ones((2, 4, 5))]).shape
+    (2, 3, 5)
+    """
+
+    needs = 2
+
+    def __init__(self, axes: int | Sequence[int], normalize: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        first, second = (axes, axes) if isinstance(axes, int) else axes
+        self.axes, self.normalize = (first, second), normalize
+
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Return the products, of the other axes of the first input and those of the second."""
+        flat = [self._rows(*pair) for pair in zip(self.checked(inputs), self.axes, strict=True)]
+        (x, shape), (y, other) = flat
+        products = np.matmul(x, np.swapaxes(y, 1, 2))
+        return products.reshape(len(x), *(shape + other or (1,)))
+
+    def _rows(self, array: Any, axis: int) -> tuple[Any, tuple[int, ...]]:
+        """Return an array with the axis last and the others joined, and the lengths of those."""
+        if axis % array.ndim == 0:
+            raise ValueError(f"{self.name}: axis {axis} is that of the batch: choose another one.")
+        array = np.moveaxis(array, axis, -1)
+        if self.normalize:
+            squares = np.sum(array * array, axis=-1, keepdims=True)
+            array = array / np.sqrt(np.maximum(squares, np.finfo(array.dtype).tiny))
+        lengths = array.shape[1:-1]
+        rows = array.reshape(len(array), int(np.prod(lengths, dtype=int)), array.shape[-1])
+        return rows, lengths
+
+
+def _function(kind: Any) -> Callable[..., Any]:
+    """Return the function that makes a layer and calls it."""
+
+    def merge(inputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+        return kind(*args, **options)(inputs)
+
+    name = kind.__name__.lower()
+    merge.__name__ = merge.__qualname__ = name
+    merge.__doc__ = f"""Return the result of `{kind.__name__}` for a list of arrays.
+
+    Args:
+        inputs: arrays or symbolic arrays.
+        args: those of the layer.
+        options: those of the layer.
+    """
+    return merge
+
+
+add, subtract, multiply = map(_function, (Add, Subtract, Multiply))
+average, maximum, minimum = map(_function, (Average, Maximum, Minimum))
+concatenate, dot = map(_function, (Concatenate, Dot))

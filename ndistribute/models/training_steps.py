@@ -1,0 +1,472 @@
+"""`TrainingSteps`: how a model is compiled, and the step of `fit`, `evaluate` and `predict`.
+
+Each step runs on every replica with its part of a batch. A model that defines `train_step`,
+`test_step`, `predict_step`, `compute_loss` or `compute_metrics` itself has these called instead of
+the ones here. This file knows nothing of epochs, datasets and callbacks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ndistribute import optimizers as _optimizers
+from ndistribute import tree
+from ndistribute.autodiff import GradientTape, untrack
+from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.errors import TracingError
+from ndistribute.jit.function import Function
+from ndistribute.jit.identity import Identities
+from ndistribute.mistakes import accepting
+from ndistribute.models import batches as _batches
+from ndistribute.models import losses as _losses
+from ndistribute.models import metrics as _metrics
+from ndistribute.models.compiled_losses import Objective, names_of, untold
+from ndistribute.models.layers.layer import Layer, build_for, leaves
+from ndistribute.models.memory import keep_freed_memory
+from ndistribute.models.position import TrainingPosition
+from ndistribute.variables import Variable
+
+_OF_KERAS = "make_predict_function make_test_function make_train_function".split()
+
+
+class TrainingSteps(Layer):
+    """A layer that can be compiled, and the steps of its training on a replica."""
+
+    _uncalled = Layer._uncalled | dict.fromkeys(_OF_KERAS, "define train_step, or write a loop")
+    del _uncalled["trainable_variables"]  # That of a model has an effect.
+
+    output_names: Sequence[str] | None = None
+    """The names of the outputs, once known."""
+
+    def __init__(self, *, name: str | None = None, **options: Any) -> None:
+        super().__init__(name=name, **options)
+        keep_freed_memory()
+        self.strategy: Any = get_strategy()
+        self.stop_training = False
+        self.optimizer: Any = None
+        self.loss: Any = None
+        self.compiled: dict[str, Any] | None = None
+        """The arguments of `compile` but the optimizer, once it was called."""
+        self._objective: Any = None
+        self.position = TrainingPosition(0)
+        self._jit_compile = False
+        self._steps: dict[str, Any] = {}  # By the name of the method.
+        self._parts_of_steps: tuple[Any, ...] = ()
+
+    @accepting("run_eagerly", "steps_per_execution")
+    def compile(
+        self,
+        optimizer: str | _optimizers.Optimizer = "rmsprop",
+        loss: Any = None,
+        metrics: Any = None,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        jit_compile: bool = False,
+    ) -> None:
+        """Set the optimizer, the losses and the metrics.
+
+        If layers compute in float16, the optimizer is wrapped in a `LossScale`. The keywords
+        ``run_eagerly`` and ``steps_per_execution`` are accepted, and change nothing.
+
+        Args:
+            optimizer: an optimizer, or its name.
+            loss: a `Loss`, its name, or a function of labels and predictions. For several outputs,
+                one for all, or a list or a dict of them by output; None: the output has none.
+            metrics: metrics, their names, or functions of labels and predictions. For several
+                outputs, a list that each output gets, or a list or a dict of lists by output.
+            loss_weights: what the loss of each output is multiplied by: a list or a dict.
+            weighted_metrics: the same as `metrics`; these use the sample weights.
+            jit_compile: whether XLA compiles the steps of `fit`, `evaluate` and `predict`; with
+                several replicas, those of `fit` without the update. `TPUStrategy` always does.
+
+        Raises:
+            TypeError: a class is passed, or metrics are no list or dict.
+            ValueError: a name is unknown, or steps cannot be compiled: those of variables on
+                parameter servers, and with several replicas those that the model defines.
+            RuntimeError: called in the scope of another strategy than that of the model.
+        """
+        for part in (
+            optimizer,
+            *(each for _, each in leaves("", (loss, metrics, weighted_metrics))),
+        ):
+            if isinstance(part, type):
+                name = part.__name__
+                raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
+        self._check_jit(jit_compile)
+        self._jit_compile, self._parts_of_steps = bool(jit_compile), ()
+        with self.strategy.scope():
+            self.optimizer = _optimizers.get(optimizer)
+            halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
+            if halves and not isinstance(self.optimizer, _optimizers.LossScale):
+                self.optimizer = _optimizers.LossScale(self.optimizer)
+            self.loss = tree.map_leaves(lambda x: None if x is None else _losses.get(x), loss)
+            for each in tree.flatten(self.loss):
+                plain = each is None or each.reduction == "sum_over_batch_size"
+                if not plain and not self._defines("train_step"):
+                    raise ValueError(
+                        f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
+                        "sum by the number of examples: leave it out, or define train_step."
+                    )
+            self.compiled = {
+                "loss": loss,
+                "metrics": metrics,
+                "loss_weights": loss_weights,
+                "weighted_metrics": weighted_metrics,
+                "jit_compile": jit_compile,
+            }
+            self._objective = None
+            named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
+            like = named[0] if named else self.loss
+            self._name_outputs(self.output_names or names_of(like))
+
+    def _check_jit(self, jit_compile: bool) -> None:
+        kind = type(self.strategy)
+        if jit_compile and hasattr(kind, "servers"):
+            raise ValueError(
+                "compile: jit_compile=True, but a compiled step has no variables on parameter "
+                "servers: leave it out, or use another strategy."
+            )
+        defines = self._defines("train_step") or self._defines("test_step")
+        meets = self.strategy.num_replicas_in_sync > 1 and self.strategy.devices[0].kind != "tpu"
+        if jit_compile and defines and meets:
+            raise ValueError(
+                f"compile: jit_compile=True, but the steps that the model defines meet those of "
+                f"other replicas: leave it out, use TPUStrategy instead of {kind.__name__}, or put "
+                "nd.function around the part that computes gradients."
+            )
+
+    def _name_outputs(self, names: Sequence[str]) -> None:
+        """Make the metrics for outputs of some names, if they are not those that there are."""
+        if self._objective is None or self._objective.names != list(names):
+            parts = (self.compiled or {}).get
+            self._objective = Objective(
+                names,
+                self.loss,
+                parts("loss_weights"),
+                parts("metrics"),
+                parts("weighted_metrics"),
+            )
+
+    @property
+    def metrics(self) -> list[_metrics.Metric]:
+        """The means of losses, the metrics given to `compile`, and those that layers hold."""
+        compiled = [] if self._objective is None else self._objective.named.values()
+        kinds = (_metrics.Metric, list, tuple, dict)
+        nests = [v for layer in self.walk() for v in vars(layer).values() if isinstance(v, kinds)]
+        held = [value for _, value in leaves("", nests) if isinstance(value, _metrics.Metric)]
+        return list({id(metric): metric for metric in (*compiled, *held)}.values())
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """The names of the metrics in logs."""
+        return list(self._named_metrics())
+
+    def _named_metrics(self) -> dict[str, _metrics.Metric]:
+        """Return the metrics by their names in logs."""
+        known = {} if self._objective is None else self._objective.named
+        names = {id(metric): name for name, metric in known.items()}
+        return {names.get(id(metric), metric.name): metric for metric in self.metrics}
+
+    # Methods that a subclass may define.
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Make a step on this replica, and return what the logs contain, by name.
+
+        A subclass may define it. In it a loss object and `compute_loss` return the mean over the
+        examples of this replica, with the gradient of this replica's share of the mean over the
+        batch, because the gradients that replicas apply are added up. Numbers that it returns are
+        averaged over the replicas; the `result()` of a metric becomes that of all of them.
+
+        Args:
+            data: this replica's part of a batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
+        """
+        logs = self._compiled_train_step(data, None)
+        return self.get_metrics_result() if logs is None else logs
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Add this replica's part of a batch to the metrics, and return what the logs contain."""
+        logs = self._compiled_test_step(data, None)
+        return self.get_metrics_result() if logs is None else logs
+
+    def predict_step(self, data: Any) -> Any:
+        """Return the predictions for this replica's part of a batch."""
+        return self(_batches.unpacked(data)[0], training=False)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Return the sum of the losses of all outputs and of `losses`; see `train_step`.
+
+        A subclass may define it, as a mean over the examples of this replica. In a loop of one's
+        own it returns this replica's share, as a `Loss` does.
+
+        Args:
+            x: the inputs, which only others may use.
+            y: the labels.
+            y_pred: the predictions.
+            sample_weight: the weight of each example.
+            training: whether the model is trained, which only others may use.
+        """
+        return self.compiled_loss(y, y_pred, sample_weight, self.losses)
+
+    def compiled_loss(
+        self,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
+        regularization_losses: Sequence[Any] = (),
+    ) -> Any:
+        """Return the sum of the losses of all outputs and of others; so it is named in Keras 2."""
+        compared = self._objective.compared(y, y_pred, sample_weight, self._called)
+        rows = _batches.rows_of(y_pred)
+        count = _losses.global_count(rows)
+        share = self._share(compared, count, _replicas(), regularization_losses)
+        untold.loss = share, count, rows
+        return _losses.in_form(share)
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Add a batch to the metrics given to `compile`, and return `get_metrics_result`."""
+        self._objective.count(self._objective.compared(y, y_pred, sample_weight, self._called))
+        return self.get_metrics_result()
+
+    @property
+    def compiled_metrics(self) -> Any:
+        """An object whose `update_state` adds labels and predictions to the compiled metrics."""
+        return SimpleNamespace(update_state=functools.partial(self.compute_metrics, None))
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Return the values of all metrics, by name."""
+        return {name: metric.result() for name, metric in self._named_metrics().items()}
+
+    def reset_metrics(self) -> None:
+        """Forget all examples; called before each epoch and each evaluation."""
+        known = [*self._objective.named.values(), *self.metrics]
+        for metric in {id(metric): metric for metric in known}.values():
+            metric.reset_state()
+
+    # The steps on a replica, of which a strategy or XLA runs those in `_steps`.
+
+    def _train_step(self, data: Any, rows: int | None) -> Any:
+        """Make a step on this replica, and return its logs; None: those of the metrics.
+
+        Args:
+            data: this replica's part of the batch.
+            rows: the number of examples on all replicas; None: not known in this process.
+        """
+        if not self._defines("train_step"):
+            return self._compiled_train_step(data, rows)
+        with _losses.as_means("share"):
+            return self._logs_of("train_step", data)
+
+    def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
+        count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
+        gradients, logs = self._steps.get("_gradients", self._gradients)(data, count)
+        self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
+        return logs
+
+    def _gradients(self, data: Any, rows: float) -> tuple[list[Any], Any]:
+        """Return the gradients of this replica and its logs, and count its part of the batch."""
+        batch = _batches.unpacked(data)
+        with GradientTape() as tape:
+            predicted = self(batch[0], training=True)
+            compared, share = self._compared(batch, predicted, rows, _replicas())
+            loss = self.optimizer.scale_loss(share)
+        gradients: list[Any] = tape.gradient(loss, self._trained())
+        return gradients, self._counted(compared, share, rows, batch, predicted)
+
+    def _test_step(self, data: Any, rows: int | None, is_counted: Any = None) -> Any:
+        """Add this replica's part of a batch to the metrics, and return its logs.
+
+        Args:
+            data: see `_train_step`.
+            rows: see `_train_step`.
+            is_counted: whether this replica has rows of the batch at all, in a compiled step; None:
+                every replica has.
+        """
+        if is_counted is None:
+            return self._tested(data, rows)
+        trace = current_trace()
+        with trace.only_if(is_counted):
+            logs = self._tested(data, rows)
+        problem = ""
+        if any(group.axis is None for group in trace.written):
+            problem = "it writes a variable that is equal on all replicas"
+        elif any(not hasattr(value, "metric") for value in (logs or {}).values()):
+            problem = "its logs are numbers, and not results of metrics"
+        if problem:
+            raise TracingError(
+                f"evaluate of {self._called}: {problem}, for a batch of which not all have rows: "
+                "use a dataset with batch(n, drop_remainder=True)."
+            )
+        return logs
+
+    def _tested(self, data: Any, rows: int | None) -> Any:
+        if not self._defines("test_step"):
+            return self._compiled_test_step(data, rows)
+        with _losses.as_means("mean"):
+            return self._logs_of("test_step", data)
+
+    def _compiled_test_step(self, data: Any, rows: int | None) -> Any:
+        batch = _batches.unpacked(data)
+        predicted = self(batch[0], training=False)
+        count, replicas = _batches.rows_of(data), 1  # No replica has to know of the others.
+        if self._defines("compute_loss"):
+            count, replicas = rows or int(_losses.global_count(count)), _replicas()
+        compared, share = self._compared(batch, predicted, count, replicas)
+        return self._counted(compared, share, count, batch, predicted)
+
+    def _compared(self, batch: Any, predicted: Any, rows: float, replicas: int) -> tuple[Any, Any]:
+        """Return what is compared in a batch, and this replica's share of the loss."""
+        x, y, weight = batch
+        compared = self._objective.compared(y, predicted, weight, self._called)
+        if not self._defines("compute_loss"):
+            return compared, self._share(compared, rows, replicas, self._penalties())
+        with _losses.as_means("mean"):
+            return compared, self.compute_loss(x, y, predicted, weight) / replicas
+
+    def _share(self, compared: Any, rows: float, replicas: int, penalties: Any) -> Any:
+        """Return this replica's share of the loss.
+
+        Args:
+            compared: see `Objective.compared`.
+            rows: the number of examples on all replicas.
+            replicas: their number; each computes the penalties.
+            penalties: what is added to the losses.
+        """
+        total = self._objective.share(compared, rows)
+        if penalties:
+            return sum(penalties) / replicas + (0.0 if total is None else total)
+        if total is None:
+            raise ValueError(
+                f"{self._called} has no loss: call compile(optimizer, loss), or add_loss in call, "
+                "or define train_step and test_step."
+            )
+        return total
+
+    def _penalties(self) -> list[Any]:
+        """Return `losses`, without a search for the layers in each step."""
+        if self.position.penalized is None:
+            return self.losses
+        return [
+            each for layer in self.position.penalized for each in layer.penalties()
+        ] + self._added_losses()
+
+    def _counted(self, compared: Any, share: Any, rows: float, batch: Any, predicted: Any) -> Any:
+        """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
+        x, y, weight = batch
+        self._objective.loss.count(share, rows, _batches.rows_of(batch))
+        if not self._defines("compute_metrics") and not self._defines("get_metrics_result"):
+            self._objective.count(compared)
+            return None
+        with _losses.as_means("mean"):
+            return self._logs_of("compute_metrics", x, y, untrack(predicted), weight)
+
+    def _logs_of(self, method: str, *args: Any) -> Any:
+        """Return the logs that a method of the model returns, and count the loss it computed."""
+        untold.loss = None
+        logs = getattr(self, method)(*args)
+        if untold.loss is not None:
+            self._objective.loss.count(*untold.loss)
+        arrays = logs is not None and not isinstance(logs, Mapping)
+        if arrays or any(getattr(value, "ndim", 0) for value in (logs or {}).values()):
+            raise TypeError(
+                f"{method} of {self._called} returned {logs!r}: return a dict of numbers by name, "
+                "such as {'loss': loss}, or self.get_metrics_result()."
+            )
+        return untrack(None if logs is None else dict(logs))
+
+    def _trained(self) -> Sequence[Variable]:
+        return self.position.trained or self.trainable_variables
+
+    def _defines(self, method: str) -> bool:
+        """Return True if a subclass defines a method of a step."""
+        return getattr(type(self), method) is not getattr(TrainingSteps, method)
+
+    @property
+    def _called(self) -> str:
+        return f"model {self.name!r}"
+
+    def _renew_steps(self) -> None:
+        """Make new steps if the model has other parts: its compiled steps would keep the old."""
+        self.position.shown = None
+        around = Identities().of(self, (self.loss, self.metrics))
+        parts = around, frozenset(self.trainable_variables)
+        if parts == self._parts_of_steps:
+            return
+        alone = self.strategy.num_replicas_in_sync == 1
+        compiled = Function if self._jit_compile else functools.partial
+        self._steps = {
+            "_train_step": (compiled if alone else functools.partial)(self._train_step),
+            "_gradients": compiled(self._gradients),
+            "_test_step": compiled(self._test_step),
+            "_predict_step": compiled(self.predict_step),
+        }
+        self._parts_of_steps = parts
+
+    # Logs.
+
+    def _run(self, step: str, batch: Any) -> None:
+        """Run a step of training or testing on all replicas, and keep its logs."""
+        function = self._steps.get(step) or getattr(self, step)  # A worker has none.
+        parts: Any = [(batch, None)]
+        if step == "_test_step":
+            parts = _batches.equal_parts(self.strategy, batch)
+        for part, counting in parts:
+            options = {} if counting is None else {"is_counted": counting}
+            logs = self.strategy.run(function, (part, self._rows_of_step(part)), options)
+            if logs is not None:
+                firsts = {name: self.strategy.local_results(logs[name])[0] for name in logs}
+                logs = {name: getattr(firsts[name], "metric", logs[name]) for name in logs}
+            self.position.logs = logs
+
+    def _local_logs(self) -> dict[str, Any]:
+        """Return the logs of the last step, of the replicas of this process."""
+        if self.position.logs is None and self.position.shown is None:
+            self.position.shown = self._named_metrics()
+        logs = self.position.shown if self.position.logs is None else self.position.logs
+        return {name: self._number(each, "local_result") for name, each in logs.items()}
+
+    def _results(self) -> dict[str, Any]:
+        """Return the logs of an epoch or an evaluation, of all replicas."""
+        if self.position.logs is None:
+            return self.get_metrics_result()
+        return {name: self._number(each, "result") for name, each in self.position.logs.items()}
+
+    def _number(self, each: Any, of_metric: str) -> float:
+        """Return the value of a metric, or the mean of a number over replicas."""
+        if isinstance(each, _metrics.Metric):
+            return float(getattr(each, of_metric)())
+        if of_metric == "result":
+            return float(self.strategy.reduce("mean", each))
+        return float(np.mean([float(value) for value in self.strategy.local_results(each)]))
+
+    def _rows_of_step(self, batch: Any) -> int | None:
+        """Return the number of examples of all replicas, if all are in this process."""
+        strategy = self.strategy
+        if strategy.num_replicas_in_sync > len(strategy.devices):
+            return None
+        first = tree.flatten(batch)[0]
+        return sum(map(_batches.rows_of, strategy.local_results(first)))
+
+    def build_for(self, batch: Any) -> None:
+        """Create the variables of all layers for inputs of the shapes and dtypes of a batch."""
+        outputs = build_for(self, batch, self.strategy)
+        if self.output_names is None:
+            self.output_names = names_of(outputs)
+
+    _build_with = build_for
+
+
+def _replicas() -> int:
+    replica = get_replica_context()
+    return 1 if replica is None else replica.num_replicas_in_sync
