@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4398,
     "jit": 1652,
     "launcher": 1478,
-    "models": 5318,
+    "models": 5322,
     "optimizers": 925,
     "parameter_server": 1595,
     "strategies": 1298,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1137,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35126
+TESTS_BUDGET = 35138
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

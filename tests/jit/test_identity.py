@@ -274,3 +274,19 @@ def test_a_model_reads_the_settings_of_its_code_at_each_training() -> None:
     with closing(tpus(1)) as strategy:
         np.testing.assert_allclose(trained(strategy), trained(nd.get_strategy()), rtol=1e-6)
         assert len(strategy.compilations) <= 5
+
+
+class Stepping(nd.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return {**super().train_step(data), "rate": np.ones(()) * RATE}
+
+
+def test_a_step_that_a_model_defines_reads_what_is_around_it_at_each_training() -> None:
+    with closing(tpus(1)) as strategy, strategy.scope():
+        model = Stepping([nd.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        for rate in (1.0, 2.0, 2.0):
+            set_rate(rate)
+            history = model.fit(X, X[:, :1], verbose=0).history
+            assert history["rate"] == [rate]
+        assert len(strategy.compilations) == 3  # One makes the variables.
