@@ -19,5 +19,11 @@ from ndistribute.models.layers.layer import Layer as Layer
 from ndistribute.models.layers.layer import set_dtype_policy as set_dtype_policy
 from ndistribute.models.layers.normalization import BatchNormalization as BatchNormalization
 from ndistribute.models.layers.normalization import LayerNormalization as LayerNormalization
+from ndistribute.models.layers.recurrent import GRU as GRU
+from ndistribute.models.layers.recurrent import LSTM as LSTM
+from ndistribute.models.layers.recurrent import Bidirectional as Bidirectional
+from ndistribute.models.layers.recurrent import Masking as Masking
+from ndistribute.models.layers.recurrent import SimpleRNN as SimpleRNN
+from ndistribute.models.layers.recurrent import TimeDistributed as TimeDistributed
 
 _export(vars())

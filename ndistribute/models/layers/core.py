@@ -23,6 +23,7 @@ import numpy as np
 from ndistribute.context import current_trace, get_replica_context, get_strategy, part_of
 from ndistribute.models import activations, initializers, operations, regularizers
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.masks import mask_of
 from ndistribute.variables.mirrored import sharded_variable
 
 
@@ -81,6 +82,8 @@ class Dense(KernelLayer):
     ((2, 3), (4, 3))
     """
 
+    supports_masking = True
+
     def __init__(
         self,
         units: int,
@@ -117,6 +120,8 @@ class Input(Layer):
     >>> Sequential([Input((4,)), Dense(2)]).count_params()
     10
     """
+
+    supports_masking = True
 
     def __init__(self, shape: Sequence[int], **options: Any) -> None:
         super().__init__(input_shape=shape, **options)
@@ -170,6 +175,8 @@ class Activation(Layer):
         options: `name`, `trainable` and `dtype`, see `Layer`.
     """
 
+    supports_masking = True
+
     def __init__(self, activation: str | Callable[[Any], Any], **options: Any) -> None:
         super().__init__(**options)
         self.activation = activations.get(activation)
@@ -193,6 +200,8 @@ class Dropout(Layer):
     array([1., 1., 1., 1.], dtype=float32)
     """
 
+    supports_masking = True
+
     def __init__(self, rate: float, **options: Any) -> None:
         super().__init__(**options)
         self.rate = rate_of(rate, "Dropout: rate")
@@ -212,6 +221,8 @@ class Embedding(Layer):
         input_dim: the number of rows.
         output_dim: the length of a row.
         embeddings_initializer: the initializer of the table.
+        mask_zero: whether the row 0 is padding, so that layers, losses and metrics that get the
+            result leave out where the input is 0.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> Embedding(10, 3)(np.array([[1, 2], [3, 4]])).shape
@@ -223,12 +234,14 @@ class Embedding(Layer):
         input_dim: int,
         output_dim: int,
         embeddings_initializer: str | Callable[..., Any] = "random_uniform",
+        mask_zero: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.input_dim = positive(input_dim, "Embedding: input_dim")
         self.output_dim = positive(output_dim, "Embedding: output_dim")
         self._initializer = initializers.get(embeddings_initializer)
+        self.mask_zero = bool(mask_zero)
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the table."""
@@ -243,6 +256,10 @@ class Embedding(Layer):
         advice = "Increase input_dim, or map unknown words to one index."
         operations.check_range(inputs, self.input_dim, what, advice)
         return self.embeddings[inputs]
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return where the input is not 0, if `mask_zero`."""
+        return inputs != 0 if self.mask_zero else None
 
 
 def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
@@ -407,6 +424,8 @@ class MultiHeadAttention(Layer):
     (3, 5, 8)
     """
 
+    supports_masking = True
+
     def __init__(
         self,
         num_heads: int,
@@ -455,7 +474,8 @@ class MultiHeadAttention(Layer):
             key: an array of shape ``(batch, keys, ...)``; None means `value`.
             attention_mask: booleans of shape ``(queries, keys)``, ``(batch, queries, keys)`` or
                 ``(batch, heads, queries, keys)``, True where a query attends to a key. Axes of
-                length 1 are repeated. A query without keys has zeros.
+                length 1 are repeated. A query without keys has zeros. Keys that the mask of `value`
+                leaves out have no effect.
             use_causal_mask: whether a query attends to no later key.
             training: whether to drop probabilities.
         """
@@ -469,7 +489,10 @@ class MultiHeadAttention(Layer):
         heads = self._heads(self.query, query), self._heads(self.key, key)
         values = self._heads(self.value, value)
         shape = query.shape[0], self.num_heads, query.shape[1], key.shape[1]
-        mask = self._mask(attention_mask, shape)
+        mask, of_value = self._mask(attention_mask, shape), mask_of(value)
+        if of_value is not None:
+            keys = of_value[:, None, None]
+            mask = keys if mask is None else mask & keys
         kept = dropout_factors(values, shape, self.dropout) if training else None
         options = {"mask": mask, "is_causal": use_causal_mask, "kept": kept}
         means = operations.attention(*heads, values, **options)

@@ -25,10 +25,12 @@ from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
+from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.names import snake_case
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
+_PENALIZED = "kernel", "recurrent_kernel", "bias"
 _LISTS = "non_trainable_variables trainable_variables variables".split()
 
 
@@ -79,13 +81,14 @@ class Layer(Explaining):
     """The classes of layers that this process has defined, by name."""
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
+    supports_masking = False
+    """Whether the mask of the input is that of the output, too; see `compute_mask`."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _builds = False  # Whether the first call is creating the variables.
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
         **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
         "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
-        "compute_mask": "pass masks as arguments of call",
         "from_config": "load calls the constructor with what get_config returns",
         "losses": "define penalties",
     }
@@ -137,18 +140,28 @@ class Layer(Explaining):
         """Return the output; a keyword `training` receives whether the model is being trained."""
         raise NotImplementedError(f"{type(self).__name__} defines no call.")
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the mask of the output, booleans of its first axes; None: there is none.
+
+        Args:
+            inputs: the first argument of `call`.
+            mask: its mask, or None.
+        """
+        return mask if self.supports_masking else None
+
     # Methods for users and subclasses.
 
     def __call__(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        """Return the output of `call`.
+        """Return the output of `call`, with the mask of `compute_mask` attached.
 
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
                 dtype of computation.
             training: whether the model is being trained; None: as in the layer that calls this one,
                 or False.
-            kwargs: passed to `call`.
+            kwargs: passed to `call`; a keyword `mask` of it receives the mask of the input.
         """
+        inputs = args[0] if args else None
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(_cast, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
@@ -159,7 +172,14 @@ class Layer(Explaining):
         try:
             if _takes_training(type(self).call):
                 kwargs["training"] = _calls.training
-            return self.call(*args, **kwargs)
+            mask = mask_of(inputs) if kwargs.get("mask") is None else kwargs["mask"]
+            if mask is not None and "mask" in inspect.signature(self.call).parameters:
+                kwargs["mask"] = mask
+            outputs = self.call(*args, **kwargs)
+            mask = self.compute_mask(inputs, mask)
+            if mask is not None:
+                attach_mask(outputs[0] if isinstance(outputs, tuple | list) else outputs, mask)
+            return outputs
         finally:
             _calls.training = outer
 
@@ -252,7 +272,7 @@ class Layer(Explaining):
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
-        pairs = [(name, getattr(self, f"{name}_regularizer", None)) for name in ("kernel", "bias")]
+        pairs = [(name, getattr(self, f"{name}_regularizer", None)) for name in _PENALIZED]
         return [use(getattr(self, name)) for name, use in pairs if use is not None and self.built]
 
     def walk(self) -> Iterator[Layer]:
