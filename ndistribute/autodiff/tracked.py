@@ -63,7 +63,7 @@ class Tracked(ArrayMethods):
     array([2., 4.])
     """
 
-    __slots__ = ("__weakref__", "graph", "index", "value")
+    __slots__ = ("graph", "index", "value")
     __array_priority__ = 1000.0
     base = None  # It is not written to, so it need not be copied.
 

@@ -21,6 +21,7 @@ from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
+from ndistribute.models.masks import mask_of
 from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 
@@ -70,7 +71,11 @@ class Loss(Explaining, Shown):
         return total if self.reduction == "sum" else total / global_count(losses.size)
 
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Return the loss of each example, times its weight."""
+        """Return the loss of each example, times its weight.
+
+        What the mask of the predictions leaves out is 0; the mean is that over the rest.
+        """
+        mask = mask_of(y_pred)
         y_true, y_pred = aligned(y_true, y_pred)
 
         def explained(error: Exception) -> ValueError:
@@ -95,7 +100,18 @@ class Loss(Explaining, Shown):
             )
         if losses.ndim == 0:
             losses = losses * np.ones(y_pred.shape[:1], losses.dtype)
+        if mask is not None and mask.ndim <= losses.ndim:
+            factor = self._factor(mask) if self.reduction == _REDUCTIONS[0] else 1
+            losses = _weighted(losses, mask * factor)
         return _weighted(losses, sample_weight)
+
+    def _factor(self, mask: Any) -> Any:
+        """Return what makes a mean over all elements that over those of a mask, of all replicas."""
+        counts = np.stack([mask.sum(dtype=np.float64), np.float64(mask.size)])
+        replica = get_replica_context()
+        if replica is not None and replica.num_replicas_in_sync > 1:
+            counts = replica.communicator.all_reduce("sum", counts)
+        return counts[1] / np.maximum(counts[0], 1.0)
 
 
 def _weighted(losses: Any, sample_weight: Any) -> Any:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from ndistribute.autodiff import untrack
+
 _masks: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
 def attach_mask(array: Any, mask: Any) -> None:
-    """Attach a mask to an array, unless it has one."""
+    """Attach a mask to an array, plain or tracked, unless that has one, or the mask is None."""
+    array = untrack(array)
     key = id(array)
-    if key not in _masks:
+    if mask is not None and key not in _masks:
         _masks[key] = weakref.ref(array, lambda _: _masks.pop(key, None)), mask
 
 
@@ -28,5 +31,5 @@ def mask_of(array: Any) -> Any:
     >>> mask_of(Embedding(3, 4, mask_zero=True)(np.array([[1, 2, 0]])))
     array([[ True,  True, False]])
     """
-    entry = _masks.get(id(array)) if _masks else None
+    entry = _masks.get(id(untrack(array))) if _masks else None
     return None if entry is None else entry[1]

@@ -17,6 +17,7 @@ from ndistribute.devices import array_namespace, as_array, to_host
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import losses
+from ndistribute.models.masks import mask_of
 from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 from ndistribute.variables import Variable
@@ -130,7 +131,8 @@ class MeanMetric(Mean):
         self._function, self._parameters = function, parameters
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
-        """Add the examples of a batch."""
+        """Add the examples of a batch, but those that the mask of the predictions leaves out."""
+        mask = mask_of(y_pred)
         labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
         values = losses.per_example(self._function, labels, predicted, self._parameters)
         if np.shape(values)[:1] != predicted.shape[:1] or not np.ndim(values):
@@ -139,6 +141,8 @@ class MeanMetric(Mean):
                 f"{predicted.shape[0]} examples: return one value for each example, whose mean is "
                 "the metric, or write a subclass of nd.metrics.Metric."
             )
+        if mask is not None:
+            sample_weight = mask if sample_weight is None else _both(mask, sample_weight)
         super().update_state(values, sample_weight)
 
 
@@ -304,6 +308,11 @@ def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
     """Return for each prediction whether it is on the label's side of a threshold."""
     losses.check_shape(y_true, y_pred.shape)
     return (y_pred > threshold) == (y_true > 0.5)
+
+
+def _both(mask: Any, weight: Any) -> Any:
+    weight = as_array(weight)
+    return mask * weight.reshape(weight.shape + (1,) * (mask.ndim - weight.ndim))
 
 
 def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:

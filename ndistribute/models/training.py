@@ -36,6 +36,7 @@ from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worke
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer, build_for
+from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import NO_BATCHES, TrainingPosition
 
@@ -365,6 +366,7 @@ class Trainer(Layer):
                 raise ValueError(_ONE_OUTPUT.format(problem))
         # Losses of 16-bit predictions are computed in float32.
         wide = predicted.astype(np.float32) if predicted.dtype.itemsize == 2 else predicted
+        attach_mask(wide, mask_of(predicted))
         return y, wide, weight
 
     def _count(self, each: Any, penalties: Any, y: Any, predicted: Any, weight: Any) -> None:

@@ -19,6 +19,7 @@ RNG = np.random.default_rng(5)
 X = RNG.normal(size=(16, 6))
 LABELS = RNG.integers(0, 3, size=16)
 IMAGES = RNG.normal(size=(16, 8, 8, 2)) / 3
+SERIES = RNG.normal(size=(16, 4, 3))
 WORDS = RNG.integers(0, 10, size=(16, 5))
 
 
@@ -68,6 +69,17 @@ def cnn() -> nd.Model:
     )
 
 
+def recurrent() -> nd.Model:
+    return nd.Sequential(
+        [
+            layers.Embedding(10, 4, mask_zero=True),
+            layers.Bidirectional(layers.LSTM(3, return_sequences=True)),
+            layers.GRU(3, reset_after=False),
+            layers.Dense(3),
+        ]
+    )
+
+
 def of_layer(layer: Callable[[], Any]) -> Callable[[], nd.Model]:
     return lambda: nd.Sequential([layer(), layers.Flatten(), layers.Dense(3)])
 
@@ -76,6 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "mlp": (mlp, X),
     "cnn": (cnn, IMAGES),
     "transformer": (Transformer, WORDS),
+    "recurrent": (recurrent, WORDS),
 }
 LAYERS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "batch normalization": (of_layer(layers.BatchNormalization), X),
@@ -83,6 +96,10 @@ LAYERS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "rows": (of_layer(lambda: layers.RowParallelDense(4)), X),
     "max pooling": (of_layer(lambda: layers.MaxPool2D(3, strides=2, padding="same")), IMAGES),
     "mean pooling": (of_layer(lambda: layers.AveragePool2D(3, 2, padding="same")), IMAGES),
+    "transposed": (of_layer(lambda: layers.Conv2DTranspose(2, 3, strides=2)), IMAGES),
+    "causal": (of_layer(lambda: layers.Conv1D(2, 2, padding="causal")), SERIES),
+    "gru": (of_layer(lambda: layers.GRU(3, return_sequences=True)), SERIES),
+    "simple rnn": (of_layer(lambda: layers.SimpleRNN(3, activation="elu")), SERIES),
     "regularized": (of_layer(lambda: layers.Dense(4, kernel_regularizer="l2")), X),
     "dropout of nothing": (of_layer(lambda: layers.Dropout(0.0)), X),
 }

@@ -50,11 +50,12 @@ class KernelLayer(Layer):
         self.kernel: Any = None
         self.bias: Any = None
 
-    def add_kernel(self, *shape: int) -> None:
-        """Create the kernel of a shape, and the bias."""
+    def add_kernel(self, *shape: int, outputs: int | None = None) -> None:
+        """Create the kernel of a shape, and the bias, by default of the length of the last axis."""
         self.kernel = self.add_weight("kernel", shape, self._initializers[0])
         if self._use_bias:
-            self.bias = self.add_weight("bias", shape[-1:], self._initializers[1])
+            length = shape[-1] if outputs is None else outputs
+            self.bias = self.add_weight("bias", (length,), self._initializers[1])
 
     def checked(self, inputs: Any, length: int, what: str) -> Any:
         """Return the input as floats; raise a ValueError if its last axis has another length."""
@@ -184,6 +185,57 @@ class Activation(Layer):
     def call(self, inputs: Any) -> Any:
         """Return the activation of the input."""
         return self.activation(inputs)
+
+
+class LeakyReLU(Layer):
+    """A layer that multiplies negative elements by a slope.
+
+    >>> LeakyReLU(0.5)(np.array([-2.0, 2.0])).tolist()
+    [-1.0, 2.0]
+    """
+
+    supports_masking = True
+
+    def __init__(self, negative_slope: float = 0.3, **options: Any) -> None:
+        super().__init__(**options)
+        self.negative_slope = float(negative_slope)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the activation of the input."""
+        return activations.leaky_relu(inputs, self.negative_slope)
+
+
+class PReLU(Layer):
+    """A layer that multiplies negative elements by slopes that it learns.
+
+    Args:
+        alpha_initializer: the initializer of the slopes, one for each element of an example.
+        shared_axes: axes along which elements have one slope, such as ``[1, 2]`` for images.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> PReLU(alpha_initializer="ones")(np.array([[-2.0, 2.0]])).tolist()
+    [[-2.0, 2.0]]
+    """
+
+    supports_masking = True
+
+    def __init__(
+        self,
+        alpha_initializer: str | Callable[..., Any] = "zeros",
+        shared_axes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._start, self.shared_axes = initializers.get(alpha_initializer), shared_axes or ()
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the slopes."""
+        shape = [1 if k in self.shared_axes else n for k, n in enumerate(input_shape)][1:]
+        self.alpha = self.add_weight("alpha", shape, self._start)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the activation of the input."""
+        return np.maximum(inputs, 0) + self.alpha * np.minimum(inputs, 0)
 
 
 class Dropout(Layer):

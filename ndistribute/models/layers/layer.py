@@ -176,9 +176,8 @@ class Layer(Explaining):
             if mask is not None and "mask" in inspect.signature(self.call).parameters:
                 kwargs["mask"] = mask
             outputs = self.call(*args, **kwargs)
-            mask = self.compute_mask(inputs, mask)
-            if mask is not None:
-                attach_mask(outputs[0] if isinstance(outputs, tuple | list) else outputs, mask)
+            first = outputs[0] if isinstance(outputs, tuple | list) else outputs
+            attach_mask(first, self.compute_mask(inputs, mask))
             return outputs
         finally:
             _calls.training = outer

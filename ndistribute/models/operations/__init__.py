@@ -6,6 +6,7 @@ float32, because NumPy has no fast products for them.
 
 from ndistribute.models.operations.images import average_pool2d as average_pool2d
 from ndistribute.models.operations.images import conv2d as conv2d
+from ndistribute.models.operations.images import conv2d_transpose as conv2d_transpose
 from ndistribute.models.operations.images import max_pool2d as max_pool2d
 from ndistribute.models.operations.rows import attention as attention
 from ndistribute.models.operations.rows import batch_normalization as batch_normalization

@@ -1,10 +1,9 @@
 """Recurrent layers as one operation: a loop over time forward, and one back.
 
-The products with the inputs of all time steps are one product of matrices, and so are the gradients
-of the weights; a time step computes one product with the state. The gates of all steps are kept for
-the way back. A `RecurrentCell` is the arithmetic of one step: `plain` in NumPy's functions, for second
-derivatives, for activations without a rule in place and for compiled steps; `forward` and
-`backward` on the buffers of a `Run`.
+A time step computes one product of all weights with the input and the last output. The gates of all
+steps are kept for the way back. A `RecurrentCell` is the arithmetic of one step: `plain` in NumPy's
+functions, for second derivatives, other activations and compiled steps; `forward` and `backward` on
+the buffers of a `Run`.
 
 Sources: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; Cho et al., "Learning Phrase
 Representations using RNN Encoder-Decoder", 2014.
@@ -23,8 +22,11 @@ from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array, jax_module
 from ndistribute.models.activations import InPlace, linear
-from ndistribute.models.operations.rows import column_sums, in_place, operands, wide
+from ndistribute.models.operations.rows import in_place, operands, wide
 
+Order = tuple[tuple[int | None, int | None], ...]
+# What the gradients of some steps may take: half of the cache of a core.
+_CHANGE_BYTES = 1 << 20
 _LINEAR = InPlace(lambda y: None, lambda g, y: g, lambda x: x)
 
 
@@ -36,6 +38,8 @@ class RecurrentCell:
     recurrent_activation: Callable[[Any], Any] = linear
     gates: ClassVar[int] = 1
     states: ClassVar[int] = 1
+    order: ClassVar[Order] = ((0, 0),)
+    """For each block of a step's product, its gate in both kernels; None: in the other."""
 
     def rules(self) -> list[InPlace | None]:
         """Return the rules in place of both activations, None where there is none."""
@@ -46,210 +50,242 @@ class RecurrentCell:
         """Return the new states from the input's part of the gates and the last states."""
         return (self.activation(z + states[0] @ recurrent),)
 
-    def forward(self, run: Run, t: int) -> None:
-        """Compute the gates and the new states of a step."""
-        z = run.with_state(t)
+    def forward(self, run: Run, t: int, z: Array) -> Array:
+        """Return the output of a step from the product, which becomes the gates."""
         run.act.apply(z)
-        run.states[0][t + 1] = z
+        return z
 
-    def backward(self, run: Run, t: int, changes: list[Array]) -> list[Array]:
-        """Return the gradients of the last states from those of the new ones."""
-        run.change[t] = run.act.before(changes[0], run.z[t])
-        return [run.change[t] @ run.recurrent.T]
+    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+        """Write the gradient of the product, from those of the output and of the cell's state.
 
-    def of_recurrent(self, run: Run) -> Array:
-        """Return the gradient of the recurrent kernel."""
-        return _product(run.states[0][:-1], run.change)
+        Returns what else the gradient of the last output has; that of the cell changes in place.
+        """
+        d[...] = run.act.before(dh, run.gates[t])
+        return None
 
 
 class LSTMCell(RecurrentCell):
-    """The step of an LSTM: input gate, forget gate, candidate, output gate."""
+    """The step of an LSTM, whose product has the blocks: input, forget, output, candidate."""
 
     gates = 4
     states = 2
+    order = ((0, 0), (1, 1), (3, 3), (2, 2))
 
     def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
-        h, c = states
-        i, f, g, o = _parts(z + h @ recurrent, 4)
-        gate = self.recurrent_activation
-        c = gate(f) * c + gate(i) * self.activation(g)
-        return gate(o) * self.activation(c), c
+        (h, c), gate = states, self.recurrent_activation
+        i, f, g, o = _blocks((z + h @ recurrent).T, 4)
+        new = gate(f.T) * c + gate(i.T) * self.activation(g.T)
+        return gate(o.T) * self.activation(new), new
 
-    def forward(self, run: Run, t: int) -> None:
-        z, n = run.with_state(t), run.units
-        run.gate.apply(z[:, : 2 * n])
-        run.act.apply(z[:, 2 * n : 3 * n])
-        run.gate.apply(z[:, 3 * n :])
-        i, f, g, o = _parts(z, 4)
-        h, c = (states[t + 1] for states in run.states)
-        np.multiply(f, run.states[1][t], out=c)
-        c += np.multiply(i, g, out=h)
-        bent = run.memo[t]
+    def forward(self, run: Run, t: int, z: Array) -> Array:
+        n = 3 * run.units
+        run.gate.apply(z[:n])
+        run.act.apply(z[n:])
+        i, f, o, g = _blocks(z, 4)
+        c, bent = run.cells[t + 1], run.memo[t]
+        np.multiply(f, run.cells[t], out=c)
+        c += np.multiply(i, g, out=bent)
         bent[...] = c
         run.act.apply(bent)
-        np.multiply(o, bent, out=h)
+        return o * bent
 
-    def backward(self, run: Run, t: int, changes: list[Array]) -> list[Array]:
-        (dh, dc), z, d, n = changes, run.z[t], run.change[t], run.units
-        i, f, g, o = _parts(z, 4)
-        di, df, dg, do = _parts(d, 4)
-        dc += run.act.before(dh * o, run.memo[t])
-        for out, x, y in ((di, dc, g), (df, dc, run.states[1][t]), (dg, dc, i)):
-            np.multiply(x, y, out=out)
+    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+        z, n = run.gates[t], 3 * run.units
+        i, f, o, g = _blocks(z, 4)
+        di, df, do, dg = _blocks(d, 4)
+        np.multiply(dh, o, out=do)
+        dc += run.act.before(do, run.memo[t])
+        np.multiply(dc, g, out=di)
+        np.multiply(dc, run.cells[t], out=df)
         np.multiply(dh, run.memo[t], out=do)
-        d[:, : 2 * n] = run.gate.before(d[:, : 2 * n], z[:, : 2 * n])
+        np.multiply(dc, i, out=dg)
+        d[:n] = run.gate.before(d[:n], z[:n])
         dg[...] = run.act.before(dg, g)
-        do[...] = run.gate.before(do, o)
         dc *= f
-        return [d @ run.recurrent.T, dc]
+        return None
 
 
 class GRUCell(RecurrentCell):
     """The step of a GRU that resets the state before its product: update, reset, candidate."""
 
     gates = 3
+    order: ClassVar[Order] = ((0, 0), (1, 1), (2, None))
 
     def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
-        (h,), n = states, recurrent.shape[0]
-        gates = self.recurrent_activation(z[:, : 2 * n] + h @ recurrent[:, : 2 * n])
-        u, r = _parts(gates, 2)
-        g = self.activation(z[:, 2 * n :] + (r * h) @ recurrent[:, 2 * n :])
+        (h,), n = states, 2 * recurrent.shape[0]
+        both = self.recurrent_activation(z[:, :n] + h @ recurrent[:, :n])
+        u, r = both[:, : n // 2], both[:, n // 2 :]
+        g = self.activation(z[:, n:] + (r * h) @ recurrent[:, n:])
         return (u * h + (1 - u) * g,)
 
-    def forward(self, run: Run, t: int) -> None:
-        z, h, n = run.z[t], run.states[0][t], run.units
-        z[:, : 2 * n] += h @ run.recurrent[:, : 2 * n]
-        run.gate.apply(z[:, : 2 * n])
-        u, r, g = _parts(z, 3)
-        g += np.multiply(r, h, out=run.memo[t]) @ run.recurrent[:, 2 * n :]
-        self._finish(run, t, h, u, g)
-
-    def backward(self, run: Run, t: int, changes: list[Array]) -> list[Array]:
-        (dh,), d, h, n = changes, run.change[t], run.states[0][t], run.units
-        u, r, dg = self._candidate(run, t, dh)
-        reset = dg @ run.recurrent[:, 2 * n :].T
-        np.multiply(reset, h, out=d[:, n : 2 * n])
-        d[:, : 2 * n] = run.gate.before(d[:, : 2 * n], run.z[t][:, : 2 * n])
-        return [dh * u + reset * r + d[:, : 2 * n] @ run.recurrent[:, : 2 * n].T]
-
-    def of_recurrent(self, run: Run) -> Array:
-        n, total = 2 * run.units, run.xp.empty(run.recurrent.shape, run.recurrent.dtype)
-        total[:, :n] = _product(run.states[0][:-1], run.change[..., :n])
-        total[:, n:] = _product(run.memo, run.change[..., n:])
-        return total
-
-    def _finish(self, run: Run, t: int, h: Array, u: Array, g: Array) -> None:
+    def forward(self, run: Run, t: int, z: Array) -> Array:
+        n, h = run.units, run.outputs[t]
+        run.gate.apply(z[: 2 * n])
+        u, r, g, *others = _blocks(z, len(self.order))
+        self._reset(run, t, r, h, g, *others)
         run.act.apply(g)
-        new = run.states[0][t + 1]
-        np.subtract(h, g, out=new)
+        new = h - g
         new *= u
         new += g
+        return new
 
-    def _candidate(self, run: Run, t: int, dh: Array) -> tuple[Array, Array, Array]:
-        """Write the gradients of the update gate's activation and of the candidate."""
-        u, r, g = _parts(run.z[t], 3)
-        du, _, dg = _parts(run.change[t], 3)
-        np.multiply(dh, run.states[0][t] - g, out=du)
-        dg[...] = run.act.before(dh - dh * u, g)
-        return u, r, dg
+    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+        z, n, h = run.gates[t], run.units, run.outputs[t]
+        u, r, g, *_ = _blocks(z, len(self.order))
+        du, dr, dg, *others = _blocks(d, len(self.order))
+        np.multiply(dh, h - g, out=du)
+        kept = dh * u
+        dg[...] = run.act.before(dh - kept, g)
+        kept += self._before(run, t, r, h, dr, dg, *others)
+        d[: 2 * n] = run.gate.before(d[: 2 * n], z[: 2 * n])
+        return kept
+
+    def _reset(self, run: Run, t: int, r: Array, h: Array, g: Array) -> None:
+        g += run.apart.T @ np.multiply(r, h, out=run.memo[t])
+
+    def _before(self, run: Run, t: int, r: Array, h: Array, dr: Array, dg: Array) -> Any:
+        change = run.apart @ dg
+        np.multiply(change, h, out=dr)
+        return change * r
 
 
 class GRUResetAfterCell(GRUCell):
-    """The step of a GRU that resets the product with the state, which has a bias of its own."""
+    """The step of a GRU that resets the product with the state, which is another block."""
+
+    order = ((0, 0), (1, 1), (2, None), (None, 2))
 
     def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
-        (h,), n = states, recurrent.shape[0]
+        (h,), n = states, 2 * recurrent.shape[0]
         m = h @ recurrent if bias is None else h @ recurrent + bias[1]
-        u, r = _parts(self.recurrent_activation(z[:, : 2 * n] + m[:, : 2 * n]), 2)
-        g = self.activation(z[:, 2 * n :] + r * m[:, 2 * n :])
+        both = self.recurrent_activation(z[:, :n] + m[:, :n])
+        u, r = both[:, : n // 2], both[:, n // 2 :]
+        g = self.activation(z[:, n:] + r * m[:, n:])
         return (u * h + (1 - u) * g,)
 
-    def forward(self, run: Run, t: int) -> None:
-        z, h, n = run.z[t], run.states[0][t], run.units
-        m = h @ run.recurrent
-        if run.bias is not None:
-            m += run.bias[1]
-        z[:, : 2 * n] += m[:, : 2 * n]
-        run.gate.apply(z[:, : 2 * n])
-        u, r, g = _parts(z, 3)
-        run.memo[t] = m[:, 2 * n :]
-        g += r * run.memo[t]
-        self._finish(run, t, h, u, g)
+    def _reset(self, run: Run, t: int, r: Array, h: Array, g: Array, *others: Array) -> None:
+        g += r * others[0]
 
-    def backward(self, run: Run, t: int, changes: list[Array]) -> list[Array]:
-        (dh,), d, n = changes, run.change[t], run.units
-        u, r, dg = self._candidate(run, t, dh)
-        np.multiply(dg, run.memo[t], out=d[:, n : 2 * n])
-        d[:, : 2 * n] = run.gate.before(d[:, : 2 * n], run.z[t][:, : 2 * n])
-        inner = run.inner[t]
-        inner[:, : 2 * n] = d[:, : 2 * n]
-        np.multiply(dg, r, out=inner[:, 2 * n :])
-        return [dh * u + inner @ run.recurrent.T]
-
-    def of_recurrent(self, run: Run) -> Array:
-        return _product(run.states[0][:-1], run.inner)
+    def _before(
+        self, run: Run, t: int, r: Array, h: Array, dr: Array, dg: Array, *others: Array
+    ) -> Any:
+        np.multiply(dg, run.gates[t][-run.units :], out=dr)
+        np.multiply(dg, r, out=others[0])
+        return 0
 
 
 class Run:
-    """The buffers of a recurrent layer: the time comes first, and states have one step more."""
+    """The buffers of a recurrent layer, with the batch on the last axis.
 
-    def __init__(self, x: Array, weights: Sequence[Any], initial: Any, mask: Any, cell: RecurrentCell):
-        kernel, self.recurrent, self.bias = weights
-        self.xp, self.cell, self.units = array_namespace(x, kernel), cell, len(self.recurrent)
+    So each gate is contiguous. A step multiplies all weights by a column of the features, 1 for the
+    bias and the last output for each example; the gradient of all weights is one product.
+    """
+
+    def __init__(self, x: Array, weights: Sequence[Any], initial: Any, mask: Any, cell: Any):
+        self.xp, self.cell, self.shapes = array_namespace(x), cell, [np.shape(w) for w in weights]
         self.act, self.gate = (rule or _LINEAR for rule in cell.rules())
-        self.x, self.kernel = self.xp.ascontiguousarray(x.transpose(1, 0, 2)), kernel
-        steps, batch, features = self.x.shape
-        self.z = (self.x.reshape(-1, features) @ kernel).reshape(steps, batch, kernel.shape[1])
-        if self.bias is not None:
-            self.z += self.bias[0] if self.bias.ndim == 2 else self.bias
-        self.memo = self.xp.empty((steps, batch, self.units), x.dtype)
-        self.states = [self.xp.empty((steps + 1, batch, self.units), x.dtype) for _ in initial]
-        for states, first in zip(self.states, initial, strict=True):
-            states[0] = 0 if first is None else first
-        self.counts = None if mask is None else mask.T[..., None]
+        batch, steps, self.features = x.shape
+        self.units, blocks = len(weights[1]), len(cell.order)
+        width = self.features + 1 + self.units
+
+        def empty(*shape: int) -> Array:
+            return self.xp.empty(shape, x.dtype)
+
+        self.inputs = empty(steps + 1, width, batch)
+        self.inputs[:steps, : self.features] = x.transpose(1, 2, 0)
+        self.inputs[:, self.features] = 1
+        self.outputs = self.inputs[:, -self.units :]
+        self.gates = empty(steps, blocks * self.units, batch)
+        self.memo = empty(steps, self.units, batch)
+        self.cells = empty(steps + 1 if cell.states == 2 else 0, self.units, batch)
+        for place, first in zip((self.outputs[0], *self.cells[:1]), initial, strict=True):
+            place[...] = 0 if first is None else first.T
+        self.weights = self.xp.zeros((width, blocks * self.units), x.dtype)
+        self._copy(self.weights, weights, lambda ours, theirs: ours.__iadd__(theirs))
+        self.apart = weights[1][:, 2 * self.units :]  # Of a GRU that resets before.
+        self.counts = None if mask is None else mask.T
+        self.results = [empty(batch, steps, self.units), *(each.T for each in self.cells[-1:])]
         for t in range(steps):
-            cell.forward(self, t)
+            self.xp.matmul(self.weights.T, self.inputs[t], out=self.gates[t])
+            h = cell.forward(self, t, self.gates[t])
             if self.counts is not None:
-                for states in self.states:
-                    states[t + 1] = self.xp.where(self.counts[t], states[t + 1], states[t])
+                h = self.xp.where(self.counts[t], h, self.outputs[t])
+                for new, last in zip(self.cells[t + 1 : t + 2], self.cells[t : t + 1], strict=True):
+                    new[...] = self.xp.where(self.counts[t], new, last)
+            self.outputs[t + 1] = h
+            self.results[0][:, t] = h.T
 
-    def with_state(self, t: int) -> Array:
-        """Return the gates of a step before their activations."""
-        z: Array = self.z[t]
-        z += self.states[0][t] @ self.recurrent
-        return z
-
-    def gradients(self, of_steps: Any, of_last: Any, wants_x: bool) -> list[Any]:
+    def gradients(self, of_steps: Any, of_cell: Any, wants_x: bool) -> list[Any]:
         """Return the gradients of the input, the weights and the first states."""
-        self.change = self.xp.empty_like(self.z)
-        apart = isinstance(self.cell, GRUResetAfterCell)
-        self.inner = self.xp.empty_like(self.z) if apart else self.change
-        changes = [self.xp.zeros(states.shape[1:], states.dtype) for states in self.states]
-        if of_last is not None:
-            changes[-1] += of_last
-        for t in range(len(self.z) - 1, -1, -1):
-            if of_steps is not None:
-                changes[0] += of_steps[:, t]
-            if self.counts is None:
-                changes = self.cell.backward(self, t, changes)
-                continue
-            counted = [change * self.counts[t] for change in changes]
-            passed = [change - part for change, part in zip(changes, counted, strict=True)]
-            computed = self.cell.backward(self, t, counted)
-            changes = [part + rest for part, rest in zip(computed, passed, strict=True)]
-        rows = self.change.reshape(-1, self.change.shape[-1])
-        of_x = None
-        if wants_x:
-            of_x = (rows @ self.kernel.T).reshape(self.x.shape).transpose(1, 0, 2)
-        of_bias = column_sums(rows)
-        if self.bias is not None and self.bias.ndim == 2:
-            of_bias = self.xp.stack([of_bias, column_sums(self.inner.reshape(rows.shape))])
-        of_recurrent = self.cell.of_recurrent(self)
-        return [of_x, _product(self.x, self.change), of_recurrent, of_bias, *changes]
+        xp, (steps, width, batch) = self.xp, self.gates.shape
+        d = xp.empty_like(self.gates[0])
+        dh, dc = xp.zeros((2, self.units, batch), d.dtype)
+        if of_cell is not None:
+            dc += of_cell.T
+        total, apart = xp.zeros_like(self.weights), xp.zeros_like(self.apart)
+        of_x = xp.empty((batch, steps, self.features), d.dtype) if wants_x else None
+        # The gradients of some steps stay in the cache until their product is added.
+        count = max(1, _CHANGE_BYTES // max(1, d.nbytes))
+        for stop in range(steps, 0, -count):
+            start = max(0, stop - count)
+            change = xp.empty((width, stop - start, batch), d.dtype)
+            for t in range(stop - 1, start - 1, -1):
+                if of_steps is not None:
+                    dh += of_steps[:, t].T
+                dh, dc = self._step_back(t, d, dh, dc)
+                change[:, t - start] = d
+            rows = change.reshape(width, -1)
+            total += _rows(self.inputs[start:stop]) @ rows.T
+            if apart.size and len(self.cell.order) == 3:
+                apart += _rows(self.memo[start:stop]) @ rows[2 * self.units :].T
+            if of_x is not None:
+                part = self.weights[: self.features] @ rows
+                of_x[:, start:stop] = part.reshape(self.features, stop - start, batch).transpose(
+                    2, 1, 0
+                )
+        parts: list[Any] = [
+            None if shape == () else xp.empty(shape, d.dtype) for shape in self.shapes
+        ]
+        parts[1][:, 2 * self.units :] = apart
+        self._copy(total, parts, lambda ours, theirs: theirs.__setitem__(..., ours))
+        return [of_x, *parts, *[dh.T, dc.T][: self.cell.states]]
+
+    def _step_back(self, t: int, d: Array, dh: Array, dc: Array) -> tuple[Array, Array]:
+        """Write the gradient of a step's product, and return those of the last states."""
+        passed: Any = None
+        if self.counts is not None:
+            passed = [self.xp.where(self.counts[t], 0, each) for each in (dh, dc)]
+            dh, dc = dh - passed[0], dc - passed[1]
+        more = self.cell.backward(self, t, d, dh, dc)
+        dh = self.weights[-self.units :] @ d
+        if more is not None:
+            dh += more
+        return (dh, dc) if passed is None else (dh + passed[0], dc + passed[1])
+
+    def _copy(self, packed: Array, weights: Sequence[Any], copy: Callable[..., Any]) -> None:
+        """Copy between the weights of a step's product, by blocks of columns, and a layer's."""
+        n, k = self.units, self.features
+        kernel, recurrent, bias = weights
+        biases = [None, None] if bias is None else [*bias] if bias.ndim == 2 else [bias, None]
+        for column, places in enumerate(self.cell.order):
+            block = packed[:, column * n : (column + 1) * n]
+            sides = (block[:k], kernel), (block[-n:], recurrent)
+            for place, (part, weight), vector in zip(places, sides, biases, strict=True):
+                if place is not None:
+                    columns = slice(place * n, (place + 1) * n)
+                    copy(part, weight[:, columns])
+                    if vector is not None:
+                        copy(block[k], vector[columns])
 
 
 def _plain(
-    x: Any, kernel: Any, recurrent: Any, bias: Any, *initial: Any, cell: RecurrentCell, mask: Any, **_: Any
+    x: Any,
+    kernel: Any,
+    recurrent: Any,
+    bias: Any,
+    *initial: Any,
+    cell: RecurrentCell,
+    mask: Any,
+    **_: Any,
 ) -> list[Any]:
     z = x @ kernel
     if bias is not None:
@@ -264,7 +300,9 @@ def _plain(
     return [np.stack(outputs, axis=1), *states[1:]]
 
 
-def _next(cell: RecurrentCell, z: Any, states: Any, recurrent: Any, bias: Any, counts: Any) -> list[Any]:
+def _next(
+    cell: RecurrentCell, z: Any, states: Any, recurrent: Any, bias: Any, counts: Any
+) -> list[Any]:
     new = cell.plain(z, states, recurrent, bias)
     if counts is None:
         return list(new)
@@ -289,12 +327,11 @@ def _run(
     run = Run(x, (kernel, *others[:2]), others[2:], mask, cell)
 
     def joint(g: Any) -> list[Any]:
-        of_last = g[1] if len(g) > 1 else None
-        gradients = run.gradients(g[0], of_last, wants_x)
-        return [None if a is None else d for a, d in zip((x, kernel, *others), gradients)]
+        gradients = run.gradients(g[0], g[1] if len(g) > 1 else None, wants_x)
+        arguments = zip((x, kernel, *others), gradients, strict=True)
+        return [None if argument is None else change for argument, change in arguments]
 
-    results = [run.states[0][1:].transpose(1, 0, 2), *(states[-1] for states in run.states[1:])]
-    return [result.astype(dtype, copy=False) for result in results], joint
+    return [result.astype(dtype, copy=False) for result in run.results], joint
 
 
 def _run_of_jax(arguments: Sequence[Any], cell: RecurrentCell, mask: Any) -> Any:
@@ -333,7 +370,14 @@ def _run_of_jax(arguments: Sequence[Any], cell: RecurrentCell, mask: Any) -> Any
 
 
 def recurrent(
-    x: Any, kernel: Any, weights: Any, bias: Any, initial: Sequence[Any], *, cell: RecurrentCell, mask: Any
+    x: Any,
+    kernel: Any,
+    weights: Any,
+    bias: Any,
+    initial: Sequence[Any],
+    *,
+    cell: RecurrentCell,
+    mask: Any,
 ) -> list[Any]:
     """Return the output of each time step, and the last state but the output.
 
@@ -348,17 +392,17 @@ def recurrent(
     """
     options: Any = {"cell": cell, "mask": mask, "wants_x": is_tracked(as_operand(x))}
     has_rules = None not in cell.rules()
-    return (_run if has_rules or hasattr(as_array(kernel), "on_device") else _plain)(  # type: ignore[no-any-return]
+    return (_run if has_rules or hasattr(as_array(kernel), "on_device") else _plain)(
         x, kernel, weights, bias, *initial, **options
     )
 
 
-def _parts(array: Any, count: int) -> list[Any]:
-    """Return equal parts of the last axis."""
-    n = array.shape[-1] // count
-    return [array[:, k * n : (k + 1) * n] for k in range(count)]
+def _rows(steps: Array) -> Array:
+    """Return the features of some steps in rows, which have all steps and examples."""
+    return steps.transpose(1, 0, 2).reshape(steps.shape[1], -1)
 
 
-def _product(x: Array, y: Array) -> Array:
-    """Return the sum over time and batch of the products of features."""
-    return x.reshape(-1, x.shape[-1]).T @ y.reshape(-1, y.shape[-1])
+def _blocks(rows: Any, count: int) -> list[Any]:
+    """Return equal blocks of rows."""
+    n = rows.shape[0] // count
+    return [rows[k * n : (k + 1) * n] for k in range(count)]
