@@ -49,6 +49,10 @@ TESTS_BUDGET = 33483
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
 SHARED_CLASSES = {
+    **dict.fromkeys(
+        ("BinaryCrossentropy", "CategoricalCrossentropy", "SparseCategoricalCrossentropy"),
+        "Keras has a loss and a metric of this name",
+    ),
     "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
     "MeanAbsoluteError": "Keras has a loss and a metric of this name",
     "MeanSquaredError": "Keras has a loss and a metric of this name",

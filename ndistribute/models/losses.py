@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -233,15 +234,81 @@ def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> Any:
     return np.mean(inside * (size - 0.5 * inside), axis=-1)
 
 
-def binary_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> Any:
+def mean_absolute_percentage_error(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of absolute differences, in percent of the labels."""
+    labels = _like(y_true, y_pred)
+    return 100 * np.mean(np.abs((y_pred - labels) / np.maximum(np.abs(labels), _SMALL)), axis=-1)
+
+
+def mean_squared_logarithmic_error(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of squared differences of ``log(1 + y)``."""
+    logs = [np.log1p(np.maximum(y, _SMALL)) for y in (_like(y_true, y_pred), y_pred)]
+    return np.mean(np.square(logs[1] - logs[0]), axis=-1)
+
+
+def log_cosh(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of the logarithm of the differences' ``cosh``."""
+    difference = y_pred - _like(y_true, y_pred)
+    return np.mean(difference + np.logaddexp(-2 * difference, 0) - math.log(2), axis=-1)
+
+
+def poisson(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of ``y_pred - y_true * log(y_pred)``."""
+    return np.mean(y_pred - _like(y_true, y_pred) * np.log(y_pred + _SMALL), axis=-1)
+
+
+def kl_divergence(y_true: Any, y_pred: Any) -> Any:
+    """Return the sum over the last axis of ``y_true * log(y_true / y_pred)``."""
+    labels, p = (np.clip(y, _SMALL, 1) for y in (_like(y_true, y_pred), y_pred))
+    return np.sum(labels * np.log(labels / p), axis=-1)
+
+
+def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> Any:
+    """Return minus the cosine of the angle between labels and predictions: -1 if they agree.
+
+    >>> cosine_similarity(np.array([[0.0, 1.0]]), np.array([[0.0, 2.0]])).tolist()
+    [-1.0]
+    """
+    labels = _like(y_true, y_pred)
+    sums = (np.sum(np.square(y), axis=axis) for y in (labels, y_pred))
+    lengths = [np.sqrt(np.maximum(total, _SMALL**3)) for total in sums]
+    return -np.sum(labels * y_pred, axis=axis) / (lengths[0] * lengths[1])
+
+
+def hinge(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of ``max(1 - y_true * y_pred, 0)``, labels -1 and 1.
+
+    If all labels of a batch are 0 or 1, the label 0 counts as -1.
+    """
+    return np.mean(_margins(y_true, y_pred), axis=-1)
+
+
+def squared_hinge(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of the squares of what `hinge` takes the mean of."""
+    return np.mean(np.square(_margins(y_true, y_pred)), axis=-1)
+
+
+def categorical_hinge(y_true: Any, y_pred: Any) -> Any:
+    """Return by how much the score of a one-hot label is not 1 above the others, at least 0."""
+    labels = _like(y_true, y_pred)
+    best = np.max((1 - labels) * y_pred, axis=-1)
+    return np.maximum(best - np.sum(labels * y_pred, axis=-1) + 1, 0)
+
+
+def binary_crossentropy(
+    y_true: Any, y_pred: Any, from_logits: bool = False, label_smoothing: float = 0.0
+) -> Any:
     """Return the mean over the last axis of the cross-entropy of two classes.
 
     Args:
         y_true: labels in ``[0, 1]``.
         y_pred: probabilities, or logits.
         from_logits: whether `y_pred` are logits.
+        label_smoothing: the share of the labels that is divided evenly between both classes.
     """
     labels = _like(y_true, y_pred)
+    if label_smoothing:
+        labels = labels * (1 - label_smoothing) + label_smoothing / 2
     if from_logits:
         losses = operations.sigmoid_cross_entropy(y_pred, labels)
     else:
@@ -314,11 +381,11 @@ class FunctionLoss(Loss):
         super().__init__(**({"name": getattr(function, "__name__", "loss")} | common))
         if options:
             inspect.signature(function).bind(None, None, **options)
-        self._function, self._parameters = function, options
+        self.function, self._parameters = function, options
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the function's value for each example."""
-        return per_example(self._function, y_true, y_pred, self._parameters)
+        return per_example(self.function, y_true, y_pred, self._parameters)
 
 
 def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, Any]) -> Any:
@@ -328,18 +395,79 @@ def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, A
     return function(y_true, y_pred, **parameters)
 
 
-class MeanSquaredError(FunctionLoss):
+class _Fixed(FunctionLoss):
+    """The base class of losses of one function; see `FunctionLoss`."""
+
+    _of: ClassVar[Callable[..., Any]]
+
+    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
+        super().__init__(type(self)._of, reduction=reduction, **options)
+
+
+class MeanSquaredError(_Fixed):
     """The mean of squared differences."""
 
-    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
-        super().__init__(mean_squared_error, reduction=reduction, **options)
+    _of = staticmethod(mean_squared_error)
 
 
-class MeanAbsoluteError(FunctionLoss):
+class MeanAbsoluteError(_Fixed):
     """The mean of absolute differences."""
 
-    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
-        super().__init__(mean_absolute_error, reduction=reduction, **options)
+    _of = staticmethod(mean_absolute_error)
+
+
+class MeanAbsolutePercentageError(_Fixed):
+    """The mean of absolute differences, in percent of the labels."""
+
+    _of = staticmethod(mean_absolute_percentage_error)
+
+
+class MeanSquaredLogarithmicError(_Fixed):
+    """The mean of squared differences of logarithms."""
+
+    _of = staticmethod(mean_squared_logarithmic_error)
+
+
+class LogCosh(_Fixed):
+    """The mean of the logarithm of differences' ``cosh``; see `log_cosh`."""
+
+    _of = staticmethod(log_cosh)
+
+
+class Poisson(_Fixed):
+    """The loss of counts from a Poisson distribution; see `poisson`."""
+
+    _of = staticmethod(poisson)
+
+
+class KLDivergence(_Fixed):
+    """The divergence of predicted from true probabilities; see `kl_divergence`."""
+
+    _of = staticmethod(kl_divergence)
+
+
+class CosineSimilarity(_Fixed):
+    """Minus the cosine of the angle; the option `axis` is that of `cosine_similarity`."""
+
+    _of = staticmethod(cosine_similarity)
+
+
+class Hinge(_Fixed):
+    """The loss of labels -1 and 1; see `hinge`."""
+
+    _of = staticmethod(hinge)
+
+
+class SquaredHinge(_Fixed):
+    """The squared loss of labels -1 and 1; see `squared_hinge`."""
+
+    _of = staticmethod(squared_hinge)
+
+
+class CategoricalHinge(_Fixed):
+    """The margin of one-hot labels; see `categorical_hinge`."""
+
+    _of = staticmethod(categorical_hinge)
 
 
 class Huber(FunctionLoss):
@@ -352,8 +480,11 @@ class Huber(FunctionLoss):
 class BinaryCrossentropy(FunctionLoss):
     """The cross-entropy of two classes; see `binary_crossentropy`."""
 
-    def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(binary_crossentropy, from_logits=from_logits, **options)
+    def __init__(
+        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
+    ) -> None:
+        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+        super().__init__(binary_crossentropy, **parameters, **options)
         self.from_logits = from_logits
 
 
@@ -380,16 +511,24 @@ class SparseCategoricalCrossentropy(FunctionLoss):
 
 
 NAMED: dict[str, type[Loss]] = table_of(
-    *(BinaryCrossentropy, CategoricalCrossentropy, Huber, MeanAbsoluteError, MeanSquaredError),
-    SparseCategoricalCrossentropy,
+    *(BinaryCrossentropy, CategoricalCrossentropy, SparseCategoricalCrossentropy, Huber),
+    *_Fixed.__subclasses__(),
+    bce=BinaryCrossentropy,
+    kld=KLDivergence,
     mae=MeanAbsoluteError,
+    mape=MeanAbsolutePercentageError,
     mse=MeanSquaredError,
+    msle=MeanSquaredLogarithmicError,
 )
 
 # Functions of single values, of which they return the mean over the last axis.
-_ELEMENTWISE = (mean_squared_error, mean_absolute_error, huber, binary_crossentropy)
+_ELEMENTWISE = (
+    *(mean_squared_error, mean_absolute_error, huber, binary_crossentropy, poisson, log_cosh),
+    *(mean_absolute_percentage_error, mean_squared_logarithmic_error, hinge, squared_hinge),
+)
 # What predicted probabilities are kept from 0 and 1 by, for 2 bytes and for more.
 _EPSILON = (1e-3, 1e-7)
+_SMALL = 1e-7  # What keeps the arguments of logarithms and divisors from 0.
 
 
 def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
@@ -409,6 +548,12 @@ def _like(y_true: Any, y_pred: Any) -> Any:
     labels = as_operand(y_true)
     check_shape(labels, y_pred.shape)
     return labels.astype(y_pred.dtype, copy=False)
+
+
+def _margins(y_true: Any, y_pred: Any) -> Any:
+    labels = _like(y_true, y_pred)
+    signs = np.where(np.all((labels == 0) | (labels == 1)), 2 * labels - 1, labels)
+    return np.maximum(1 - signs * y_pred, 0)
 
 
 def _log_of(p: Any) -> Any:
