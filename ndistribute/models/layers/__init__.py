@@ -36,6 +36,11 @@ from ndistribute.models.layers.layer import Layer as Layer
 from ndistribute.models.layers.layer import set_dtype_policy as set_dtype_policy
 from ndistribute.models.layers.normalization import BatchNormalization as BatchNormalization
 from ndistribute.models.layers.normalization import LayerNormalization as LayerNormalization
+from ndistribute.models.layers.preprocessing import CategoryEncoding as CategoryEncoding
+from ndistribute.models.layers.preprocessing import GaussianNoise as GaussianNoise
+from ndistribute.models.layers.preprocessing import IntegerLookup as IntegerLookup
+from ndistribute.models.layers.preprocessing import Normalization as Normalization
+from ndistribute.models.layers.preprocessing import StringLookup as StringLookup
 from ndistribute.models.layers.recurrent import GRU as GRU
 from ndistribute.models.layers.recurrent import LSTM as LSTM
 from ndistribute.models.layers.recurrent import Bidirectional as Bidirectional
