@@ -212,7 +212,7 @@ class GRU(LSTM):
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         reset_after: whether the reset gate is applied to the product with the recurrent kernel,
-            which has a bias of its own, or to the state before the product.
+            which has a bias of its own, or to the state before the product, which is slower.
         options: as for `SimpleRNN`.
 
     >>> GRU(4)(np.zeros((2, 5, 3), np.float32)).shape
@@ -230,9 +230,9 @@ class GRU(LSTM):
         **options: Any,
     ) -> None:
         super().__init__(units, activation, recurrent_activation, use_bias, **options)
-        if reset_after:
-            self.cell = operations.GRUResetAfterCell(*vars(self.cell).values())
-            self._bias_rows = (2,)
+        self._bias_rows = (2,) if reset_after else ()
+        if not reset_after:
+            self.cell = operations.GRUResetBeforeCell(*vars(self.cell).values())
 
     _kind = operations.GRUCell
 

@@ -17,7 +17,7 @@ from ndistribute.models.operations.rows import normalized_by as normalized_by
 from ndistribute.models.operations.rows import sigmoid_cross_entropy as sigmoid_cross_entropy
 from ndistribute.models.operations.rows import softmax_cross_entropy as softmax_cross_entropy
 from ndistribute.models.operations.sequences import GRUCell as GRUCell
-from ndistribute.models.operations.sequences import GRUResetAfterCell as GRUResetAfterCell
+from ndistribute.models.operations.sequences import GRUResetBeforeCell as GRUResetBeforeCell
 from ndistribute.models.operations.sequences import LSTMCell as LSTMCell
 from ndistribute.models.operations.sequences import RecurrentCell as RecurrentCell
 from ndistribute.models.operations.sequences import recurrent as recurrent

@@ -106,52 +106,9 @@ class LSTMCell(RecurrentCell):
 
 
 class GRUCell(RecurrentCell):
-    """The step of a GRU that resets the state before its product: update, reset, candidate."""
+    """The step of a GRU, whose product has the blocks: update, reset, candidate of both parts."""
 
     gates = 3
-    order: ClassVar[Order] = ((0, 0), (1, 1), (2, None))
-
-    def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
-        (h,), n = states, 2 * recurrent.shape[0]
-        both = self.recurrent_activation(z[:, :n] + h @ recurrent[:, :n])
-        u, r = both[:, : n // 2], both[:, n // 2 :]
-        g = self.activation(z[:, n:] + (r * h) @ recurrent[:, n:])
-        return (u * h + (1 - u) * g,)
-
-    def forward(self, run: Run, t: int, z: Array) -> Array:
-        n, h = run.units, run.outputs[t]
-        run.gate.apply(z[: 2 * n])
-        u, r, g, *others = _blocks(z, len(self.order))
-        self._reset(run, t, r, h, g, *others)
-        run.act.apply(g)
-        new = h - g
-        new *= u
-        new += g
-        return new
-
-    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
-        z, n, h = run.gates[t], run.units, run.outputs[t]
-        u, r, g, *_ = _blocks(z, len(self.order))
-        du, dr, dg, *others = _blocks(d, len(self.order))
-        np.multiply(dh, h - g, out=du)
-        kept = dh * u
-        dg[...] = run.act.before(dh - kept, g)
-        kept += self._before(run, t, r, h, dr, dg, *others)
-        d[: 2 * n] = run.gate.before(d[: 2 * n], z[: 2 * n])
-        return kept
-
-    def _reset(self, run: Run, t: int, r: Array, h: Array, g: Array) -> None:
-        g += run.apart.T @ np.multiply(r, h, out=run.memo[t])
-
-    def _before(self, run: Run, t: int, r: Array, h: Array, dr: Array, dg: Array) -> Any:
-        change = run.apart @ dg
-        np.multiply(change, h, out=dr)
-        return change * r
-
-
-class GRUResetAfterCell(GRUCell):
-    """The step of a GRU that resets the product with the state, which is another block."""
-
     order = ((0, 0), (1, 1), (2, None), (None, 2))
 
     def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
@@ -162,15 +119,44 @@ class GRUResetAfterCell(GRUCell):
         g = self.activation(z[:, n:] + r * m[:, n:])
         return (u * h + (1 - u) * g,)
 
-    def _reset(self, run: Run, t: int, r: Array, h: Array, g: Array, *others: Array) -> None:
-        g += r * others[0]
+    def forward(self, run: Run, t: int, z: Array) -> Array:
+        run.gate.apply(z[: 2 * run.units])
+        u, r, g, m = _blocks(z, 4)
+        g += r * m
+        run.act.apply(g)
+        new = run.outputs[t] - g
+        new *= u
+        new += g
+        return new
 
-    def _before(
-        self, run: Run, t: int, r: Array, h: Array, dr: Array, dg: Array, *others: Array
-    ) -> Any:
-        np.multiply(dg, run.gates[t][-run.units :], out=dr)
-        np.multiply(dg, r, out=others[0])
-        return 0
+    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+        z, n = run.gates[t], 2 * run.units
+        u, r, g, m = _blocks(z, 4)
+        du, dr, dg, dm = _blocks(d, 4)
+        np.multiply(dh, run.outputs[t] - g, out=du)
+        kept = dh * u
+        dg[...] = run.act.before(dh - kept, g)
+        np.multiply(dg, m, out=dr)
+        np.multiply(dg, r, out=dm)
+        d[:n] = run.gate.before(d[:n], z[:n])
+        return kept
+
+
+class GRUResetBeforeCell(RecurrentCell):
+    """The step of a GRU that resets the state before its product, by many operations."""
+
+    gates = 3
+
+    def rules(self) -> list[InPlace | None]:
+        """Return that there are none."""
+        return [None, None]
+
+    def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
+        (h,), n = states, 2 * recurrent.shape[0]
+        both = self.recurrent_activation(z[:, :n] + h @ recurrent[:, :n])
+        u, r = both[:, : n // 2], both[:, n // 2 :]
+        g = self.activation(z[:, n:] + (r * h) @ recurrent[:, n:])
+        return (u * h + (1 - u) * g,)
 
 
 class Run:
@@ -195,13 +181,13 @@ class Run:
         self.inputs[:, self.features] = 1
         self.outputs = self.inputs[:, -self.units :]
         self.gates = empty(steps, blocks * self.units, batch)
-        self.memo = empty(steps, self.units, batch)
-        self.cells = empty(steps + 1 if cell.states == 2 else 0, self.units, batch)
+        has_cells = cell.states == 2  # And the activations of their new values.
+        self.memo = empty(steps * has_cells, self.units, batch)
+        self.cells = empty((steps + 1) * has_cells, self.units, batch)
         for place, first in zip((self.outputs[0], *self.cells[:1]), initial, strict=True):
             place[...] = 0 if first is None else first.T
         self.weights = self.xp.zeros((width, blocks * self.units), x.dtype)
         self._copy(self.weights, weights, lambda ours, theirs: ours.__iadd__(theirs))
-        self.apart = weights[1][:, 2 * self.units :]  # Of a GRU that resets before.
         self.counts = None if mask is None else mask.T
         self.results = [empty(batch, steps, self.units), *(each.T for each in self.cells[-1:])]
         for t in range(steps):
@@ -221,7 +207,7 @@ class Run:
         dh, dc = xp.zeros((2, self.units, batch), d.dtype)
         if of_cell is not None:
             dc += of_cell.T
-        total, apart = xp.zeros_like(self.weights), xp.zeros_like(self.apart)
+        total = xp.zeros_like(self.weights)
         of_x = xp.empty((batch, steps, self.features), d.dtype) if wants_x else None
         # The gradients of some steps stay in the cache until their product is added.
         count = max(1, _CHANGE_BYTES // max(1, d.nbytes))
@@ -234,9 +220,8 @@ class Run:
                 dh, dc = self._step_back(t, d, dh, dc)
                 change[:, t - start] = d
             rows = change.reshape(width, -1)
-            total += _rows(self.inputs[start:stop]) @ rows.T
-            if apart.size and len(self.cell.order) == 3:
-                apart += _rows(self.memo[start:stop]) @ rows[2 * self.units :].T
+            inputs = self.inputs[start:stop].transpose(1, 0, 2).reshape(len(total), -1)
+            total += inputs @ rows.T
             if of_x is not None:
                 part = self.weights[: self.features] @ rows
                 of_x[:, start:stop] = part.reshape(self.features, stop - start, batch).transpose(
@@ -245,7 +230,6 @@ class Run:
         parts: list[Any] = [
             None if shape == () else xp.empty(shape, d.dtype) for shape in self.shapes
         ]
-        parts[1][:, 2 * self.units :] = apart
         self._copy(total, parts, lambda ours, theirs: theirs.__setitem__(..., ours))
         return [of_x, *parts, *[dh.T, dc.T][: self.cell.states]]
 
@@ -395,11 +379,6 @@ def recurrent(
     return (_run if has_rules or hasattr(as_array(kernel), "on_device") else _plain)(
         x, kernel, weights, bias, *initial, **options
     )
-
-
-def _rows(steps: Array) -> Array:
-    """Return the features of some steps in rows, which have all steps and examples."""
-    return steps.transpose(1, 0, 2).reshape(steps.shape[1], -1)
 
 
 def _blocks(rows: Any, count: int) -> list[Any]:
