@@ -27,24 +27,24 @@ BUDGETS = {
     "autodiff": 2833,
     "cluster": 514,
     "collective": 3855,
-    "compat": 1266,
+    "compat": 1269,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
     "jit": 1673,
     "launcher": 1478,
-    "models": 4019,
-    "optimizers": 922,
+    "models": 5125,
+    "optimizers": 1044,
     "parameter_server": 1595,
     "strategies": 1300,
     "task": 293,
-    "top level": 2809,
+    "top level": 2846,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33483
+TESTS_BUDGET = 33860
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

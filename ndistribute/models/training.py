@@ -224,9 +224,12 @@ class Trainer(Layer):
                     logs |= {f"val_{name}": value for name, value in values.items()}
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
-            self.optimizer.finalize_variable_values(self.trainable_variables)
-            position.finished = True
+            self._finish(position)
         return history
+
+    def _finish(self, position: TrainingPosition) -> None:
+        self.optimizer.finalize_variable_values(self.trainable_variables)
+        position.finished = True
 
     def evaluate(
         self,

@@ -335,7 +335,7 @@ class Nadam(Optimizer):
     >>> v = nd.Variable([1.0])
     >>> Nadam(0.5, epsilon=0.0).apply_gradients([([4.0], v)])
     >>> v.numpy().round(3)
-    array([0.314])
+    array([0.469])
     """
 
     def __init__(

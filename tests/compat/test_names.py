@@ -30,7 +30,7 @@ rng = np.random.default_rng(0)
         ("", "Dense", "Use tf.keras.layers.Dense."),
         ("keras", "Dense", "Use tf.keras.layers.Dense."),
         ("keras.layers", "maxpool2d", "MaxPool2D"),
-        ("keras.optimizers", "Nadam", "Adam"),
+        ("keras.optimizers", "Nadm", "Nadam"),
         ("keras.losses", "MeanSquareError", "MeanSquaredError"),
         ("keras.losses.Reduction", "NON", "NONE"),
         ("keras.callbacks", "ModelCheckpoints", "ModelCheckpoint"),

@@ -25,13 +25,6 @@ from ndistribute.models.layers.core import MultiHeadAttention as MultiHeadAttent
 from ndistribute.models.layers.core import PReLU as PReLU
 from ndistribute.models.layers.core import Reshape as Reshape
 from ndistribute.models.layers.core import RowParallelDense as RowParallelDense
-from ndistribute.models.layers.images import CenterCrop as CenterCrop
-from ndistribute.models.layers.images import Cropping2D as Cropping2D
-from ndistribute.models.layers.images import RandomCrop as RandomCrop
-from ndistribute.models.layers.images import RandomFlip as RandomFlip
-from ndistribute.models.layers.images import Rescaling as Rescaling
-from ndistribute.models.layers.images import UpSampling2D as UpSampling2D
-from ndistribute.models.layers.images import ZeroPadding2D as ZeroPadding2D
 from ndistribute.models.layers.layer import Layer as Layer
 from ndistribute.models.layers.layer import set_dtype_policy as set_dtype_policy
 from ndistribute.models.layers.normalization import BatchNormalization as BatchNormalization
@@ -47,5 +40,12 @@ from ndistribute.models.layers.recurrent import Bidirectional as Bidirectional
 from ndistribute.models.layers.recurrent import Masking as Masking
 from ndistribute.models.layers.recurrent import SimpleRNN as SimpleRNN
 from ndistribute.models.layers.recurrent import TimeDistributed as TimeDistributed
+from ndistribute.models.layers.resizing import CenterCrop as CenterCrop
+from ndistribute.models.layers.resizing import Cropping2D as Cropping2D
+from ndistribute.models.layers.resizing import RandomCrop as RandomCrop
+from ndistribute.models.layers.resizing import RandomFlip as RandomFlip
+from ndistribute.models.layers.resizing import Rescaling as Rescaling
+from ndistribute.models.layers.resizing import UpSampling2D as UpSampling2D
+from ndistribute.models.layers.resizing import ZeroPadding2D as ZeroPadding2D
 
 _export(vars())

@@ -3,7 +3,7 @@
 A time step computes one product of all weights with the input and the last output. The gates of all
 steps are kept for the way back. A `RecurrentCell` is the arithmetic of one step: `plain` in NumPy's
 functions, for second derivatives, other activations and compiled steps; `forward` and `backward` on
-the buffers of a `Run`.
+the buffers of a `RecurrentRun`.
 
 Sources: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997; Cho et al., "Learning Phrase
 Representations using RNN Encoder-Decoder", 2014.
@@ -50,12 +50,12 @@ class RecurrentCell:
         """Return the new states from the input's part of the gates and the last states."""
         return (self.activation(z + states[0] @ recurrent),)
 
-    def forward(self, run: Run, t: int, z: Array) -> Array:
+    def forward(self, run: RecurrentRun, t: int, z: Array) -> Array:
         """Return the output of a step from the product, which becomes the gates."""
         run.act.apply(z)
         return z
 
-    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+    def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         """Write the gradient of the product, from those of the output and of the cell's state.
 
         Returns what else the gradient of the last output has; that of the cell changes in place.
@@ -77,7 +77,7 @@ class LSTMCell(RecurrentCell):
         new = gate(f.T) * c + gate(i.T) * self.activation(g.T)
         return gate(o.T) * self.activation(new), new
 
-    def forward(self, run: Run, t: int, z: Array) -> Array:
+    def forward(self, run: RecurrentRun, t: int, z: Array) -> Array:
         n = 3 * run.units
         run.gate.apply(z[:n])
         run.act.apply(z[n:])
@@ -89,7 +89,7 @@ class LSTMCell(RecurrentCell):
         run.act.apply(bent)
         return o * bent
 
-    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+    def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         z, n = run.gates[t], 3 * run.units
         i, f, o, g = _blocks(z, 4)
         di, df, do, dg = _blocks(d, 4)
@@ -119,7 +119,7 @@ class GRUCell(RecurrentCell):
         g = self.activation(z[:, n:] + r * m[:, n:])
         return (u * h + (1 - u) * g,)
 
-    def forward(self, run: Run, t: int, z: Array) -> Array:
+    def forward(self, run: RecurrentRun, t: int, z: Array) -> Array:
         run.gate.apply(z[: 2 * run.units])
         u, r, g, m = _blocks(z, 4)
         g += r * m
@@ -129,7 +129,7 @@ class GRUCell(RecurrentCell):
         new += g
         return new
 
-    def backward(self, run: Run, t: int, d: Array, dh: Array, dc: Array) -> Any:
+    def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         z, n = run.gates[t], 2 * run.units
         u, r, g, m = _blocks(z, 4)
         du, dr, dg, dm = _blocks(d, 4)
@@ -159,7 +159,7 @@ class GRUResetBeforeCell(RecurrentCell):
         return (u * h + (1 - u) * g,)
 
 
-class Run:
+class RecurrentRun:
     """The buffers of a recurrent layer, with the batch on the last axis.
 
     So each gate is contiguous. A step multiplies all weights by a column of the features, 1 for the
@@ -308,7 +308,7 @@ def _run(
         return _run_of_jax((x, kernel, recurrent, bias, *initial), cell, mask)
     dtype, x, kernel = operands(as_array(x), as_array(kernel))
     others = [None if a is None else wide(as_array(a)) for a in (recurrent, bias, *initial)]
-    run = Run(x, (kernel, *others[:2]), others[2:], mask, cell)
+    run = RecurrentRun(x, (kernel, *others[:2]), others[2:], mask, cell)
 
     def joint(g: Any) -> list[Any]:
         gradients = run.gradients(g[0], g[1] if len(g) > 1 else None, wants_x)
