@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4398,
     "jit": 1673,
     "launcher": 1478,
-    "models": 5125,
+    "models": 5130,
     "optimizers": 1044,
     "parameter_server": 1595,
     "strategies": 1300,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33860
+TESTS_BUDGET = 33867
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -19,7 +19,7 @@ def attach_mask(array: Any, mask: Any) -> None:
     """Attach a mask to an array, plain or tracked, unless that has one, or the mask is None."""
     array = untrack(array)
     key = id(array)
-    if mask is not None and key not in _masks:
+    if mask is not None and key not in _masks and hasattr(array, "dtype"):
         _masks[key] = weakref.ref(array, lambda _: _masks.pop(key, None)), mask
 
 

@@ -216,6 +216,21 @@ def test_dropout_drops_the_same_features_in_all_steps():
     assert np.abs(layer(x) - y).max() > 0
 
 
+def test_random_changes_of_images_are_made_but_in_predictions():
+    images = RNG.uniform(size=(40, 4, 5, 2)).astype(np.float32)
+    model = nd.Sequential([layers.RandomFlip("horizontal"), layers.RandomCrop(3, 4)])
+    np.testing.assert_array_equal(model.predict(images, verbose=0), images[:, :3, :4])
+    flipped = layers.RandomFlip("horizontal")(images)
+    is_flipped = [np.array_equal(a, b[:, ::-1]) for a, b in zip(flipped, images, strict=True)]
+    assert 0 < sum(is_flipped) < 40
+    windows = np.lib.stride_tricks.sliding_window_view(images[0, ..., 0], (3, 4))
+    corners = {
+        tuple(np.argwhere((windows == crop[0, ..., 0]).all(axis=(2, 3)))[0].tolist())
+        for crop in (layers.RandomCrop(3, 4)(images) for _ in range(60))
+    }
+    assert corners == {(y, x) for y in range(2) for x in range(2)}
+
+
 def test_models_of_sequences_and_words_are_exported(tmp_path):
     numbers = layers.Normalization()
     numbers.adapt(X)

@@ -157,8 +157,8 @@ class Layer(Explaining):
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
                 dtype of computation.
-            training: whether the model is being trained; None: as in the layer that calls this one,
-                or False.
+            training: whether the model is being trained; None: as in the layer that calls this one;
+                if nothing calls it, the default of `call`, or False.
             kwargs: passed to `call`; a keyword `mask` of it receives the mask of the input.
         """
         inputs = args[0] if args else None
@@ -167,11 +167,12 @@ class Layer(Explaining):
             args = (tree.map_leaves(cast, args[0]), *args[1:])
         if not self.built:
             self._build_once(args)
-        outer = getattr(_calls, "training", False)
+        outer = getattr(_calls, "training", None)
         _calls.training = outer if training is None else bool(training)
         try:
-            if _takes_training(type(self).call):
-                kwargs["training"] = _calls.training
+            otherwise = _training_otherwise(type(self).call)
+            if otherwise is not None:
+                kwargs["training"] = otherwise if _calls.training is None else _calls.training
             mask = mask_of(inputs) if kwargs.get("mask") is None else kwargs["mask"]
             if mask is not None and "mask" in inspect.signature(self.call).parameters:
                 kwargs["mask"] = mask
@@ -397,9 +398,12 @@ _calls = threading.local()
 
 
 @functools.cache
-def _takes_training(call: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(call).parameters.values()
-    return any(p.name == "training" or p.kind is p.VAR_KEYWORD for p in parameters)
+def _training_otherwise(call: Callable[..., Any]) -> bool | None:
+    """Return what `training` is for a `call` if nobody says so; None: it does not take it."""
+    parameters = inspect.signature(call).parameters
+    if "training" in parameters:
+        return parameters["training"].default is True
+    return False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
 
 
 def _example_of(shape: Any, dtype: np.dtype[Any]) -> Any:

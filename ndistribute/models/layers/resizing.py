@@ -126,11 +126,16 @@ class CenterCrop(SpatialLayer):
 
 
 class RandomCrop(CenterCrop):
-    """A layer that in training cuts a random part out of the images of a batch, else the middle.
+    """A layer that cuts a random part out of the images of a batch, the middle out of training.
 
-    Its arguments are those of `CenterCrop`. Every replica draws from its own generator; a compiled
+    A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Its
+    arguments are those of `CenterCrop`. Every replica draws from its own generator; a compiled
     step, whose shapes and slices are fixed, refuses it.
     """
+
+    def call(self, inputs: Any, training: bool = True) -> Any:
+        """Return the smaller images."""
+        return super().call(inputs, training)
 
     def _corner(self, rest: tuple[int, int], training: bool) -> tuple[int, int]:
         if not training:
@@ -142,9 +147,10 @@ class RandomCrop(CenterCrop):
 
 
 class RandomFlip(SpatialLayer):
-    """A layer that in training mirrors each image with a probability of one half.
+    """A layer that mirrors each image with a probability of one half, none out of training.
 
-    Every replica draws from its own generator.
+    A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Every
+    replica draws from its own generator.
 
     Args:
         mode: ``"horizontal"``, ``"vertical"``, or ``"horizontal_and_vertical"``.
@@ -162,7 +168,7 @@ class RandomFlip(SpatialLayer):
             raise ValueError(f"RandomFlip: mode must be one of {[*self._axes]}, got {mode!r}.")
         self.mode = mode
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
+    def call(self, inputs: Any, training: bool = True) -> Any:
         """Return the images, in training some of them mirrored."""
         for axis in self._axes[self.mode] if training else ():
             flips = _generator().random((inputs.shape[0], 1, 1, 1), dtype=np.float32) < 0.5
