@@ -88,7 +88,6 @@ MODELS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "mlp": (mlp, X),
     "cnn": (cnn, IMAGES),
     "transformer": (Transformer, WORDS),
-    "recurrent": (recurrent, WORDS),
 }
 LAYERS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "batch normalization": (of_layer(layers.BatchNormalization), X),
@@ -98,6 +97,7 @@ LAYERS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "mean pooling": (of_layer(lambda: layers.AveragePool2D(3, 2, padding="same")), IMAGES),
     "transposed": (of_layer(lambda: layers.Conv2DTranspose(2, 3, strides=2)), IMAGES),
     "causal": (of_layer(lambda: layers.Conv1D(2, 2, padding="causal")), SERIES),
+    "recurrent": (recurrent, WORDS),
     "gru": (of_layer(lambda: layers.GRU(3, return_sequences=True)), SERIES),
     "simple rnn": (of_layer(lambda: layers.SimpleRNN(3, activation="elu")), SERIES),
     "regularized": (of_layer(lambda: layers.Dense(4, kernel_regularizer="l2")), X),
