@@ -27,28 +27,32 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 514,
     "collective": 3855,
-    "compat": 2378,
+    "compat": 2380,
     "coordinator": 898,
     "data": 1725,
     "estimator": 1278,
     "graph": 4398,
     "jit": 1667,
     "launcher": 1478,
-    "models": 5204,
-    "optimizers": 922,
+    "models": 6329,
+    "optimizers": 1044,
     "parameter_server": 1595,
     "strategies": 1300,
     "task": 293,
-    "top level": 2826,
+    "top level": 2863,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 34779
+TESTS_BUDGET = 35164
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
 SHARED_CLASSES = {
+    **dict.fromkeys(
+        ("BinaryCrossentropy", "CategoricalCrossentropy", "SparseCategoricalCrossentropy"),
+        "Keras has a loss and a metric of this name",
+    ),
     "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
     "MeanAbsoluteError": "Keras has a loss and a metric of this name",
     "MeanSquaredError": "Keras has a loss and a metric of this name",

@@ -75,8 +75,10 @@ TF2 = """
 [keras.estimator] .estimator: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
     glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
-[keras.layers] .models.layers: * AveragePooling2D=AveragePool2D Convolution2D=Conv2D
-    GlobalAveragePooling2D=GlobalAveragePool2D MaxPooling2D=MaxPool2D
+[keras.layers] .models.layers: * AveragePooling1D=AveragePool1D
+    AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
+    GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
+    GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
     text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
     SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
