@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ndistribute import tree
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, describe, upstream
+from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Epoch, LeafSpec, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
@@ -119,6 +120,8 @@ class DistributedDataset:
         known = self._node.spec.cardinality
         if known < 0 or self._sharding is Sharding.DATA:
             return known
+        if self._sharding is Sharding.FILE:
+            return UNKNOWN_CARDINALITY
         pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas
         return -(-known * pieces // len(self._topology.devices))
 
@@ -132,8 +135,51 @@ class DistributedDataset:
         devices = ", ".join(map(str, self._topology.devices))
         return f"<DistributedDataset {describe(self._node)}: {self._node.spec}, on {devices}>"
 
+    @property
+    def element_spec(self) -> Any:
+        """What each step has: a nest of `PerReplicaSpec`, as `Dataset.element_spec`.
+
+        >>> import ndistribute as nd
+        >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        ...     strategy.distribute_dataset(nd.Dataset.range(9).batch(4)).element_spec
+        PerReplicaSpec(int64[None], int64[None])
+        """
+        counts = self._topology.num_replicas, len(self._topology.devices)
+        return _spec_of_steps(self._node, self._sharding, *counts)
+
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._topology, self._sharding, self._depth)
+
+
+class PerReplicaSpec:
+    """The dtypes and shapes of the components of a `PerReplica`."""
+
+    def __init__(self, *specs: LeafSpec) -> None:
+        self.value_specs = specs
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerReplicaSpec) and self.value_specs == other.value_specs
+
+    def __hash__(self) -> int:
+        return hash(self.value_specs)
+
+    def __repr__(self) -> str:
+        return f"PerReplicaSpec({', '.join(map(repr, self.value_specs))})"
+
+
+def _spec_of_steps(node: Node, sharding: Sharding, replicas: int, here: int) -> Any:
+    """Return the spec of steps of a pipeline that is divided among `replicas`, of which some here.
+
+    A part of a batch has a known length if all batches, and so all parts, have the same.
+    """
+
+    def part(leaf: LeafSpec) -> PerReplicaSpec:
+        if sharding is not Sharding.FUNCTION and leaf.shape:
+            whole, rest = divmod(leaf.shape[0] or 0, replicas)
+            leaf = leaf.row().led_by(whole if whole and not rest else None)
+        return PerReplicaSpec(*[leaf] * here)
+
+    return tree.map_leaves(part, node.element_like)
 
 
 class DistributedIterator(Iterator[Any]):
@@ -188,6 +234,12 @@ class DistributedIterator(Iterator[Any]):
             self._progress.positions[shard] = position
         self._loader_state = step.loader_state
         return step.value
+
+    @property
+    def element_spec(self) -> Any:
+        """What each step has; see `DistributedDataset`."""
+        counts = self._topology.num_replicas, len(self._topology.devices)
+        return _spec_of_steps(self._node, self._progress.sharding, *counts)
 
     def get_next(self) -> Any:
         """Return the next batch, as `next` does; this is its name in TensorFlow."""
