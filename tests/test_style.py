@@ -29,7 +29,7 @@ BUDGETS = {
     "collective": 3855,
     "compat": 1266,
     "coordinator": 898,
-    "data": 1725,
+    "data": 2357,
     "estimator": 1278,
     "graph": 4398,
     "jit": 1673,
@@ -39,12 +39,12 @@ BUDGETS = {
     "parameter_server": 1595,
     "strategies": 1300,
     "task": 293,
-    "top level": 2809,
+    "top level": 2819,
     "transport": 1992,
     "variables": 1128,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 33483
+TESTS_BUDGET = 33815
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -16,6 +16,7 @@ from ndistribute.data import nesting, sources, transformations
 from ndistribute.data.elements import Element, as_element, returned
 from ndistribute.data.options import InputOptions, function, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describe, run
+from ndistribute.mistakes import accepting
 
 
 class Dataset:
@@ -24,6 +25,8 @@ class Dataset:
     Create one with a ``from_...`` method or `range`; the other methods return new datasets. Over
     arrays, methods such as `shuffle` compute row indices only, and `batch` gathers each batch at
     once. A batch of rows that are contiguous in their array is a read-only view.
+
+    Each method also takes the keyword `name` of TensorFlow, which changes nothing.
 
     >>> import numpy as np
     >>> images, labels = np.zeros((5, 28, 28), np.float32), np.arange(5)
@@ -241,7 +244,7 @@ class Dataset:
         [0, 0, 1, 0, 1, 2]
         """
         call = function(map_func, "flat_map: map_func")
-        return type(self)(nesting.flattened(self._node, call))
+        return type(self)(nesting.interleaved(self._node, call))
 
     def interleave(
         self,
@@ -249,6 +252,7 @@ class Dataset:
         cycle_length: int | None = None,
         block_length: int | None = None,
         num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
     ) -> Dataset:
         """Return a dataset of elements that the datasets of a function take turns to give.
 
@@ -257,6 +261,7 @@ class Dataset:
             cycle_length: the number of datasets that are open at once; None means 16.
             block_length: the number of successive elements of each; None means 1.
             num_parallel_calls: anything but None lets a thread read each open dataset ahead.
+            deterministic: the order is always the same, so this changes nothing.
 
         >>> [int(x) for x in Dataset.range(2, 5).interleave(Dataset.range, 2)]
         [0, 0, 1, 1, 0, 2, 1, 2, 3]
@@ -493,8 +498,11 @@ class Dataset:
         """
         return type(self)(transformations.concatenated(self._node, as_dataset(dataset)._node))
 
-    def cache(self) -> Dataset:
+    def cache(self, filename: str = "") -> Dataset:
         """Return a dataset that keeps the elements of its first complete iteration in memory.
+
+        Args:
+            filename: must be empty: elements are kept in memory only.
 
         >>> calls = []
         >>> dataset = Dataset.range(2).map(lambda x: calls.append(x) or x).cache()
@@ -502,6 +510,11 @@ class Dataset:
         >>> len(calls)
         2
         """
+        if filename:
+            raise ValueError(
+                f"cache: elements are kept in memory, not in the file {filename!r}. Leave filename "
+                "out, or write arrays with np.save and read them with from_files."
+            )
         return type(self)(transformations.cached(self._node))
 
     def prefetch(self, n: int) -> Dataset:
@@ -558,6 +571,13 @@ class Dataset:
 
     def __bool__(self) -> bool:
         return True
+
+
+for _name, _method in list(vars(Dataset).items()):
+    _function = getattr(_method, "__func__", _method)  # Of a class method.
+    if callable(_function) and not _name.startswith("_"):
+        _named: Any = accepting("name")(_function)
+        setattr(Dataset, _name, _named if _function is _method else classmethod(_named))
 
 
 def as_dataset(source: Any) -> Dataset:

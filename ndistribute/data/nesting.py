@@ -23,42 +23,15 @@ CYCLE_LENGTH = 16
 """The inputs of `interleave` that are open at once by default; the same on every machine."""
 
 
-def flattened(child: Node, fn: Callable[..., Any]) -> Node:
-    """Return a node of the elements of the datasets that a function returns, one after another."""
-    open_all, seeds = _opener(child, "flat_map", fn)
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        datasets = (node.chunks(inside, 0) for node, inside in open_all(epoch))
-        return drop(chain.from_iterable(datasets), start)
-
-    name = f"flat_map({pipeline.name_of(fn)})"
-    return child.then(name, chunks, spec=ElementSpec(), seeds=seeds, runs_user_code=True)
-
-
 def interleaved(
-    child: Node, fn: Callable[..., Any], cycle: int, block: int, reads_ahead: bool
+    child: Node, fn: Callable[..., Any], cycle: int = 1, block: int = 1, reads_ahead: bool = False
 ) -> Node:
     """Return a node of blocks of elements of the datasets that a function returns, in turns."""
-    open_all, seeds = _opener(child, "interleave", fn)
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        datasets = (node.iterate(inside) for node, inside in open_all(epoch))
-        if reads_ahead:
-            datasets = (Ahead(source, block, epoch.threads) for source in datasets)
-        return drop(zip(_in_turns(datasets, cycle, block)), start)
-
-    name = f"interleave({pipeline.name_of(fn)}, {cycle}, {block})"
-    return child.then(name, chunks, spec=ElementSpec(), seeds=seeds, runs_user_code=True)
-
-
-def _opener(
-    child: Node, method: str, fn: Callable[..., Any]
-) -> tuple[Callable[[Epoch], Iterator[tuple[Node, Epoch]]], SeedCounter]:
-    """Return a function that opens the dataset for each element, and the seeds that it needs."""
-    seeds = seeded(method, None)
+    method = "flat_map" if cycle == 1 else "interleave"
     call = explained(f"{method}: map_func", lambda element: elements.call_with(fn, element))
+    seeds = seeded(method, None)
 
-    def open_all(epoch: Epoch) -> Iterator[tuple[Node, Epoch]]:
+    def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:
         for number, element in enumerate(child.iterate(epoch)):
             node = getattr(dataset := call(element), "_node", None)
             if not isinstance(node, Node):
@@ -66,9 +39,21 @@ def _opener(
                     f"{method}: map_func must return a Dataset, got {dataset!r}. Use map for a "
                     "function that returns an element."
                 )
-            yield node, epoch.inside(node, epoch.seeds[seeds], number)
+            yield node.chunks(epoch.inside(node, epoch.seeds[seeds], number), 0)
 
-    return open_all, seeds
+    def sources(epoch: Epoch) -> Iterator[Iterator[Element]]:
+        for chunks in datasets(epoch):
+            source = chain.from_iterable(chunks)
+            yield Ahead(source, block, epoch.threads) if reads_ahead else source
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        if cycle == 1:  # Rows of arrays stay rows.
+            return drop(chain.from_iterable(datasets(epoch)), start)
+        return drop(zip(_in_turns(sources(epoch), cycle, block)), start)
+
+    shape = "" if cycle == 1 else f", {cycle}, {block}"
+    name = f"{method}({pipeline.name_of(fn)}{shape})"
+    return child.then(name, chunks, spec=ElementSpec(), seeds=seeds, runs_user_code=True)
 
 
 def _in_turns(sources: Iterator[Iterator[Element]], cycle: int, block: int) -> Iterator[Element]:

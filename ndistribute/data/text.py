@@ -126,16 +126,31 @@ def make_csv_dataset(
      array([ 9.5, 12. ], dtype=float32))
     """
     paths = sources.matching(file_pattern, "make_csv_dataset")
-    read = CsvReader(
+    reader = CsvReader(
         _opener("make_csv_dataset", compression_type, encoding),
         csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
         field_delim,
         header,
         frozenset(["", na_value]),
     )
-    read = read.choosing(paths[0], column_names, select_columns, label_name)
-    read = read.typed(paths, column_defaults, num_rows_for_inference)
-    rows = kind(sources.files(paths, read))
+    with reader.rows_of(paths[0]) as (first, _):
+        names = list(column_names or first or ())
+    if not names:
+        raise ValueError("make_csv_dataset: without a header, pass column_names.")
+    wanted = range(len(names)) if select_columns is None else select_columns
+    places = sorted(names.index(each) if isinstance(each, str) else each for each in wanted)
+    if label_name is not None and label_name not in [names[place] for place in places]:
+        raise ValueError(f"make_csv_dataset: label_name {label_name!r} is not among {names}.")
+    reader = replace(reader, names=names, places=places, label=label_name)
+    defaults = column_defaults
+    if defaults is None:
+        defaults = reader.inferred(paths, num_rows_for_inference)
+    if len(defaults) != len(places):
+        raise ValueError(
+            f"make_csv_dataset: {len(defaults)} column_defaults, but it reads {len(places)} "
+            "column(s)."
+        )
+    rows = kind(sources.files(paths, replace(reader, defaults=defaults)))
     rows = rows.shuffle(shuffle_buffer_size, shuffle_seed) if shuffle else rows
     batches = rows.repeat(num_epochs).batch(batch_size, drop_remainder=num_epochs is None)
     return batches.prefetch(AUTOTUNE if prefetch_buffer_size is None else prefetch_buffer_size)
@@ -169,7 +184,7 @@ class CsvReader:
     defaults: Sequence[Any] = ()  # Of the columns that are read.
 
     def __call__(self, path: str) -> Any:
-        with self._rows(path) as (_, rows):
+        with self.rows_of(path) as (_, rows):
             table = list(rows)
         pairs = zip(self.places, self.defaults, strict=True)
         columns = {
@@ -180,37 +195,16 @@ class CsvReader:
         }
         return columns if self.label is None else (columns, columns.pop(self.label))
 
-    def choosing(
-        self, path: str, names: Any, selected: Sequence[str | int] | None, label: str | None
-    ) -> CsvReader:
-        """Return a reader with the names of the columns, and the places of those that are read."""
-        with self._rows(path) as (first, _):
-            known = list(names or first or ())
-        if not known:
-            raise ValueError("make_csv_dataset: without a header, pass column_names.")
-        wanted = range(len(known)) if selected is None else selected
-        places = sorted(known.index(each) if isinstance(each, str) else each for each in wanted)
-        if label is not None and label not in [known[place] for place in places]:
-            raise ValueError(f"make_csv_dataset: label_name {label!r} is not among {known}.")
-        return replace(self, names=known, places=places, label=label)
-
-    def typed(self, paths: Sequence[str], defaults: Any, count: int | None) -> CsvReader:
-        """Return a reader that knows the defaults of columns, or infers them from some rows."""
-        if defaults is None:
-            table = list[list[str]]()
-            for path in paths:
-                with self._rows(path) as (_, rows):
-                    table += islice(rows, None if count is None else count - len(table))
-            defaults = [self._inferred([row[at] for row in table])() for at in self.places]
-        if len(defaults) != len(self.places):
-            raise ValueError(
-                f"make_csv_dataset: {len(defaults)} column_defaults, but it reads "
-                f"{len(self.places)} column(s)."
-            )
-        return replace(self, defaults=defaults)
+    def inferred(self, paths: Sequence[str], count: int | None) -> list[Any]:
+        """Return a default for each column that is read, of the type that some rows fit."""
+        table = list[list[str]]()
+        for path in paths:
+            with self.rows_of(path) as (_, rows):
+                table += islice(rows, None if count is None else count - len(table))
+        return [self._type_of([row[place] for row in table])() for place in self.places]
 
     @contextlib.contextmanager
-    def _rows(self, path: str) -> Iterator[tuple[list[str] | None, Iterator[list[str]]]]:
+    def rows_of(self, path: str) -> Iterator[tuple[list[str] | None, Iterator[list[str]]]]:
         """Give the names in the first line of a file, if it has them, and its other rows."""
         with self.open_text(path) as lines:
             rows = csv.reader(lines, delimiter=self.delimiter, quoting=self.quoting)
@@ -242,7 +236,7 @@ class CsvReader:
         except (ValueError, OverflowError) as error:
             raise ValueError(f"column {name!r}: {error}") from error
 
-    def _inferred(self, cells: Sequence[str]) -> Any:
+    def _type_of(self, cells: Sequence[str]) -> Any:
         known = np.array([cell for cell in cells if cell not in self.missing], np.str_)
         for kind in _TYPES if known.size else ():
             with contextlib.suppress(ValueError, OverflowError):

@@ -50,6 +50,7 @@ WRONG = [
     (lambda: list(NUMBERS.scan(0, lambda s, x: s)), r"must return \(state, output\), got"),
     (lambda: NUMBERS.reduce((0, 0), lambda s, x: s[0]), "reduce_func returned the state"),
     (lambda: NUMBERS.apply(len), "apply: transformation_func must return a Dataset, got 4"),
+    (lambda: NUMBERS.cache("a.bin"), "kept in memory, not in the file 'a.bin'"),
     (lambda: NUMBERS.window(2, 0), "window: shift must be at least 1"),
     (lambda: list(NUMBERS.padded_batch(2, [3])), r"shapes \(\) cannot be padded to \(3,\)"),
     (lambda: list(generated([1, 2]).padded_batch(2, [1])), r"\(2,\) cannot be padded to \(1,\)"),

@@ -201,6 +201,14 @@ def test_what_a_function_returns_keeps_its_kind():
     assert [int(s) for s in pairs.map(lambda x, y: x + y.sum())] == [0, 3]
 
 
+def test_every_method_takes_the_name_of_tensorflow():
+    dataset = Dataset.range(3, name="numbers").map(lambda x: x, name="same").batch(2, name="two")
+    assert [len(batch) for batch in dataset.enumerate(name="counted").map(lambda i, x: x)] == [2, 1]
+    assert Dataset.zip(dataset, dataset, name="both").cardinality(name="length") == 2
+    with pytest.raises(TypeError, match="nane"):
+        dataset.take(2, nane="x")
+
+
 def test_a_reduction_carries_a_nest_along():
     dataset = Dataset.range(4).map(lambda x: (x, 2 * x))
     total, count = dataset.reduce((0, 0), lambda state, pair: (state[0] + pair[1], state[1] + 1))
