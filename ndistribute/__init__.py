@@ -16,12 +16,14 @@ from ndistribute.autodiff import logsumexp as logsumexp
 from ndistribute.autodiff import softmax as softmax
 from ndistribute.autodiff import stop_gradient as stop_gradient
 from ndistribute.cluster import ClusterSpec as ClusterSpec
+from ndistribute.cluster import KubernetesClusterResolver as KubernetesClusterResolver
 from ndistribute.cluster import MPIClusterResolver as MPIClusterResolver
 from ndistribute.cluster import SimpleClusterResolver as SimpleClusterResolver
 from ndistribute.cluster import SlurmClusterResolver as SlurmClusterResolver
 from ndistribute.cluster import TFConfigClusterResolver as TFConfigClusterResolver
 from ndistribute.cluster import TorchrunClusterResolver as TorchrunClusterResolver
 from ndistribute.cluster import TPUClusterResolver as TPUClusterResolver
+from ndistribute.cluster import UnionResolver as UnionResolver
 from ndistribute.collective.communicator import (
     CommunicationImplementation as CommunicationImplementation,
 )

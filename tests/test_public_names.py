@@ -37,8 +37,8 @@ OBJECTS = {
         lambda: nd.Dataset.range(3),
         "apply batch cache cardinality choose_from_datasets concatenate element_spec enumerate "
         "filter flat_map from_files from_generator from_tensor_slices from_tensors interleave "
-        "list_files map padded_batch prefetch range rebatch reduce repeat sample_from_datasets scan "
-        "shard shuffle skip take take_while unbatch window with_options zip",
+        "list_files map padded_batch prefetch range rebatch reduce repeat sample_from_datasets "
+        "scan shard shuffle skip take take_while unbatch window with_options zip",
     ),
     "distributed dataset": (
         lambda: nd.get_strategy().distribute_dataset(nd.Dataset.range(3).batch(1)),
