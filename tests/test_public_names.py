@@ -92,7 +92,7 @@ def test_the_signature_of_a_variable_is_what_users_pass():
     parameters = inspect.signature(nd.Variable).parameters
     assert {name: each.default for name, each in parameters.items()} == {
         "initial_value": inspect.Parameter.empty,
-        "trainable": True,
+        "trainable": None,
         "name": None,
         "dtype": None,
         "synchronization": "auto",

@@ -9,6 +9,7 @@ from ndistribute.data.distributed import distribute_from_function as distribute_
 from ndistribute.data.options import AutoShardPolicy as AutoShardPolicy
 from ndistribute.data.options import InputContext as InputContext
 from ndistribute.data.options import InputOptions as InputOptions
+from ndistribute.data.options import InputReplicationMode as InputReplicationMode
 from ndistribute.data.options import Topology as Topology
 from ndistribute.data.pipeline import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from ndistribute.data.pipeline import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY

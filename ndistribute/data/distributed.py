@@ -19,6 +19,7 @@ from ndistribute import tree
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
+from ndistribute.data.nesting import in_rounds
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
 from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Epoch, LeafSpec, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead
@@ -56,6 +57,11 @@ def distribute(
     if node.spec.batched is False:
         raise ValueError(f"distribute_dataset got an unbatched dataset. {BATCH_IT}")
     chosen = options or _options_of(node)
+    if chosen.per_replica:
+        raise ValueError(
+            "distribute_dataset: experimental_replication_mode PER_REPLICA is for "
+            "distribute_datasets_from_function only."
+        )
     can_agree = topology.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, topology.num_workers, can_agree)
     return DistributedDataset(node, topology, sharding, chosen)
@@ -67,7 +73,8 @@ def distribute_from_function(
     """Return a dataset whose steps have the next batch of a function's dataset for each replica.
 
     Args:
-        fn: called once; returns a `Dataset` or any re-iterable of batches of the per-replica size.
+        fn: called once, or for each replica with PER_REPLICA in the options; returns a `Dataset` or
+            any re-iterable of batches of the per-replica size.
         topology: the replicas of all workers. With a process group, a worker whose dataset ends
             early takes part with empty batches; without one, all need equally many steps.
         options: None uses the options of the dataset, or the defaults if it has none.
@@ -87,8 +94,14 @@ def distribute_from_function(
             f"distribute_datasets_from_function needs a function, got {fn!r}. Pass one that takes "
             "an InputContext and returns a dataset, or call distribute_dataset."
         )
-    context = InputContext(topology.num_workers, topology.worker_index, topology.num_replicas)
-    node = as_dataset(fn(context))._node
+    if options is not None and options.per_replica:
+        first, every = sum(topology.replica_counts[: topology.worker_index]), topology.num_replicas
+        here = range(first, first + len(topology.devices))
+        contexts = (InputContext(every, number, every) for number in here)
+        node = in_rounds(tuple(as_dataset(fn(context))._node for context in contexts))
+    else:
+        context = InputContext(topology.num_workers, topology.worker_index, topology.num_replicas)
+        node = as_dataset(fn(context))._node
     return DistributedDataset(node, topology, Sharding.FUNCTION, options or _options_of(node))
 
 
@@ -103,6 +116,9 @@ class DistributedDataset:
     """
 
     def __init__(self, node: Node, topology: Topology, sharding: Sharding, options: InputOptions):
+        if not options.to_device:
+            hosts = (Device("cpu:0"),) * len(topology.devices)
+            topology = replace(topology, devices=hosts)
         self._node = node
         self._topology = topology
         self._sharding = sharding

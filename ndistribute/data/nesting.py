@@ -7,7 +7,7 @@ ahead. So an iteration that starts later produces the earlier elements again, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,25 @@ def windowed(
 def _listed(child: Node, values: tuple[Element, ...]) -> Node:
     spec = ElementSpec(len(values), child.spec.batched)
     return Node(name="window", chunks=lambda epoch, start: iter((values[start:],)), spec=spec)
+
+
+def in_rounds(parts: tuple[Node, ...]) -> Node:
+    """Return a node of one batch of each dataset in turn; an empty one of a dataset that ended."""
+
+    def values(epoch: Epoch) -> Iterator[Element]:
+        sources = [part.iterate(epoch.branch(at)) for at, part in enumerate(parts)]
+        for batches in zip_longest(*sources):
+            known = next(batch for batch in batches if batch is not None)
+            empty = tree.map_leaves(lambda leaf: leaf[:0], known)
+            yield from (empty if batch is None else batch for batch in batches)
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return drop(zip(values(epoch)), start)
+
+    lengths = [part.spec.cardinality for part in parts]
+    known = min(lengths) if min(lengths) < 0 else max(lengths) * len(parts)
+    spec = ElementSpec(known, common_rank(parts), like=common_like(parts))
+    return Node(name="in_rounds", chunks=chunks, inputs=parts, spec=spec, positional=True)
 
 
 def chosen(parts: tuple[Node, ...], choices: Node, stops: bool) -> Node:

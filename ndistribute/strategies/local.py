@@ -60,7 +60,8 @@ class MirroredStrategy(Strategy):
         cross_device_ops: the reduction algorithm, for example `RingAllReduce()`; None: automatic.
 
     Raises:
-        ValueError: a device does not exist, or a CPU is named twice.
+        ValueError: a device does not exist, a CPU is named twice, or `cross_device_ops` has an
+            `accumulation_fn`.
         TypeError: `cross_device_ops` is not a `CrossDeviceOps`.
 
     >>> import ndistribute as nd
@@ -83,6 +84,11 @@ class MirroredStrategy(Strategy):
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
             what = f"cross_device_ops must be, say, nd.RingAllReduce(), got {cross_device_ops!r}."
             raise TypeError(what)
+        if getattr(cross_device_ops, "accumulation_fn", None) is not None:
+            raise ValueError(
+                "cross_device_ops has an accumulation_fn, but replicas add in the order of their "
+                "numbers: leave it out, or call cross_device_ops.reduce outside of the strategy."
+            )
         self._cross_device_ops = cross_device_ops
         super().__init__(resolve_devices(None if devices in ([], ()) else devices))
 
