@@ -6,16 +6,17 @@ check their arguments and add a node to the pipeline. The nodes produce the elem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import nesting, sources, transformations
-from ndistribute.data.elements import Element, as_element, returned
+from ndistribute.data.elements import as_element, returned
+from ndistribute.data.iterator import ElementIterator
 from ndistribute.data.options import InputOptions, function, integer
-from ndistribute.data.pipeline import INFINITE_CARDINALITY, Epoch, Node, describe, run
+from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, describe
 from ndistribute.mistakes import accepting
 
 
@@ -559,8 +560,8 @@ class Dataset:
         """
         return f"<Dataset {describe(self._node)}: {self._node.spec}>"
 
-    def __iter__(self) -> Iterator[Element]:
-        return run(self._node, Epoch.begin(self._node))
+    def __iter__(self) -> ElementIterator:
+        return ElementIterator(self._node)
 
     def __len__(self) -> int:
         known = self.cardinality()

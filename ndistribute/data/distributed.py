@@ -21,7 +21,15 @@ from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.nesting import in_rounds
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import UNKNOWN_CARDINALITY, Epoch, LeafSpec, Node, describe, upstream
+from ndistribute.data.pipeline import (
+    UNKNOWN_CARDINALITY,
+    Epoch,
+    LeafSpec,
+    Node,
+    check_resumable,
+    describe,
+    upstream,
+)
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
@@ -276,7 +284,7 @@ class DistributedIterator(Iterator[Any]):
         Raises:
             ValueError: the input is a loader without a `state_dict`, or is within a batch.
         """
-        _check_resumable(self._node, self._loader, "state_dict")
+        check_resumable(self._node, self._loader, "state_dict")
         state = self._progress.state_dict()
         if self._loader is not None:
             if self._progress.positions[self._first_shard].rows:
@@ -303,7 +311,7 @@ class DistributedIterator(Iterator[Any]):
             ValueError: the state belongs to another pipeline, or to input that cannot be divided
                 anew, or the input is a loader without a `load_state_dict`.
         """
-        _check_resumable(self._node, self._loader, "load_state_dict")
+        check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
         loader = state.get("loader")
         self._check_shared_alike(progress, loader)
@@ -426,20 +434,6 @@ def _noting_the_end(steps: Iterator[PipelineStep], end: threading.Event) -> Iter
     """Yield steps, and set an event after the last one."""
     yield from steps
     end.set()
-
-
-def _check_resumable(node: Node, loader: Any, what: str) -> None:
-    """Raise an error if the position of a loader in the pipeline cannot be restored."""
-    for step in upstream(node):
-        if step.loader is loader or isinstance(step.loader, Sequence | None):
-            continue
-        kind = type(step.loader).__name__
-        raise ValueError(
-            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: it "
-            "has no state_dict and load_state_dict, or is only a part of the dataset. Distribute "
-            "a loader that has both directly; or, if this one yields the same batches "
-            "each time, write Dataset.from_generator(lambda: iter(loader))."
-        )
 
 
 def _check_options(options: Any, what: str) -> None:

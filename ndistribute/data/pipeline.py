@@ -227,10 +227,10 @@ class Node:
         return chain.from_iterable(self.chunks(epoch, start))
 
 
-def run(node: Node, epoch: Epoch) -> Generator[Element]:
+def run(node: Node, epoch: Epoch, start: int = 0) -> Generator[Element]:
     """Yield the elements of one epoch; stop its threads when the generator ends or is closed."""
     try:
-        yield from node.iterate(epoch)
+        yield from node.iterate(epoch, start)
     finally:
         epoch.threads.close()
 
@@ -246,6 +246,20 @@ def upstream(node: Node) -> list[Node]:
 def seeds_of(node: Node) -> list[SeedCounter]:
     """Return the seed counters of the shuffles of a pipeline, in a fixed order."""
     return [step.seeds for step in upstream(node) if step.seeds is not None]
+
+
+def check_resumable(node: Node, loader: Any, what: str) -> None:
+    """Raise an error if the position of a loader in the pipeline cannot be restored."""
+    for step in upstream(node):
+        if step.loader is loader or isinstance(step.loader, Sequence | None):
+            continue
+        kind = type(step.loader).__name__
+        raise ValueError(
+            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: it "
+            "has no state_dict and load_state_dict, or is only a part of the dataset. Distribute "
+            "a loader that has both directly; or, if this one yields the same batches "
+            "each time, write Dataset.from_generator(lambda: iter(loader))."
+        )
 
 
 def facts(node: Node) -> dict[str, Any]:

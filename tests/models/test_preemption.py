@@ -9,7 +9,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import PreemptionCheckpointHandler, Sequential, layers
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from tests.processes import Tasks, wait_until
 
 RNG = np.random.default_rng(0)

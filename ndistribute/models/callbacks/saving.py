@@ -24,7 +24,8 @@ from ndistribute.devices import as_array
 from ndistribute.event_files import EventFile, histogram, image
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, on_any_worker
+from ndistribute.models.checkpoint import Checkpoint, by_chief, on_any_worker
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from ndistribute.timers import Timer
 
 _log = logging.getLogger("ndistribute")
