@@ -53,6 +53,7 @@ from ndistribute.data import InputOptions as InputOptions
 from ndistribute.data import InputReplicationMode as InputReplicationMode
 from ndistribute.devices import Device as Device
 from ndistribute.devices import list_devices as list_devices
+from ndistribute.devices import set_logical_cpus as set_logical_cpus
 from ndistribute.errors import AuthenticationError as AuthenticationError
 from ndistribute.errors import CheckpointCorruptError as CheckpointCorruptError
 from ndistribute.errors import CollectiveMismatchError as CollectiveMismatchError

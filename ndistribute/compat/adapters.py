@@ -21,6 +21,7 @@ from ndistribute import graph, models
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import graphs
 from ndistribute.context import current_seed
+from ndistribute.data.iterator import ElementIterator
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
@@ -213,17 +214,17 @@ class TensorDataset(nd.Dataset):
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")
     map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
+    cardinality = unary(lambda self: np.int64(nd.Dataset.cardinality(self)), 0)
+    reduce = unary(nd.Dataset.reduce, 0)
 
-    as_numpy_iterator = nd.Dataset.__iter__
+    _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
+    as_numpy_iterator = lambda self: ElementIterator(self._node)  # noqa: E731
 
     def make_one_shot_iterator(self) -> Any:
         """Return an iterator whose `get_next` gives tensors of a graph."""
         return graphs.only_in_graphs(graph.DatasetIterator)(self)
 
     make_initializable_iterator = make_one_shot_iterator
-
-    def __iter__(self) -> Any:
-        return map(functools.partial(map_leaves, tensor_if_array), super().__iter__())
 
     @classmethod
     def from_tensor_slices(cls, nest: Any, name: Any = None) -> nd.Dataset:
@@ -232,6 +233,10 @@ class TensorDataset(nd.Dataset):
     @classmethod
     def from_tensors(cls, nest: Any, name: Any = None) -> nd.Dataset:
         return super().from_tensors(tensors(nest))
+
+
+TextLineDataset = functools.partial(nd.data.text_lines, kind=TensorDataset)
+make_csv_dataset = functools.partial(nd.data.make_csv_dataset, kind=TensorDataset)
 
 
 class Restored(SimpleNamespace):
@@ -389,10 +394,6 @@ def _set_option(options: Any, name: str, value: Any) -> None:
 _itself = property(lambda self: self)
 Options = subclass(
     nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
-)
-PreemptionCheckpointHandler = adapted(
-    lambda cluster_resolver, manager: models.PreemptionCheckpointHandler(manager),
-    checkpoint_or_checkpoint_manager="manager",
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
 TensorSpec = unary(lambda shape, dtype=np.float32: SimpleNamespace(shape=shape, dtype=dtype), 0)

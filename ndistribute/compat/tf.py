@@ -12,37 +12,46 @@ from ndistribute.version import __version__ as _version
 
 _TABLE = """
 [app] .compat.tf: flags  .compat.graphs/graph: run
-[config] .compat.adapters: list_logical_devices=list_devices list_physical_devices=list_devices
+[config] .compat.configuration: LogicalDevice LogicalDeviceConfiguration
+        get_logical_device_configuration list_logical_devices set_logical_device_configuration
+    .compat.adapters: list_physical_devices=list_devices
         experimental_connect_to_cluster=nothing run_functions_eagerly=nothing
         set_soft_device_placement=nothing
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
+        VirtualDeviceConfiguration=LogicalDeviceConfiguration
+        get_virtual_device_configuration=get_logical_device_configuration
+        set_virtual_device_configuration=set_logical_device_configuration
     .compat.adapters: enable_op_determinism=nothing set_memory_growth=nothing
 [contrib]
 [contrib.framework] .graph/graph: get_or_create_global_step
 [contrib.layers] .compat.graphs/graph: l2_regularizer xavier_initializer=glorot_uniform_initializer
     .compat.layers/graph: flatten
 [contrib.training] .graph/graph: GreedyLoadBalancingStrategy byte_size_load_fn
-[data] .compat.adapters: Dataset=TensorDataset Options  .data.transformations: AUTOTUNE
+[data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
+    .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
     .graph/graph: make_initializable_iterator=DatasetIterator make_one_shot_iterator=DatasetIterator
-[data.experimental] .data.transformations: AUTOTUNE  ndistribute: AutoShardPolicy
+[data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
+    .compat.adapters: make_csv_dataset  ndistribute: AutoShardPolicy
 [debugging] .compat.adapters: set_log_device_placement=nothing
-[distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedValues
-        HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp
-        ReductionToOneDevice ReplicaContext Strategy get_replica_context get_strategy has_strategy
+[distribute] ndistribute: CrossDeviceOps DistributedDataset DistributedIterator
+        DistributedValues HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode
+        NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext RunOptions Strategy
+        get_replica_context get_strategy has_strategy
         in_cross_replica_context
     ndistribute/server: Server
     ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
         OneDeviceStrategy ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver
-    ndistribute/resolver: SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver
-        TPUClusterResolver
-[distribute.coordinator] ndistribute: ClusterCoordinator
+    ndistribute: KubernetesClusterResolver SimpleClusterResolver SlurmClusterResolver UnionResolver
+    ndistribute/resolver: TFConfigClusterResolver TPUClusterResolver
+[distribute.coordinator] ndistribute: ClusterCoordinator PerWorkerValue RemoteValue
 [distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
         MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
         coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
         CommunicationOptions
-    .compat.adapters: PreemptionCheckpointHandler
+    .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
+    .models: TerminationConfig
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.adapters: cast
     numpy/dtype: bool=bool_ complex64 complex128 double=float64 float16 float32 float64 half=float16
@@ -134,6 +143,7 @@ _TABLE = """
     .graph.summary/writer: FileWriter
 [train] ndistribute: CheckpointManager ClusterSpec  ndistribute/server: Server
     .compat.adapters: Checkpoint start_queue_runners=nothing
+    .models: list_variables load_checkpoint load_variable
     .compat.graphs: latest_checkpoint
     .compat.graphs/graph: MonitoredTrainingSession=MonitoredBytesSession global_step
     .compat.graph_supervisor/graph: Supervisor
@@ -145,8 +155,8 @@ _TABLE = """
         NanTensorHook Optimizer RMSPropOptimizer Saver Scaffold SessionRunArgs SessionRunContext
         SessionRunHook SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
         SyncReplicasOptimizer exponential_decay create_global_step=get_or_create_global_step
-        get_checkpoint_state get_or_create_global_step piecewise_constant polynomial_decay
-        replica_device_setter
+        get_checkpoint_state get_or_create_global_step init_from_checkpoint piecewise_constant
+        polynomial_decay replica_device_setter
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm

@@ -7,7 +7,7 @@ check their arguments and add a node to the pipeline. The nodes produce the elem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Dataset:
     """
 
     __slots__ = ("__weakref__", "_node")
+    #: Applied to each element of an iteration; None leaves it unchanged.
+    _convert: ClassVar[Any] = None
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -265,7 +267,7 @@ class Dataset:
             deterministic: the order is always the same, so this changes nothing.
 
         >>> [int(x) for x in Dataset.range(2, 5).interleave(Dataset.range, 2)]
-        [0, 0, 1, 1, 0, 2, 1, 2, 3]
+        [0, 0, 1, 1, 2, 0, 1, 2, 3]
         """
         default = nesting.CYCLE_LENGTH
         cycle = default if cycle_length in (None, -1) else cycle_length
@@ -561,7 +563,7 @@ class Dataset:
         return f"<Dataset {describe(self._node)}: {self._node.spec}>"
 
     def __iter__(self) -> ElementIterator:
-        return ElementIterator(self._node)
+        return ElementIterator(self._node, self._convert)
 
     def __len__(self) -> int:
         known = self.cardinality()

@@ -21,16 +21,15 @@ class ElementIterator(Iterator[Element]):
     True
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, convert: Callable[[Element], Element] | None = None) -> None:
         self._node, self._epoch, self._count = node, Epoch.begin(node), 0
         self._elements = run(node, self._epoch)
-        #: Applied to each element; None leaves it unchanged.
-        self.convert: Callable[[Element], Element] | None = None
+        self._convert = convert
 
     def __next__(self) -> Element:
         element = next(self._elements)
         self._count += 1
-        return element if self.convert is None else self.convert(element)
+        return element if self._convert is None else self._convert(element)
 
     def get_next(self) -> Element:
         """Return the next element, as `next` does; this is its name in TensorFlow."""

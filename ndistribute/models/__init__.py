@@ -11,6 +11,7 @@ from ndistribute.models import metrics as metrics
 from ndistribute.models import nn as nn
 from ndistribute.models import regularizers as regularizers
 from ndistribute.models.callbacks import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from ndistribute.models.callbacks import TerminationConfig as TerminationConfig
 from ndistribute.models.checkpoint import Checkpoint as Checkpoint
 from ndistribute.models.checkpoint import latest_checkpoint as latest_checkpoint
 from ndistribute.models.checkpoint_manager import CheckpointManager as CheckpointManager
