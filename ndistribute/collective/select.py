@@ -90,9 +90,11 @@ class CrossDeviceOps:
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
         """Return an array, or `IndexedSlices`, copied to devices; see `reduce`."""
-        there = getattr(destinations, "values", None)
-        if there is not None:
-            devices = [device_of(as_array(part)) for part in there]
+        strategy = getattr(destinations, "distribute_strategy", None)  # Of a variable.
+        if strategy is not None:
+            devices = list(strategy.devices)
+        elif isinstance(destinations, DistributedValues):
+            devices = [device_of(as_array(part)) for part in destinations.values]
         else:
             several = isinstance(destinations, list | tuple)
             devices = [Device(each) for each in (destinations if several else [destinations])]

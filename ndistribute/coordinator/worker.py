@@ -23,7 +23,7 @@ import numpy as np
 
 from ndistribute.cluster.resolvers import ClusterResolver, enter_task, worker_index
 from ndistribute.coordinator.pickling import Pickled, dump, load
-from ndistribute.data import Dataset
+from ndistribute.data import Dataset, DistributedDataset
 from ndistribute.data.pipeline import seeds_of
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
@@ -120,7 +120,7 @@ def kept_dataset(function_key: str, key: str) -> Any:
         made = load_anew()
         if callable(made):
             return made()
-        for seeds in seeds_of(made._node) if isinstance(made, Dataset) else ():
+        for seeds in seeds_of(made._node) if isinstance(made, Dataset | DistributedDataset) else ():
             seeds.fold(worker_index())
         return made
 

@@ -45,4 +45,17 @@ def test_a_cluster_without_a_chief_is_coordinated_and_ends_with_it(monkeypatch, 
             assert all(got == [[0, 1, 2], [3, 4, 5]][: len(got)] for got in by_worker.values())
             assert float(total) == sum(sum(batch) for _, batch in results)
             assert int(seen) == 6
+
+            def take(iterator, *side):
+                return errands.meet(*side), next(iterator).values[0].tolist()
+
+            # A dataset that is sent, distributed or not, has an order of its own on each worker.
+            shuffled = nd.Dataset.range(40).shuffle(40, seed=1).batch(40)
+            sent = coordinator.create_per_worker_dataset(strategy.distribute_dataset(shuffled))
+            order = iter(sent)
+            first, second = coordinator.fetch(
+                [coordinator.schedule(take, (order, *side)) for side in sides]
+            )
+            assert first[1] != second[1]
+            assert sorted(first[1]) == sorted(second[1]) == list(range(40))
         assert [tasks.code(*task) for task in (("ps", 0), ("worker", 0), ("worker", 1))] == [0] * 3
