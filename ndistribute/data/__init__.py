@@ -4,6 +4,7 @@ from ndistribute.data.dataset import Dataset as Dataset
 from ndistribute.data.dataset import as_dataset as as_dataset
 from ndistribute.data.distributed import DistributedDataset as DistributedDataset
 from ndistribute.data.distributed import DistributedIterator as DistributedIterator
+from ndistribute.data.distributed import PerReplicaSpec as PerReplicaSpec
 from ndistribute.data.distributed import distribute as distribute
 from ndistribute.data.distributed import distribute_from_function as distribute_from_function
 from ndistribute.data.options import AutoShardPolicy as AutoShardPolicy
