@@ -103,6 +103,13 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
         MissingDependencyError: the package `kubernetes` is not installed, and no client is passed.
+
+    >>> from types import SimpleNamespace as Imitated
+    >>> status = Imitated(phase="Running", host_ip="10.0.0.1")
+    >>> pods = Imitated(items=[Imitated(metadata=Imitated(name="a"), status=status)])
+    >>> client = Imitated(list_pod_for_all_namespaces=lambda label_selector: pods)
+    >>> KubernetesClusterResolver(override_client=client).cluster_spec()
+    ClusterSpec({'worker': ['10.0.0.1:8470']})
     """
 
     _needs_task = False

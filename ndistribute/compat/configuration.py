@@ -30,8 +30,8 @@ class LogicalDeviceConfiguration(NamedTuple):
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
     """Return the GPUs and the logical CPUs."""
-    found = nd.list_devices(device_type and device_type.lower())
-    return [LogicalDevice(f"/device:{str(each).upper()}", each.kind.upper()) for each in found]
+    devices = nd.list_devices(device_type and device_type.lower())
+    return [LogicalDevice(f"/device:{str(each).upper()}", each.kind.upper()) for each in devices]
 
 
 def set_logical_device_configuration(

@@ -181,7 +181,18 @@ class PerWorkerDataset:
 
 
 class PerWorkerValue:
-    """A value of each worker: the iterators of a `PerWorkerDataset`, one on each worker."""
+    """A value of each worker: the iterators of a `PerWorkerDataset`, one on each worker.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.ParameterServerStrategy()
+    >>> with strategy, nd.ClusterCoordinator(strategy) as coordinator:
+    ...     iterator = iter(coordinator.create_per_worker_dataset(nd.Dataset.range(3)))
+    ...     (
+    ...         isinstance(iterator, nd.PerWorkerValue),
+    ...         int(coordinator.schedule(next, (iterator,)).fetch()),
+    ...     )
+    (True, 0)
+    """
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._dataset = dataset  # Keeps the dataset alive.

@@ -6,6 +6,7 @@ check their arguments and add a node to the pipeline. The nodes produce the elem
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import nesting, sources, transformations
-from ndistribute.data.elements import as_element, returned
+from ndistribute.data.elements import as_element, read_only, returned
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.data.options import InputOptions, function, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, describe
@@ -171,7 +172,7 @@ class Dataset:
     def sample_from_datasets(
         cls,
         datasets: Sequence[Any],
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | Dataset | None = None,
         seed: int | None = None,
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
@@ -180,7 +181,8 @@ class Dataset:
 
         Args:
             datasets: of elements of one structure.
-            weights: the probability of each dataset, up to a factor; None means equal ones.
+            weights: the probability of each dataset, up to a factor, or a dataset of these, one
+                for each draw; None means equal ones.
             seed: of the draws; see `shuffle`.
             stop_on_empty_dataset: whether to end where a drawn dataset has ended, instead of
                 drawing again.
@@ -190,17 +192,16 @@ class Dataset:
         >>> sorted(int(x) for x in both)
         [0, 1, 5, 6]
         """
-        parts = [as_dataset(each)._node for each in datasets]
-        shares = np.ones(len(parts)) if weights is None else np.asarray(weights, float)
-        if shares.shape != (len(parts),) or (shares < 0).any() or not shares.sum():
-            raise ValueError(
-                f"sample_from_datasets: weights must be {len(parts)} number(s), one for each "
-                f"dataset, from 0 on and not all 0; got {weights!r}."
-            )
-        drawn = tuple(part for part, share in zip(parts, shares, strict=True) if share)
-        shares = shares[shares > 0] / shares.sum()
+        parts = tuple(as_dataset(each)._node for each in datasets)
+        if not parts:
+            raise ValueError("sample_from_datasets: datasets should not be empty.")
+        if not isinstance(weights, Dataset):
+            shares = np.ones(len(parts)) if weights is None else np.asarray(weights, float)
+            nesting.check_weights(shares, len(parts))
+            parts = tuple(itertools.compress(parts, shares)) or (cls.range(0)._node,)
+            weights = cls.from_tensors(shares[shares > 0] if any(shares) else [1.0]).repeat()
         again = bool(rerandomize_each_iteration)
-        return cls(nesting.sampled(drawn, shares, seed, stop_on_empty_dataset, again))
+        return cls(nesting.sampled(parts, weights._node, seed, stop_on_empty_dataset, again))
 
     @classmethod
     def choose_from_datasets(
@@ -297,7 +298,7 @@ class Dataset:
         6
         """
         call = function(reduce_func, "reduce: reduce_func")
-        initial = state = as_element(initial_state)
+        initial = state = read_only(as_element(initial_state))
         for element in self:
             state = returned(call(state, element))
             transformations.check_state("reduce: reduce_func", initial, state)

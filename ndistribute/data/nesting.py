@@ -53,7 +53,9 @@ def interleaved(
 
     shape = "" if cycle == 1 else f", {cycle}, {block}"
     name = f"{method}({pipeline.name_of(fn)}{shape})"
-    return child.then(name, chunks, spec=ElementSpec(), seeds=seeds, runs_user_code=True)
+    endless = child.spec.cardinality == pipeline.INFINITE_CARDINALITY
+    spec = ElementSpec(child.spec.cardinality) if endless else ElementSpec()
+    return child.then(name, chunks, spec=spec, seeds=seeds, runs_user_code=True)
 
 
 def _in_turns(sources: Iterator[Iterator[Element]], cycle: int, block: int) -> Iterator[Element]:
@@ -135,18 +137,32 @@ def chosen(parts: tuple[Node, ...], choices: Node, stops: bool) -> Node:
     return _directed("choose_from_datasets", parts, (choices,), stops, choices.iterate)
 
 
+def check_weights(weights: Any, count: int) -> None:
+    """Raise a ValueError unless there is a weight for each dataset."""
+    if np.shape(weights) != (count,) or not np.all(weights >= 0):
+        raise ValueError(
+            f"sample_from_datasets: weights must be {count} number(s), one for each dataset, from "
+            f"0 on; got {weights!r}."
+        )
+
+
 def sampled(
-    parts: tuple[Node, ...], weights: Any, seed: int | None, stops: bool, differs: bool
+    parts: tuple[Node, ...], weights: Node, seed: int | None, stops: bool, differs: bool
 ) -> Node:
     """Return a node of the next element of datasets that are drawn at random."""
     seeds = seeded("sample_from_datasets", seed)
 
     def draw(epoch: Epoch) -> Iterator[int]:
-        rng = epoch.generator(seeds, differs)
-        while True:
-            yield from rng.choice(len(parts), 1024, p=weights)
+        rng, bounds, known = epoch.generator(seeds, differs), np.zeros(0), None
+        for shares in weights.iterate(epoch):
+            if shares is not known:
+                check_weights(shares, len(parts))
+                bounds, known = np.cumsum(shares, dtype=float), shares
+            if not bounds[-1]:
+                return
+            yield int(np.searchsorted(bounds, rng.random() * bounds[-1], side="right"))
 
-    return _directed("sample_from_datasets", parts, (), stops, draw, seeds)
+    return _directed("sample_from_datasets", parts, (weights,), stops, draw, seeds)
 
 
 def _directed(

@@ -39,7 +39,11 @@ class AutoShardPolicy(enum.Enum):
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a dataset function is called: once for each worker, or for each replica."""
+    """How often a dataset function is called: once for each worker, or for each replica.
+
+    >>> InputReplicationMode("per_replica")
+    <InputReplicationMode.PER_REPLICA: 'per_replica'>
+    """
 
     PER_WORKER = "per_worker"
     PER_REPLICA = "per_replica"

@@ -21,7 +21,17 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.context import current_seed
 from ndistribute.data import elements, pipeline, sources
-from ndistribute.data.elements import Chunk, Element, Rows, drop, join, pick, read_only, returned
+from ndistribute.data.elements import (
+    Chunk,
+    Element,
+    Rows,
+    as_element,
+    drop,
+    join,
+    pick,
+    read_only,
+    returned,
+)
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
 from ndistribute.data.prefetch import Ahead
@@ -108,12 +118,12 @@ def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
     call = explained("scan: scan_func", fn)
 
     def results(epoch: Epoch) -> Iterator[Element]:
-        state = initial
+        state = read_only(initial)  # A function may change a nest, but no array in it.
         for element in child.iterate(epoch):
             result = call(state, element)
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise TypeError(f"scan: scan_func must return (state, output), got {result!r}.")
-            state, output = map(returned, result)
+            state, output = map(as_element, result)
             check_state("scan: scan_func", initial, state)
             yield output
 

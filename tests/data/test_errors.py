@@ -57,7 +57,11 @@ WRONG = [
     (lambda: NUMBERS.rebatch([0]), "rebatch: batch_size must have a number above 0"),
     (lambda: Dataset.list_files("none-*"), "list_files: no file matches 'none-"),
     (lambda: Dataset.list_files("none"), "list_files: no file matches 'none'"),
-    (lambda: Dataset.sample_from_datasets([NUMBERS], [1, 2]), r"weights must be 1 number\(s\)"),
+    (
+        lambda: list(Dataset.sample_from_datasets([NUMBERS], [1, 2])),
+        r"weights must be 1 number\(s\)",
+    ),
+    (lambda: Dataset.sample_from_datasets([]), "datasets should not be empty"),
     (
         lambda: list(Dataset.choose_from_datasets([NUMBERS], NUMBERS)),
         "the choice .*1.* is not a number from 0 to 0",
