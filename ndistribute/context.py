@@ -185,8 +185,9 @@ class ReplicaContext:
 
         Args:
             fn: called as ``fn(strategy, *args, **kwargs)``. Each leaf of its arguments is a
-                `PerReplica` of the replicas' leaves. An object that all replicas pass, such as a
-                variable, is passed unchanged; not so a number, or an array of the only replica.
+                `PerReplica` of the replicas' leaves. An object that all replicas of this process
+                pass, such as a variable, is passed unchanged; not so a number, or an array of an
+                only replica.
             args: this replica's positional arguments.
             kwargs: this replica's keyword arguments.
 

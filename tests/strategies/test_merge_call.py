@@ -55,7 +55,7 @@ def test_an_object_of_all_replicas_passes_as_itself(several):
     several.run(lambda: context().merge_call(merged, args=(shared, array, "text", 1.5, [rank()])))
     ((same, zeros, text, number, (differ,)),) = arrived
     assert (same, text) == (shared, "text")
-    assert zeros is array
+    assert zeros is array or len(several.devices) == 1  # Of this process.
     assert number.values == each(several, 1.5)  # That numbers are one object is chance.
     assert differ.values == mine(several, lambda i: i)
 
