@@ -25,26 +25,26 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
     "autodiff": 2835,
-    "cluster": 514,
-    "collective": 3855,
-    "compat": 2380,
-    "coordinator": 898,
-    "data": 1725,
-    "estimator": 1278,
-    "graph": 4398,
+    "cluster": 651,
+    "collective": 3917,
+    "compat": 2420,
+    "coordinator": 903,
+    "data": 2483,
+    "estimator": 1279,
+    "graph": 4442,
     "jit": 1667,
     "launcher": 1478,
-    "models": 6329,
+    "models": 6436,
     "optimizers": 1044,
     "parameter_server": 1595,
-    "strategies": 1300,
-    "task": 293,
-    "top level": 2863,
+    "strategies": 1335,
+    "task": 296,
+    "top level": 2893,
     "transport": 1992,
-    "variables": 1128,
+    "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35164
+TESTS_BUDGET = 35992
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -57,6 +57,7 @@ SHARED_CLASSES = {
     "MeanAbsoluteError": "Keras has a loss and a metric of this name",
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",
+    "RunOptions": "TensorFlow has options of a session's run and of a strategy's by this name",
     "Sequential": "compat: exported files and default names of models contain it",
     "Tensor": "compat: programs ask isinstance(x, tf.Tensor), and graph.Tensor is public",
 }
