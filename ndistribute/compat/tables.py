@@ -145,7 +145,8 @@ TF2 = """
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
-    .models: list_variables load_checkpoint load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
+    .models: list_variables load_checkpoint load_variable
+    .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
 [test] .compat.adapters: is_gpu_available
 [tpu]
