@@ -16,12 +16,14 @@ from ndistribute.autodiff import logsumexp as logsumexp
 from ndistribute.autodiff import softmax as softmax
 from ndistribute.autodiff import stop_gradient as stop_gradient
 from ndistribute.cluster import ClusterSpec as ClusterSpec
+from ndistribute.cluster import KubernetesClusterResolver as KubernetesClusterResolver
 from ndistribute.cluster import MPIClusterResolver as MPIClusterResolver
 from ndistribute.cluster import SimpleClusterResolver as SimpleClusterResolver
 from ndistribute.cluster import SlurmClusterResolver as SlurmClusterResolver
 from ndistribute.cluster import TFConfigClusterResolver as TFConfigClusterResolver
 from ndistribute.cluster import TorchrunClusterResolver as TorchrunClusterResolver
 from ndistribute.cluster import TPUClusterResolver as TPUClusterResolver
+from ndistribute.cluster import UnionResolver as UnionResolver
 from ndistribute.collective.communicator import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -39,14 +41,19 @@ from ndistribute.context import has_strategy as has_strategy
 from ndistribute.context import in_cross_replica_context as in_cross_replica_context
 from ndistribute.context import set_seed as set_seed
 from ndistribute.context import set_strategy as set_strategy
+from ndistribute.coordinator.closures import PerWorkerValue as PerWorkerValue
+from ndistribute.coordinator.closures import RemoteValue as RemoteValue
 from ndistribute.coordinator.coordinator import ClusterCoordinator as ClusterCoordinator
 from ndistribute.data import AutoShardPolicy as AutoShardPolicy
 from ndistribute.data import Dataset as Dataset
 from ndistribute.data import DistributedDataset as DistributedDataset
+from ndistribute.data import DistributedIterator as DistributedIterator
 from ndistribute.data import InputContext as InputContext
 from ndistribute.data import InputOptions as InputOptions
+from ndistribute.data import InputReplicationMode as InputReplicationMode
 from ndistribute.devices import Device as Device
 from ndistribute.devices import list_devices as list_devices
+from ndistribute.devices import set_logical_cpus as set_logical_cpus
 from ndistribute.errors import AuthenticationError as AuthenticationError
 from ndistribute.errors import CheckpointCorruptError as CheckpointCorruptError
 from ndistribute.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -71,6 +78,7 @@ from ndistribute.strategies import MirroredStrategy as MirroredStrategy
 from ndistribute.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from ndistribute.strategies import OneDeviceStrategy as OneDeviceStrategy
 from ndistribute.strategies import ParameterServerStrategy as ParameterServerStrategy
+from ndistribute.strategies import RunOptions as RunOptions
 from ndistribute.strategies import Strategy as Strategy
 from ndistribute.strategies import TPUStrategy as TPUStrategy
 from ndistribute.strategies import initialize_tpu_system as initialize_tpu_system

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -187,7 +188,9 @@ class ReplicaContext:
 
         Args:
             fn: called as ``fn(strategy, *args, **kwargs)``. Each leaf of its arguments is a
-                `PerReplica` of the replicas' leaves; variables are passed unchanged.
+                `PerReplica` of the replicas' leaves. An object that all replicas of this process
+                pass, such as a variable, is passed unchanged; not so a number, or an array of an
+                only replica.
             args: this replica's positional arguments.
             kwargs: this replica's keyword arguments.
 
@@ -200,8 +203,8 @@ class ReplicaContext:
         self._frame("merge_call")
 
         def merged(calls: Sequence[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> Any:
-            joined_args = tree.regroup([call[1] for call in calls], join_leaf)
-            joined_kwargs = tree.regroup([call[2] for call in calls], join_leaf)
+            joined_args = tree.regroup([call[1] for call in calls], _shared_or_joined)
+            joined_kwargs = tree.regroup([call[2] for call in calls], _shared_or_joined)
             with entered(Frame(chosen(self.strategy), None, merging=True)):
                 return calls[0][0](self.strategy, *joined_args, **joined_kwargs)
 
@@ -430,3 +433,15 @@ def join_leaf(column: Sequence[Any]) -> Any:
     first = column[0]
     shared = first is None or getattr(first, "is_distributed_variable", False)
     return first if shared and all(item is first for item in column) else PerReplica(column)
+
+
+def _shared_or_joined(column: Sequence[Any]) -> Any:
+    """Return the object that is the leaf of all replicas, otherwise a `PerReplica`.
+
+    Equal numbers may be one object by chance, so they are joined.
+    """
+    first = column[0]
+    is_array = hasattr(first, "dtype") and not getattr(first, "is_distributed_variable", False)
+    by_chance = isinstance(first, Number) or (is_array and len(column) == 1)
+    same = not by_chance and all(item is first for item in column)
+    return first if same else PerReplica(column)

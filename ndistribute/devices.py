@@ -109,12 +109,28 @@ class Device:
         return f"Device({str(self)!r})"
 
 
+_logical_cpus = [1]  # As `set_logical_cpus` says.
+
+
+def set_logical_cpus(count: int) -> None:
+    """Set how many logical CPUs `list_devices` returns, and strategies use by default.
+
+    >>> set_logical_cpus(2)
+    >>> list_devices("cpu")
+    [Device('cpu:0'), Device('cpu:1')]
+    >>> set_logical_cpus(1)
+    """
+    if count < 1:
+        raise ValueError(f"there must be at least one logical CPU, got {count}.")
+    _logical_cpus[:] = [count]
+
+
 # Called by `device_of` for every array, so it is cached.
 _device_named = functools.cache(Device)
 
 
 def list_devices(kind: str | None = None) -> list[Device]:
-    """Return the devices of this machine: the visible GPUs, then one logical CPU.
+    """Return the devices of this machine: the visible GPUs, then the logical CPUs, by default one.
 
     Args:
         kind: ``"cpu"``, ``"gpu"``, or None for both; ``"tpu"`` for the devices of JAX.
@@ -130,7 +146,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
     name = str(kind).lower()
     if name not in ("gpu", "cpu", "tpu"):
         raise ValueError(f"kind must be 'cpu', 'gpu', 'tpu' or None, got {kind!r}.")
-    count = 1
+    count = _logical_cpus[0]
     if name != "cpu":
         count = _gpu_count() if name == "gpu" else len(jax_module().local_devices())
     return [Device(f"{name}:{index}") for index in range(count)]
@@ -142,7 +158,7 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
     Errors name the argument, `what`.
     """
     if specs is None:
-        return list_devices("gpu") or [Device("cpu:0")]
+        return list_devices("gpu") or list_devices("cpu")
     if isinstance(specs, str | Device):
         specs = [specs]
     if not isinstance(specs, Iterable):

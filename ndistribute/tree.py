@@ -54,6 +54,23 @@ def same_structure(left: Tree, right: Tree) -> bool:
     return left_keys == right_keys and all(map(same_structure, left_children, right_children))
 
 
+def flatten_up_to(like: Tree, tree: Tree) -> list[Any]:
+    """Return the parts of a structure at the leaves of `like`; a leaf stands for all below it.
+
+    >>> flatten_up_to((0, {"a": 0, "b": 0}), ([1, 2], None))
+    [[1, 2], None, None]
+    """
+    if _nesting(type(like)) is None:
+        return [tree]
+    if _nesting(type(tree)) is None:
+        return [tree] * len(flatten(like))
+    (keys, children), (other_keys, others) = _children(like), _children(tree)
+    if keys != other_keys:
+        raise ValueError(f"structures differ: {like!r} and {tree!r}")
+    pairs = zip(children, others, strict=True)
+    return [part for child, other in pairs for part in flatten_up_to(child, other)]
+
+
 def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
     """Return a structure with one replica's components; itself if it has no `PerReplica` leaf."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,11 +24,17 @@ BLOCK_ELEMENTS = 32 * 1024
 _rules: dict[str, type[Rule]] = {}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """The base class of update rules, which are frozen dataclasses of their hyperparameters.
 
-    Parameter servers can apply a rule if their program has imported its class.
+    Parameter servers can apply a rule if their program has imported its class. What every rule has,
+    see `Optimizer`, is done around its `update`.
     """
+
+    weight_decay: float = field(default=0.0, repr=False)
+    ema_momentum: float = field(default=0.0, repr=False)
+    ema_overwrite_frequency: int = field(default=0, repr=False)
 
     name: ClassVar[str] = ""
     """The unique name by which a server finds the rule's class."""
@@ -55,9 +62,46 @@ class Rule:
         """True if rows without a gradient do not change, so that sparse updates are exact."""
         return False
 
+    @property
+    def all_slots(self) -> tuple[str, ...]:
+        """The names of the slots, and of the average of the variable, if there is one."""
+        return (*self.slot_names, *(("average",) if self.ema_momentum else ()))
+
+    @property
+    def leaves_rows(self) -> bool:
+        """True if a step leaves alone the rows without a gradient."""
+        return self.rows_alone and not self.weight_decay and not self.ema_momentum
+
     def initial_slot(self, name: str) -> float:
         """Return the initial value of a slot."""
         return 0.0
+
+    def rates(self, step: int, learning_rate: float) -> Any:
+        """Return the result of `rate`, and what a step needs for the weight decay and averages."""
+        rate = self.rate(step, learning_rate)
+        if not self.weight_decay and not self.ema_momentum:
+            return rate
+        kept = self.ema_momentum if step > 1 else 0.0
+        often = self.ema_overwrite_frequency
+        overwritten = 1.0 if often and step % often == 0 else 0.0
+        return rate, 1 - self.weight_decay * learning_rate, kept, overwritten
+
+    def step(self, variable: Array, gradient: Array, slots: Sequence[Array], rates: Any) -> None:
+        """Update a range by `update`, with weight decay before it and the average after it."""
+        if not self.weight_decay and not self.ema_momentum:
+            self.update(variable, gradient, slots, rates)
+            return
+        rate, left, kept, overwritten = rates
+        if self.weight_decay:
+            variable *= left
+        self.update(variable, gradient, slots[: len(self.slot_names)], rate)
+        if self.ema_momentum:
+            average = slots[-1]
+            average *= kept
+            average += (1 - kept) * variable
+            if self.ema_overwrite_frequency:
+                variable *= 1 - overwritten
+                variable += overwritten * average
 
     def rate(self, step: int, learning_rate: float) -> Any:
         """Return the rate for `update`, or several in a tuple; computed once per step.
@@ -108,13 +152,13 @@ def update_block(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any
     if type(gradient) is not type(variable):  # A constant gradient in a compiled step.
         gradient = array_namespace(variable).asarray(gradient)
     if variable.dtype.char in "fd" and gradient.dtype == variable.dtype:
-        rule.update(variable, gradient, slots, rate)
+        rule.step(variable, gradient, slots, rate)
         return
     wide = variable.astype(computing_dtype(variable.dtype), copy=False)
     parts = [wide, gradient.astype(wide.dtype, copy=False), *slots]
     if wide.dtype.kind == "c":
         parts = [part.view(part.real.dtype) for part in parts]
-    rule.update(parts[0], parts[1], parts[2:], rate)
+    rule.step(parts[0], parts[1], parts[2:], rate)
     if wide is not variable:
         variable[...] = wide
 
@@ -157,11 +201,15 @@ def _rule_of(kind: Any, hyperparameters: tuple[tuple[str, float], ...]) -> Rule:
 
 
 def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
-    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule."""
+    """Return a rule's name and hyperparameters, from which `rule_named` makes an equal rule.
+
+    Defaults are left out.
+    """
     if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
         raise ValueError(f"{rule!r} must be a dataclass, and the last rule with its name.")
     try:
-        numbers = {f.name: float(getattr(rule, f.name)) for f in dataclasses.fields(rule)}
+        values = {f: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+        numbers = {f.name: float(value) for f, value in values.items() if value != f.default}
     except (TypeError, ValueError) as error:
         raise ValueError(f"{rule!r}: hyperparameters must be numbers ({error}).") from error
     return rule.name, numbers

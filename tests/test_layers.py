@@ -68,6 +68,7 @@ OPTIONAL: dict[str, set[str]] = {
     "cloudpickle": set(),
     "distributed": set(),
     "jax": {"devices.py"},
+    "kubernetes": set(),
     "matplotlib": set(),
     "ml_dtypes": set(),
     "mpi4py": set(),

@@ -39,8 +39,6 @@ nd.CentralStorageStrategy([])
 -> ValueError: devices is empty
 nd.MirroredStrategy(["cpu:0", "cpu:0"])
 -> ValueError: cpu:0 is named twice | cpu:1
-nd.MirroredStrategy([])
--> ValueError: devices is empty | ['cpu:0', 'cpu:1']
 nd.MirroredStrategy(["cpu:0"], cross_device_ops="nccl")
 -> TypeError: cross_device_ops | nd.RingAllReduce() | 'nccl'
 with strategy.scope(), nd.OneDeviceStrategy("cpu:0").scope():

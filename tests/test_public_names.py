@@ -35,17 +35,19 @@ OBJECTS = {
     ),
     "dataset": (
         lambda: nd.Dataset.range(3),
-        "batch cache cardinality concatenate filter from_files from_generator from_tensor_slices "
-        "from_tensors map prefetch range repeat shard shuffle skip take unbatch with_options zip",
+        "apply batch cache cardinality choose_from_datasets concatenate element_spec enumerate "
+        "filter flat_map from_files from_generator from_tensor_slices from_tensors interleave "
+        "list_files map padded_batch prefetch range rebatch reduce repeat sample_from_datasets "
+        "scan shard shuffle skip take take_while unbatch window with_options zip",
     ),
     "distributed dataset": (
         lambda: nd.get_strategy().distribute_dataset(nd.Dataset.range(3).batch(1)),
-        "cardinality",
+        "cardinality element_spec",
     ),
     "optimizer": (
         nd.optimizers.SGD,
-        "apply_gradients build get_config iterations learning_rate minimize name rule scale_loss "
-        "slots variables",
+        "apply_gradients build finalize_variable_values get_config iterations learning_rate "
+        "minimize name rule scale_loss slots variables",
     ),
     "values": (lambda: nd.PerReplica([1]), "values"),
 }
@@ -90,7 +92,7 @@ def test_the_signature_of_a_variable_is_what_users_pass():
     parameters = inspect.signature(nd.Variable).parameters
     assert {name: each.default for name, each in parameters.items()} == {
         "initial_value": inspect.Parameter.empty,
-        "trainable": True,
+        "trainable": None,
         "name": None,
         "dtype": None,
         "synchronization": "auto",

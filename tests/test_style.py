@@ -25,34 +25,39 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
     "autodiff": 2838,
-    "cluster": 514,
-    "collective": 3855,
-    "compat": 2379,
-    "coordinator": 898,
-    "data": 1725,
-    "estimator": 1278,
-    "graph": 4398,
+    "cluster": 651,
+    "collective": 3917,
+    "compat": 2422,
+    "coordinator": 903,
+    "data": 2483,
+    "estimator": 1279,
+    "graph": 4442,
     "jit": 1652,
     "launcher": 1478,
-    "models": 5322,
-    "optimizers": 925,
+    "models": 6554,
+    "optimizers": 1047,
     "parameter_server": 1595,
-    "strategies": 1298,
-    "task": 293,
-    "top level": 2833,
+    "strategies": 1333,
+    "task": 296,
+    "top level": 2900,
     "transport": 1992,
-    "variables": 1137,
+    "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35138
+TESTS_BUDGET = 36351
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
 SHARED_CLASSES = {
+    **dict.fromkeys(
+        ("BinaryCrossentropy", "CategoricalCrossentropy", "SparseCategoricalCrossentropy"),
+        "Keras has a loss and a metric of this name",
+    ),
     "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
     "MeanAbsoluteError": "Keras has a loss and a metric of this name",
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",
+    "RunOptions": "TensorFlow has options of a session's run and of a strategy's by this name",
     "Sequential": "compat: exported files and default names of models contain it",
     "Tensor": "compat: programs ask isinstance(x, tf.Tensor), and graph.Tensor is public",
 }

@@ -6,6 +6,8 @@ from ndistribute.cluster.environment import TorchrunClusterResolver as TorchrunC
 from ndistribute.cluster.environment import TPUClusterResolver as TPUClusterResolver
 from ndistribute.cluster.environment import resolve as resolve
 from ndistribute.cluster.environment import resolver_of_job as resolver_of_job
+from ndistribute.cluster.joined import KubernetesClusterResolver as KubernetesClusterResolver
+from ndistribute.cluster.joined import UnionResolver as UnionResolver
 from ndistribute.cluster.resolvers import ClusterResolver as ClusterResolver
 from ndistribute.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
 from ndistribute.cluster.resolvers import worker_index as worker_index

@@ -41,9 +41,12 @@ class ClusterResolver:
     bootstrap: Bootstrap = "tcp"
     # For errors: the source of the addresses, and how to change them; empty if given.
     address_hint: str = ""
+    #: The protocol before the addresses that `master` returns, as in ``grpc://``; empty: none.
+    rpc_layer: str | None = ""
     # What a program gave instead of what `master` and `num_accelerators` would find.
     _master = ""
     _accelerators: dict[str, int] | None = None
+    _needs_task = True  # Else a process without a task is the one that coordinates the others.
 
     def __init__(
         self,
@@ -56,9 +59,14 @@ class ClusterResolver:
         self.task_type = task_type
         self.task_id = task_id
         self.environment = environment
-        _check(cluster, task_type, task_id)
+        if self._needs_task or task_type is not None:
+            _check(cluster, task_type, task_id)
+
+    @property
+    def _workers(self) -> list[tuple[str, int]]:
+        cluster = self.cluster_spec()
         jobs = [job for job in _COMPUTING if job in cluster.jobs]
-        self._workers = [(job, index) for job in jobs for index in cluster.task_indices(job)]
+        return [(job, index) for job in jobs for index in cluster.task_indices(job)]
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the whole cluster."""
@@ -71,12 +79,12 @@ class ClusterResolver:
         If only the address of rank 0 is known, the others are empty strings.
         """
         workers = self._workers if self.bootstrap == "tcp" else []
-        return tuple(self._cluster.task_address(*task) for task in workers)
+        return tuple(self.cluster_spec().task_address(*task) for task in workers)
 
     @property
     def worker_index(self) -> int | None:
-        """The rank of this process among chief and workers; None for a ps or evaluator."""
-        if not self._cluster:
+        """The rank of this process among chief and workers; None for any other process."""
+        if not self.cluster_spec():
             return 0
         ranks = {task: rank for rank, task in enumerate(self._workers)}
         return ranks.get((self.task_type or "", self.task_id or 0))
@@ -84,28 +92,45 @@ class ClusterResolver:
     @property
     def num_workers(self) -> int:
         """The number of workers, the chief included; 1 in an empty cluster."""
-        return len(self._workers) if self._cluster else 1
+        return len(self._workers) if self.cluster_spec() else 1
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the chief, or worker 0 of a cluster without a chief."""
-        return self.worker_index == 0
+        """Whether this process is the chief, or worker 0 without one, or has no task."""
+        return self.task_type is None or self.worker_index == 0
 
-    def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Return the job and the index of this process."""
+        return self.task_type, self.task_id
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """Return the address of a task, by default of this process; empty if it has none.
+
+        The protocol, `rpc_layer`, is before it if it is not empty.
 
         Raises:
             ValueError: there is no such task.
         """
+        address = self._address_of(task_type, task_id)
+        layer = rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer and address else address
+
+    def _address_of(self, task_type: str | None, task_id: int | None) -> str:
         if self._master and task_type is None and task_id is None:
             return self._master
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
-        if not self._cluster or task_type is None or task_id is None:
+        cluster = self.cluster_spec()
+        if not cluster or task_type is None or task_id is None:
             return ""
-        if task_type == "evaluator" and task_type not in self._cluster.jobs:
+        if task_type == "evaluator" and task_type not in cluster.jobs:
             return ""
-        return self._cluster.task_address(task_type, task_id)
+        return cluster.task_address(task_type, task_id)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -118,7 +143,8 @@ class ClusterResolver:
         return {"GPU": len(list_devices("gpu"))}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._cluster!r}, {self.task_type!r}, {self.task_id!r})"
+        name = type(self).__name__
+        return f"{name}({self.cluster_spec()!r}, {self.task_type!r}, {self.task_id!r})"
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -127,10 +153,11 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: the cluster, or a description that `ClusterSpec` accepts.
         master: the address that ``master()`` returns; empty: the address of this task.
-        task_type: the job of this process.
+        task_type: the job of this process; None: it is the one that coordinates the others.
         task_id: the index of this process within its job.
         environment: the name of the environment.
         num_accelerators: the result of ``num_accelerators()``; None: the GPUs of this machine.
+        rpc_layer: the protocol before addresses in ``master()``.
 
     Raises:
         ValueError: the cluster has no such task.
@@ -140,6 +167,8 @@ class SimpleClusterResolver(ClusterResolver):
     (2, True, 'a:1')
     """
 
+    _needs_task = False
+
     def __init__(
         self,
         cluster_spec: ClusterSpec | dict[str, list[str]],
@@ -148,10 +177,12 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         environment: str = "",
         num_accelerators: dict[str, int] | None = None,
+        rpc_layer: str | None = "",
     ) -> None:
         super().__init__(ClusterSpec(cluster_spec), task_type, task_id, environment)
         self._master = master
         self._accelerators = num_accelerators
+        self.rpc_layer = rpc_layer
 
 
 _entered: list[ClusterResolver] = []

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from ndistribute.cluster.resolvers import ClusterResolver, number_in, number_of
 from ndistribute.cluster.spec import ClusterSpec
@@ -33,10 +33,17 @@ class SlurmClusterResolver(ClusterResolver):
             ``{"chief": 1, "worker": 3}``; None: all tasks are workers.
         port_base: the port of the first task of each node; the next tasks use the next ports. None:
             the ports that ``srun --resv-ports`` reserved, otherwise ports by the job's number.
-        tasks_per_node: the number of tasks of each node; None: read from the environment.
+        gpus_per_node: the number of GPUs of each node; None: those of this node.
+        gpus_per_task: the number of GPUs of each task; None: an equal part of those of a node.
+        tasks_per_node: the number of tasks of each node: a number for all, a list, or a dict by
+            host; None: read from the environment.
+        auto_set_gpu: whether to show this process only its own GPUs, by `CUDA_VISIBLE_DEVICES`, if
+            `gpus_per_node` or `gpus_per_task` is passed. It has to be before GPUs are used.
+        rpc_layer: the protocol before addresses in ``master()``.
         environ: the environment variables; None: ``os.environ``.
 
     Raises:
+        RuntimeError: the tasks of a node need more GPUs than it has.
         ValueError: ``srun`` did not start this process, or its variables contradict each other.
 
     >>> step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
@@ -54,7 +61,11 @@ class SlurmClusterResolver(ClusterResolver):
         self,
         jobs: Mapping[str, int] | None = None,
         port_base: int | None = None,
-        tasks_per_node: list[int] | None = None,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Sequence[int] | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "",
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -63,6 +74,10 @@ class SlurmClusterResolver(ClusterResolver):
         if tasks_per_node is None:
             counts = _need(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
             tasks_per_node = expand_tasks(counts)
+        elif isinstance(tasks_per_node, Mapping):
+            tasks_per_node = [tasks_per_node.get(host, 0) for host in hosts]
+        elif isinstance(tasks_per_node, int):
+            tasks_per_node = [tasks_per_node] * len(hosts)
         if len(hosts) != len(tasks_per_node):
             text = f"Slurm lists {len(hosts)} nodes, but tasks for {len(tasks_per_node)} nodes."
             raise ValueError(text)
@@ -81,6 +96,22 @@ class SlurmClusterResolver(ClusterResolver):
         cluster = {job: list(itertools.islice(addresses, n)) for job, n in jobs.items() if n}
         tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
         super().__init__(ClusterSpec(cluster), *tasks[rank], "slurm")
+        self.rpc_layer = rpc_layer
+        if gpus_per_node is not None or gpus_per_task is not None:
+            most, slot = max(tasks_per_node), places[rank][1]
+            visible = self._share_gpus(most, slot, gpus_per_node, gpus_per_task)
+            if auto_set_gpu:
+                shown = environ if isinstance(environ, MutableMapping) else os.environ
+                shown["CUDA_VISIBLE_DEVICES"] = visible
+
+    def _share_gpus(self, tasks: int, slot: int, per_node: int | None, each: int | None) -> str:
+        """Return the GPUs of task `slot` of a node with at most so many tasks."""
+        on_node = self.num_accelerators()["GPU"] if per_node is None else per_node
+        each = on_node // tasks if each is None else each
+        if each * tasks > on_node:
+            raise RuntimeError(f"{tasks} tasks of {each} GPU(s) need more than {on_node} per node.")
+        self._accelerators = {"GPU": each}
+        return ",".join(map(str, range(slot * each, (slot + 1) * each)))
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -117,7 +148,7 @@ def expand_tasks(text: str) -> list[int]:
     return counts
 
 
-def _places(tasks_per_node: list[int], distribution: str) -> list[tuple[int, int]]:
+def _places(tasks_per_node: Sequence[int], distribution: str) -> list[tuple[int, int]]:
     """Return the node of each rank, and the number of lower ranks on that node."""
     across_nodes = distribution.partition(":")[0].partition(",")[0].lower()
     if across_nodes not in ("block", "*", "", "cyclic"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +24,16 @@ from ndistribute.collective.communicator import (
 from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.mpi import MpiTransport, exchange_over_mpi
 from ndistribute.collective.nccl import make_nccl_backends
+from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays, reduce_rows
 from ndistribute.collective.ring import RingBackend
 from ndistribute.collective.shared_memory import SharedMemoryBackend
 from ndistribute.collective.tcp import TcpTransport
 from ndistribute.collective.threads import Rendezvous, ThreadBackend
 from ndistribute.collective.workers import ReplicaGroup, Workers
-from ndistribute.devices import Device, nccl_available
+from ndistribute.devices import Device, as_array, copy_to, device_of, nccl_available
+from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.stream import Stream
+from ndistribute.values import DistributedValues, Mirrored
 
 _log = logging.getLogger("ndistribute")
 
@@ -37,16 +41,88 @@ _log = logging.getLogger("ndistribute")
 class CrossDeviceOps:
     """The base class of the ways to reduce over the devices of one process.
 
-    >>> isinstance(RingAllReduce(), CrossDeviceOps)
-    True
+    Strategies take one; its methods reduce values outside of strategies.
+
+    >>> import ndistribute as nd
+    >>> ops = RingAllReduce()
+    >>> ops.reduce("sum", nd.PerReplica([1.0, 2.0]), destinations=["cpu:0", "cpu:1"]).values
+    (array(3.), array(3.))
     """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any = None,
+    ) -> Mirrored:
+        """Return the reduction of the components of a value, copied to devices.
+
+        Args:
+            reduce_op: a `ReduceOp`, or its name.
+            per_replica_value: a `PerReplica` of arrays or `IndexedSlices`, or one of these.
+            destinations: one or several devices, or a value or variable that is on these.
+            options: `CommunicationOptions`, which concern several processes.
+
+        Raises:
+            ValueError: the op is unknown, or undefined for these values.
+        """
+        op = ReduceOp.parse(reduce_op)
+        value = per_replica_value
+        parts = value.values if isinstance(value, DistributedValues) else (value,)
+        if isinstance(parts[0], IndexedSlices):
+            columns = ((part.values, part.indices) for part in parts)
+            rows, indices = map(np.concatenate, zip(*columns, strict=True))
+            joined = IndexedSlices(rows, indices, parts[0].dense_shape)
+            return self.broadcast(reduce_rows(joined, op, len(parts), lambda x: x), destinations)
+        device = device_of(as_array(parts[0]))
+        arrays = [copy_to(as_array(part), device) for part in parts]
+        return self.broadcast(self._combine(op, arrays), destinations)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Mirrored]:
+        """Return the result of `reduce` for each pair of a value and its destinations."""
+        return [self.reduce(reduce_op, *pair) for pair in value_destination_pairs]
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Return an array, or `IndexedSlices`, copied to devices; see `reduce`."""
+        strategy = getattr(destinations, "distribute_strategy", None)  # Of a variable.
+        if strategy is not None:
+            devices = list(strategy.devices)
+        elif isinstance(destinations, DistributedValues):
+            devices = [device_of(as_array(part)) for part in destinations.values]
+        else:
+            several = isinstance(destinations, list | tuple)
+            devices = [Device(each) for each in (destinations if several else [destinations])]
+        if not isinstance(tensor, IndexedSlices):
+            return Mirrored(copy_to(as_array(tensor), device) for device in devices)
+        rows = [(copy_to(tensor.values, at), copy_to(tensor.indices, at)) for at in devices]
+        return Mirrored(IndexedSlices(*pair, tensor.dense_shape) for pair in rows)
+
+    def _combine(self, op: ReduceOp, arrays: list[Any]) -> Any:
+        return reduce_arrays(op, arrays)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-class NcclAllReduce(CrossDeviceOps):
+class _Packing(CrossDeviceOps):
+    """What takes TensorFlow's number of packs; here buckets of gradients are of equal bytes."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueError(f"{type(self).__name__} needs num_packs >= 0, got {num_packs}.")
+
+
+class NcclAllReduce(_Packing):
     """Reduction through NCCL; without NCCL or distinct GPUs, replicas reduce in memory instead.
+
+    Args:
+        num_packs: changes nothing: gradients are packed into buckets of some bytes.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=NcclAllReduce())
@@ -63,8 +139,11 @@ class RingAllReduce(CrossDeviceOps):
     """
 
 
-class HierarchicalCopyAllReduce(CrossDeviceOps):
+class HierarchicalCopyAllReduce(_Packing):
     """Reduction by slices in memory, without NCCL, exactly as `RingAllReduce`.
+
+    Args:
+        num_packs: changes nothing: gradients are packed into buckets of some bytes.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=HierarchicalCopyAllReduce())
@@ -74,9 +153,31 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 class ReductionToOneDevice(CrossDeviceOps):
     """Reduction on the device of one replica, which copies the result to the others.
 
+    Args:
+        reduce_to_device: where `reduce` computes; None: on the device of the first component.
+            Replicas of a strategy take turns, and which of them reduces changes no result.
+        accumulation_fn: called by `reduce` with the list of arrays, returns their sum; None: they
+            are added in order. Strategies refuse it.
+
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=ReductionToOneDevice())
     """
+
+    def __init__(
+        self,
+        reduce_to_device: str | Device | None = None,
+        accumulation_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._device = None if reduce_to_device is None else Device(reduce_to_device)
+        self.accumulation_fn = accumulation_fn
+
+    def _combine(self, op: ReduceOp, arrays: list[Any]) -> Any:
+        if self._device is not None:
+            arrays = [copy_to(array, self._device) for array in arrays]
+        if self.accumulation_fn is None or op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            return super()._combine(op, arrays)
+        total = self.accumulation_fn(arrays)
+        return total / len(arrays) if op is ReduceOp.MEAN else total
 
 
 def make_group(

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +31,9 @@ from ndistribute.compat.signatures import (
 )
 from ndistribute.compat.tensor_functions import eager_constant, one_hot
 from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plain, variable_type
+from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
-from ndistribute.models.checkpoint import read_newest
 from ndistribute.tree import map_leaves
 from ndistribute.values import DistributedValues
 
@@ -46,21 +45,6 @@ def tensors(nest: Any) -> Any:
     if isinstance(nest, dict):
         return {key: tensors(value) for key, value in nest.items()}
     return plain(eager_constant(nest))
-
-
-class TensorIterator:
-    """An iterator over a dataset, whose elements are tensors."""
-
-    def __init__(self, elements: Any) -> None:
-        self._elements = elements
-
-    def __iter__(self) -> TensorIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return map_leaves(tensor_if_array, next(self._elements))
-
-    get_next = __next__
 
 
 def _of_elements(function: Any) -> Any:
@@ -85,17 +69,17 @@ class TensorDataset(nd.Dataset):
     )
     filter = adapted(lambda self, predicate: nd.Dataset.filter(self, _of_elements(predicate)))
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
+    cardinality = unary(lambda self: np.int64(nd.Dataset.cardinality(self)), 0)
+    reduce = unary(nd.Dataset.reduce, 0)
 
-    as_numpy_iterator = nd.Dataset.__iter__
+    _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
+    as_numpy_iterator = lambda self: ElementIterator(self._node)  # noqa: E731
 
     def make_one_shot_iterator(self) -> Any:
         """Return an iterator whose `get_next` gives tensors of a graph."""
         return graph.DatasetIterator(self)
 
     make_initializable_iterator = make_one_shot_iterator
-
-    def __iter__(self) -> Any:
-        return TensorIterator(super().__iter__())
 
     @classmethod
     def from_tensor_slices(cls, nest: Any, name: Any = None) -> nd.Dataset:
@@ -104,6 +88,10 @@ class TensorDataset(nd.Dataset):
     @classmethod
     def from_tensors(cls, nest: Any, name: Any = None) -> nd.Dataset:
         return super().from_tensors(tensors(nest))
+
+
+TextLineDataset = functools.partial(nd.data.text_lines, kind=TensorDataset)
+make_csv_dataset = functools.partial(nd.data.make_csv_dataset, kind=TensorDataset)
 
 
 class Restored(SimpleNamespace):
@@ -131,21 +119,6 @@ def _file_in(prefix: Any) -> Any:
     return f"{prefix}ckpt" if str(prefix).endswith(os.sep) else prefix
 
 
-def list_variables(ckpt_dir_or_file: Any) -> list[tuple[str, list[int]]]:
-    """Return the names and shapes of what a checkpoint contains."""
-    return [(name, list(array.shape)) for name, array in sorted(_read(ckpt_dir_or_file).items())]
-
-
-def load_variable(ckpt_dir_or_file: Any, name: str) -> Any:
-    """Return the value of a name in a checkpoint."""
-    return np.asarray(_read(ckpt_dir_or_file)[name])
-
-
-def _read(path: Any) -> Any:
-    newest = models.latest_checkpoint(path) if Path(path).is_dir() else None
-    return read_newest(newest or Path(path))[1]
-
-
 class Checkpoint(nd.Checkpoint):
     """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
 
@@ -155,9 +128,9 @@ class Checkpoint(nd.Checkpoint):
     def save(self, file_prefix: Any, options: Any = None) -> Any:
         return super().save(_file_in(file_prefix))
 
-    def write(self, file_prefix: Any, options: Any = None) -> str:
+    def write(self, file_prefix: Any, options: Any = None) -> Any:
         """Write the state, and return the path that was passed."""
-        super().save(file_prefix)
+        super().write(file_prefix)
         return str(file_prefix)
 
     def restore(self, path: Any, options: Any = None) -> Any:
@@ -426,10 +399,6 @@ def _set_option(options: Any, name: str, value: Any) -> None:
 _itself = property(lambda self: self)
 Options = subclass(
     nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
-)
-PreemptionCheckpointHandler = adapted(
-    lambda cluster_resolver, manager: models.PreemptionCheckpointHandler(manager),
-    checkpoint_or_checkpoint_manager="manager",
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
 list_devices = adapted(

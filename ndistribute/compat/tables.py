@@ -10,13 +10,18 @@ TF2 = """
 [compat]
 [config] .compat.signatures: experimental_connect_to_cluster=nothing
     experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
-    set_soft_device_placement=nothing  .compat.adapters: list_logical_devices=list_devices
-    list_physical_devices=list_devices
+    set_soft_device_placement=nothing  .compat.adapters: list_physical_devices=list_devices
+    .compat.configuration: LogicalDevice LogicalDeviceConfiguration get_logical_device_configuration
+    list_logical_devices set_logical_device_configuration
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
+    VirtualDeviceConfiguration=LogicalDeviceConfiguration
+    get_virtual_device_configuration=get_logical_device_configuration
+    set_virtual_device_configuration=set_logical_device_configuration
     .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
-[data] .compat.adapters: Dataset=TensorDataset Options  .data.transformations: AUTOTUNE
-[data.experimental] .data.transformations: AUTOTUNE  .data.pipeline: INFINITE_CARDINALITY
-    UNKNOWN_CARDINALITY  ndistribute: AutoShardPolicy
+[data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
+    .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
+[data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
+    .compat.adapters: make_csv_dataset  ndistribute: AutoShardPolicy
 [bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
     numpy/unary: invert
 [autograph] .compat.signatures: set_verbosity=nothing
@@ -33,18 +38,21 @@ TF2 = """
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: VERSION=__version__
 [distribute] .compat.adapters: get_replica_context  ndistribute: CrossDeviceOps DistributedDataset
-    DistributedValues HierarchicalCopyAllReduce InputContext InputOptions NcclAllReduce ReduceOp
-    ReductionToOneDevice ReplicaContext Strategy experimental_set_strategy=set_strategy get_strategy
+    DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext InputOptions
+    InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext RunOptions
+    Strategy experimental_set_strategy=set_strategy get_strategy
     has_strategy in_cross_replica_context  ndistribute/server: Server
     ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
     OneDeviceStrategy ParameterServerStrategy TPUStrategy
-[distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute/resolver: SimpleClusterResolver
-    SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver
-[distribute.coordinator] ndistribute: ClusterCoordinator
+[distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute: KubernetesClusterResolver
+    SimpleClusterResolver SlurmClusterResolver UnionResolver
+    ndistribute/resolver: TFConfigClusterResolver TPUClusterResolver
+[distribute.coordinator] ndistribute: ClusterCoordinator PerWorkerValue RemoteValue
 [distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
     MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
-    CommunicationOptions  .compat.adapters: PreemptionCheckpointHandler
+    CommunicationOptions  .models: TerminationConfig
+    .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
     complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8
@@ -75,8 +83,10 @@ TF2 = """
 [keras.estimator] .estimator: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
     glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
-[keras.layers] .models.layers: * AveragePooling2D=AveragePool2D Convolution2D=Conv2D
-    GlobalAveragePooling2D=GlobalAveragePool2D MaxPooling2D=MaxPool2D
+[keras.layers] .models.layers: * AveragePooling1D=AveragePool1D
+    AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
+    GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
+    GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
     text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
     SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
@@ -134,8 +144,9 @@ TF2 = """
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
-[train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint list_variables
-    load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
+[train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
+    .models: list_variables load_checkpoint load_variable
+    .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
 [test] .compat.adapters: is_gpu_available
 [tpu]
@@ -208,6 +219,7 @@ TF1 = """
     Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
     StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer exponential_decay
     piecewise_constant polynomial_decay replica_device_setter
+    init_from_checkpoint
 [] .compat.tensor_functions/either: get_variable global_variables_initializer
     glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
@@ -231,8 +243,6 @@ INSTEAD = {
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
     "audio": "SciPy in Dataset.map",
-    "config.LogicalDeviceConfiguration": 'MirroredStrategy(["cpu:0", "cpu:1"])',
-    "config.set_logical_device_configuration": 'MirroredStrategy(["cpu:0", "cpu:1"])',
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
     "data.TFRecordDataset": "arrays, or Dataset.from_files with a reader",

@@ -170,8 +170,8 @@ class PerWorkerDataset:
         self.function, self.forget = function, forget
         self._function_key, self._key = key_of(function), _key_while_alive(self, forget)
 
-    def __iter__(self) -> _PerWorkerIterator:
-        return _PerWorkerIterator(self)
+    def __iter__(self) -> PerWorkerValue:
+        return PerWorkerValue(self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         closure = _closure_for("A per-worker dataset, or its iterator,")
@@ -180,14 +180,25 @@ class PerWorkerDataset:
         return kept_dataset, (self._function_key, self._key)
 
 
-class _PerWorkerIterator:
-    """The iterators of a `PerWorkerDataset`, one on each worker."""
+class PerWorkerValue:
+    """A value of each worker: the iterators of a `PerWorkerDataset`, one on each worker.
+
+    >>> import ndistribute as nd
+    >>> strategy = nd.ParameterServerStrategy()
+    >>> with strategy, nd.ClusterCoordinator(strategy) as coordinator:
+    ...     iterator = iter(coordinator.create_per_worker_dataset(nd.Dataset.range(3)))
+    ...     (
+    ...         isinstance(iterator, nd.PerWorkerValue),
+    ...         int(coordinator.schedule(next, (iterator,)).fetch()),
+    ...     )
+    (True, 0)
+    """
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._dataset = dataset  # Keeps the dataset alive.
         self._key = _key_while_alive(self, dataset.forget)
 
-    def __iter__(self) -> _PerWorkerIterator:
+    def __iter__(self) -> PerWorkerValue:
         return self
 
     def __next__(self) -> NoReturn:

@@ -59,7 +59,7 @@ class ClusterCoordinator:
 
     Args:
         strategy: the strategy of the variables; its cluster has workers, and this process is its
-            chief.
+            chief, or has no task in it if there is no chief.
         timeout_seconds: how many seconds functions wait while no worker is available; None: the
             timeout of the strategy, or 60 s.
 
@@ -400,8 +400,8 @@ def _connectors(resolver: ClusterResolver | None, timeout: float) -> dict[str, C
     cluster = None if resolver is None else resolver.cluster_spec()
     if resolver is None or not cluster:
         return {"worker:0": None}
-    me = f"{resolver.task_type}:{resolver.task_id}"
-    if resolver.task_type != "chief":
+    me = f"{resolver.task_type or 'chief'}:{resolver.task_id or 0}"
+    if resolver.task_type not in ("chief", None):
         hint = "Give the cluster a job 'chief', or let each worker run its own loop."
         raise ValueError(f"This process is {me}: a coordinator runs on the chief alone. {hint}")
     if "worker" not in cluster.jobs:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ndistribute.cluster.resolvers import ClusterResolver, enter_task, worker_index
 from ndistribute.coordinator.pickling import Pickled, dump, load
-from ndistribute.data import Dataset
+from ndistribute.data import Dataset, DistributedDataset
 from ndistribute.data.pipeline import seeds_of
 from ndistribute.parameter_server.client import closure
 from ndistribute.parameter_server.messages import Report
@@ -120,7 +120,7 @@ def kept_dataset(function_key: str, key: str) -> Any:
         made = load_anew()
         if callable(made):
             return made()
-        for seeds in seeds_of(made._node) if isinstance(made, Dataset) else ():
+        for seeds in seeds_of(made._node) if isinstance(made, Dataset | DistributedDataset) else ():
             seeds.fold(worker_index())
         return made
 
@@ -145,8 +145,9 @@ class WorkerService(TaskService):
     requests: Any = Run | Forget
     macs = True
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, task: ClusterResolver | None = None) -> None:
         self._name = name
+        self._task = task  # What this process is once a coordinator comes.
         self._sessions: dict[Any, _Session] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread_name = f"ndistribute {name} closures"
@@ -154,6 +155,8 @@ class WorkerService(TaskService):
         self._thread.start()
 
     def connected(self, peer: Any) -> None:
+        if self._task is not None:
+            enter_task(self._task)
         self._sessions[peer] = _Session()
 
     def handle(self, peer: Any, call: int, request: Run | Forget) -> None:
@@ -247,11 +250,13 @@ class WorkerService(TaskService):
 
 
 def _serve(task: ServedTask) -> WorkerService | None:
-    if task.job != "worker" or "chief" not in task.cluster.jobs:
+    if task.job != "worker":
         return None
-    enter_task(ClusterResolver(task.cluster, task.job, task.index))
+    me = ClusterResolver(task.cluster, task.job, task.index)
+    if "chief" in task.cluster.jobs:
+        enter_task(me)
     np.empty(_FREED_BYTES, np.uint8)  # Freed at once, without touching its pages.
-    return WorkerService(task.name)
+    return WorkerService(task.name, me)
 
 
 SERVICES["coordinator"] = _serve

@@ -84,8 +84,9 @@ def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
         )
     if any(step.positional for step in steps):
         return (
-            "assigns whole files to workers, but take, skip, shard and zip count elements over all "
-            "files. Move them into the reader, or use DATA."
+            "assigns whole files to workers, but take, take_while, skip, shard, zip, enumerate, "
+            "scan and choices among datasets count elements over all files. Move them into the "
+            "reader, or use DATA."
         )
     if not can_agree:
         return (

@@ -15,11 +15,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ndistribute import tree
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.dataset import as_dataset
+from ndistribute.data.nesting import in_rounds
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, describe, upstream
+from ndistribute.data.pipeline import (
+    UNKNOWN_CARDINALITY,
+    Epoch,
+    LeafSpec,
+    Node,
+    check_resumable,
+    describe,
+    upstream,
+)
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
@@ -55,6 +65,11 @@ def distribute(
     if node.spec.batched is False:
         raise ValueError(f"distribute_dataset got an unbatched dataset. {BATCH_IT}")
     chosen = options or _options_of(node)
+    if chosen.per_replica:
+        raise ValueError(
+            "distribute_dataset: experimental_replication_mode PER_REPLICA is for "
+            "distribute_datasets_from_function only."
+        )
     can_agree = topology.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, topology.num_workers, can_agree)
     return DistributedDataset(node, topology, sharding, chosen)
@@ -66,7 +81,8 @@ def distribute_from_function(
     """Return a dataset whose steps have the next batch of a function's dataset for each replica.
 
     Args:
-        fn: called once; returns a `Dataset` or any re-iterable of batches of the per-replica size.
+        fn: called once, or for each replica with PER_REPLICA in the options; returns a `Dataset` or
+            any re-iterable of batches of the per-replica size.
         topology: the replicas of all workers. With a process group, a worker whose dataset ends
             early takes part with empty batches; without one, all need equally many steps.
         options: None uses the options of the dataset, or the defaults if it has none.
@@ -86,8 +102,14 @@ def distribute_from_function(
             f"distribute_datasets_from_function needs a function, got {fn!r}. Pass one that takes "
             "an InputContext and returns a dataset, or call distribute_dataset."
         )
-    context = InputContext(topology.num_workers, topology.worker_index, topology.num_replicas)
-    node = as_dataset(fn(context))._node
+    if options is not None and options.per_replica:
+        first, every = sum(topology.replica_counts[: topology.worker_index]), topology.num_replicas
+        here = range(first, first + len(topology.devices))
+        contexts = (InputContext(every, number, every) for number in here)
+        node = in_rounds(tuple(as_dataset(fn(context))._node for context in contexts))
+    else:
+        context = InputContext(topology.num_workers, topology.worker_index, topology.num_replicas)
+        node = as_dataset(fn(context))._node
     return DistributedDataset(node, topology, Sharding.FUNCTION, options or _options_of(node))
 
 
@@ -102,6 +124,9 @@ class DistributedDataset:
     """
 
     def __init__(self, node: Node, topology: Topology, sharding: Sharding, options: InputOptions):
+        if not options.to_device:
+            hosts = (Device("cpu:0"),) * len(topology.devices)
+            topology = replace(topology, devices=hosts)
         self._node = node
         self._topology = topology
         self._sharding = sharding
@@ -119,6 +144,8 @@ class DistributedDataset:
         known = self._node.spec.cardinality
         if known < 0 or self._sharding is Sharding.DATA:
             return known
+        if self._sharding is Sharding.FILE:
+            return UNKNOWN_CARDINALITY
         pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas
         return -(-known * pieces // len(self._topology.devices))
 
@@ -132,8 +159,51 @@ class DistributedDataset:
         devices = ", ".join(map(str, self._topology.devices))
         return f"<DistributedDataset {describe(self._node)}: {self._node.spec}, on {devices}>"
 
+    @property
+    def element_spec(self) -> Any:
+        """What each step has: a nest of `PerReplicaSpec`, as `Dataset.element_spec`.
+
+        >>> import ndistribute as nd
+        >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        ...     strategy.distribute_dataset(nd.Dataset.range(9).batch(4)).element_spec
+        PerReplicaSpec(int64[None], int64[None])
+        """
+        counts = self._topology.num_replicas, len(self._topology.devices)
+        return _spec_of_steps(self._node, self._sharding, *counts)
+
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._topology, self._sharding, self._depth)
+
+
+class PerReplicaSpec:
+    """The dtypes and shapes of the components of a `PerReplica`."""
+
+    def __init__(self, *specs: LeafSpec) -> None:
+        self.value_specs = specs
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerReplicaSpec) and self.value_specs == other.value_specs
+
+    def __hash__(self) -> int:
+        return hash(self.value_specs)
+
+    def __repr__(self) -> str:
+        return f"PerReplicaSpec({', '.join(map(repr, self.value_specs))})"
+
+
+def _spec_of_steps(node: Node, sharding: Sharding, replicas: int, here: int) -> Any:
+    """Return the spec of steps of a pipeline that is divided among `replicas`, of which some here.
+
+    A part of a batch has a known length if all batches, and so all parts, have the same.
+    """
+
+    def part(leaf: LeafSpec) -> PerReplicaSpec:
+        if sharding is not Sharding.FUNCTION and leaf.shape:
+            whole, rest = divmod(leaf.shape[0] or 0, replicas)
+            leaf = leaf.row().led_by(whole if whole and not rest else None)
+        return PerReplicaSpec(*[leaf] * here)
+
+    return tree.map_leaves(part, node.element_like)
 
 
 class DistributedIterator(Iterator[Any]):
@@ -189,6 +259,12 @@ class DistributedIterator(Iterator[Any]):
         self._loader_state = step.loader_state
         return step.value
 
+    @property
+    def element_spec(self) -> Any:
+        """What each step has; see `DistributedDataset`."""
+        counts = self._topology.num_replicas, len(self._topology.devices)
+        return _spec_of_steps(self._node, self._progress.sharding, *counts)
+
     def get_next(self) -> Any:
         """Return the next batch, as `next` does; this is its name in TensorFlow."""
         return next(self)
@@ -208,7 +284,7 @@ class DistributedIterator(Iterator[Any]):
         Raises:
             ValueError: the input is a loader without a `state_dict`, or is within a batch.
         """
-        _check_resumable(self._node, self._loader, "state_dict")
+        check_resumable(self._node, self._loader, "state_dict")
         state = self._progress.state_dict()
         if self._loader is not None:
             if self._progress.positions[self._first_shard].rows:
@@ -235,7 +311,7 @@ class DistributedIterator(Iterator[Any]):
             ValueError: the state belongs to another pipeline, or to input that cannot be divided
                 anew, or the input is a loader without a `load_state_dict`.
         """
-        _check_resumable(self._node, self._loader, "load_state_dict")
+        check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
         loader = state.get("loader")
         self._check_shared_alike(progress, loader)
@@ -358,20 +434,6 @@ def _noting_the_end(steps: Iterator[PipelineStep], end: threading.Event) -> Iter
     """Yield steps, and set an event after the last one."""
     yield from steps
     end.set()
-
-
-def _check_resumable(node: Node, loader: Any, what: str) -> None:
-    """Raise an error if the position of a loader in the pipeline cannot be restored."""
-    for step in upstream(node):
-        if step.loader is loader or isinstance(step.loader, Sequence | None):
-            continue
-        kind = type(step.loader).__name__
-        raise ValueError(
-            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: it "
-            "has no state_dict and load_state_dict, or is only a part of the dataset. Distribute "
-            "a loader that has both directly; or, if this one yields the same batches "
-            "each time, write Dataset.from_generator(lambda: iter(loader))."
-        )
 
 
 def _check_options(options: Any, what: str) -> None:

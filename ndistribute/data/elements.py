@@ -10,8 +10,9 @@ which remain indices until they are batched. All chunks have a length and can be
 from __future__ import annotations
 
 import dataclasses
+import operator
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from numbers import Number
 from typing import Any, TypeAlias, cast
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ndistribute import ownership, tree
-from ndistribute.devices import as_array, to_host
+from ndistribute.devices import array_namespace, as_array, to_host
 
 Element = Any
 Leaf = Any
@@ -65,6 +66,8 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
         return dataclasses.replace(value, **changed)
     if lists_nest and isinstance(value, list) and any(map(_is_array, value)):
         return [as_element(item, lists_nest) for item in value]
+    if hasattr(value, "element_spec"):  # A dataset.
+        return value
     if value is None:
         raise ValueError(
             "an element of a dataset has a leaf None, which must be an array or a number. "
@@ -101,14 +104,36 @@ def stack(elements: Sequence[Element]) -> Element:
         return tuple(stack(column) for column in zip(*elements, strict=True))
     if type(first) is dict and all(_alike(first, element) for element in elements):
         return {key: stack([element[key] for element in elements]) for key in first}
+    return tree.unflatten(first, list(map(_stack_leaf, _columns_of(elements))))
+
+
+def pad(elements: Sequence[Element], shapes: Any = None, values: Any = None) -> Element:
+    """Return a batch of elements that are padded to one shape.
+
+    Args:
+        elements: of one structure; the leaves at each place have equally many axes.
+        shapes: a nest of shapes; None, also as a length, means the longest of the batch.
+        values: a nest of numbers or text to pad with, or one for all leaves; None means zeros.
+
+    >>> pad([np.array([1]), np.array([2, 3])], shapes=[3], values=-1)
+    array([[ 1, -1, -1],
+           [ 2,  3, -1]])
+    """
+    first = elements[0]
+    options = (tree.flatten_up_to(first, option) for option in (shapes, values))
+    return tree.unflatten(first, list(map(_pad_leaf, _columns_of(elements), *options)))
+
+
+def _columns_of(elements: Sequence[Element]) -> Iterator[Sequence[Leaf]]:
+    """Return the leaves of elements at each place, after checking that they are alike."""
+    first = elements[0]
     for element in elements:
         if not tree.same_structure(first, element):
             raise ValueError(
                 f"batch: the elements {first!r} and {element!r} differ in structure. Return the "
                 "same structure for every element."
             )
-    columns = zip(*(tree.flatten(element) for element in elements), strict=True)
-    return tree.unflatten(first, [_stack_leaf(column) for column in columns])
+    return zip(*map(tree.flatten, elements), strict=True)
 
 
 def unstack(batch: Element) -> Iterator[Element]:
@@ -171,6 +196,20 @@ def checksum(array: Any) -> int:
 def call_with(fn: Callable[..., Any], element: Element) -> Any:
     """Return ``fn(element)``, or ``fn(*element)`` if the element is a tuple."""
     return fn(*element) if type(element) is tuple else fn(element)
+
+
+def returned(value: Any) -> Element:
+    """Return the element that a function returned; a list is several arrays, as a tuple is.
+
+    >>> returned([1, [2, 3]])
+    (np.int64(1), array([2, 3]))
+    """
+    return as_element(tuple(value) if type(value) is list else value)
+
+
+def as_shape(shape: Iterable[int | None]) -> tuple[int | None, ...]:
+    """Return a shape as a tuple; None and -1 stand for a length that varies."""
+    return tuple(None if n is None or n == -1 else operator.index(n) for n in shape)
 
 
 class Rows:
@@ -311,6 +350,32 @@ def _not_rectangular() -> ValueError:
 
 def _is_array(item: Any) -> bool:
     return isinstance(item, tuple | dict) or getattr(item, "ndim", 0) > 0
+
+
+def _pad_leaf(column: Sequence[Leaf], shape: Any, value: Any) -> Any:
+    shapes = sorted({leaf.shape for leaf in column})
+    wanted = as_shape([None] * len(shapes[0]) if shape is None else shape)
+    lengths = list[int]()
+    if all(len(wanted) == len(each) for each in shapes):
+        longest = list(map(max, zip(*shapes, strict=True)))
+        pairs = zip(wanted, longest, strict=True)
+        lengths = [length if want is None else want for want, length in pairs]
+    if len(lengths) != len(wanted) or any(map(operator.gt, longest, lengths)):
+        raise ValueError(
+            f"padded_batch: elements of shapes {', '.join(map(str, shapes))} cannot be padded to "
+            f"{wanted}. Give a length for each axis that is long enough, or None for the longest "
+            "of the batch."
+        )
+    dtypes = {leaf.dtype for leaf in column}
+    if value is not None and column[0].dtype.kind in "SU":
+        dtypes.add(np.asarray(value).dtype)
+    size = (len(column), *lengths)
+    batch = array_namespace(column[0]).zeros(size, np.result_type(*dtypes))
+    if value is not None:
+        batch[...] = value
+    for row, leaf in enumerate(column):
+        batch[(row, *map(slice, leaf.shape))] = leaf
+    return batch
 
 
 def _alike(first: Any, element: Any) -> bool:

@@ -38,6 +38,17 @@ class AutoShardPolicy(enum.Enum):
         return cls.__members__.get(str(value).upper())
 
 
+class InputReplicationMode(enum.Enum):
+    """How often a dataset function is called: once for each worker, or for each replica.
+
+    >>> InputReplicationMode("per_replica")
+    <InputReplicationMode.PER_REPLICA: 'per_replica'>
+    """
+
+    PER_WORKER = "per_worker"
+    PER_REPLICA = "per_replica"
+
+
 @dataclass(frozen=True)
 class InputOptions:
     """Options for the distribution of a dataset.
@@ -48,9 +59,17 @@ class InputOptions:
             calls the dataset's functions. 0 prepares each step on request. None means 2 if the
             dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0; also 0
             for a loader with a state of its own, which is copied after each batch read ahead.
+        experimental_fetch_to_device: whether elements are copied to the replicas' devices; False
+            leaves them in host memory.
+        experimental_replication_mode: PER_REPLICA calls the function of
+            `distribute_datasets_from_function` for each replica, with its number as the
+            `input_pipeline_id`.
+        experimental_place_dataset_on_device: whether elements are copied to the devices although
+            `experimental_fetch_to_device` is False. Datasets always compute in host memory.
+        experimental_per_replica_buffer_size: another name of `prefetch`.
 
     Raises:
-        ValueError: the policy is unknown, or `prefetch` is negative.
+        ValueError: the policy is unknown, `prefetch` is negative, or two options contradict.
 
     >>> InputOptions(auto_shard_policy="off").auto_shard_policy
     <AutoShardPolicy.OFF: 'off'>
@@ -58,6 +77,20 @@ class InputOptions:
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     prefetch: int | None = None
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int | None = None
+
+    @property
+    def to_device(self) -> bool:
+        """Whether elements are copied to the devices of the replicas."""
+        return self.experimental_fetch_to_device or self.experimental_place_dataset_on_device
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether a dataset function is called for each replica."""
+        return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
     def __post_init__(self) -> None:
         try:
@@ -68,6 +101,18 @@ class InputOptions:
                 f"auto_shard_policy must be one of {names}, got {self.auto_shard_policy!r}."
             ) from None
         object.__setattr__(self, "auto_shard_policy", policy)
+        mode = InputReplicationMode(self.experimental_replication_mode)
+        object.__setattr__(self, "experimental_replication_mode", mode)
+        if self.experimental_fetch_to_device and self.experimental_place_dataset_on_device:
+            raise ValueError(
+                "experimental_place_dataset_on_device cannot be True while "
+                "experimental_fetch_to_device is True, its default: pass it as False."
+            )
+        buffer = self.experimental_per_replica_buffer_size
+        if buffer is not None:
+            if self.prefetch not in (None, buffer):
+                raise ValueError("pass prefetch or experimental_per_replica_buffer_size, not both.")
+            object.__setattr__(self, "prefetch", buffer)
         if self.prefetch is not None:
             integer(self.prefetch, "InputOptions: prefetch", 0)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ndistribute.data.elements import Chunk, Element, checksum
+from ndistribute import tree
+from ndistribute.data.elements import Chunk, Element, as_shape, checksum
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
 from ndistribute.devices import as_array
@@ -33,15 +34,28 @@ class ShuffleSeed(NamedTuple):
 
 
 class SeedCounter:
-    """A generator of the seeds of a shuffle, one for each epoch; `entropy` determines them all."""
+    """A generator of the seeds of a shuffle, one for each epoch.
 
-    def __init__(self, entropy: int, iteration: int = 0) -> None:
+    Args:
+        entropy: determines all seeds.
+        iteration: the number of the next epoch.
+        chosen: whether the user chose the seed.
+    """
+
+    def __init__(self, entropy: int, iteration: int = 0, chosen: bool = False) -> None:
         self._next = ShuffleSeed(entropy, iteration)
+        self._chosen = chosen
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[SeedCounter], ShuffleSeed]:
+    def __reduce__(self) -> tuple[type[SeedCounter], tuple[int, int, bool]]:
         """Return what `pickle` needs; the lock cannot be sent."""
-        return SeedCounter, self._next
+        return SeedCounter, (*self._next, self._chosen)
+
+    def under(self, seed: ShuffleSeed, place: int) -> ShuffleSeed:
+        """Return the seed in a dataset that a function returns, a function of the outer `seed`."""
+        if self._chosen:
+            return self._next._replace(iteration=0)
+        return ShuffleSeed(_folded(seed.entropy, place), 0)
 
     def draw(self) -> ShuffleSeed:
         """Return the seed of the next epoch."""
@@ -53,13 +67,18 @@ class SeedCounter:
     def fold(self, number: int) -> None:
         """Draw from now on the seeds that belong to a number; 0 changes nothing."""
         if number:
-            sequence = np.random.SeedSequence(self._next.entropy, spawn_key=(number,))
-            self._next = self._next._replace(entropy=int(sequence.generate_state(1, np.uint64)[0]))
+            self._next = self._next._replace(entropy=_folded(self._next.entropy, number))
 
     def resume(self, seed: ShuffleSeed) -> None:
         """Continue after this seed, as if it had been the last."""
         with self._lock:
             self._next = seed._replace(iteration=seed.iteration + 1)
+
+
+def _folded(entropy: int, number: int) -> int:
+    """Return other entropy, which belongs to a number."""
+    sequence = np.random.SeedSequence(entropy, spawn_key=(number,))
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 @dataclass(frozen=True)
@@ -85,9 +104,20 @@ class Epoch:
             counter.resume(seed)
         return cls(known)
 
+    def generator(self, counter: SeedCounter, differs: bool = True) -> np.random.Generator:
+        """Return the generator of a random node; the same in every epoch unless it `differs`."""
+        seed = self.seeds[counter]
+        key = (seed.iteration, *self.path) if differs else ()
+        return np.random.default_rng(np.random.SeedSequence(seed.entropy, spawn_key=key))
+
     def branch(self, number: int) -> Epoch:
         """Return this epoch for one repetition of a node that is iterated several times."""
         return replace(self, path=(*self.path, number))
+
+    def inside(self, node: Node, seed: ShuffleSeed, number: int) -> Epoch:
+        """Return the epoch of a dataset that a function returned for element `number`."""
+        seeds = {each: each.under(seed, place) for place, each in enumerate(seeds_of(node))}
+        return Epoch(seeds, (seed.iteration, *self.path, number), threads=self.threads)
 
     def frozen(self) -> Epoch:
         """Return this epoch for a node that produces the same elements in every epoch."""
@@ -98,9 +128,9 @@ class Epoch:
 class LeafSpec:
     """The dtype and the shape of a leaf; a None as length or as shape means that it varies."""
 
-    def __init__(self, dtype: Any, shape: Sequence[int | None] | None) -> None:
+    def __init__(self, dtype: Any, shape: Iterable[int | None] | None) -> None:
         self.dtype = dtype
-        self.shape = shape
+        self.shape = None if shape is None else as_shape(shape)
 
     def led_by(self, length: int | None) -> LeafSpec:
         """Return the spec of a batch of these leaves."""
@@ -112,6 +142,14 @@ class LeafSpec:
 
     def __repr__(self) -> str:
         return f"{self.dtype}{'' if self.shape is None else list(self.shape)}"
+
+    def __eq__(self, other: object) -> bool:
+        if not hasattr(other, "dtype") or not hasattr(other, "shape"):
+            return NotImplemented
+        return bool(self.dtype == other.dtype) and self.shape == LeafSpec(None, other.shape).shape
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.shape))
 
 
 @dataclass(frozen=True)
@@ -158,15 +196,41 @@ class Node:
         arrays = map(as_array, self.arrays)
         return [f"{x.dtype}{list(x.shape)} with the checksum {checksum(x):08x}" for x in arrays]
 
+    @functools.cached_property
+    def element_like(self) -> Any:
+        """The nest of `LeafSpec` of the elements; if unknown, that of a first element."""
+        if self.spec.like is not None:
+            return self.spec.like
+        if any(step.loader is not None for step in upstream(self)):
+            raise ValueError(
+                "element_spec: what a loader yields is not known before it is read. Write "
+                "Dataset.from_generator(lambda: iter(loader), output_signature=...)."
+            )
+        elements = run(self, Epoch({}).inside(self, ShuffleSeed(0, 0), 0))
+        try:
+            return tree.map_leaves(self._leaf_spec, next(elements))
+        except StopIteration:
+            raise ValueError(
+                "element_spec: the dataset is empty, and its functions tell nothing else. Pass "
+                "output_signature to from_generator."
+            ) from None
+        finally:
+            elements.close()
+
+    def _leaf_spec(self, leaf: Any) -> Any:
+        if hasattr(leaf, "element_spec"):
+            return leaf.element_spec
+        return LeafSpec(leaf.dtype, (None, *leaf.shape[1:]) if self.spec.batched else leaf.shape)
+
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         """Yield the elements one at a time, starting at number `start`."""
         return chain.from_iterable(self.chunks(epoch, start))
 
 
-def run(node: Node, epoch: Epoch) -> Iterator[Element]:
+def run(node: Node, epoch: Epoch, start: int = 0) -> Generator[Element]:
     """Yield the elements of one epoch; stop its threads when the generator ends or is closed."""
     try:
-        yield from node.iterate(epoch)
+        yield from node.iterate(epoch, start)
     finally:
         epoch.threads.close()
 
@@ -182,6 +246,20 @@ def upstream(node: Node) -> list[Node]:
 def seeds_of(node: Node) -> list[SeedCounter]:
     """Return the seed counters of the shuffles of a pipeline, in a fixed order."""
     return [step.seeds for step in upstream(node) if step.seeds is not None]
+
+
+def check_resumable(node: Node, loader: Any, what: str) -> None:
+    """Raise an error if the position of a loader in the pipeline cannot be restored."""
+    for step in upstream(node):
+        if step.loader is loader or isinstance(step.loader, Sequence | None):
+            continue
+        kind = type(step.loader).__name__
+        raise ValueError(
+            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: it "
+            "has no state_dict and load_state_dict, or is only a part of the dataset. Distribute "
+            "a loader that has both directly; or, if this one yields the same batches "
+            "each time, write Dataset.from_generator(lambda: iter(loader))."
+        )
 
 
 def facts(node: Node) -> dict[str, Any]:
@@ -207,8 +285,8 @@ def name_of(fn: Callable[..., Any]) -> str:
 def describe(node: Node) -> str:
     """Return the calls that created a pipeline."""
     inputs = [describe(before) for before in node.inputs]
-    if node.name == "zip":
-        return f"zip({', '.join(inputs)})"
-    if len(inputs) == 2:
-        return f"{inputs[0]}.{node.name}({inputs[1]})"
+    if node.name == "concatenate":
+        return f"{inputs[0]}.concatenate({inputs[1]})"
+    if node.name == "zip" or len(inputs) > 1:
+        return f"{node.name}({', '.join(inputs)})"
     return ".".join([*inputs, node.name])

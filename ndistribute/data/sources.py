@@ -51,10 +51,11 @@ def slices(tensors: Any) -> Node:
     return dataclasses.replace(node, arrays=tuple(tree.flatten(columns)))
 
 
-def numbers(values: range) -> Node:
+def numbers(values: range, dtype: Any = np.int64) -> Node:
     """Return a node of the numbers of a range."""
-    rows = Rows(0, [([values], range(len(values)))])
-    return _of_rows(repr(values), rows, LeafSpec(np.dtype(np.int64), ()))
+    columns = [values if np.dtype(dtype) == np.int64 else np.array(values, dtype)]
+    rows = Rows(0, [(columns, range(len(values)))])
+    return _of_rows(repr(values), rows, LeafSpec(np.dtype(dtype), ()))
 
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
@@ -64,7 +65,9 @@ def _of_rows(name: str, rows: Rows, like: Any) -> Node:
     )
 
 
-def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
+def generated(
+    make: Callable[..., Iterable[Any]], signature: Any = None, args: tuple[Any, ...] = ()
+) -> Node:
     """Return a node of what a user's function yields; each epoch calls the function again."""
     if not callable(make):
         raise ValueError(
@@ -73,7 +76,7 @@ def generated(make: Callable[[], Iterable[Any]], signature: Any = None) -> Node:
         )
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        values = map(as_element, islice(make(), start, None))
+        values = map(as_element, islice(make(*args), start, None))
         return zip(values if like is None else map(_conform, values, repeat(like)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
@@ -115,15 +118,38 @@ def has_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def files(paths: Any, reader: Reader | None = None) -> Node:
-    """Return a node of the elements in files, one file after another."""
+def matching(paths: Any, what: str = "from_files") -> tuple[str, ...]:
+    """Return the paths of files, in the order of the patterns and sorted for each."""
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
-        names = tuple(path for item in several for path in _matches(os.fspath(item)))
+        names = tuple(path for item in several for path in _matches(os.fspath(item), what))
     except TypeError:
-        raise TypeError(f"from_files needs paths or patterns, got {paths!r}.") from None
+        raise TypeError(f"{what} needs paths or patterns, got {paths!r}.") from None
     if not names:
-        raise ValueError("from_files needs at least one path, or a pattern such as 'train-*.npy'.")
+        raise ValueError(f"{what} needs at least one path, or a pattern such as 'train-*.npy'.")
+    return names
+
+
+def listed(patterns: Any) -> Node:
+    """Return a node of the paths of files; workers that divide the input by files divide them."""
+    names = matching(patterns, "list_files")
+    missing = [name for name in names if not os.path.exists(name)]
+    if missing:
+        raise ValueError(f"list_files: no file matches {missing[0]!r}.")
+    paths = np.array(names)
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        number, count = epoch.shard
+        columns = [paths[number::count]]
+        return iter((Rows(0, [(columns, range(len(columns[0])))])[start:],))
+
+    spec = ElementSpec(len(names), batched=False, like=LeafSpec(paths.dtype, ()))
+    return Node(name=f"list_files({len(names)} file(s))", chunks=chunks, spec=spec, files=names)
+
+
+def files(paths: Any, reader: Reader | None = None) -> Node:
+    """Return a node of the elements in files, one file after another."""
+    names = matching(paths)
     parts = [(path, _reader_for(path) if reader is None else reader) for path in names]
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
@@ -144,6 +170,14 @@ def _length(batches: Any) -> int:
 
 def _like(columns: Element, axis: int) -> Any:
     return tree.map_leaves(lambda leaf: LeafSpec(leaf.dtype, leaf.shape[axis:]), columns)
+
+
+def typed(types: Any, shapes: Any) -> Any:
+    """Return the signature of elements of a nest of dtypes and, if given, one of shapes."""
+    if shapes is None:
+        return types
+    pairs = zip(tree.flatten(types), tree.flatten_up_to(types, shapes), strict=True)
+    return tree.unflatten(types, [LeafSpec(np.dtype(dtype), shape) for dtype, shape in pairs])
 
 
 def _spec_of(leaf: Any) -> LeafSpec:
@@ -174,13 +208,13 @@ def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:
     return leaf.astype(spec.dtype, copy=False)
 
 
-def _matches(path: str) -> list[str]:
+def _matches(path: str, what: str) -> list[str]:
     if _WILDCARDS.isdisjoint(path) or os.path.exists(path):
         return [path]
     names = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     if not names:
         raise ValueError(
-            f"from_files: no file matches {path!r} in the directory {os.getcwd()!r}. Every worker "
+            f"{what}: no file matches {path!r} in the directory {os.getcwd()!r}. Every worker "
             "must see all files under the same names."
         )
     return names

@@ -6,7 +6,11 @@ Nodes that call a user's function process elements one at a time.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
@@ -16,12 +20,24 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.context import current_seed
-from ndistribute.data import elements, pipeline
-from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, join, pick, read_only
+from ndistribute.data import elements, pipeline, sources
+from ndistribute.data.elements import (
+    Chunk,
+    Element,
+    Rows,
+    as_element,
+    drop,
+    join,
+    pick,
+    read_only,
+    returned,
+)
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
+
+Combine = Callable[[Sequence[Chunk]], Element]
 
 AUTOTUNE = -1
 
@@ -37,15 +53,7 @@ _DRAWN = 8192
 
 def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) -> Node:
     """Return a node that applies a user's function to each element."""
-
-    def call(element: Element) -> Element:
-        try:
-            return as_element(elements.call_with(fn, element))
-        except StopIteration as error:
-            raise RuntimeError("map: fn raised StopIteration, which ends an iteration.") from error
-        except ValueError as error:
-            explain_read_only(error)
-            raise
+    call = explained("map: fn", lambda element: returned(elements.call_with(fn, element)))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)
@@ -63,6 +71,21 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
+def explained(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose mistakes are explained where Python or NumPy cannot."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except StopIteration as error:
+            raise RuntimeError(f"{what} raised StopIteration, which ends an iteration.") from error
+        except ValueError as error:
+            explain_read_only(error)
+            raise
+
+    return call
+
+
 def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
     """Return a node of the elements for which a user's function is true."""
 
@@ -75,7 +98,55 @@ def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
-def batched(child: Node, size: int, drop_remainder: bool) -> Node:
+def taken_while(child: Node, predicate: Callable[..., Any]) -> Node:
+    """Return a node of the elements before the first for which a user's function is false."""
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        keep = functools.partial(elements.call_with, predicate)
+        return drop(zip(itertools.takewhile(keep, child.iterate(epoch))), start)
+
+    name = f"take_while({pipeline.name_of(predicate)})"
+    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
+    return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
+
+
+def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
+    """Return a node of the outputs of a function that also carries a state along.
+
+    The state is not saved: an iteration that starts later computes it from the first element on.
+    """
+    call = explained("scan: scan_func", fn)
+
+    def results(epoch: Epoch) -> Iterator[Element]:
+        state = read_only(initial)  # A function may change a nest, but no array in it.
+        for element in child.iterate(epoch):
+            result = call(state, element)
+            if not isinstance(result, tuple | list) or len(result) != 2:
+                raise TypeError(f"scan: scan_func must return (state, output), got {result!r}.")
+            state, output = map(as_element, result)
+            check_state("scan: scan_func", initial, state)
+            yield output
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return drop(zip(results(epoch)), start)
+
+    spec = ElementSpec(child.spec.cardinality)
+    name = f"scan({pipeline.name_of(fn)})"
+    return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
+
+
+def check_state(what: str, initial: Element, state: Element) -> None:
+    """Raise a TypeError if a function returned a state of another structure."""
+    if not tree.same_structure(initial, state):
+        raise TypeError(
+            f"{what} returned the state {state!r}, whose structure differs from that of "
+            f"initial_state, {initial!r}."
+        )
+
+
+def batched(
+    child: Node, size: int, drop_remainder: bool, combine: Combine = elements.batch_of
+) -> Node:
     """Return a node of batches of `size` successive elements; the last may be shorter."""
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
@@ -86,13 +157,13 @@ def batched(child: Node, size: int, drop_remainder: bool) -> Node:
             while length - at >= missing:
                 pieces.append(chunk[at : at + missing])
                 at += missing
-                yield (elements.batch_of(pieces),)
+                yield (combine(pieces),)
                 pieces, missing = [], size
             if at < length:
                 pieces.append(chunk[at:] if at else chunk)
                 missing -= length - at
         if missing < size and not drop_remainder:
-            yield (elements.batch_of(pieces),)
+            yield (combine(pieces),)
 
     known = child.spec.cardinality
     if known >= 0:
@@ -115,6 +186,63 @@ def unbatched(child: Node) -> Node:
 
     like = _like(child, LeafSpec.row)
     return child.then("unbatch()", chunks, spec=ElementSpec(batched=False, like=like))
+
+
+def padded(child: Node, size: int, shapes: Any, values: Any, drop_remainder: bool) -> Node:
+    """Return a node of batches of elements that are padded to one shape."""
+
+    def combine(pieces: Sequence[Chunk]) -> Element:
+        return elements.pad(list(chain.from_iterable(pieces)), shapes, values)
+
+    node = batched(child, size, drop_remainder, combine)
+    name, spec = node.name.replace("batch", "padded_batch", 1), replace(node.spec, like=None)
+    return replace(node, name=name, spec=spec)
+
+
+def rebatched(child: Node, sizes: tuple[int, ...], drop_remainder: bool) -> Node:
+    """Return a node of the rows of batches in batches of other sizes, which take turns."""
+
+    def batches(epoch: Epoch) -> Iterator[Element]:
+        source, rest, length = child.iterate(epoch), None, 0
+        for size in itertools.cycle(sizes):
+            while rest is None or length < size:
+                batch = next(source, None)
+                if batch is None:
+                    break
+                remedy = "Batch the dataset before rebatch."
+                length += elements.leading_length(tree.flatten(batch), "rebatch", remedy)
+                rest = batch if rest is None else tree.map_leaves(_lengthened, rest, batch)
+            if rest is None or length < size:
+                if length and not drop_remainder:
+                    yield rest
+                return
+            yield tree.map_leaves(operator.itemgetter(slice(size)), rest)
+            rest = tree.map_leaves(operator.itemgetter(slice(size, None)), rest)
+            length -= size
+
+    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+        return drop(zip(batches(epoch)), start)
+
+    def resized(leaf: LeafSpec) -> LeafSpec:
+        whole = leaf.shape and leaf.shape[0] and not leaf.shape[0] % sum(sizes)
+        known = len(set(sizes)) == 1 and (drop_remainder or whole)
+        return leaf.row().led_by(sizes[0] if known else None)
+
+    batch_size = sizes[0] if len(set(sizes)) == 1 else None
+    spec = ElementSpec(batched=True, batch_size=batch_size, like=_like(child, resized))
+    return child.then(f"rebatch({sizes[0] if len(sizes) == 1 else list(sizes)})", chunks, spec=spec)
+
+
+def _lengthened(first: Any, second: Any) -> Any:
+    return np.concatenate([first, second]) if len(first) else second
+
+
+def numbered(child: Node, start: int) -> Node:
+    """Return a node of pairs of a number, from `start` on, and an element."""
+    pairs = zipped((0, 1), (sources.numbers(range(start, sys.maxsize)), child))
+    spec = replace(pairs.spec, cardinality=child.spec.cardinality)
+    name = f"enumerate({start or ''})"
+    return child.then(name, pairs.chunks, spec=spec, positional=True)
 
 
 def prefetched(child: Node, depth: int) -> Node:
@@ -222,7 +350,7 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
     specs = [part.spec.like for part in parts]
     spec = ElementSpec(
         pipeline.UNKNOWN_CARDINALITY if pipeline.UNKNOWN_CARDINALITY in lengths else shortest,
-        batched=_common(parts),
+        batched=common_rank(parts),
         like=None if any(each is None for each in specs) else tree.unflatten(like, specs),
     )
     return Node(name="zip", chunks=chunks, inputs=parts, spec=spec, positional=True)
@@ -244,11 +372,10 @@ def concatenated(first: Node, second: Node) -> Node:
     lengths = (first.spec.cardinality, second.spec.cardinality)
     unknown = pipeline.UNKNOWN_CARDINALITY
     total = unknown if unknown in lengths else sum(lengths)
-    alike = repr(first.spec.like) == repr(second.spec.like)
     spec = ElementSpec(
         pipeline.INFINITE_CARDINALITY if pipeline.INFINITE_CARDINALITY in lengths else total,
-        batched=_common((first, second)),
-        like=first.spec.like if alike else None,
+        batched=common_rank((first, second)),
+        like=common_like((first, second)),
     )
     return Node(name="concatenate", chunks=chunks, inputs=(first, second), spec=spec)
 
@@ -281,25 +408,23 @@ def shuffled(child: Node, buffer_size: int, seed: int | None, reshuffles: bool) 
     The order is a function of the shuffle's entropy, the epoch's number and the repetition in it.
     No random state survives an epoch, so a few numbers describe a position within it.
     """
-    seeds = SeedCounter(_entropy_of(seed))
+    seeds = seeded("shuffle", seed)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        shuffle_seed = epoch.seeds[seeds]
-        key = (shuffle_seed.iteration, *epoch.path) if reshuffles else ()
-        rng = np.random.default_rng(np.random.SeedSequence(shuffle_seed.entropy, spawn_key=key))
+        rng = epoch.generator(seeds, reshuffles)
         return drop(through_buffer(child.chunks(epoch, 0), rng, buffer_size), start)
 
     name = f"shuffle({buffer_size})" if seed is None else f"shuffle({buffer_size}, seed={seed})"
     return child.then(name, chunks, seeds=seeds)
 
 
-def _entropy_of(seed: int | None) -> int:
-    """Return a shuffle's entropy; without a seed, the next one from the seed of `set_seed`."""
+def seeded(what: str, seed: int | None) -> SeedCounter:
+    """Return the seeds of a random node; without a seed, the next one from that of `set_seed`."""
     if seed is not None:
-        return integer(seed, "shuffle: seed") & (1 << 64) - 1
+        return SeedCounter(integer(seed, f"{what}: seed") & (1 << 64) - 1, chosen=True)
     # A grandchild, because replicas derive their generators from children of the same seed.
     sequence = current_seed().spawn(1)[0].spawn(1)[0]
-    return int(sequence.generate_state(1, np.uint64)[0])
+    return SeedCounter(int(sequence.generate_state(1, np.uint64)[0]))
 
 
 def through_buffer(
@@ -380,15 +505,27 @@ def _endless_picks(rng: np.random.Generator, buffer_size: int) -> Iterator[int]:
 
 
 def _exact_length(node: Node) -> int:
-    """Return the cardinality, or that it is unknown if an endless repetition may be of nothing."""
+    """Return the number of elements in an epoch, or that it is unknown.
+
+    An endless repetition may be of nothing, and a worker may read a part of the files.
+    """
     unknown = pipeline.UNKNOWN_CARDINALITY
     for step in upstream(node):
+        if step.files is not None:  # A worker may read a part of them.
+            return unknown
         if step.name == _ENDLESS and step.inputs[0].spec.cardinality == unknown:
             return unknown
     return node.spec.cardinality
 
 
-def _common(parts: tuple[Node, ...]) -> bool | None:
+def common_like(parts: Sequence[Node]) -> Any:
+    """Return the specs of the leaves of several nodes; None if they differ."""
+    first = parts[0].spec.like
+    return first if all(repr(part.spec.like) == repr(first) for part in parts) else None
+
+
+def common_rank(parts: Sequence[Node]) -> bool | None:
+    """Return whether the elements of several nodes are batches; None if unknown."""
     batched = [part.spec.batched for part in parts]
     if False in batched:
         return False

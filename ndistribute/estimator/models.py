@@ -19,7 +19,8 @@ from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.specs import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.batches import unpacked
 from ndistribute.models.callbacks.callback import Callback, LambdaCallback
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, latest_checkpoint
+from ndistribute.models.checkpoint import Checkpoint, by_chief, latest_checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from ndistribute.models.model import Model
 from ndistribute.timers import Timer
 

@@ -61,6 +61,7 @@ from ndistribute.graph.optimizers import piecewise_constant as piecewise_constan
 from ndistribute.graph.optimizers import polynomial_decay as polynomial_decay
 from ndistribute.graph.saver import Saver as Saver
 from ndistribute.graph.saver import get_checkpoint_state as get_checkpoint_state
+from ndistribute.graph.saver import init_from_checkpoint as init_from_checkpoint
 from ndistribute.graph.saver import latest_checkpoint as latest_checkpoint
 from ndistribute.graph.scopes import AUTO_REUSE as AUTO_REUSE
 from ndistribute.graph.scopes import get_variable as get_variable

@@ -143,11 +143,12 @@ def _collected(step: Step, node: Node) -> _Collected:
 def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Add a worker's gradient to those of its step, wait for their update, return the next step.
 
-    The last one that is needed updates, and one that comes later is dropped. A worker that is ahead
+    The last one that is needed updates, and one that comes later is dropped. A worker that is to
+    contribute again to the same step does not wait. A worker that is ahead
     because an earlier step was restored contributes to that step, maybe for the second time: else
     it would wait for others in one task, and they for it in another.
     """
-    gradient, stamp, learning_rate = inputs
+    gradient, stamp, again, learning_rate = inputs
     change = _optimizer_step(node.attributes, gradient, learning_rate)
     aggregate = _collected(step, node)
     step.on_abort.append(aggregate.wake)
@@ -161,6 +162,8 @@ def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
             if count + 1 >= node.attributes["replicas"]:
                 means = tuple(aggregate.finish())
                 step.resources.variables.apply(msgspec.structs.replace(change, gradients=means))
+            elif again:
+                return np.int64(aggregate.step)
             aggregate.changed.wait_for(lambda: aggregate.round != current or step.error is not None)
             step.check()
         return np.int64(aggregate.step)
@@ -198,9 +201,15 @@ def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 @kernel("local_step", pure=False)
 def _local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Return the number of the session's last step, which all its variables have made."""
+    """Return the last step of the session, which all its variables have made, and if it goes on.
+
+    A worker contributes to each step as often as the attribute `turns` says.
+    """
     kept = step.kept("local step", node.name, lambda: [inputs[0]])
-    return min(kept[0], inputs[0])  # A restored step is the lower one.
+    number = min(kept[0], inputs[0])  # A restored step is the lower one.
+    turn = step.kept("turn", node.name, lambda: [number, 0])
+    turn[:] = number, turn[1] + 1 if turn[0] == number else 1
+    return [number, np.bool_(turn[1] < node.attributes["turns"])]
 
 
 @kernel("keep_local_step", pure=False)

@@ -134,7 +134,7 @@ class GraphOptimizer:
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the slots."""
-        return list(self._rule.slot_names)
+        return list(self._rule.all_slots)
 
     def variables(self) -> list[GraphVariable]:
         """Return the slots of all variables."""
@@ -168,11 +168,11 @@ class GraphOptimizer:
         rule, hyperparameters = hyperparameters_of(self._rule)
         attributes |= {
             "variable": variable.op.name,
-            "slots": [slots[name].op.name for name in self._rule.slot_names],
+            "slots": [slots[name].op.name for name in self._rule.all_slots],
             "count": slots["step"].op.name if "step" in slots else None,
             "rule": rule,
             "hyperparameters": hyperparameters,
-            "rows_alone": self._rows_alone or self._rule.rows_alone,
+            "rows_alone": self._rows_alone or self._rule.leaves_rows,
         }
         with variable.graph.colocate_with(variable.op):  # A number need not go there in each step.
             rate = as_tensor(rate, name="learning_rate")
@@ -194,7 +194,7 @@ class GraphOptimizer:
         graph = variable.graph
         op = variable.op
         with graph.name_scope(None), graph.control_dependencies(None), graph.colocate_with(op):
-            for name in rule.slot_names:
+            for name in rule.all_slots:
                 start: Any = self._starts.get(name, rule.initial_slot(name))
                 start = start if dtype is None else slot_start(start, dtype)
                 # Only a run may know the shape of the variable.
@@ -203,7 +203,7 @@ class GraphOptimizer:
                 slots[name] = GraphVariable(value, False, f"{prefix}/{name}")
                 slots[name].shape = variable.shape
             # The rate of Adam depends on the number of updates, which its variable's task counts.
-            if type(rule).rate is not Rule.rate:
+            if type(rule).rate is not Rule.rate or rule.ema_momentum:
                 slots["step"] = GraphVariable(np.int64(0), False, f"{prefix}/step")
         return slots
 

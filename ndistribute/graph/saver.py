@@ -179,6 +179,41 @@ def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointSt
     return CheckpointState(paths[-1], paths) if paths else None
 
 
+def init_from_checkpoint(
+    ckpt_dir_or_file: str | os.PathLike[str], assignment_map: Mapping[str, Any]
+) -> None:
+    """Let the initializers of variables take the values of a checkpoint.
+
+    Args:
+        ckpt_dir_or_file: a checkpoint, or the directory of several, of which the newest counts.
+        assignment_map: by name in the checkpoint, a variable or its name; by scope, which ends with
+            ``/``, another scope, of whose variables each gets the tensor of the rest of its name.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the checkpoint lacks a tensor, or its shape or dtype does not fit.
+    """
+    reader = models.load_checkpoint(ckpt_dir_or_file)
+    known = {variable.op.name: variable for variable in global_variables()}
+    for key, target in assignment_map.items():
+        pairs = {key: target}
+        if isinstance(target, str) and target.endswith("/"):
+            prefix, below = key.removesuffix("/"), target.removeprefix("/")
+            pairs = {
+                f"{prefix}/{name.removeprefix(below)}".removeprefix("/"): name
+                for name in known
+                if name.startswith(below)
+            }
+        for name, place in pairs.items():
+            variable = known.get(place) if isinstance(place, str) else place
+            if variable is None or not reader.has_tensor(name):
+                raise ValueError(
+                    f"init_from_checkpoint: {name!r} is to go to {place!r}, but the "
+                    f"{'checkpoint' if variable is not None else 'graph'} has no such name."
+                )
+            variable.initialize_with(reader.get_tensor(name))
+
+
 def _checkpoints(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the checkpoints in a folder, without numbers of generations."""
     paths = map(_path_of, reversed(tensor_files.written(directory)))

@@ -26,10 +26,12 @@ class SyncReplicasOptimizer(GraphOptimizer):
     Args:
         opt: the optimizer that makes the update; a bound of it holds for each worker's gradients.
         replicas_to_aggregate: the number of gradients of a step.
-        total_num_replicas: the number of workers; None: `replicas_to_aggregate`.
+        total_num_replicas: the number of workers; None: `replicas_to_aggregate`. If it is lower,
+            each worker contributes several gradients to a step, and waits after the last of them.
 
     Raises:
-        ValueError: there are fewer workers than gradients to aggregate.
+        ValueError: a number is below 1, or there are fewer workers than gradients to aggregate and
+            these cannot be divided among them.
     """
 
     @accepting("name", "use_locking")
@@ -37,11 +39,14 @@ class SyncReplicasOptimizer(GraphOptimizer):
         self, opt: Any, replicas_to_aggregate: int, total_num_replicas: int | None = None
     ) -> None:
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
-        if not 0 < replicas_to_aggregate <= total:
+        turns, rest = divmod(replicas_to_aggregate, total) if total > 0 else (0, 1)
+        if replicas_to_aggregate < 1 or (rest and replicas_to_aggregate > total):
             raise ValueError(
-                f"replicas_to_aggregate must be from 1 to total_num_replicas, {total}, got "
-                f"{replicas_to_aggregate}: each worker contributes once to a step."
+                f"replicas_to_aggregate is {replicas_to_aggregate} and total_num_replicas {total}: "
+                "pass numbers of at least 1, the first of them at most the second or a multiple of "
+                "it, so that workers contribute equally often."
             )
+        self._turns = max(1, turns)
         within = in_graph(opt)
         vars(self).update(vars(within))  # The rule, the rate and the slots are those of `opt`.
         self._opt, self._replicas, self._scope = within, replicas_to_aggregate, "sync_replicas"
@@ -72,12 +77,14 @@ class SyncReplicasOptimizer(GraphOptimizer):
             return graph.add(kind, inputs, outputs=outputs, attributes=attributes, device=device)
 
         self.local_step_init_op = group(name="init")
-        local = graph.add("local_step", [global_step.value()])
-        step = local.outputs[0]
+        turns = {"turns": self._turns}
+        local = graph.add("local_step", [global_step.value()], outputs=2, attributes=turns)
         rate, made, restarted = self.rate_at(global_step), [], []
         for gradient, variable in pairs:
             made += self.add_update(
-                "aggregate", [gradient, step], rate, variable, outputs=1, replicas=self._replicas
+                *("aggregate", [gradient, *local.outputs], rate, variable),
+                outputs=1,
+                replicas=self._replicas,
             ).outputs
             restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
         self.chief_init_op = group(*restarted, name="chief_init")

@@ -12,6 +12,7 @@ from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import within
 from ndistribute.graph.shapes import Known, Shape, narrowed
 from ndistribute.mistakes import accepting
+from ndistribute.variables.policy import fitted
 
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
@@ -114,6 +115,18 @@ class GraphVariable(Symbolic):
     def assign_sub(self, delta: Any) -> Tensor:
         """Return the tensor of its new value, whose computation subtracts from it."""
         return self._change("assign_sub", delta)
+
+    def initialize_with(self, value: Any) -> None:
+        """Make its initializer assign a value; raise a ValueError if that does not fit."""
+        if self.shape is not None:
+            self.shape.merged(Shape(value.shape))
+        fitting = fitted(value, self.dtype or value.dtype)
+        if fitting is None:
+            raise ValueError(f"the dtype of {self.name}, {self.dtype}, would cut {value.dtype}.")
+        with self.graph.as_default(), self.graph.control_dependencies(None):
+            with self.graph.colocate_with(self.op):
+                self.initial_value = as_tensor(fitting)
+            self.initializer = self._kernel("assign", self.initial_value).op
 
     def load(self, value: Any, session: Any = None) -> None:
         """Assign a value in a session now."""

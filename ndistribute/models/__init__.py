@@ -11,9 +11,13 @@ from ndistribute.models import metrics as metrics
 from ndistribute.models import nn as nn
 from ndistribute.models import regularizers as regularizers
 from ndistribute.models.callbacks import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from ndistribute.models.callbacks import TerminationConfig as TerminationConfig
 from ndistribute.models.checkpoint import Checkpoint as Checkpoint
-from ndistribute.models.checkpoint import CheckpointManager as CheckpointManager
 from ndistribute.models.checkpoint import latest_checkpoint as latest_checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager as CheckpointManager
+from ndistribute.models.checkpoint_reader import list_variables as list_variables
+from ndistribute.models.checkpoint_reader import load_checkpoint as load_checkpoint
+from ndistribute.models.checkpoint_reader import load_variable as load_variable
 from ndistribute.models.export import load as load
 from ndistribute.models.layers.inputs import Input as Input
 from ndistribute.models.model import Model as Model

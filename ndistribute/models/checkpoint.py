@@ -13,7 +13,6 @@ import functools
 import logging
 import operator
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -32,7 +31,7 @@ from ndistribute.tensor_files import Saved
 from ndistribute.transport.failures import error_of, failure_of
 from ndistribute.variables import Variable
 
-__all__ = ["Checkpoint", "CheckpointManager", "Weights", "latest_checkpoint", "read_newest"]
+__all__ = ["Checkpoint", "Weights", "latest_checkpoint", "read_newest"]
 
 # The attributes of a model that are saved with its variables.
 _OF_MODELS = ("metrics", "optimizer")
@@ -71,8 +70,9 @@ class Checkpoint:
     CPUs are part of every checkpoint. An attribute that is set adds an object, too.
 
     Args:
-        objects: by keyword, variables, layers, optimizers, metrics, objects with `state_dict` and
-            `load_state_dict`, and lists and dicts of them.
+        objects: by keyword, variables, layers, optimizers, metrics, other checkpoints, objects with
+            `state_dict` and `load_state_dict`, such as iterators of datasets, and lists and dicts
+            of all but checkpoints.
 
     Raises:
         TypeError: an object is none of these.
@@ -96,7 +96,8 @@ class Checkpoint:
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for path, part in contents.flat(name, value, self._saves):
+        nest = value._nest if isinstance(value, Checkpoint) else value
+        for path, part in contents.flat(name, nest, self._saves):
             if not isinstance(part, Variable | Optimizer) and not has_state(part):
                 raise TypeError(
                     f"Checkpoint: {path} is a {type(part).__name__}, whose state is unknown: pass "
@@ -133,6 +134,17 @@ class Checkpoint:
         """
         path = Path(path)
         return Path(by_chief(self.strategy, self.writer(path.parent, path.name)))
+
+    @by_every_worker
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the state as `save` does, in place of what `write` wrote to that path before."""
+        path = Path(path)
+        writer = self.writer(path.parent, path.name, keep=1, kind="write")
+        return Path(by_chief(self.strategy, writer))
+
+    def read(self, path: str | os.PathLike[str]) -> None:
+        """Set the state to what `write` or `save` wrote; see `restore`."""
+        self.restore(path)
 
     @by_every_worker
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -292,7 +304,7 @@ class Checkpoint:
         for path, value in self._layers():
             if not self._saves or getattr(value, "optimizer", None) is None:
                 left.append(f"{path}/optimizer")
-        asked = [name for name, value in self._objects.items() if not isinstance(value, Variable)]
+        asked = [name for name, value in self._nest.items() if not isinstance(value, Variable)]
         return contents.below(asked, left, names)
 
     def writer(
@@ -312,7 +324,7 @@ class Checkpoint:
             more: plain values to save too.
             kind: the kind of the writer.
         """
-        _check_keep(keep)
+        check_keep(keep)
         tensors, data = self.state()
         data |= more or {}
 
@@ -322,179 +334,25 @@ class Checkpoint:
 
         return write
 
+    @property
+    def _nest(self) -> dict[str, Any]:
+        """The objects by name, with those of other checkpoints in place of these."""
+        items = self._objects.items()
+        return {name: part._nest if isinstance(part, Checkpoint) else part for name, part in items}
+
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        for path, leaf in leaves("", self._objects):
+        for path, leaf in leaves("", self._nest):
             if isinstance(leaf, Layer):
                 yield path, leaf
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        return contents.flat("", self._objects, self._saves)
+        return contents.flat("", self._nest, self._saves)
 
 
 class Weights(Checkpoint):
     """The variables of layers and models, without optimizers and metrics."""
 
     _saves = ()
-
-
-class CheckpointManager:
-    """The last checkpoints of a program in a directory.
-
-    Args:
-        checkpoint: what to save.
-        directory: the directory; created if it is missing.
-        max_to_keep: the number of checkpoints to keep; None: all.
-        asynchronous: whether `save` returns once the state is copied, and a thread writes it.
-
-    Attributes:
-        step: the step that was saved or restored last; None before.
-
-    >>> import tempfile
-    >>> v = Variable(1.0)
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     manager = CheckpointManager(Checkpoint(v=v), directory, max_to_keep=2)
-    ...     for step in range(3):
-    ...         path = manager.save(step)
-    ...     [one.name for one in manager.checkpoints], manager.latest_checkpoint == path
-    (['checkpoint.000002', 'checkpoint.000003'], True)
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        directory: str | os.PathLike[str],
-        max_to_keep: int | None = 5,
-        *,
-        asynchronous: bool = False,
-    ) -> None:
-        _check_keep(max_to_keep)
-        self.checkpoint = checkpoint
-        self.directory = Path(directory)
-        self.step: int | None = None
-        self._keep, self._kind = max_to_keep, "manager"
-        self._asynchronous = asynchronous
-        self._writing: list[tuple[threading.Thread, threading.Event]] = []
-        self._failure: BaseException | None = None
-
-    def extended(self, **objects: Any) -> CheckpointManager:
-        """Return a manager of the same directory that saves other objects too, each once."""
-        known = self.checkpoint._objects
-        ids = set(map(id, known.values()))
-        more = {name: value for name, value in objects.items() if id(value) not in ids}
-        extended = copy.copy(self)
-        extended.checkpoint, extended._kind = Checkpoint(**known, **more), "training"
-        return extended
-
-    @property
-    def strategy(self) -> Any:
-        """The strategy of the checkpoint."""
-        return self.checkpoint.strategy
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """The folders of the checkpoints, the newest last."""
-        return tensor_files.paths(self.directory, _SERIES)
-
-    @property
-    def latest_checkpoint(self) -> Path | None:
-        """The folder of the newest checkpoint, or None."""
-        return self.checkpoints[-1] if self.checkpoints else None
-
-    @by_every_worker
-    def save(self, step: int | None = None) -> Path | None:
-        """Write the state of a step, and return the folder; None if a thread writes it.
-
-        Every worker must call this, at the same step. A state that is saved asynchronously is on
-        the disk after `wait`, and after the next `save`.
-
-        Args:
-            step: the number of steps made; None: one more than at the last call.
-
-        Raises:
-            OSError: this state, or the one that a thread wrote, could not be written.
-        """
-        self.wait()
-        step = (self.step or 0) + 1 if step is None else operator.index(step)
-        data = {"step": step}
-        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, data, self._kind)
-        if not self._asynchronous:
-            path = Path(by_chief(self.strategy, write))
-            self.step = step
-            return path
-
-        def keep_failure() -> None:
-            try:
-                write()
-            except BaseException as error:
-                _log.error("the checkpoint of step %s could not be written: %s", step, error)
-                self._failure = error
-            finally:
-                written.set()
-
-        strategy = self.strategy
-        if strategy.is_chief or strategy.input_topology.workers is None:
-            written = threading.Event()
-            thread = threading.Thread(target=keep_failure, name="checkpoint")
-            thread.start()
-            self._writing = [(thread, written)]
-        self.step = step
-        return None
-
-    def delete(self) -> None:
-        """Delete all checkpoints that managers wrote; every worker must call this."""
-        self.wait()
-
-        def remove() -> None:
-            for path in tensor_files.written_by(self._kind, self.directory, _SERIES):
-                tensor_files.delete(path)
-
-        by_chief(self.strategy, remove)
-
-    def wait(self) -> None:
-        """Wait until the last state is written; every worker must call this.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        if not self._asynchronous:
-            return
-
-        def finish() -> None:
-            for thread, written in self._writing:
-                # After an interrupt, `join` takes a thread for ended. A fork has no such thread.
-                while thread.is_alive():
-                    written.wait(1.0)
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise failure
-
-        by_chief(self.strategy, finish)
-
-    def restore_or_initialize(self) -> Path | None:
-        """Restore the newest checkpoint that is not damaged, and return its folder.
-
-        Returns:
-            None if there is no checkpoint: the variables keep their initial values.
-
-        Raises:
-            CheckpointCorruptError: there are checkpoints, and all are damaged.
-            ValueError: the checkpoint does not fit; nothing has changed then.
-        """
-        self.wait()
-
-        def read() -> Any:
-            saved = tensor_files.newest(self.directory, _SERIES)
-            for path, part in self.checkpoint._parts():
-                if saved is not None and hasattr(part, "check_state"):
-                    part.check_state(saved.path, saved.data["states"].get(path, {}))
-            return None if saved is None else _contents(saved)
-
-        read_by_chief = by_chief(self.strategy, read)
-        if read_by_chief is None:
-            return None
-        self.checkpoint.load(*read_by_chief)
-        self.step = read_by_chief[2].get("step")
-        return Path(read_by_chief[0])
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
@@ -515,10 +373,10 @@ _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (CheckpointCorruptError, FileNotFoundError, OSError, PermissionError, ValueError)
 } | {"": DistributeError}
-_SERIES = "checkpoint"
 
 
-def _check_keep(count: int | None) -> None:
+def check_keep(count: int | None) -> None:
+    """Raise a ValueError unless a number of checkpoints to keep is 1 or more, or None."""
     if count is not None and operator.index(count) < 1:
         raise ValueError(f"max_to_keep must be 1 or more, got {count}.")
 
@@ -530,14 +388,15 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
         raise FileNotFoundError(f"there is no checkpoint {path}.")
     folder = folders[-1] if folders else path
     try:
-        return _contents(tensor_files.read(folder))
+        return contents_of(tensor_files.read(folder))
     except CheckpointCorruptError:
         if not os.path.lexists(folder):  # It was deleted meanwhile.
             return read_newest(path)
         raise
 
 
-def _contents(saved: Saved) -> tuple[str, dict[str, Any], Any]:
+def contents_of(saved: Saved) -> tuple[str, dict[str, Any], Any]:
+    """Return the folder, the tensors and the other data of a checkpoint."""
     return str(saved.path), saved.tensors, saved.data
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from ndistribute.autodiff import untrack
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
+from ndistribute.models.masks import attach_mask, mask_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,6 +129,7 @@ class Objective:
             # Losses of 16-bit predictions are computed in float32.
             narrow = getattr(out, "dtype", None) is not None and out.dtype.itemsize == 2
             wide = out.astype(np.float32) if narrow else out
+            attach_mask(wide, mask_of(out))
             rows.append((output, labels, wide, weights))
         return rows
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.autodiff import untrack
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
+from ndistribute.models.loss_forms import in_form
+from ndistribute.models.masks import mask_of
 from ndistribute.models.names import named, snake_case, table_of
 from ndistribute.values import Shown
 
@@ -72,7 +73,11 @@ class Loss(Explaining, Shown):
         return in_form(total if self.reduction == "sum" else total / global_count(losses.size))
 
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Return the loss of each example, times its weight."""
+        """Return the loss of each example, times its weight.
+
+        What the mask of the predictions leaves out is 0; the mean is that over the rest.
+        """
+        mask = mask_of(y_pred)
         y_true, y_pred = aligned(y_true, y_pred)
 
         def explained(error: Exception) -> ValueError:
@@ -97,7 +102,18 @@ class Loss(Explaining, Shown):
             )
         if losses.ndim == 0:
             losses = losses * np.ones(y_pred.shape[:1], losses.dtype)
+        if mask is not None and mask.ndim <= losses.ndim:
+            factor = self._factor(mask) if self.reduction == _REDUCTIONS[0] else 1
+            losses = _weighted(losses, mask * factor)
         return _weighted(losses, sample_weight)
+
+    def _factor(self, mask: Any) -> Any:
+        """Return what makes a mean over all elements that over those of a mask, of all replicas."""
+        counts = np.stack([mask.sum(dtype=np.float64), np.float64(mask.size)])
+        replica = get_replica_context()
+        if replica is not None and replica.num_replicas_in_sync > 1:
+            counts = replica.communicator.all_reduce("sum", counts)
+        return counts[1] / np.maximum(counts[0], 1.0)
 
 
 def _weighted(losses: Any, sample_weight: Any) -> Any:
@@ -114,48 +130,6 @@ def _weighted(losses: Any, sample_weight: Any) -> Any:
         )
     weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
     return losses * weight.astype(losses.dtype)
-
-
-class _Form(threading.local):
-    """The form in which a thread gets losses; see `as_means`."""
-
-    of_gradient: str | None = None  # None: they are shares.
-
-
-_form = _Form()
-
-
-@contextlib.contextmanager
-def as_means(of_gradient: str) -> Iterator[None]:
-    """Return a context in which losses are means, for a step that a model defines.
-
-    Numbers that replicas log are averaged, and the gradients that they apply are added up. So the
-    mean of what is logged has to be the loss of the batch, and the sum of the gradients its
-    gradient, however the batch is divided.
-
-    Args:
-        of_gradient: ``"share"`` if the step applies gradients, ``"mean"`` if its caller divides.
-    """
-    _form.of_gradient, before = of_gradient, _form.of_gradient
-    try:
-        yield
-    finally:
-        _form.of_gradient = before
-
-
-def in_step_of_model() -> bool:
-    """Return True inside of a step that a model defines, which `fit` or `evaluate` runs."""
-    return _form.of_gradient is not None
-
-
-def in_form(share: Any) -> Any:
-    """Return a replica's share of a loss in the form that the step needs; see `as_means`."""
-    replica = None if _form.of_gradient is None else get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return share
-    if _form.of_gradient == "mean":
-        return share * replica.num_replicas_in_sync
-    return share + untrack(share) * (replica.num_replicas_in_sync - 1)
 
 
 def global_count(count: int) -> float:
@@ -261,15 +235,81 @@ def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> Any:
     return np.mean(inside * (size - 0.5 * inside), axis=-1)
 
 
-def binary_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> Any:
+def mean_absolute_percentage_error(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of absolute differences, in percent of the labels."""
+    labels = _like(y_true, y_pred)
+    return 100 * np.mean(np.abs((y_pred - labels) / np.maximum(np.abs(labels), _SMALL)), axis=-1)
+
+
+def mean_squared_logarithmic_error(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of squared differences of ``log(1 + y)``."""
+    logs = [np.log1p(np.maximum(y, _SMALL)) for y in (_like(y_true, y_pred), y_pred)]
+    return np.mean(np.square(logs[1] - logs[0]), axis=-1)
+
+
+def log_cosh(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of the logarithm of the differences' ``cosh``."""
+    difference = y_pred - _like(y_true, y_pred)
+    return np.mean(difference + np.logaddexp(-2 * difference, 0) - math.log(2), axis=-1)
+
+
+def poisson(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of ``y_pred - y_true * log(y_pred)``."""
+    return np.mean(y_pred - _like(y_true, y_pred) * np.log(y_pred + _SMALL), axis=-1)
+
+
+def kl_divergence(y_true: Any, y_pred: Any) -> Any:
+    """Return the sum over the last axis of ``y_true * log(y_true / y_pred)``."""
+    labels, p = (np.clip(y, _SMALL, 1) for y in (_like(y_true, y_pred), y_pred))
+    return np.sum(labels * np.log(labels / p), axis=-1)
+
+
+def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> Any:
+    """Return minus the cosine of the angle between labels and predictions: -1 if they agree.
+
+    >>> cosine_similarity(np.array([[0.0, 1.0]]), np.array([[0.0, 2.0]])).tolist()
+    [-1.0]
+    """
+    labels = _like(y_true, y_pred)
+    sums = (np.sum(np.square(y), axis=axis) for y in (labels, y_pred))
+    lengths = [np.sqrt(np.maximum(total, _SMALL**3)) for total in sums]
+    return -np.sum(labels * y_pred, axis=axis) / (lengths[0] * lengths[1])
+
+
+def hinge(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of ``max(1 - y_true * y_pred, 0)``, labels -1 and 1.
+
+    If all labels of a batch are 0 or 1, the label 0 counts as -1.
+    """
+    return np.mean(_margins(y_true, y_pred), axis=-1)
+
+
+def squared_hinge(y_true: Any, y_pred: Any) -> Any:
+    """Return the mean over the last axis of the squares of what `hinge` takes the mean of."""
+    return np.mean(np.square(_margins(y_true, y_pred)), axis=-1)
+
+
+def categorical_hinge(y_true: Any, y_pred: Any) -> Any:
+    """Return by how much the score of a one-hot label is not 1 above the others, at least 0."""
+    labels = _like(y_true, y_pred)
+    best = np.max((1 - labels) * y_pred, axis=-1)
+    return np.maximum(best - np.sum(labels * y_pred, axis=-1) + 1, 0)
+
+
+def binary_crossentropy(
+    y_true: Any, y_pred: Any, from_logits: bool = False, label_smoothing: float = 0.0
+) -> Any:
     """Return the mean over the last axis of the cross-entropy of two classes.
 
     Args:
         y_true: labels in ``[0, 1]``.
         y_pred: probabilities, or logits.
         from_logits: whether `y_pred` are logits.
+        label_smoothing: the share of the labels that is divided evenly between both classes.
     """
     labels = _like(y_true, y_pred)
+    if label_smoothing:
+        labels = labels * (1 - label_smoothing) + label_smoothing / 2
     if from_logits:
         losses = operations.sigmoid_cross_entropy(y_pred, labels)
     else:
@@ -342,11 +382,11 @@ class FunctionLoss(Loss):
         super().__init__(**({"name": getattr(function, "__name__", "loss")} | common))
         if options:
             inspect.signature(function).bind(None, None, **options)
-        self._function, self._parameters = function, options
+        self.function, self._parameters = function, options
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the function's value for each example."""
-        return per_example(self._function, y_true, y_pred, self._parameters)
+        return per_example(self.function, y_true, y_pred, self._parameters)
 
 
 def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, Any]) -> Any:
@@ -356,18 +396,79 @@ def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, A
     return function(y_true, y_pred, **parameters)
 
 
-class MeanSquaredError(FunctionLoss):
+class _Fixed(FunctionLoss):
+    """The base class of losses of one function; see `FunctionLoss`."""
+
+    _of: ClassVar[Callable[..., Any]]
+
+    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
+        super().__init__(type(self)._of, reduction=reduction, **options)
+
+
+class MeanSquaredError(_Fixed):
     """The mean of squared differences."""
 
-    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
-        super().__init__(mean_squared_error, reduction=reduction, **options)
+    _of = staticmethod(mean_squared_error)
 
 
-class MeanAbsoluteError(FunctionLoss):
+class MeanAbsoluteError(_Fixed):
     """The mean of absolute differences."""
 
-    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
-        super().__init__(mean_absolute_error, reduction=reduction, **options)
+    _of = staticmethod(mean_absolute_error)
+
+
+class MeanAbsolutePercentageError(_Fixed):
+    """The mean of absolute differences, in percent of the labels."""
+
+    _of = staticmethod(mean_absolute_percentage_error)
+
+
+class MeanSquaredLogarithmicError(_Fixed):
+    """The mean of squared differences of logarithms."""
+
+    _of = staticmethod(mean_squared_logarithmic_error)
+
+
+class LogCosh(_Fixed):
+    """The mean of the logarithm of differences' ``cosh``; see `log_cosh`."""
+
+    _of = staticmethod(log_cosh)
+
+
+class Poisson(_Fixed):
+    """The loss of counts from a Poisson distribution; see `poisson`."""
+
+    _of = staticmethod(poisson)
+
+
+class KLDivergence(_Fixed):
+    """The divergence of predicted from true probabilities; see `kl_divergence`."""
+
+    _of = staticmethod(kl_divergence)
+
+
+class CosineSimilarity(_Fixed):
+    """Minus the cosine of the angle; the option `axis` is that of `cosine_similarity`."""
+
+    _of = staticmethod(cosine_similarity)
+
+
+class Hinge(_Fixed):
+    """The loss of labels -1 and 1; see `hinge`."""
+
+    _of = staticmethod(hinge)
+
+
+class SquaredHinge(_Fixed):
+    """The squared loss of labels -1 and 1; see `squared_hinge`."""
+
+    _of = staticmethod(squared_hinge)
+
+
+class CategoricalHinge(_Fixed):
+    """The margin of one-hot labels; see `categorical_hinge`."""
+
+    _of = staticmethod(categorical_hinge)
 
 
 class Huber(FunctionLoss):
@@ -380,8 +481,11 @@ class Huber(FunctionLoss):
 class BinaryCrossentropy(FunctionLoss):
     """The cross-entropy of two classes; see `binary_crossentropy`."""
 
-    def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(binary_crossentropy, from_logits=from_logits, **options)
+    def __init__(
+        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
+    ) -> None:
+        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+        super().__init__(binary_crossentropy, **parameters, **options)
         self.from_logits = from_logits
 
 
@@ -408,16 +512,24 @@ class SparseCategoricalCrossentropy(FunctionLoss):
 
 
 NAMED: dict[str, type[Loss]] = table_of(
-    *(BinaryCrossentropy, CategoricalCrossentropy, Huber, MeanAbsoluteError, MeanSquaredError),
-    SparseCategoricalCrossentropy,
+    *(BinaryCrossentropy, CategoricalCrossentropy, SparseCategoricalCrossentropy, Huber),
+    *_Fixed.__subclasses__(),
+    bce=BinaryCrossentropy,
+    kld=KLDivergence,
     mae=MeanAbsoluteError,
+    mape=MeanAbsolutePercentageError,
     mse=MeanSquaredError,
+    msle=MeanSquaredLogarithmicError,
 )
 
 # Functions of single values, of which they return the mean over the last axis.
-_ELEMENTWISE = (mean_squared_error, mean_absolute_error, huber, binary_crossentropy)
+_ELEMENTWISE = (
+    *(mean_squared_error, mean_absolute_error, huber, binary_crossentropy, poisson, log_cosh),
+    *(mean_absolute_percentage_error, mean_squared_logarithmic_error, hinge, squared_hinge),
+)
 # What predicted probabilities are kept from 0 and 1 by, for 2 bytes and for more.
 _EPSILON = (1e-3, 1e-7)
+_SMALL = 1e-7  # What keeps the arguments of logarithms and divisors from 0.
 
 
 def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
@@ -439,6 +551,12 @@ def _like(y_true: Any, y_pred: Any) -> Any:
     return labels.astype(y_pred.dtype, copy=False)
 
 
+def _margins(y_true: Any, y_pred: Any) -> Any:
+    labels = _like(y_true, y_pred)
+    signs = np.where(np.all((labels == 0) | (labels == 1)), 2 * labels - 1, labels)
+    return np.maximum(1 - signs * y_pred, 0)
+
+
 def _log_of(p: Any) -> Any:
     small = _EPSILON[p.dtype.itemsize > 2]
     return np.log(np.clip(p, small, 1 - small))
@@ -446,6 +564,5 @@ def _log_of(p: Any) -> Any:
 
 _export(
     vars(),
-    but="FunctionLoss aligned as_means check_shape global_count in_form in_step_of_model "
-    "per_example",
+    but="FunctionLoss aligned check_shape global_count in_form per_example",
 )

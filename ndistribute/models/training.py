@@ -121,8 +121,12 @@ class Trainer(TrainingSteps):
                     logs |= self._validate(scored, *options, prefix="val_")
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
-            position.finished = True
+            self._finish(position)
         return history
+
+    def _finish(self, position: TrainingPosition) -> None:
+        self.optimizer.finalize_variable_values(self.trainable_variables)
+        position.finished = True
 
     def evaluate(
         self,

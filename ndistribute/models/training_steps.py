@@ -23,6 +23,7 @@ from ndistribute.jit.function import Function
 from ndistribute.jit.identity import Identities
 from ndistribute.mistakes import accepting
 from ndistribute.models import batches as _batches
+from ndistribute.models import loss_forms
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.compiled_losses import Objective, names_of, untold
@@ -235,7 +236,7 @@ class TrainingSteps(Layer):
         count = _losses.global_count(rows)
         share = self._share(compared, count, _replicas(), regularization_losses)
         untold.loss = share, count, rows
-        return _losses.in_form(share)
+        return loss_forms.in_form(share)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Add a batch to the metrics given to `compile`, and return `get_metrics_result`."""
@@ -268,7 +269,7 @@ class TrainingSteps(Layer):
         """
         if not self._defines("train_step"):
             return self._compiled_train_step(data, rows)
-        with _losses.as_means("share"):
+        with loss_forms.as_means("share"):
             return self._logs_of("train_step", data)
 
     def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
@@ -316,7 +317,7 @@ class TrainingSteps(Layer):
     def _tested(self, data: Any, rows: int | None) -> Any:
         if not self._defines("test_step"):
             return self._compiled_test_step(data, rows)
-        with _losses.as_means("mean"):
+        with loss_forms.as_means("mean"):
             return self._logs_of("test_step", data)
 
     def _compiled_test_step(self, data: Any, rows: int | None) -> Any:
@@ -334,7 +335,7 @@ class TrainingSteps(Layer):
         compared = self._objective.compared(y, predicted, weight, self._called)
         if not self._defines("compute_loss"):
             return compared, self._share(compared, rows, replicas, self._penalties())
-        with _losses.as_means("mean"):
+        with loss_forms.as_means("mean"):
             return compared, self.compute_loss(x, y, predicted, weight) / replicas
 
     def _share(self, compared: Any, rows: float, replicas: int, penalties: Any) -> Any:
@@ -371,7 +372,7 @@ class TrainingSteps(Layer):
         if not self._defines("compute_metrics") and not self._defines("get_metrics_result"):
             self._objective.count(compared)
             return None
-        with _losses.as_means("mean"):
+        with loss_forms.as_means("mean"):
             return self._logs_of("compute_metrics", x, y, untrack(predicted), weight)
 
     def _logs_of(self, method: str, *args: Any) -> Any:

@@ -6,6 +6,8 @@ from ndistribute.optimizers.algorithms import SGD as SGD
 from ndistribute.optimizers.algorithms import Adagrad as Adagrad
 from ndistribute.optimizers.algorithms import Adam as Adam
 from ndistribute.optimizers.algorithms import AdamW as AdamW
+from ndistribute.optimizers.algorithms import Ftrl as Ftrl
+from ndistribute.optimizers.algorithms import Nadam as Nadam
 from ndistribute.optimizers.algorithms import RMSprop as RMSprop
 from ndistribute.optimizers.algorithms import get as get
 from ndistribute.optimizers.optimizer import Optimizer as Optimizer

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import numpy as np
+
 from ndistribute.devices import Array, array_namespace
-from ndistribute.optimizers.optimizer import LearningRate, Optimizer, Options
+from ndistribute.optimizers.optimizer import CommonOptions, LearningRate, Optimizer, Options
 from ndistribute.update_rules import Rule
 
 
@@ -83,7 +85,7 @@ class SGD(Optimizer):
         learning_rate: a number, or a function of the number of steps made that returns a number.
         momentum: m, in ``[0, 1]``; 0 means without momentum.
         nesterov: whether to use Nesterov's correction, which needs momentum.
-        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
 
     Raises:
         ValueError: `momentum` is out of range, or `nesterov` is True without momentum.
@@ -146,7 +148,7 @@ class Adagrad(Optimizer):
         learning_rate: a number, or a function of the number of steps made that returns a number.
         initial_accumulator_value: the initial value of the sum of squares, 0 or more.
         epsilon: a constant that is added to the sum before the root.
-        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -171,10 +173,14 @@ class AdamRule(Rule):
     """The update rule of `Adam`."""
 
     name = "adam"
-    slot_names = ("m", "v")
     beta_1: float = 0.9
     beta_2: float = 0.999
     epsilon: float = 1e-7
+    amsgrad: bool = False
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return ("m", "v", "v_max") if self.amsgrad else ("m", "v")
 
     def __post_init__(self) -> None:
         for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
@@ -186,7 +192,7 @@ class AdamRule(Rule):
         return learning_rate * math.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
-        mean, square = slots
+        mean, square, *largest = slots
         xp = array_namespace(gradient)
         mean *= self.beta_1
         mean += gradient * (1 - self.beta_1)
@@ -194,6 +200,9 @@ class AdamRule(Rule):
         gradient *= 1 - self.beta_2
         square *= self.beta_2
         square += gradient
+        for most in largest:
+            xp.maximum(most, square, out=most)
+            square = most
         xp.sqrt(square, out=gradient)
         gradient += self.epsilon
         xp.divide(mean, gradient, out=gradient)
@@ -212,7 +221,8 @@ class Adam(Optimizer):
         beta_1: the decay rate of the mean, in ``[0, 1)``.
         beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
         epsilon: a constant that is added to the root.
-        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+        amsgrad: whether to divide by the root of the largest mean of squares so far.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
 
     Raises:
         ValueError: `beta_1` or `beta_2` is out of range.
@@ -230,9 +240,10 @@ class Adam(Optimizer):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
+        amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(AdamRule(beta_1, beta_2, epsilon), learning_rate, **options)
+        super().__init__(AdamRule(beta_1, beta_2, epsilon, amsgrad), learning_rate, **options)
 
 
 @dataclass(frozen=True)
@@ -240,22 +251,12 @@ class AdamWRule(AdamRule):
     """The update rule of `AdamW`."""
 
     name = "adamw"
-    weight_decay: float = 0.004
+    weight_decay: float = field(default=0.004, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay}.")
-
-    def rate(self, step: int, learning_rate: float) -> tuple[float, float]:
-        """Return the rate of `Adam`, and the share of the variable to subtract."""
-        return super().rate(step, learning_rate), learning_rate * self.weight_decay
-
-    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
-        """Shrink the variable, and update it as `Adam` does, in place."""
-        corrected, decay = rate
-        variable *= 1 - decay
-        super().update(variable, gradient, slots, corrected)
 
 
 class AdamW(Optimizer):
@@ -269,7 +270,8 @@ class AdamW(Optimizer):
         beta_1: the decay rate of the mean, in ``[0, 1)``.
         beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
         epsilon: a constant that is added to the root.
-        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+        amsgrad: whether to divide by the root of the largest mean of squares so far.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -285,9 +287,140 @@ class AdamW(Optimizer):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        rule = AdamWRule(beta_1, beta_2, epsilon, amsgrad, weight_decay=weight_decay)
+        super().__init__(rule, learning_rate, **options)
+
+
+@dataclass(frozen=True)
+class NadamRule(AdamRule):
+    """The update rule of `Nadam`."""
+
+    name = "nadam"
+
+    def rate(self, step: int, learning_rate: float) -> tuple[float, float, float]:
+        """Return the factors of the mean and of the gradient, and that of the mean square."""
+        # The product of the momentums so far; it stops to matter.
+        steps = np.arange(1, min(step, _PRODUCT_STEPS) + 1)
+        now, after = (self.beta_1 * (1 - 0.5 * 0.96**k) for k in (step, step + 1))
+        product = float(np.prod(self.beta_1 * (1 - 0.5 * 0.96**steps)))
+        of_mean = learning_rate * after / (1 - product * after)
+        return of_mean, learning_rate * (1 - now) / (1 - product), 1 / (1 - self.beta_2**step)
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
+        """Update the means, and subtract the corrected ratio, in place."""
+        (mean, square, *_), (of_mean, of_gradient, of_square) = slots, rate
+        xp = array_namespace(gradient)
+        mean += (1 - self.beta_1) * (gradient - mean)
+        square += (1 - self.beta_2) * (gradient * gradient - square)
+        step = of_mean * mean + of_gradient * gradient
+        variable -= step / (xp.sqrt(square * of_square) + self.epsilon)
+
+
+class Nadam(Optimizer):
+    """Adam with Nesterov's momentum, whose share rises in the first steps.
+
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
+
+    Args:
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        beta_1: the decay rate of the mean, in ``[0, 1)``.
+        beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
+        epsilon: a constant that is added to the root.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> Nadam(0.5, epsilon=0.0).apply_gradients([([4.0], v)])
+    >>> v.numpy().round(3)
+    array([0.469])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
-        rule = AdamWRule(beta_1, beta_2, epsilon, weight_decay)
+        super().__init__(NadamRule(beta_1, beta_2, epsilon), learning_rate, **options)
+
+
+@dataclass(frozen=True)
+class FtrlRule(Rule):
+    """The update rule of `Ftrl`."""
+
+    name = "ftrl"
+    slot_names = ("accumulator", "linear")
+    learning_rate_power: float = -0.5
+    initial_accumulator_value: float = 0.1
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    l2_shrinkage_regularization_strength: float = 0.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, value in vars(self).items() if value < 0]
+        if self.learning_rate_power > 0 or set(wrong) - {"learning_rate_power"}:
+            raise ValueError(
+                f"Ftrl: learning_rate_power must be 0 or less, the others 0 or more, got {self!r}."
+            )
+
+    def initial_slot(self, name: str) -> float:
+        return self.initial_accumulator_value if name == "accumulator" else 0.0
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+        """Update the sums, and set the variable to the minimum that they give, in place."""
+        accumulator, linear = slots
+        bound = self.l1_regularization_strength
+        before = accumulator**-self.learning_rate_power
+        accumulator += gradient * gradient
+        after = accumulator**-self.learning_rate_power
+        linear += gradient + 2 * self.l2_shrinkage_regularization_strength * variable
+        linear -= (after - before) / rate * variable
+        curve = after / rate + 2 * self.l2_regularization_strength + self.beta / rate
+        variable[...] = (linear.clip(-bound, bound) - linear) / curve
+
+
+class Ftrl(Optimizer):
+    """Follow the regularized leader: an optimizer for linear models with many features.
+
+    Source: McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013.
+
+    Args:
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        learning_rate_power: the power of the sum of squared gradients in the rate, 0 or less.
+        initial_accumulator_value: the initial value of that sum.
+        l1_regularization_strength: the penalty of absolute values, which makes variables 0.
+        l2_regularization_strength: the penalty of squares.
+        l2_shrinkage_regularization_strength: the penalty of squares in the gradient alone.
+        beta: of the source, added to the root of the sum.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> Ftrl(0.5, initial_accumulator_value=0.0).apply_gradients([([4.0], v)])
+    >>> v.numpy()
+    array([0.5])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        strengths = l1_regularization_strength, l2_regularization_strength
+        start = learning_rate_power, initial_accumulator_value, *strengths
+        rule = FtrlRule(*start, l2_shrinkage_regularization_strength, beta)
         super().__init__(rule, learning_rate, **options)
 
 
@@ -348,7 +481,7 @@ class RMSprop(Optimizer):
         momentum: the decay rate of a velocity, in ``[0, 1)``; 0 means without one.
         epsilon: a constant that is added to the average before the root.
         centered: whether to subtract the squared average of the gradient from the average square.
-        options: `clipnorm`, `global_clipnorm`, `clipvalue` and `name`, see `Optimizer`.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -370,7 +503,9 @@ class RMSprop(Optimizer):
         super().__init__(rule, learning_rate, **options)
 
 
-_ALL = (Adagrad, Adam, AdamW, RMSprop, SGD)
+# After so many steps the product of the momentums of `Nadam` does not change the rate.
+_PRODUCT_STEPS = 1000
+_ALL = (Adagrad, Adam, AdamW, Ftrl, Nadam, RMSprop, SGD)
 NAMED: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _ALL}
 
 

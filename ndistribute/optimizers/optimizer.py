@@ -8,6 +8,7 @@ they receive the gradients and the name and hyperparameters of the rule.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -78,13 +79,22 @@ def _also_in_graphs(method: Method) -> Method:
     return cast("Method", call)
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of every optimizer; see `Optimizer`."""
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments of every optimizer but `weight_decay`; see `Optimizer`."""
 
     clipnorm: float | None
     global_clipnorm: float | None
     clipvalue: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
     name: str | None
+
+
+class Options(CommonOptions, total=False):
+    """The keyword arguments of every optimizer; see `Optimizer`."""
+
+    weight_decay: float | None
 
 
 class Optimizer(Explaining, Shown):
@@ -96,6 +106,12 @@ class Optimizer(Explaining, Shown):
         clipnorm: the maximum norm of each gradient, summed over replicas; larger ones are scaled.
         global_clipnorm: the maximum norm of all gradients together; larger ones are scaled.
         clipvalue: each element of a gradient is clipped to ``[-clipvalue, clipvalue]``.
+        weight_decay: the share of a variable, times the rate, that a step subtracts first.
+        use_ema: whether to keep a moving average of each variable, the slot ``"average"``.
+            `finalize_variable_values`, which `fit` calls at its end, assigns it to the variable.
+        ema_momentum: the share of a moving average that a step keeps.
+        ema_overwrite_frequency: after how many steps variables become their averages, each time;
+            None: never.
         name: the name of its slots on parameter servers, the same on all workers. None: the class
             name in lower case, with a number from the second optimizer of the class on.
 
@@ -117,10 +133,27 @@ class Optimizer(Explaining, Shown):
         clipnorm: float | None = None,
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
+        weight_decay: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
         name: str | None = None,
     ) -> None:
         if not isinstance(rule, Rule):
             raise TypeError(f"an optimizer needs a Rule, got {rule!r}.")
+        often = ema_overwrite_frequency or 0
+        if (weight_decay or 0) < 0 or not 0 <= ema_momentum <= 1 or often != max(0, int(often)):
+            raise ValueError(
+                "weight_decay must be 0 or more, ema_momentum in [0, 1], and "
+                "ema_overwrite_frequency None or a whole number, 1 or more, got "
+                f"{weight_decay}, {ema_momentum} and {ema_overwrite_frequency}."
+            )
+        more: dict[str, Any] = {}
+        if use_ema:
+            more = {"ema_momentum": ema_momentum, "ema_overwrite_frequency": often}
+        if weight_decay is not None:
+            more["weight_decay"] = weight_decay
+        rule = dataclasses.replace(rule, **more) if more else rule
         if isinstance(learning_rate, str) or not (callable(learning_rate) or learning_rate >= 0):
             raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}.")
         self.rule = rule
@@ -171,7 +204,7 @@ class Optimizer(Explaining, Shown):
     @property
     def slots(self) -> dict[Variable, dict[str, Variable]]:
         """The slots of each trained variable, by name, once the optimizer is built."""
-        names, slots_of = self.rule.slot_names, self._slots.items()
+        names, slots_of = self.rule.all_slots, self._slots.items()
         return {variable: dict(zip(names, slots, strict=True)) for variable, slots in slots_of}
 
     def build(self, variables: Iterable[Variable]) -> None:
@@ -246,6 +279,13 @@ class Optimizer(Explaining, Shown):
         else:
             self._update_owned(variables, gradients, replica, summed)
 
+    def finalize_variable_values(self, variables: Iterable[Variable]) -> None:
+        """Assign to variables their moving averages, with `use_ema`; call it outside of `run`."""
+        for variable in variables:
+            average = self.slots.get(variable, {}).get("average")
+            if average is not None:
+                variable.assign(average.numpy().astype(variable.dtype))
+
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss to differentiate: this one; `LossScale` returns a multiple of it."""
         return loss
@@ -307,7 +347,7 @@ class Optimizer(Explaining, Shown):
 
     def _new_slots(self, variable: Variable) -> tuple[Variable, ...]:
         dtype, slots = computing_dtype(variable.dtype), []
-        for name in self.rule.slot_names:
+        for name in self.rule.all_slots:
             start = update_rules.slot_start(self.rule.initial_slot(name), dtype)
             slots.append(variable.create_slot(f"{self.name}/{name}", start, dtype))
         return tuple(slots)
@@ -336,16 +376,16 @@ class Optimizer(Explaining, Shown):
             return gradient
         wide = map_values(widened, gradient)
         with working_on(device_of(wide.values)):
-            return wide if self.rule.rows_alone else wide.to_dense()
+            return wide if self.rule.leaves_rows else wide.to_dense()
 
     def _open(self, variables: Sequence[Any]) -> _Opened:
         """Count the step, and return the arrays to write and the rate; once for all replicas."""
         trace, counter = current_trace(), self._counter
         if trace is None:
-            rate = self.rule.rate(int(counter) + 1, self._rate())
+            rate = self.rule.rates(int(counter) + 1, self._rate())
         else:
             ahead = trace.count(self)  # Of the steps made before the compiled step.
-            rate = trace.input(lambda: self.rule.rate(int(counter) + ahead, self._rate(ahead - 1)))
+            rate = trace.input(lambda: self.rule.rates(int(counter) + ahead, self._rate(ahead - 1)))
         arrays = []
         for variable in variables:
             columns = [each.begin_update() for each in (variable, *self._slots[variable])]

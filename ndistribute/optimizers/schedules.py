@@ -8,7 +8,7 @@ of a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,12 @@ from ndistribute.exports import export as _export
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The base class of schedules, which are dataclasses called with the number of steps made."""
+    """The base class of schedules, which are dataclasses called with the number of steps made.
+
+    A `name` changes nothing.
+    """
+
+    name: str | None = field(default=None, kw_only=True, repr=False)
 
     def __call__(self, step: Any) -> Any:
         """Return the learning rate of the step after `step` steps."""
@@ -60,6 +65,9 @@ class CosineDecay(LearningRateSchedule):
         initial_learning_rate: the first rate.
         decay_steps: the number of steps until the last rate.
         alpha: the last rate, as a share of the first.
+        warmup_target: the rate from which it falls, to which it first rises in a line; None: it
+            falls from the first.
+        warmup_steps: the number of steps of the rise, before the others.
 
     >>> schedule = CosineDecay(1.0, decay_steps=10)
     >>> schedule(0), round(schedule(5), 6), schedule(10), schedule(11)
@@ -69,10 +77,42 @@ class CosineDecay(LearningRateSchedule):
     initial_learning_rate: float
     decay_steps: int
     alpha: float = 0.0
+    warmup_target: float | None = None
+    warmup_steps: int = 0
 
     def __call__(self, step: Any) -> Any:
-        share = 0.5 * (1 + np.cos(np.pi * np.minimum(step / self.decay_steps, 1.0)))
-        return _plain(self.initial_learning_rate * ((1 - self.alpha) * share + self.alpha))
+        first, rise = self.initial_learning_rate, self.warmup_steps
+        target, rise = (first, 0) if self.warmup_target is None else (self.warmup_target, rise)
+        part = np.clip((step - rise) / self.decay_steps, 0.0, 1.0)
+        rate = target * ((1 - self.alpha) * 0.5 * (1 + np.cos(np.pi * part)) + self.alpha)
+        if rise:
+            rate = np.where(np.less(step, rise), first + (target - first) * step / rise, rate)
+        return _plain(rate)
+
+
+@dataclass(frozen=True)
+class InverseTimeDecay(LearningRateSchedule):
+    """A rate that is divided by a number that grows by the same amount in each step.
+
+    Args:
+        initial_learning_rate: the first rate.
+        decay_steps: the number of steps in which the divisor grows by `decay_rate`.
+        decay_rate: the amount.
+        staircase: whether the rate changes only every `decay_steps` steps.
+
+    >>> InverseTimeDecay(1.0, decay_steps=10, decay_rate=0.5)(20)
+    0.5
+    """
+
+    initial_learning_rate: Any
+    decay_steps: Any
+    decay_rate: Any
+    staircase: bool = False
+
+    def __call__(self, step: Any) -> Any:
+        part = step / self.decay_steps
+        part = np.floor(part) if self.staircase else part
+        return _plain(self.initial_learning_rate / (1 + self.decay_rate * part))
 
 
 @dataclass(frozen=True)

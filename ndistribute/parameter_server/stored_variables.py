@@ -247,7 +247,7 @@ class OptimizerStep:
             self._rule = rule_named(change.rule, change.hyperparameters)
         except ValueError as error:
             raise Refused(str(error)) from error
-        needed, count = len(self._rule.slot_names), len(change.gradients)
+        needed, count = len(self._rule.all_slots), len(change.gradients)
         _check_names(change.rule, needed, count, change.names, change.slots, change.written)
         self._change, self._written = change, []
         if change.counter is not None:
@@ -283,7 +283,7 @@ class OptimizerStep:
             counter = self._written[0].array
             counter += 1
             count = max(1, int(counter))  # Any client may have written to it.
-        rate = self._rule.rate(count, self._change.learning_rate)
+        rate = self._rule.rates(count, self._change.learning_rate)
         try:
             for target, gradient in zip(self._targets, fitted, strict=True):
                 arrays, indices = [cell.array for cell in target], gradient.indices
@@ -402,7 +402,7 @@ def _fitted(rule: Rule, array: Array, gradient: Gradient) -> Gradient:
     if gradient.indices is None:
         return gradient
     values = gradient.values.astype(computing_dtype(gradient.values.dtype), copy=False)
-    if rule.rows_alone:
+    if rule.leaves_rows:
         return Gradient(*sum_rows(values, gradient.indices))
     # A rule that changes every row needs the dense gradient.
     return Gradient(IndexedSlices(values, gradient.indices, array.shape).to_dense())

@@ -1,6 +1,7 @@
 """Strategies: which replicas run a step, and where variables are stored."""
 
 from ndistribute.context import register_default_strategy
+from ndistribute.strategies.base import RunOptions as RunOptions
 from ndistribute.strategies.base import Strategy as Strategy
 from ndistribute.strategies.local import CentralStorageStrategy as CentralStorageStrategy
 from ndistribute.strategies.local import DefaultStrategy

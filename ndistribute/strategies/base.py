@@ -13,7 +13,8 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -42,6 +43,36 @@ _serials = itertools.count()
 
 S = TypeVar("S", bound="Strategy")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`, with the fields of TensorFlow's.
+
+    Args:
+        experimental_enable_dynamic_batch_size: changes nothing: batches may have any size.
+        experimental_bucketizing_dynamic_shape: changes nothing: a step is compiled for each shape.
+        experimental_xla_options: must be None: JAX's own settings choose XLA's options.
+
+    Raises:
+        ValueError: there are `experimental_xla_options`.
+
+    >>> import ndistribute as nd
+    >>> nd.get_strategy().run(lambda: 1, options=RunOptions())
+    PerReplica:{
+      0: 1
+    }
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+
+    def __post_init__(self) -> None:
+        if self.experimental_xla_options is not None:
+            raise ValueError(
+                "RunOptions: experimental_xla_options have no effect: set XLA_FLAGS instead."
+            )
 
 
 def _alias(name: str) -> Callable[..., Any]:
@@ -174,16 +205,15 @@ class Strategy:
         me = self.cluster_resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
 
-    @contextlib.contextmanager
-    def scope(self: S) -> Iterator[S]:
+    def scope(self: S) -> contextlib.AbstractContextManager[S]:
         """Make this strategy current for a ``with`` block; it owns the variables created there.
 
+        The result may be entered any number of times.
+
         Raises:
-            RuntimeError: called inside a replica, or in the scope of another strategy.
+            RuntimeError: entered inside a replica, or in the scope of another strategy.
         """
-        frame = self._cross_replica_frame("scope")
-        with entered(Frame(chosen(self), None, frame.recorder, frame.merging)):
-            yield self
+        return _Scope(self)
 
     def run(
         self,
@@ -199,22 +229,21 @@ class Strategy:
             args: a list or tuple. Each replica gets its own component of every `PerReplica`
                 anywhere in it; all other values are passed unchanged.
             kwargs: a dict of keyword arguments, treated in the same way.
-            options: None.
+            options: `RunOptions` or None.
 
         Returns:
             The structure that `fn` returned, with a `PerReplica` at each leaf, or None where every
             replica returned None.
 
         Raises:
-            ValueError: there are `options`, `args` is not a list or tuple, a `PerReplica` does not
-                have one component for each replica of this process, or the replicas returned
-                different structures.
-            TypeError: `fn` is not callable, or `kwargs` is not a dict.
+            ValueError: `args` is not a list or tuple, a `PerReplica` does not have one component
+                for each replica of this process, or the replicas returned different structures.
+            TypeError: `fn` is not callable, `kwargs` is not a dict, or `options` not `RunOptions`.
             RuntimeError: called inside a replica or a merge_call.
             BaseException: the exception that a replica raised, with a note that names the replica.
         """
-        if options is not None:
-            raise ValueError(f"run: options have no effect, got {options!r}: leave them out.")
+        if not isinstance(options, RunOptions | None):
+            raise TypeError(f"run: options must be nd.RunOptions(...) or None, got {options!r}.")
         if not callable(fn):
             raise TypeError(f"fn must be a function, got {fn!r}: write run(step, args=(x,)).")
         if not isinstance(args, list | tuple):
@@ -468,6 +497,25 @@ class Strategy:
                 f"{frame.strategy!r}. Leave that scope first."
             )
         return frame
+
+
+class _Scope(contextlib.AbstractContextManager[S]):
+    """A scope of a strategy, which can be entered again, also inside of itself."""
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._entered: dict[int, list[contextlib.AbstractContextManager[Frame]]] = defaultdict(list)
+
+    def __enter__(self) -> S:
+        frame = self._strategy._cross_replica_frame("scope")
+        within = Frame(chosen(self._strategy), None, frame.recorder, frame.merging)
+        of_thread = self._entered[threading.get_ident()]
+        of_thread.append(entered(within))
+        of_thread[-1].__enter__()
+        return self._strategy
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered[threading.get_ident()].pop().__exit__(*error)
 
 
 def _warn_if_alone(what: str) -> None:

@@ -54,12 +54,14 @@ class MirroredStrategy(Strategy):
     CPU replicas share one copy of a variable; each GPU has its own copy.
 
     Args:
-        devices: one for each replica; None means all visible GPUs, or ``cpu:0`` if there are none.
-            CPUs are logical: ``["cpu:0", "cpu:1"]`` are two replicas. A GPU may be repeated.
+        devices: one for each replica; None, or an empty list, means all visible GPUs, or ``cpu:0``
+            if there are none. CPUs are logical: ``["cpu:0", "cpu:1"]`` are two replicas. A GPU may
+            be repeated.
         cross_device_ops: the reduction algorithm, for example `RingAllReduce()`; None: automatic.
 
     Raises:
-        ValueError: a device does not exist, or a CPU is named twice.
+        ValueError: a device does not exist, a CPU is named twice, or `cross_device_ops` has an
+            `accumulation_fn`.
         TypeError: `cross_device_ops` is not a `CrossDeviceOps`.
 
     >>> import ndistribute as nd
@@ -82,8 +84,13 @@ class MirroredStrategy(Strategy):
         if not isinstance(cross_device_ops, CrossDeviceOps | None):
             what = f"cross_device_ops must be, say, nd.RingAllReduce(), got {cross_device_ops!r}."
             raise TypeError(what)
+        if getattr(cross_device_ops, "accumulation_fn", None) is not None:
+            raise ValueError(
+                "cross_device_ops has an accumulation_fn, but replicas add in the order of their "
+                "numbers: leave it out, or call cross_device_ops.reduce outside of the strategy."
+            )
         self._cross_device_ops = cross_device_ops
-        super().__init__(resolve_devices(devices))
+        super().__init__(resolve_devices(None if devices in ([], ()) else devices))
 
     def make_group(self) -> ReplicaGroup:
         """Return communicators that use shared memory, or NCCL on distinct GPUs."""
@@ -181,6 +188,11 @@ def join_job(
     if resolver.task_type == "evaluator" or resolver.num_workers < 2:
         return None
     rank = resolver.worker_index
+    if resolver.task_type is None:
+        raise ValueError(
+            f"the task of this process is unknown, as {what} needs: pass task_type and task_id to "
+            "the resolver."
+        )
     if rank is None:
         task = f"a task of job {resolver.task_type!r} cannot use {what}:"
         raise ValueError(f"{task} only the cluster's chief and workers can.")

@@ -1,7 +1,8 @@
 """The strategy of workers that keep their variables on parameter servers.
 
-In a cluster without a chief, each worker creates the strategy and runs its own loop. With a chief,
-the chief creates it and sends functions to the workers through a `ClusterCoordinator`.
+In a cluster without a chief, each worker creates the strategy and runs its own loop. A chief, or a
+process that is no task of the cluster, creates it and sends functions to the workers through a
+`ClusterCoordinator`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ndistribute import tree
@@ -63,7 +64,8 @@ class _Role:
     def of(cls, resolver: ClusterResolver) -> _Role:
         if not resolver.cluster_spec():
             return cls()
-        cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id or 0
+        job = resolver.task_type or "chief"
+        cluster, index = resolver.cluster_spec(), resolver.task_id or 0
         if job == "ps":
             what = "this process is a parameter server, which has no strategy:"
             raise ValueError(f"{what} call nd.Server(cluster, 'ps', index).join() instead.")
@@ -74,7 +76,7 @@ class _Role:
         workers = list(cluster.task_indices("worker")) if "worker" in cluster.jobs else []
         count = max(1, len(workers))
         share = (count, workers.index(index)) if job == "worker" else (1, 0)
-        return cls(f"{job}:{index}", count, share, "chief" in cluster.jobs)
+        return cls(f"{job}:{index}", count, share, job == "chief" or "chief" in cluster.jobs)
 
 
 class _Process:
@@ -167,6 +169,8 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         resolver = resolver_of_job(cluster_resolver)
         self._role = _Role.of(resolver)
+        if _sent is not None:  # Each worker goes through all data of its own.
+            self._role = replace(self._role, share=(1, 0), coordinated=True)
         self._cluster = resolver.cluster_spec() or None
         #: How long it waits for servers, and its coordinator for workers, in seconds.
         self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)
@@ -363,7 +367,8 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             dataset: batches for the replicas of one worker, the same on every worker: worker w of W
-                takes batches w, w + W, and so on. With `replicas_to_aggregate`, all workers get the
+                takes batches w, w + W, and so on. In a function that a coordinator runs on
+                workers, each takes all batches. With `replicas_to_aggregate`, all workers get the
                 same number of batches; the last batch of some may have no examples.
             options: `InputOptions`.
 

@@ -93,8 +93,9 @@ class PlannedExit(NamedTuple):
 class ExitPolicy:
     """Conclude from the clients of a server when its work ends; has no clock of its own.
 
-    A cluster ends with its chief or, without one, when every worker has come and gone. The server
-    waits `start_seconds` for the first client, and `return_seconds` for a worker that died.
+    A cluster ends with its chief or, without one, when every worker has come and gone; a process
+    without a task that coordinates the workers comes as chief, too. The server waits
+    `start_seconds` for the first client, and `return_seconds` for a worker that died.
     """
 
     def __init__(
@@ -118,7 +119,10 @@ class ExitPolicy:
         """Record a connected client: ``job:index#random``, with a new random part per start."""
         if may_restart:
             self._restartable.add(client)
-        task = self._tasks.get(client.partition("#")[0], {})
+        name = client.partition("#")[0]
+        if name == "chief:0" and not self._led:
+            self._led, self._tasks = True, {name: {}}
+        task = self._tasks.get(name, {})
         if task:  # A chief that was cut off is back, or another was started in its place.
             at, lost = self._chief_exit
             self._chief_exit = PlannedExit(min(at, now + _TOGETHER_SECONDS), lost)

@@ -65,7 +65,7 @@ class VariablePolicy:
 
     @classmethod
     def parse(
-        cls, name: str | None, trainable: bool, synchronization: Any, aggregation: Any
+        cls, name: str | None, trainable: bool | None, synchronization: Any, aggregation: Any
     ) -> VariablePolicy:
         """Return the policy for the arguments of `Variable`; a name of None becomes empty."""
         when = _parse(VariableSynchronization, synchronization, "synchronization")
@@ -77,6 +77,7 @@ class VariablePolicy:
         if when is VariableSynchronization.AUTO:
             when = VariableSynchronization.ON_WRITE
         how = _parse(VariableAggregation, aggregation, "aggregation")
+        trainable = when is not VariableSynchronization.ON_READ if trainable is None else trainable
         if not isinstance(name, str | None) or not isinstance(trainable, bool | np.bool_):
             what = f"name={name!r} and trainable={trainable!r}"
             raise TypeError(f"{what} are not a str and a bool: write nd.Variable(x, name='w').")

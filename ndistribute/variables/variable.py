@@ -173,7 +173,8 @@ class Variable(ArrayLike):
 
     Args:
         initial_value: an array, a number, or a callable that returns one. It is copied.
-        trainable: whether tapes watch the variable.
+        trainable: whether tapes watch the variable; None: unless each replica has its own value,
+            with the synchronization ON_READ.
         name: the name for messages and servers; None: ``Variable``, ``Variable_1`` and so on.
         dtype: the variable's dtype; None means that of the initial value.
         synchronization: a `VariableSynchronization` or its value.
@@ -199,7 +200,7 @@ class Variable(ArrayLike):
     def __new__(
         cls,
         initial_value: Any,
-        trainable: bool = True,
+        trainable: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
         synchronization: VariableSynchronization | str = "auto",

@@ -28,7 +28,16 @@ def layer_of(name, *args, training=None, **options):
     return build
 
 
+def around(name, inner, *args):
+    def build():
+        layer = getattr(nd.layers, inner)(*args, dtype="float64")
+        return (layer := getattr(nd.layers, name)(layer, dtype="float64")), layer
+
+    return build
+
+
 ACTIVATIONS = "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh".split()
+SMALL = (2, 3, 3, 2)
 ROWS, SEQUENCES, IMAGES, NUMBERS = (3, 4), (2, 3, 4), (2, 5, 5, 4), np.array([[1, 2], [1, 0]])
 LAYERS = {
     **{f"Dense {name}": (layer_of("Dense", 5, activation=name), ROWS) for name in ACTIVATIONS},
@@ -43,14 +52,41 @@ LAYERS = {
     "MaxPool2D": (layer_of("MaxPool2D", 3, strides=2, padding="same"), IMAGES),
     "AveragePool2D": (layer_of("AveragePool2D", 3, strides=2, padding="same"), IMAGES),
     "GlobalAveragePool2D": (layer_of("GlobalAveragePool2D"), IMAGES),
+    "MaxPool1D": (layer_of("MaxPool1D", 2, strides=1), SEQUENCES),
+    "AveragePool1D": (layer_of("AveragePool1D"), SEQUENCES),
+    "GlobalAveragePool1D": (layer_of("GlobalAveragePool1D"), SEQUENCES),
+    "GlobalMaxPool1D": (layer_of("GlobalMaxPool1D"), SEQUENCES),
+    "GlobalMaxPool2D": (layer_of("GlobalMaxPool2D"), IMAGES),
+    "Conv1D": (layer_of("Conv1D", 3, 2, padding="causal"), SEQUENCES),
+    "Conv2DTranspose": (layer_of("Conv2DTranspose", 2, 3, strides=2, padding="same"), SMALL),
+    "DepthwiseConv2D": (layer_of("DepthwiseConv2D", 2, depth_multiplier=2), SMALL),
+    "ZeroPadding2D": (layer_of("ZeroPadding2D"), SMALL),
+    "Cropping2D": (layer_of("Cropping2D", ((1, 0), (0, 1))), SMALL),
+    "UpSampling2D": (layer_of("UpSampling2D", (2, 3)), SMALL),
+    "Rescaling": (layer_of("Rescaling", 2.0, 1.0), ROWS),
+    "CenterCrop": (layer_of("CenterCrop", 2, 1), SMALL),
+    "RandomCrop": (layer_of("RandomCrop", 2, 1, training=False), SMALL),
+    "RandomFlip": (layer_of("RandomFlip", training=False), SMALL),
+    "Normalization": (layer_of("Normalization", mean=1.0, variance=4.0), ROWS),
+    "GaussianNoise": (layer_of("GaussianNoise", 0.1), ROWS),
+    "LeakyReLU": (layer_of("LeakyReLU"), ROWS),
+    "PReLU": (layer_of("PReLU", alpha_initializer="ones"), ROWS),
     "BatchNormalization": (layer_of("BatchNormalization", training=True), ROWS),
     "BatchNormalization of use": (layer_of("BatchNormalization", training=False), IMAGES),
     "LayerNormalization": (layer_of("LayerNormalization"), SEQUENCES),
     "MultiHeadAttention": (attention(), SEQUENCES),
     "MultiHeadAttention causal": (attention(use_causal_mask=True), SEQUENCES),
+    "SimpleRNN": (layer_of("SimpleRNN", 2), SEQUENCES),
+    "LSTM": (layer_of("LSTM", 2, return_sequences=True), SEQUENCES),
+    "LSTM of another activation": (layer_of("LSTM", 2, activation="softplus"), SEQUENCES),
+    "GRU": (layer_of("GRU", 2), SEQUENCES),
+    "GRU that resets before": (layer_of("GRU", 2, reset_after=False, go_backwards=True), SEQUENCES),
+    "Masking": (layer_of("Masking"), SEQUENCES),
     "Embedding": (layer_of("Embedding", 5, 3), NUMBERS),
     "Flatten": (layer_of("Flatten"), IMAGES),
     "Reshape": (layer_of("Reshape", (2, 2)), ROWS),
+    "Bidirectional": (around("Bidirectional", "GRU", 2), SEQUENCES),
+    "TimeDistributed": (around("TimeDistributed", "Dense", 2), SEQUENCES),
     "Dropout": (layer_of("Dropout", 0.5), ROWS),
     "ColumnParallelDense": (layer_of("ColumnParallelDense", 4), ROWS),
     "RowParallelDense": (layer_of("RowParallelDense", 4), ROWS),
@@ -59,6 +95,7 @@ LAYERS = {
 
 def test_the_table_has_all_layers():
     names = {name for name in dir(nd.layers) if name[0].isupper()} - {"Input", "Layer"}
+    names -= {"CategoryEncoding", "IntegerLookup", "StringLookup"}  # Of numbers without gradients.
     assert names <= {case.split()[0] for case in LAYERS}
 
 

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -200,6 +201,121 @@ def test_a_simple_resolver_returns_its_arguments():
     assert Simple({}).num_accelerators().keys() == {"GPU"}
     with pytest.raises(ValueError, match="is none of 'worker'"):
         Simple({"worker": ["a:1"]}, task_type="boss", task_id=0)
+
+
+def test_a_simple_resolver_without_a_task_is_that_of_the_process_that_coordinates():
+    me = Simple({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
+    assert (me.get_task_info(), me.worker_index, me.is_chief) == ((None, None), None, True)
+    assert (me.master(), me.master("worker", 1), me.num_workers) == ("", "b:1", 2)
+    assert me.master("worker", 0, rpc_layer="grpc") == "grpc://a:1"
+    me.task_type, me.task_id, me.rpc_layer = "worker", 1, "http"
+    assert (me.worker_index, me.is_chief, me.master()) == (1, False, "http://b:1")
+    with pytest.raises(ValueError, match="the task of this process is unknown"):
+        nd.MultiWorkerMirroredStrategy(Simple({"worker": ["a:1", "b:1"]}))
+
+
+@pytest.mark.parametrize(
+    ("clusters", "joined"),
+    [
+        ([{"ps": ["p:0"], "worker": ["w:0"]}], {"ps": ["p:0"], "worker": ["w:0"]}),
+        ([{"ps": ["p:0"]}, {"worker": ["w:0"]}], {"ps": ["p:0"], "worker": ["w:0"]}),
+        ([{"worker": ["w:4", "w:5"]}, {"worker": ["w:0"]}], {"worker": ["w:4", "w:5", "w:0"]}),
+        ([{"worker": {7: "w:4"}}, {"worker": {3: "w:0"}}], {"worker": {3: "w:0", 7: "w:4"}}),
+        ([{"worker": ["w:4"]}, {"worker": {3: "w:0"}}], {"worker": {0: "w:4", 3: "w:0"}}),
+        ([{"worker": {1: "w:4", 3: "w:5"}}], {"worker": {1: "w:4", 3: "w:5"}}),
+    ],
+)
+def test_a_union_has_the_tasks_of_all_resolvers(clusters, joined):
+    union = nd.UnionResolver(*map(Simple, clusters))
+    assert union.cluster_spec().as_dict() == joined
+    assert (union.master(), union.get_task_info()) == ("", (None, None))
+
+
+def test_a_union_refuses_tasks_of_the_same_index_and_takes_the_rest_from_the_first():
+    twice = nd.UnionResolver(Simple({"worker": {7: "a:1"}}), Simple({"worker": {7: "b:1"}}))
+    with pytest.raises(KeyError, match=r"tasks \[7\] of 'worker'"):
+        twice.cluster_spec()
+    more = {"environment": "lab", "num_accelerators": {"GPU": 8}, "rpc_layer": "grpc"}
+    first = Simple({"ps": ["a:1", "b:1"]}, task_type="ps", task_id=1, **more)
+    union = nd.UnionResolver(first, Simple({"worker": ["c:1"]}, task_type="worker", task_id=0))
+    assert (union.get_task_info(), union.environment) == (("ps", 1), "lab")
+    assert (union.master(), union.num_accelerators()) == ("grpc://b:1", {"GPU": 8})
+    union.task_type, union.task_id = "worker", 0
+    assert (union.worker_index, union.master("worker", 0)) == (0, "grpc://c:1")
+    assert nd.UnionResolver(first, task_type="ps", task_id=0).get_task_info() == ("ps", 0)
+    for resolvers, error in (((), ValueError), ((3,), TypeError)):
+        with pytest.raises(error, match="UnionResolver needs"):
+            nd.UnionResolver(*resolvers)
+
+
+class Pods:
+    """Imitates the client of Kubernetes: it lists the pods with a label."""
+
+    def __init__(self, **pods):
+        self.pods = pods
+
+    def list_pod_for_all_namespaces(self, label_selector):
+        items = [
+            SimpleNamespace(
+                metadata=SimpleNamespace(name=name),
+                status=SimpleNamespace(phase=phase, host_ip=address),
+            )
+            for name, phase, address in self.pods[label_selector.removeprefix("job-name=")]
+        ]
+        return SimpleNamespace(items=items)
+
+
+def test_kubernetes_lists_running_pods_sorted_by_name():
+    pods = Pods(
+        a=[("t-b", "Running", "10.0.0.2"), ("t-9", "Running", "10.0.0.1")],
+        b=[("t-c", "Running", "10.0.0.3")],
+        tensorflow=[("t-d", "Failed", "10.0.0.4")],
+    )
+    labels = {"worker": ["job-name=a", "job-name=b"], "ps": ["job-name=b"]}
+    me = nd.KubernetesClusterResolver(labels, 1, override_client=pods)
+    me.task_type, me.task_id = "worker", 1
+    workers = ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"]
+    with pytest.raises(ValueError, match=r"10\.0\.0\.3:1"):  # Of two tasks.
+        me.cluster_spec()
+    me = nd.KubernetesClusterResolver({"worker": labels["worker"]}, 1, override_client=pods)
+    me.task_type, me.task_id = "worker", 1
+    assert me.cluster_spec().as_dict() == {"worker": workers}
+    assert (me.worker_addresses, me.worker_index) == (tuple(workers), 1)
+    assert (me.master(), me.master("worker", 2)) == ("grpc://10.0.0.2:1", "grpc://10.0.0.3:1")
+    failed = nd.KubernetesClusterResolver(override_client=pods)
+    with pytest.raises(RuntimeError, match='Pod "t-d" is not running; phase: "Failed"'):
+        failed.cluster_spec()
+    with pytest.raises(nd.errors.MissingDependencyError, match="pip install kubernetes"):
+        nd.KubernetesClusterResolver()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tasks", "visible", "count"),
+    [
+        ({"gpus_per_node": 2, "gpus_per_task": 1}, None, "1", 1),
+        ({"gpus_per_node": 4, "gpus_per_task": 2}, {"n08": 2, "n09": 2, "n10": 1}, "2,3", 2),
+        ({"gpus_per_node": 4}, [2, 2, 1], "2,3", 2),
+        ({"gpus_per_node": 4, "auto_set_gpu": False}, None, None, 2),
+        ({}, None, None, None),
+    ],
+)
+def test_slurm_tasks_of_a_node_share_its_gpus(gpus, tasks, visible, count):
+    environ = dict(STEP)
+    me = Slurm(tasks_per_node=tasks, rpc_layer="grpc", environ=environ, **gpus)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == visible
+    assert count is None or me.num_accelerators() == {"GPU": count}
+    assert me.master().startswith("grpc://n09:")
+    assert me.get_task_info() == ("worker", 3)
+
+
+RANK_1 = {"SLURM_PROCID": "1"}
+
+
+def test_slurm_tasks_need_no_more_gpus_than_a_node_has():
+    with pytest.raises(RuntimeError, match=r"2 tasks of 2 GPU\(s\) need more than 3 per node"):
+        Slurm(gpus_per_node=3, gpus_per_task=2, environ=dict(STEP))
+    with pytest.raises(ValueError, match="have 4 tasks, but Slurm started 3"):
+        Slurm({"worker": 4}, tasks_per_node=1, environ=STEP | {"SLURM_NODEID": "1", **RANK_1})
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ rng = np.random.default_rng(0)
         ("keras", "Dense", "Use tf.keras.layers.Dense."),
         ("keras.layers", "maxpool2d", "MaxPool2D"),
         ("keras.optimizers", "Madam", "lists the names"),
+        ("keras.optimizers", "Nadm", "Nadam"),
         ("keras.losses", "MeanSquareError", "MeanSquaredError"),
         ("keras.losses.Reduction", "SUM_OVER_BATCHSIZE", "SUM_OVER_BATCH_SIZE"),
         ("keras.callbacks", "ModelCheckpoints", "ModelCheckpoint"),

@@ -57,6 +57,27 @@ def batches_of(items, size):
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
+def interleaved(lists, cycle, block):
+    """Return what lists in `cycle` slots give in turns; the next list takes an ended one's."""
+    waiting, slots, out = [*lists], [None] * cycle, []
+    while waiting or any(slot is not None for slot in slots):
+        for at in range(cycle):
+            if slots[at] is None and waiting:
+                slots[at] = waiting.pop(0)
+            if slots[at] is not None:
+                taken, rest = slots[at][:block], slots[at][block:]
+                slots[at] = rest if len(taken) == block else None
+                out += taken
+    return out
+
+
+def windows_of(items, size, shift, stride, drop):
+    every = [
+        items[at : at + (size - 1) * stride + 1 : stride] for at in range(0, len(items), shift)
+    ]
+    return [window for window in every if len(window) == size or not drop]
+
+
 # A transformation of a dataset, and the same of a list.
 STEPS = {
     "take": (lambda d, n: d.take(n), lambda x, n: x[:n]),
@@ -82,6 +103,47 @@ STEPS = {
         lambda x, n: [(a, b) for a, b in x if a % (n + 1) == 0],
     ),
     "ahead": (lambda d, n: d.map(lambda a, b: (a, b), AUTOTUNE).prefetch(AUTOTUNE), lambda x, n: x),
+    "enumerate": (
+        lambda d, n: d.enumerate(n).map(lambda i, x: (x[0] + i, x[1])),
+        lambda x, n: [(a + i, b) for i, (a, b) in enumerate(x, n)],
+    ),
+    "flat map": (
+        lambda d, n: d.flat_map(lambda a, b: Dataset.from_tensors((a, b)).repeat(int(a) % (n + 1))),
+        lambda x, n: [(a, b) for a, b in x for _ in range(a % (n + 1))],
+    ),
+    "interleave": (
+        lambda d, n: d.interleave(
+            lambda a, b: Dataset.from_tensors((a, b)).repeat(int(a) % 4),
+            *(n + 1, n // 2 + 1, AUTOTUNE if n % 2 else None),
+        ),
+        lambda x, n: interleaved([[each] * (each[0] % 4) for each in x], n + 1, n // 2 + 1),
+    ),
+    "window": (
+        lambda d, n: d.window(n + 1, n // 2 + 1, 2, n % 2 == 0).flat_map(Dataset.zip),
+        lambda x, n: [each for w in windows_of(x, n + 1, n // 2 + 1, 2, n % 2 == 0) for each in w],
+    ),
+    "resize": (lambda d, n: d.batch(3).rebatch([n + 1, n // 3]).unbatch(), lambda x, n: x),
+    "take while": (
+        lambda d, n: d.take_while(lambda a, b: a < n),
+        lambda x, n: list(itertools.takewhile(lambda pair: pair[0] < n, x)),
+    ),
+    "scan": (
+        lambda d, n: d.scan(n, lambda s, x: (s + x[0], (s, x[1]))),
+        lambda x, n: [
+            (s, b)
+            for s, (_, b) in zip(itertools.accumulate([n, *(a for a, _ in x)]), x, strict=False)
+        ],
+    ),
+    "choose": (
+        lambda d, n: Dataset.choose_from_datasets(
+            [d, from_arrays(n)], Dataset.range(2).repeat(), stop_on_empty_dataset=False
+        ),
+        lambda x, n: interleaved([x, [(i, 10 * i) for i in range(n)]], 2, 1),
+    ),
+    "sample": (
+        lambda d, n: Dataset.sample_from_datasets([d, from_arrays(5)], [1, 0], seed=n),
+        lambda x, n: x,
+    ),
     "options": (lambda d, n: d.with_options(InputOptions()), lambda x, n: x),
 }
 

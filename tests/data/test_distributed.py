@@ -109,3 +109,44 @@ def test_no_thread_is_left_when_an_iterator_is_dropped_or_closed(taken):
         leave(iterator)
         del iterator
         assert all_threads_end()
+
+
+def test_a_dataset_function_is_called_for_each_replica_and_short_ones_end_with_empty_batches():
+    seen = []
+
+    def make(context):
+        seen.append((context.num_input_pipelines, context.input_pipeline_id))
+        return Dataset.range(3 - context.input_pipeline_id).batch(1)
+
+    options = InputOptions(experimental_replication_mode="per_replica")
+    dataset = distribute_from_function(make, cpus(2), options)
+    assert seen == [(2, 0), (2, 1)]
+    assert pieces_of(dataset) == [[[0], [0]], [[1], [1]], [[2], []]]
+    assert dataset.cardinality() == 3
+    iterator = iter(dataset)
+    next(iterator)
+    resumed = iter(dataset)
+    resumed.load_state_dict(iterator.state_dict())
+    assert pieces_of(resumed) == pieces_of(iterator) == [[[1], [1]], [[2], []]]
+
+
+def test_input_options_are_checked_together():
+    options = InputOptions(experimental_per_replica_buffer_size=3)
+    assert options.prefetch == 3
+    assert InputOptions(experimental_fetch_to_device=False).to_device is False
+    on_device = {"experimental_place_dataset_on_device": True}
+    assert InputOptions(experimental_fetch_to_device=False, **on_device).to_device
+    for wrong, message in (
+        (lambda: InputOptions(**on_device), "cannot be True while"),
+        (lambda: InputOptions("off", 2, experimental_per_replica_buffer_size=3), "not both"),
+        (
+            lambda: distribute(
+                Dataset.range(4).batch(2),
+                cpus(2),
+                InputOptions(experimental_replication_mode="per_replica"),
+            ),
+            "PER_REPLICA is for distribute_datasets_from_function",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()

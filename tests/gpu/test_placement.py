@@ -178,6 +178,21 @@ def test_each_piece_of_a_batch_is_on_its_replica_s_device(strategy, ahead):
         np.testing.assert_array_equal(np.concatenate(seen), rows)
 
 
+def test_elements_stay_in_host_memory_unless_an_option_places_them(strategy):
+    rows = np.zeros((4 * strategy.num_replicas_in_sync, 1), np.float32)
+    dataset = nd.Dataset.from_tensor_slices(rows).batch(len(rows))
+    for placed in (False, True):
+        options = nd.InputOptions(
+            experimental_fetch_to_device=False, experimental_place_dataset_on_device=placed
+        )
+        (batch,) = strategy.distribute_dataset(dataset, options)
+        pieces = strategy.local_results(batch)
+        if placed:
+            assert all(on(*pair) for pair in zip(pieces, strategy.devices, strict=True))
+        else:
+            assert {type(piece) for piece in pieces} == {np.ndarray}
+
+
 def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy):
     def step():
         drawn = context().rng.random(4), context().rng.standard_normal((2, 2), dtype=np.float32)

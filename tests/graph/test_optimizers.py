@@ -158,6 +158,14 @@ def test_workers_make_each_step_together_by_the_mean_of_their_gradients(server):
     assert results == [(3, pytest.approx(-0.6)), (3, pytest.approx(-0.6))]
 
 
+def test_fewer_workers_than_gradients_of_a_step_contribute_several_each(server):
+    results = train_together(server.target, workers=2, needed=4, steps=6, total=2)
+    # Three steps by the mean of 1, 1, 3 and 3.
+    assert results == [(3, pytest.approx(-0.6)), (3, pytest.approx(-0.6))]
+    with pytest.raises(ValueError, match="or a multiple of it"):
+        g.SyncReplicasOptimizer(optimizers.GradientDescentOptimizer(0.1), 3, 2)
+
+
 def test_a_backup_worker_is_not_waited_for_and_its_late_gradients_are_dropped(server):
     results = train_together(server.target, workers=1, needed=1, steps=3, total=2)
     late = train_together(server.target, workers=1, needed=1, steps=1, total=2, stale=True)

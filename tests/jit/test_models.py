@@ -19,6 +19,7 @@ RNG = np.random.default_rng(5)
 X = RNG.normal(size=(16, 6))
 LABELS = RNG.integers(0, 3, size=16)
 IMAGES = RNG.normal(size=(16, 8, 8, 2)) / 3
+SERIES = RNG.normal(size=(16, 4, 3))
 WORDS = RNG.integers(0, 10, size=(16, 5))
 
 
@@ -82,6 +83,17 @@ def convolutions() -> nd.Model:
     )
 
 
+def recurrent() -> nd.Model:
+    return nd.Sequential(
+        [
+            layers.Embedding(10, 4, mask_zero=True),
+            layers.Bidirectional(layers.LSTM(3, return_sequences=True)),
+            layers.GRU(3, reset_after=False),
+            layers.Dense(3),
+        ]
+    )
+
+
 def of_layer(layer: Callable[[], Any]) -> Callable[[], nd.Model]:
     return lambda: nd.Sequential([layer(), layers.Flatten(), layers.Dense(3)])
 
@@ -98,6 +110,11 @@ LAYERS: dict[str, tuple[Callable[[], nd.Model], Any]] = {
     "rows": (of_layer(lambda: layers.RowParallelDense(4)), X),
     "max pooling": (of_layer(lambda: layers.MaxPool2D(3, strides=2, padding="same")), IMAGES),
     "mean pooling": (of_layer(lambda: layers.AveragePool2D(3, 2, padding="same")), IMAGES),
+    "transposed": (of_layer(lambda: layers.Conv2DTranspose(2, 3, strides=2)), IMAGES),
+    "causal": (of_layer(lambda: layers.Conv1D(2, 2, padding="causal")), SERIES),
+    "recurrent": (recurrent, WORDS),
+    "gru": (of_layer(lambda: layers.GRU(3, return_sequences=True)), SERIES),
+    "simple rnn": (of_layer(lambda: layers.SimpleRNN(3, activation="elu")), SERIES),
     "regularized": (of_layer(lambda: layers.Dense(4, kernel_regularizer="l2")), X),
     "dropout of nothing": (of_layer(lambda: layers.Dropout(0.0)), X),
 }
@@ -107,6 +124,10 @@ OPTIMIZERS: dict[str, Callable[[], optimizers.Optimizer]] = {
     "adagrad": lambda: optimizers.Adagrad(0.1),
     "adam": lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
     "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "amsgrad": lambda: optimizers.Adam(0.1, amsgrad=True, weight_decay=0.1),
+    "nadam": lambda: optimizers.Nadam(0.1),
+    "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+    "averages": lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
     "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.1),
     "global_clipnorm": lambda: optimizers.Adam(0.1, global_clipnorm=0.1),

@@ -18,7 +18,8 @@ import pytest
 import ndistribute as nd
 from ndistribute import tensor_files
 from ndistribute.models import Sequential, layers, losses, metrics
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from tests.contract_rows import central, mirrored, served
 from tests.jobs.digits import serve, step_of
 from tests.kinds import DEADLINE, closing, context

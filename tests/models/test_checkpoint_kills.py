@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 import ndistribute as nd
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from tests.processes import Tasks
 
 KILLS = int(os.environ.get("CHECKPOINT_KILLS", "10"))

@@ -18,7 +18,8 @@ from ndistribute.models import (
     callbacks,
     layers,
 )
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, read_newest
+from ndistribute.models.checkpoint import Checkpoint, read_newest
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from tests.jobs.digits import digits, network
 from tests.kinds import DEADLINE
 from tests.models.test_progress import Terminal

@@ -102,6 +102,28 @@ MADE = {
         ),
         normal(5, 4, 4, 1),
     ),
+    "sizes": (
+        lambda: chain(
+            layers.ZeroPadding2D(1),
+            layers.DepthwiseConv2D(3, depth_multiplier=2, dtype=F),
+            layers.LeakyReLU(),
+            layers.Conv2DTranspose(3, 3, strides=2, padding="same", dtype=F),
+            layers.PReLU(shared_axes=[1, 2], dtype=F),
+            layers.Cropping2D(((1, 0), (0, 2))),
+            layers.UpSampling2D(2),
+            layers.GlobalMaxPool2D(),
+        ),
+        normal(5, 4, 4, 2),
+    ),
+    "recurrent": (
+        lambda: chain(
+            layers.Embedding(6, 4, mask_zero=True, dtype=F),
+            layers.Bidirectional(layers.LSTM(3, return_sequences=True, dtype=F), dtype=F),
+            layers.GRU(3, return_sequences=True, dtype=F),
+            layers.SimpleRNN(3, dtype=F),
+        ),
+        np.random.default_rng(0).integers(0, 6, (5, 4)),
+    ),
     "attention": (Attending, np.random.default_rng(0).integers(0, 6, (5, 3))),
 }
 

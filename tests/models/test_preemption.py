@@ -9,7 +9,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import PreemptionCheckpointHandler, Sequential, layers
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from tests.processes import Tasks, wait_until
 
 RNG = np.random.default_rng(0)
@@ -160,3 +161,31 @@ def test_mistakes_are_explained(tmp_path):
         entered = pool.submit(handler.__enter__)
         with pytest.raises(RuntimeError, match="must be used in the main thread"):
             entered.result(10)
+
+
+def test_a_configuration_tells_when_how_and_after_what_time_to_end(tmp_path):
+    total, ended, asked = nd.Variable(0.0), [], []
+
+    def must_end() -> bool:
+        asked.append(len(asked))
+        return len(asked) > 2
+
+    config = nd.models.TerminationConfig(
+        termination_watcher_fn=must_end,
+        exit_fn=lambda: ended.append("exit"),
+        save_fn=lambda: ended.append("save"),
+    )
+    manager = CheckpointManager(Checkpoint(total=total), tmp_path)
+    with PreemptionCheckpointHandler(manager, termination_config=config) as handler:
+        for _ in range(3):
+            assert not ended
+            handler.run(total.assign_add, 1.0)
+    assert (ended, len(asked), manager.latest_checkpoint) == (["save", "exit"], 3, None)
+    patient = nd.models.TerminationConfig(grace_period=3600)
+    with PreemptionCheckpointHandler(manager, termination_config=patient) as handler:
+        signal.raise_signal(signal.SIGTERM)
+        handler.run(total.assign_add, 1.0)
+        assert float(total) == 4  # The training goes on, and nothing is saved yet.
+        handler._signalled = False  # So that leaving does not end this process.
+    with pytest.raises(ValueError, match="grace_period must be 0 or more seconds, got -1"):
+        nd.models.TerminationConfig(grace_period=-1)

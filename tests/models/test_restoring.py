@@ -9,7 +9,8 @@ import pytest
 import ndistribute as nd
 from ndistribute import graph
 from ndistribute.models import Model, Sequential, layers
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from tests.contract_rows import served
 from tests.processes import Ranks
 
@@ -420,3 +421,86 @@ def test_a_saver_refuses_what_a_dtype_cannot_hold_before_it_changes_anything(tmp
         with pytest.raises(nd.errors.InvalidArgumentError, match="'b' is float64"):
             graph.Saver().restore(session, str(saved.with_suffix("")))
         assert session.run([a, b]) == [0.0, 0.0]
+
+
+def test_what_is_written_replaces_what_was_and_is_read_by_the_same_path(tmp_path):
+    v = nd.Variable(1.0)
+    checkpoint = Checkpoint(v=v)
+    saved = checkpoint.save(tmp_path / "run")
+    for value in (2.0, 3.0):
+        v.assign(value)
+        written = checkpoint.write(tmp_path / "run")
+    assert sorted(tmp_path.glob("run.*")) == [saved, written]
+    for path, value in ((tmp_path / "run", 3.0), (written, 3.0), (saved, 1.0)):
+        v.assign(0.0)
+        checkpoint.read(path)
+        assert float(v) == value
+
+
+def test_a_checkpoint_may_have_others_and_iterators_of_datasets(tmp_path):
+    v, dataset = nd.Variable(1.0), nd.Dataset.range(9).shuffle(9).map(lambda x: x)
+    iterator = iter(dataset)
+    inner = Checkpoint(iterator=iterator)
+    outer = Checkpoint(inner=inner, v=v)
+    inner.more = w = nd.Variable(2.0)  # It is part of the outer one, too.
+    next(iterator), iterator.get_next()
+    path = outer.save(tmp_path / "run")
+    left = list(iterator)
+    w.assign(0.0)
+    outer.restore(path)
+    assert (float(w), list(iterator)) == (2.0, left)
+    assert outer.inner is inner
+    with pytest.raises(ValueError, match=r"pipeline with 1 shuffle\(s\), this one has 0"):
+        iter(nd.Dataset.range(3)).load_state_dict({"count": 1, "shuffles": [[1, 2]]})
+    loader = iter(nd.Dataset.range(2).concatenate(frozenset([np.int64(2)])))
+    with pytest.raises(ValueError, match="whose position cannot be saved"):
+        loader.state_dict()
+
+
+def test_a_manager_saves_when_it_is_due_and_begins_by_a_function(tmp_path):
+    v, step, begun = nd.Variable(1.0), nd.Variable(0), []
+    options = {"step_counter": step, "checkpoint_interval": 3, "max_to_keep": None}
+    with pytest.raises(ValueError, match="needs a step_counter"):
+        CheckpointManager(Checkpoint(v=v), tmp_path, checkpoint_interval=3)
+    manager = CheckpointManager(
+        Checkpoint(v=v, step=step), tmp_path, init_fn=lambda: begun.append(v.assign(5.0)), **options
+    )
+    assert manager.restore_or_initialize() is None
+    assert (len(begun), float(v)) == (1, 5.0)
+    saved = []
+    for _ in range(7):
+        step.assign_add(1)
+        if manager.save() is not None:
+            saved.append(int(step))
+    assert saved == [1, 4, 7]
+    step.assign_add(1)
+    assert manager.save(check_interval=False) is not None
+    again = CheckpointManager(Checkpoint(v=v, step=step), tmp_path, **options)
+    assert again.restore_or_initialize() == manager.latest_checkpoint
+    assert (again.step, again.save(), len(again.checkpoints)) == (8, None, 4)
+
+
+def test_a_reader_tells_what_a_checkpoint_has_and_initializers_take_it(tmp_path):
+    inner = Checkpoint(w=nd.Variable(3.0))
+    path = Checkpoint(a=nd.Variable(np.float32([1, 2])), net=inner).save(tmp_path / "run")
+    for place in (path, tmp_path, tmp_path / "run"):
+        assert nd.models.list_variables(place) == [("a", [2]), ("net/w", [])]
+    reader = nd.models.load_checkpoint(path)
+    assert (reader.has_tensor("a"), reader.has_tensor("b")) == (True, False)
+    assert reader.get_variable_to_dtype_map()["a"] == np.float32
+    assert nd.models.load_variable(path, "a:0").tolist() == [1, 2]
+    with pytest.raises(KeyError, match="has no 'b': it has a, net/w"):
+        reader.get_tensor("b")
+    with graph.Graph().as_default(), graph.Session() as session:
+        a, w = graph.Variable([0.0, 0.0], name="a"), graph.Variable(0.0, name="scope/w")
+        graph.init_from_checkpoint(tmp_path, {"a": a, "net/": "scope/"})
+        session.run(graph.global_variables_initializer())
+        assert [value.tolist() for value in session.run([a, w])] == [[1, 2], 3]
+        graph.init_from_checkpoint(path, {"net/w": "scope/w"})
+        for wrong, message in (
+            ({"b": a}, "the checkpoint has no such name"),
+            ({"a": "b"}, "the graph has no such name"),
+            ({"a": "scope/w"}, "the shape is"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                graph.init_from_checkpoint(path, wrong)

@@ -7,7 +7,8 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import Sequential, SidecarEvaluator, layers
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager
+from ndistribute.models.checkpoint import Checkpoint
+from ndistribute.models.checkpoint_manager import CheckpointManager
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(24, 3)), RNG.normal(size=(24, 1))

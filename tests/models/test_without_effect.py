@@ -14,7 +14,6 @@ X, Y = np.ones((6, 4), np.float32), np.ones((6, 2), np.float32)
     [
         (nd.Model, "make_train_function", "define train_step"),
         (nd.Model, "losses", "define penalties"),
-        (layers.Dense, "compute_mask", "pass masks as arguments of call"),
         (layers.Layer, "activity_regularizer", "write a loop of your own"),
         (layers.Layer, "trainable_variables", "set trainable"),
         (layers.Layer, "save_own_variables", "variables"),

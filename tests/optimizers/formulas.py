@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Nadam, Optimizer, RMSprop
 from ndistribute.optimizers.algorithms import MomentumRule
 
 RNG = np.random.default_rng(1)
@@ -56,6 +56,36 @@ def adamw(k: int, g: Any, mean: Any, square: Any, value: Any) -> tuple[Any, ...]
     return -0.1 * 0.2 * value - 0.1 * mean / (1 - 0.9**k) / root, mean, square
 
 
+def amsgrad(k: int, g: Any, mean: Any, square: Any, most: Any, value: Any) -> tuple[Any, ...]:
+    mean, square = 0.9 * mean + 0.1 * g, 0.5 * square + 0.5 * g**2
+    most = np.maximum(most, square)
+    rate = 0.1 * np.sqrt(1 - 0.5**k) / (1 - 0.9**k)
+    return -0.1 * 0.2 * value - rate * mean / (np.sqrt(most) + 1e-7), mean, square, most
+
+
+def nadam(k: int, g: Any, mean: Any, square: Any, value: Any) -> tuple[Any, ...]:
+    mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g**2
+    shares = [0.9 * (1 - 0.5 * 0.96**j) for j in range(1, k + 2)]
+    corrected = shares[-1] * mean / (1 - np.prod(shares))
+    corrected += (1 - shares[-2]) * g / (1 - np.prod(shares[:-1]))
+    return -0.1 * corrected / (np.sqrt(square / (1 - 0.999**k)) + 1e-7), mean, square
+
+
+def ftrl(k: int, g: Any, total: Any, linear: Any, value: Any) -> tuple[Any, ...]:
+    after = total + g**2
+    linear = linear + g + 2 * 0.2 * value - (np.sqrt(after) - np.sqrt(total)) / 0.1 * value
+    curve = (np.sqrt(after) + 0.3) / 0.1 + 2 * 0.1
+    kept = np.abs(linear) > 0.05
+    new = np.where(kept, (np.sign(linear) * 0.05 - linear) / curve, 0)
+    return new - value, after, linear
+
+
+def averaged(k: int, g: Any, average: Any, value: Any) -> tuple[Any, ...]:
+    moved = value - 0.1 * g
+    average = moved if k == 1 else 0.7 * average + 0.3 * moved
+    return (moved if k % 3 else average) - value, average
+
+
 def rmsprop(momentum: float, centered: bool) -> Callable[..., tuple[Any, ...]]:
     def change(k: int, g: Any, square: Any, mean: Any, velocity: Any, value: Any) -> Any:
         square, mean = 0.9 * square + 0.1 * g**2, 0.9 * mean + 0.1 * g
@@ -82,5 +112,15 @@ FORMULAS: dict[str, tuple[Callable[[], Optimizer], Callable[..., Any], tuple[flo
     "sum of nesterov": (lambda: summing(True), gradient_sum(True), (0,)),
     "adagrad": (lambda: Adagrad(0.1), adagrad, (0.1,)),
     "adam": (lambda: Adam(0.1), adam, (0, 0)),
+    "amsgrad": (
+        lambda: Adam(0.1, beta_2=0.5, amsgrad=True, weight_decay=0.2),
+        *(amsgrad, (0, 0, 0)),
+    ),
+    "nadam": (lambda: Nadam(0.1), nadam, (0, 0)),
+    "ftrl": (lambda: Ftrl(0.1, -0.5, 0.1, 0.05, 0.1, 0.2, 0.3), ftrl, (0.1, 0)),
+    "averages": (
+        lambda: SGD(0.1, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=3),
+        *(averaged, (0,)),
+    ),
 }
 MAKERS = {name: make for name, (make, *_) in FORMULAS.items()}

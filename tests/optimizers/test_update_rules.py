@@ -20,7 +20,7 @@ CASES += [AdamRule(0.5, 0.7, 1e-3), RMSpropRule(0.8, 0.9, centered=True)]
 def start(rule, size=101, dtype=float):
     """Return a variable and its slots."""
     rng = np.random.default_rng(1)
-    slots = [np.full(size, rule.initial_slot(name), dtype) for name in rule.slot_names]
+    slots = [np.full(size, rule.initial_slot(name), dtype) for name in rule.all_slots]
     return rng, rng.standard_normal(size), slots
 
 
@@ -30,16 +30,16 @@ def test_blocks_and_rows_give_the_bits_of_the_whole(rule, monkeypatch):
     monkeypatch.setattr(update_rules, "BLOCK_ELEMENTS", 7)
     forms = [[whole.copy(), *(slot.copy() for slot in slots)] for _ in range(2)]
     for step in range(1, 4):
-        gradient, rate = rng.standard_normal(len(whole)), rule.rate(step, 0.1)
+        gradient, rate = rng.standard_normal(len(whole)), rule.rates(step, 0.1)
         given = gradient.copy()
         update_whole(rule, forms[0], gradient, rate)
         update_rows(rule, forms[1], gradient, np.arange(len(whole)), rate)
         assert np.array_equal(gradient, given)
-        rule.update(whole, gradient, slots, rate)
+        rule.step(whole, gradient, slots, rate)
         assert {form[0].tobytes() for form in forms} == {whole.tobytes()}
 
 
-@pytest.mark.parametrize("rule", [case for case in CASES if case.rows_alone], ids=str)
+@pytest.mark.parametrize("rule", [case for case in CASES if case.leaves_rows], ids=str)
 def test_a_rule_that_touches_rows_alone_leaves_the_others_without_gradient(rule):
     _, variable, slots = start(rule)
     before = variable.copy()

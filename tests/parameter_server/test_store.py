@@ -394,7 +394,7 @@ def test_steps_of_n_of_m_are_the_rule_over_the_mean_of_the_first_n(data, needed,
             if draw(st.booleans()):
                 calls = calls.restored()
         mean = np.sum(sets[:needed], axis=0, dtype=np.float32) / np.float32(needed)
-        rule.update(expected, mean, slots, rule.rate(step + 1, 0.1))
+        rule.step(expected, mean, slots, rule.rates(step + 1, 0.1))
     assert calls.value("v").tobytes() == expected.tobytes()
 
 

@@ -45,6 +45,21 @@ def test_a_variable_passes_as_itself_and_takes_a_cross_replica_write(strategy):
     assert float(v) == 1 + strategy.num_replicas_in_sync
 
 
+@plain_step("it runs while the step is traced")
+def test_an_object_of_all_replicas_passes_as_itself(several):
+    shared, array, arrived = object(), np.zeros(2), []
+
+    def merged(_, *args):
+        arrived.append(args)
+
+    several.run(lambda: context().merge_call(merged, args=(shared, array, "text", 1.5, [rank()])))
+    ((same, zeros, text, number, (differ,)),) = arrived
+    assert (same, text) == (shared, "text")
+    assert zeros is array or len(several.devices) == 1  # Of this process.
+    assert number.values == each(several, 1.5)  # That numbers are one object is chance.
+    assert differ.values == mine(several, lambda i: i)
+
+
 def test_cross_replica_methods_in_a_replica_name_what_to_call(strategy):
     for use, instead in (
         (lambda: strategy.run(lambda: None), "merge_call"),

@@ -157,6 +157,26 @@ def test_a_strategy_of_clusters_has_a_resolver_also_where_it_is_alone(monkeypatc
             assert strategy.is_chief
 
 
-def test_options_of_a_run_are_refused(strategy):
-    with pytest.raises(ValueError, match="run: options have no effect, got 'dynamic'"):
+def test_options_of_a_run_change_nothing_and_others_are_refused(strategy):
+    options = nd.RunOptions(experimental_bucketizing_dynamic_shape=True)
+    assert strategy.run(lambda: None, options=options) is None
+    with pytest.raises(TypeError, match=r"must be nd\.RunOptions\(\.\.\.\) or None, got 'dynamic'"):
         strategy.run(rank, options="dynamic")
+    with pytest.raises(ValueError, match="experimental_xla_options have no effect"):
+        nd.RunOptions(experimental_xla_options=3)
+
+
+def test_a_scope_can_be_entered_again_and_inside_of_itself(strategy):
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope as outer, scope as inner:
+            assert outer is inner is nd.get_strategy() is strategy
+        assert nd.get_strategy() is not strategy or strategy.is_default
+
+
+@host_memory("it shows cpu:0")
+def test_an_empty_list_of_devices_means_those_of_the_machine():
+    with nd.MirroredStrategy([]) as strategy:
+        devices = strategy.devices
+    with nd.MirroredStrategy() as strategy:
+        assert strategy.devices == devices

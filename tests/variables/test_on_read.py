@@ -110,3 +110,13 @@ def test_replicas_need_not_write_alike_and_what_was_read_stays(several):
     assert several.run(step).values[0] == size
     assert components(several, v) == [*mine(several, lambda i: [1.0 + i] * 2)]
     assert before.tolist() == [size] * 2
+
+
+def test_it_is_trained_only_if_that_is_said(strategy):
+    with strategy.scope():
+        variables = [
+            nd.Variable(1.0, trainable, synchronization="on_read", aggregation="sum")
+            for trainable in (None, True, False)
+        ]
+        assert nd.Variable(1.0).trainable
+    assert [variable.trainable for variable in variables] == [False, True, False]

@@ -3,7 +3,7 @@ from typing import Any
 
 from ndistribute.compat.adapters import Checkpoint as _Checkpoint
 Checkpoint = _Checkpoint
-from ndistribute.models.checkpoint import CheckpointManager as _CheckpointManager
+from ndistribute.models.checkpoint_manager import CheckpointManager as _CheckpointManager
 CheckpointManager = _CheckpointManager
 from ndistribute.cluster.spec import ClusterSpec as _ClusterSpec
 ClusterSpec = _ClusterSpec
@@ -13,4 +13,5 @@ ExponentialMovingAverage: Any
 get_checkpoint_state: Any
 latest_checkpoint: Any
 list_variables: Any
+load_checkpoint: Any
 load_variable: Any

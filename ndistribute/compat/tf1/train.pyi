@@ -7,7 +7,7 @@ from ndistribute.graph.optimizers import AdamOptimizer as _AdamOptimizer
 AdamOptimizer = _AdamOptimizer
 from ndistribute.compat.adapters import Checkpoint as _Checkpoint
 Checkpoint = _Checkpoint
-from ndistribute.models.checkpoint import CheckpointManager as _CheckpointManager
+from ndistribute.models.checkpoint_manager import CheckpointManager as _CheckpointManager
 CheckpointManager = _CheckpointManager
 from ndistribute.graph.hooks import CheckpointSaverHook as _CheckpointSaverHook
 CheckpointSaverHook = _CheckpointSaverHook
@@ -70,8 +70,10 @@ get_checkpoint_state: Any
 get_global_step: Any
 get_or_create_global_step: Any
 global_step: Any
+init_from_checkpoint: Any
 latest_checkpoint: Any
 list_variables: Any
+load_checkpoint: Any
 load_variable: Any
 piecewise_constant: Any
 polynomial_decay: Any

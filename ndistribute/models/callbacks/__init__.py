@@ -15,5 +15,6 @@ from ndistribute.models.callbacks.saving import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
 from ndistribute.models.callbacks.saving import TensorBoard as TensorBoard
+from ndistribute.models.callbacks.saving import TerminationConfig as TerminationConfig
 
 _export(vars())

@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from ndistribute.event_files import EventFile, histogram, image
 from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
-from ndistribute.models.checkpoint import Checkpoint, CheckpointManager, by_chief, on_any_worker
+from ndistribute.models.checkpoint import Checkpoint, by_chief, on_any_worker
+from ndistribute.models.checkpoint_manager import CheckpointManager
 from ndistribute.timers import Timer
 
 _log = logging.getLogger("ndistribute")
@@ -192,6 +195,34 @@ class CSVLogger(Callback):
         self._started = True
 
 
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a `PreemptionCheckpointHandler` learns that this process must end, and ends it.
+
+    Args:
+        termination_watcher_fn: called after each step; returns True if this process must end. None:
+            a SIGTERM alone says so.
+        exit_fn: called after the state is saved. None: raise `SystemExit` with the exit code.
+        grace_period: for how many seconds the training goes on first; None: 0.
+        save_fn: called instead of the manager's `save`.
+
+    Raises:
+        ValueError: `grace_period` is below 0.
+
+    >>> TerminationConfig(grace_period=30).grace_period
+    30
+    """
+
+    termination_watcher_fn: Callable[[], object] | None = None
+    exit_fn: Callable[[], object] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.grace_period is not None and self.grace_period < 0:
+            raise ValueError(f"grace_period must be 0 or more seconds, got {self.grace_period}.")
+
+
 class PreemptionCheckpointHandler(Callback):
     """Saves a training when any worker gets a SIGTERM, at the same step on all, and exits.
 
@@ -208,6 +239,7 @@ class PreemptionCheckpointHandler(Callback):
     Args:
         manager: where to save.
         exit_code: the code that all workers exit with, so that a launcher starts them again.
+        termination_config: how this process learns that it must end, and ends; None: the defaults.
 
     Attributes:
         steps_made: the number of calls of `run`, since the first start of the program.
@@ -215,8 +247,15 @@ class PreemptionCheckpointHandler(Callback):
 
     restores = True  # After the other callbacks have begun.
 
-    def __init__(self, manager: CheckpointManager, exit_code: int = 143) -> None:
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        exit_code: int = 143,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
         self.manager = manager
+        self._config = termination_config or TerminationConfig()
+        self._known_since: float | None = None  # That this process must end.
         self.exit_code = exit_code
         self.steps_made = 0
         self._signalled = False
@@ -268,7 +307,7 @@ class PreemptionCheckpointHandler(Callback):
 
     def saves_after(self, steps_made: int) -> bool:
         """Return True if this process must exit: a chief then waits for its workers."""
-        return self._signalled
+        return self._is_due()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exit if a worker must: all callbacks have seen the end of the last epoch."""
@@ -287,14 +326,27 @@ class PreemptionCheckpointHandler(Callback):
             self._exit_if_signalled(self._fitting, self.model.position.steps_made)
 
     def _exit_if_signalled(self, manager: CheckpointManager, step: int) -> None:
-        if not on_any_worker(manager.checkpoint.strategy, self._signalled):
+        if not on_any_worker(manager.checkpoint.strategy, self._is_due()):
             return
-        manager.save(step)
-        manager.wait()
+        if self._config.save_fn is None:
+            manager.save(step, check_interval=False)
+            manager.wait()
+        else:
+            self._config.save_fn()
         _log.warning("a worker got SIGTERM: saved after step %d in %s", step, manager.directory)
         self._signalled = False  # It is served.
         self._stop_listening()
-        raise SystemExit(self.exit_code)
+        if self._config.exit_fn is None:
+            raise SystemExit(self.exit_code)
+        self._config.exit_fn()
+
+    def _is_due(self) -> bool:
+        """Return True if this process must end, and the time until then is over."""
+        watcher = self._config.termination_watcher_fn
+        if self._known_since is None and (self._signalled or (watcher is not None and watcher())):
+            self._known_since = time.monotonic()
+        grace = self._config.grace_period or 0.0
+        return self._known_since is not None and time.monotonic() - self._known_since >= grace
 
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -303,7 +355,7 @@ class PreemptionCheckpointHandler(Callback):
                 f"which Python handles signals; this is {threading.current_thread().name!r}."
             )
         if not self._listens:
-            self._signalled, self._listens = False, True
+            self._signalled, self._listens, self._known_since = False, True, None
             self._previous = signal.signal(signal.SIGTERM, self._remember)
 
     def _remember(self, number: int, frame: object) -> None:

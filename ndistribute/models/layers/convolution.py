@@ -1,4 +1,4 @@
-"""Convolution and pooling of images, channels last."""
+"""Convolution and pooling of images and sequences, channels last."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.models import operations
 from ndistribute.models.layers.core import KernelLayer, positive
 from ndistribute.models.layers.layer import Layer
@@ -51,21 +52,22 @@ class Conv2D(KernelLayer):
         **options: Any,
     ) -> None:
         super().__init__(activation, use_bias, **options)
-        self.filters = positive(filters, "Conv2D: filters")
-        self.kernel_size = _pair(kernel_size, "Conv2D: kernel_size")
-        self.strides = _pair(strides, "Conv2D: strides")
-        self.padding = _padding(padding, "Conv2D")
-        self.dilation_rate = _pair(dilation_rate, "Conv2D: dilation_rate")
-        self.groups = positive(groups, "Conv2D: groups")
+        kind, rank = type(self).__name__, self._rank
+        self.filters = positive(filters, f"{kind}: filters")
+        self.kernel_size = lengths(kernel_size, f"{kind}: kernel_size", rank)
+        self.strides = lengths(strides, f"{kind}: strides", rank)
+        self.padding = _padding(padding, kind, *(["causal"] if rank == 1 else []))
+        self.dilation_rate = lengths(dilation_rate, f"{kind}: dilation_rate", rank)
+        self.groups = positive(groups, f"{kind}: groups")
         if self.filters % self.groups:
             raise ValueError(
-                f"Conv2D: filters={filters} is not a multiple of groups={groups}: each group needs "
+                f"{kind}: filters={filters} is not a multiple of groups={groups}: each group needs "
                 "the same number of filters."
             )
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
-        _check_images(self, input_shape)
+        check_axes(self, input_shape, self._rank)
         channels = input_shape[-1]
         if channels % self.groups:
             raise ValueError(
@@ -76,22 +78,116 @@ class Conv2D(KernelLayer):
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, filters)``."""
-        _check_images(self, inputs.shape)
-        x = self.checked(inputs, self.kernel.shape[2] * self.groups, "channels")
-        options: Any = {"strides": self.strides, "dilation": self.dilation_rate}
-        options |= {"padding": self.padding, "groups": self.groups}
-        return operations.conv2d(x, self.kernel, self.bias, self.activation, **options)
+        return self._convolve(inputs, self.kernel, self.groups)
+
+    def _convolve(self, inputs: Any, kernel: Any, groups: int) -> Any:
+        check_axes(self, inputs.shape, self._rank)
+        x = self.checked(inputs, kernel.shape[-2] * groups, "channels")
+        padding, lines, steps = self.padding, self.strides, self.dilation_rate
+        if self._rank == 1:  # An image of one line.
+            if padding == "causal":
+                before = (self.kernel_size[0] - 1) * steps[0]
+                x, padding = np.pad(x, ((0, 0), (before, 0), (0, 0))), "valid"
+            x, kernel, lines, steps = x[:, None], kernel[None], (1, *lines), (1, *steps)
+        options: Any = {"strides": lines, "dilation": steps, "padding": padding, "groups": groups}
+        y = operations.conv2d(x, kernel, self.bias, self.activation, **options)
+        return y[:, 0] if self._rank == 1 else y
+
+    _rank: ClassVar[int] = 2
 
 
-class _ImageLayer(Layer):
-    """The base class of layers of images without variables."""
+class Conv1D(Conv2D):
+    """A layer that convolves sequences of shape ``(steps, channels)``.
+
+    Its arguments are those of `Conv2D`, with one number each; the padding ``"causal"`` is that
+    before the sequence that keeps its length, so no output depends on later steps.
+
+    >>> layer = Conv1D(8, 3, padding="causal")
+    >>> layer(np.zeros((2, 6, 3), np.float32)).shape, layer.kernel.shape
+    ((2, 6, 8), (3, 3, 8))
+    """
+
+    _rank = 1
+
+
+class DepthwiseConv2D(Conv2D):
+    """A layer that convolves each channel of an image with filters of its own.
+
+    Args:
+        kernel_size: as for `Conv2D`, as are `strides`, `padding` and `dilation_rate`.
+        depth_multiplier: the number of filters of a channel.
+        options: as for `Conv2D`; `depthwise_initializer` and `depthwise_regularizer` are those of
+            the kernel, of shape ``(*kernel_size, channels, depth_multiplier)``.
+
+    >>> layer = DepthwiseConv2D(3, depth_multiplier=2)
+    >>> layer(np.zeros((2, 6, 6, 3), np.float32)).shape, layer.kernel.shape
+    ((2, 4, 4, 6), (3, 3, 3, 2))
+    """
+
+    def __init__(
+        self,
+        kernel_size: Pair,
+        strides: Pair = 1,
+        padding: str = "valid",
+        depth_multiplier: int = 1,
+        **options: Any,
+    ) -> None:
+        names = [name for name in options if name.startswith("depthwise_")]
+        options |= {f"kernel_{name.partition('_')[2]}": options.pop(name) for name in names}
+        super().__init__(depth_multiplier, kernel_size, strides, padding, **options)
 
     def build(self, input_shape: Sequence[int]) -> None:
-        """Check that the inputs are images."""
-        _check_images(self, input_shape)
+        """Create the kernel and the bias."""
+        check_axes(self, input_shape, 2)
+        channels = input_shape[-1]
+        self.add_kernel(*self.kernel_size, channels, self.filters, outputs=channels * self.filters)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output, of shape ``(images, height, width, channels * depth_multiplier)``."""
+        rows, columns, channels, count = self.kernel.shape
+        kernel = as_operand(self.kernel).reshape(rows, columns, 1, channels * count)
+        return self._convolve(inputs, kernel, channels)
 
 
-class MaxPool2D(_ImageLayer):
+class Conv2DTranspose(Conv2D):
+    """A layer that computes what the gradient of a convolution does: each element adds a window.
+
+    Args:
+        filters: as for `Conv2D`, as are the others but `dilation_rate` and `groups`, which must be
+            1. Images are `strides` times as large, or larger with the padding ``"valid"``.
+        options: as for `Conv2D`; the kernel has the shape ``(*kernel_size, filters, channels)``.
+
+    >>> layer = Conv2DTranspose(8, 3, strides=2, padding="same")
+    >>> layer(np.zeros((2, 6, 6, 3), np.float32)).shape, layer.kernel.shape
+    ((2, 12, 12, 8), (3, 3, 8, 3))
+    """
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the kernel and the bias."""
+        check_axes(self, input_shape, 2)
+        if self.groups != 1 or self.dilation_rate != (1, 1):
+            raise ValueError(f"{self.name}: groups and dilation_rate must be 1.")
+        self.add_kernel(*self.kernel_size, self.filters, input_shape[-1], outputs=self.filters)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output, of shape ``(images, height, width, filters)``."""
+        check_axes(self, inputs.shape, 2)
+        x = self.checked(inputs, self.kernel.shape[3], "channels")
+        y = operations.conv2d_transpose(x, self.kernel, self.strides, self.padding)
+        return self.activation(y if self.bias is None else y + self.bias)
+
+
+class SpatialLayer(Layer):
+    """The base class of layers of images or sequences without variables."""
+
+    _rank: ClassVar[int] = 2
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Check the axes of the input."""
+        check_axes(self, input_shape, self._rank)
+
+
+class MaxPool2D(SpatialLayer):
     """A layer that takes the largest element of each window of an image.
 
     Args:
@@ -115,13 +211,17 @@ class MaxPool2D(_ImageLayer):
     ) -> None:
         super().__init__(**options)
         kind = type(self).__name__
-        self.pool_size = _pair(pool_size, f"{kind}: pool_size")
-        self.strides = self.pool_size if strides is None else _pair(strides, f"{kind}: strides")
+        self.pool_size = lengths(pool_size, f"{kind}: pool_size", self._rank)
+        steps = self.pool_size if strides is None else strides
+        self.strides = lengths(steps, f"{kind}: strides", self._rank)
         self.padding = _padding(padding, kind)
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels)``."""
-        return self._pool(inputs, self.pool_size, self.strides, self.padding)
+        if self._rank == 2:
+            return self._pool(inputs, self.pool_size, self.strides, self.padding)
+        sizes = (1, *self.pool_size), (1, *self.strides)
+        return self._pool(inputs[:, None], *sizes, self.padding)[:, 0]
 
 
 class AveragePool2D(MaxPool2D):
@@ -136,35 +236,91 @@ class AveragePool2D(MaxPool2D):
     _pool = staticmethod(operations.average_pool2d)
 
 
-class GlobalAveragePool2D(_ImageLayer):
+class MaxPool1D(MaxPool2D):
+    """A layer that takes the largest element of each window of a sequence; see `MaxPool2D`."""
+
+    _rank = 1
+
+
+class AveragePool1D(AveragePool2D):
+    """A layer that takes the mean of each window of a sequence, without the padding."""
+
+    _rank = 1
+
+
+class GlobalAveragePool2D(SpatialLayer):
     """A layer that takes the mean of each channel of an image.
+
+    Args:
+        keepdims: whether the result keeps the other axes, with length 1.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> GlobalAveragePool2D()(np.ones((2, 4, 4, 3))).shape
     (2, 3)
     """
 
-    def call(self, inputs: Any) -> Any:
-        """Return the output, of shape ``(images, channels)``."""
-        return np.mean(inputs, axis=(1, 2))
+    _reduce: ClassVar[Callable[..., Any]] = staticmethod(np.mean)
+
+    def __init__(self, keepdims: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.keepdims = bool(keepdims)
+
+    def call(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the output, of shape ``(batch, channels)``; a mean leaves out what a mask does."""
+        axes = tuple(range(1, self._rank + 1))
+        if mask is None or self._reduce is not np.mean:
+            return self._reduce(inputs, axis=axes, keepdims=self.keepdims)
+        weights = mask[..., None].astype(inputs.dtype)
+        count = np.maximum(weights.sum(axis=axes, keepdims=self.keepdims), 1)
+        return np.sum(inputs * weights, axis=axes, keepdims=self.keepdims) / count
 
 
-def _check_images(layer: Layer, shape: Sequence[int]) -> None:
-    if len(shape) != 4:
+class GlobalMaxPool2D(GlobalAveragePool2D):
+    """A layer that takes the largest element of each channel; see `GlobalAveragePool2D`."""
+
+    _reduce = staticmethod(np.max)
+
+
+class GlobalAveragePool1D(GlobalAveragePool2D):
+    """A layer that takes the mean of each channel of a sequence; see `GlobalAveragePool2D`."""
+
+    _rank = 1
+
+
+class GlobalMaxPool1D(GlobalMaxPool2D):
+    """A layer that takes the largest element of each channel of a sequence."""
+
+    _rank = 1
+
+
+def check_axes(layer: Layer, shape: Sequence[int], rank: int) -> None:
+    """Raise a `ValueError` unless a shape is that of images, or of sequences for the rank 1."""
+    if len(shape) != rank + 2:
+        needed = (
+            "images have four axes, (images, height, width, channels)"
+            if rank == 2
+            else "sequences have three axes, (batch, steps, channels)"
+        )
         raise ValueError(
-            f"{layer.name}: the input has shape {tuple(shape)}, but images have four axes, "
-            "(images, height, width, channels). Write x[..., np.newaxis] for one channel."
+            f"{layer.name}: the input has shape {tuple(shape)}, but {needed}. Write "
+            "x[..., np.newaxis] for one channel."
         )
 
 
-def _pair(value: Pair, what: str) -> tuple[int, int]:
-    values = tuple(value) if isinstance(value, Sequence) else (value, value)
-    if len(values) != 2:
-        raise ValueError(f"{what} must be an integer or two of them, got {value!r}.")
-    return positive(values[0], what), positive(values[1], what)
+def lengths(value: Pair, what: str, rank: int) -> tuple[int, ...]:
+    """Return one or two positive integers, for what a user passed."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
+    if len(values) != rank:
+        raise ValueError(f"{what} must be an integer or {_COUNTS[rank]}, got {value!r}.")
+    return tuple(positive(each, what) for each in values)
 
 
-def _padding(padding: str, kind: str) -> str:
+_COUNTS = {1: "a sequence of one", 2: "two of them"}
+
+
+def _padding(padding: str, kind: str, *others: str) -> str:
     name = str(padding).lower()
-    if name not in ("valid", "same"):
-        raise ValueError(f"{kind}: padding must be 'valid' or 'same', got {padding!r}.")
+    if name not in ("valid", "same", *others):
+        known = " or ".join(map(repr, ("valid", "same", *others)))
+        raise ValueError(f"{kind}: padding must be {known}, got {padding!r}.")
     return name

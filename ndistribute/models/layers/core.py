@@ -50,11 +50,12 @@ class KernelLayer(Layer):
         self.kernel: Any = None
         self.bias: Any = None
 
-    def add_kernel(self, *shape: int) -> None:
-        """Create the kernel of a shape, and the bias."""
+    def add_kernel(self, *shape: int, outputs: int | None = None) -> None:
+        """Create the kernel of a shape, and the bias, by default of the length of the last axis."""
         self.kernel = self.add_weight("kernel", shape, self._initializers[0])
         if self._use_bias:
-            self.bias = self.add_weight("bias", shape[-1:], self._initializers[1])
+            length = shape[-1] if outputs is None else outputs
+            self.bias = self.add_weight("bias", (length,), self._initializers[1])
 
     def checked(self, inputs: Any, length: int, what: str) -> Any:
         """Return the input as floats; raise a ValueError if its last axis has another length."""
@@ -81,6 +82,8 @@ class Dense(KernelLayer):
     >>> layer(np.zeros((2, 4), np.float32)).shape, layer.kernel.shape
     ((2, 3), (4, 3))
     """
+
+    supports_masking = True
 
     def __init__(
         self,
@@ -222,6 +225,8 @@ class Activation(Layer):
         options: `name`, `trainable` and `dtype`, see `Layer`.
     """
 
+    supports_masking = True
+
     def __init__(self, activation: str | Callable[[Any], Any], **options: Any) -> None:
         super().__init__(**options)
         self.activation = activations.get(activation)
@@ -229,6 +234,57 @@ class Activation(Layer):
     def call(self, inputs: Any) -> Any:
         """Return the activation of the input."""
         return self.activation(inputs)
+
+
+class LeakyReLU(Layer):
+    """A layer that multiplies negative elements by a slope.
+
+    >>> LeakyReLU(0.5)(np.array([-2.0, 2.0])).tolist()
+    [-1.0, 2.0]
+    """
+
+    supports_masking = True
+
+    def __init__(self, negative_slope: float = 0.3, **options: Any) -> None:
+        super().__init__(**options)
+        self.negative_slope = float(negative_slope)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the activation of the input."""
+        return activations.leaky_relu(inputs, self.negative_slope)
+
+
+class PReLU(Layer):
+    """A layer that multiplies negative elements by slopes that it learns.
+
+    Args:
+        alpha_initializer: the initializer of the slopes, one for each element of an example.
+        shared_axes: axes along which elements have one slope, such as ``[1, 2]`` for images.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> PReLU(alpha_initializer="ones")(np.array([[-2.0, 2.0]])).tolist()
+    [[-2.0, 2.0]]
+    """
+
+    supports_masking = True
+
+    def __init__(
+        self,
+        alpha_initializer: str | Callable[..., Any] = "zeros",
+        shared_axes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._start, self.shared_axes = initializers.get(alpha_initializer), shared_axes or ()
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the slopes."""
+        shape = [1 if k in self.shared_axes else n for k, n in enumerate(input_shape)][1:]
+        self.alpha = self.add_weight("alpha", shape, self._start)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the activation of the input."""
+        return np.maximum(inputs, 0) + self.alpha * np.minimum(inputs, 0)
 
 
 class Dropout(Layer):
@@ -244,6 +300,8 @@ class Dropout(Layer):
     >>> Dropout(0.5)(np.ones(4, np.float32))
     array([1., 1., 1., 1.], dtype=float32)
     """
+
+    supports_masking = True
 
     def __init__(self, rate: float, **options: Any) -> None:
         super().__init__(**options)
@@ -264,6 +322,8 @@ class Embedding(Layer):
         input_dim: the number of rows.
         output_dim: the length of a row.
         embeddings_initializer: the initializer of the table.
+        mask_zero: whether the row 0 is padding, so that layers, losses and metrics that get the
+            result leave out where the input is 0.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> Embedding(10, 3)(np.array([[1, 2], [3, 4]])).shape
@@ -275,12 +335,14 @@ class Embedding(Layer):
         input_dim: int,
         output_dim: int,
         embeddings_initializer: str | Callable[..., Any] = "random_uniform",
+        mask_zero: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.input_dim = positive(input_dim, "Embedding: input_dim")
         self.output_dim = positive(output_dim, "Embedding: output_dim")
         self._initializer = initializers.get(embeddings_initializer)
+        self.mask_zero = bool(mask_zero)
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the table."""
@@ -295,6 +357,10 @@ class Embedding(Layer):
         advice = "Increase input_dim, or map unknown words to one index."
         operations.check_range(inputs, self.input_dim, what, advice)
         return self.embeddings[inputs]
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return where the input is not 0, if `mask_zero`."""
+        return inputs != 0 if self.mask_zero else None
 
 
 def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
@@ -433,122 +499,3 @@ class RowParallelDense(_ParallelDense):
             part, *_ = self.kernel.cut(context.replica_id_in_sync_group)
             total = context.all_reduce("sum", whole[:, part] @ self.kernel)[rows]
         return self.activation(total if self.bias is None else total + self.bias)
-
-
-_OF_LAYERS = {"name", "trainable", "dtype", "input_shape"}
-
-
-class MultiHeadAttention(Layer):
-    """A layer in which each query attends to keys, and gets the mean of their values.
-
-    Queries, keys and values are first projected to several heads, and the results of all heads to
-    the output. Source: Vaswani et al., "Attention Is All You Need", 2017.
-
-    Args:
-        num_heads: the number of heads.
-        key_dim: the length of a head's queries and keys.
-        value_dim: the length of a head's values; None means `key_dim`.
-        dropout: the share of probabilities to drop in training.
-        use_bias: whether the projections have biases.
-        output_shape: the length of the output's last axis; None means that of the query.
-        options: as for `Dense`, for the projections, each of one matrix for all heads.
-
-    >>> layer = MultiHeadAttention(num_heads=2, key_dim=4)
-    >>> query, value = np.zeros((3, 5, 8), np.float32), np.zeros((3, 7, 6), np.float32)
-    >>> layer(query, value).shape
-    (3, 5, 8)
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        key_dim: int,
-        value_dim: int | None = None,
-        dropout: float = 0.0,
-        use_bias: bool = True,
-        output_shape: int | None = None,
-        **options: Any,
-    ) -> None:
-        of_layer = {name: options[name] for name in options.keys() & _OF_LAYERS}
-        super().__init__(**of_layer)
-        self.num_heads = positive(num_heads, "MultiHeadAttention: num_heads")
-        self.key_dim = positive(key_dim, "MultiHeadAttention: key_dim")
-        width = self.key_dim if value_dim is None else value_dim
-        self.value_dim = positive(width, "MultiHeadAttention: value_dim")
-        self.dropout = rate_of(dropout, "MultiHeadAttention: dropout")
-        self._output_shape = output_shape
-        self._dense = {name: options[name] for name in options.keys() - _OF_LAYERS}
-        self._dense |= {"use_bias": use_bias, "trainable": self.trainable}
-        self._dense["dtype"] = options.get("dtype") or Layer.policy
-        self.query = self._projection("query", self.num_heads * self.key_dim)
-        self.key = self._projection("key", self.num_heads * self.key_dim)
-        self.value = self._projection("value", self.num_heads * self.value_dim)
-        self.output: Any = None
-
-    def build(self, input_shape: Any) -> None:
-        """Create the projection of the output."""
-        width = input_shape[-1] if self._output_shape is None else self._output_shape
-        self.output = self._projection("output", width)
-
-    def call(
-        self,
-        query: Any,
-        value: Any,
-        key: Any = None,
-        attention_mask: Any = None,
-        use_causal_mask: bool = False,
-        training: bool = False,
-    ) -> Any:
-        """Return the output, of shape ``(batch, queries, width)``.
-
-        Args:
-            query: an array of shape ``(batch, queries, ...)``.
-            value: an array of shape ``(batch, keys, ...)``.
-            key: an array of shape ``(batch, keys, ...)``; None means `value`.
-            attention_mask: booleans of shape ``(queries, keys)``, ``(batch, queries, keys)`` or
-                ``(batch, heads, queries, keys)``, True where a query attends to a key. Axes of
-                length 1 are repeated. A query without keys has zeros.
-            use_causal_mask: whether a query attends to no later key.
-            training: whether to drop probabilities.
-        """
-        key = value if key is None else key
-        for what, array in (("query", query), ("value", value), ("key", key)):
-            if array.ndim != 3:
-                raise ValueError(
-                    f"{self.name}: {what} has shape {array.shape}, but needs three axes, (batch, "
-                    "length, features)."
-                )
-        heads = self._heads(self.query, query), self._heads(self.key, key)
-        values = self._heads(self.value, value)
-        shape = query.shape[0], self.num_heads, query.shape[1], key.shape[1]
-        mask = self._mask(attention_mask, shape)
-        kept = dropout_factors(values, shape, self.dropout) if training else None
-        options = {"mask": mask, "is_causal": use_causal_mask, "kept": kept}
-        means = operations.attention(*heads, values, **options)
-        return self.output(means.reshape(*query.shape[:2], self.num_heads * self.value_dim))
-
-    def _heads(self, projection: Layer, x: Any) -> Any:
-        """Return a projection of shape ``(batch, length, heads, width)``."""
-        y = projection(x)
-        return y.reshape(*y.shape[:2], self.num_heads, y.shape[2] // self.num_heads)
-
-    def _mask(self, mask: Any, shape: tuple[int, ...]) -> Any:
-        """Return a mask that broadcasts to a shape; raise a ValueError if it does not."""
-        if mask is None:
-            return None
-        mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
-        before = mask.shape
-        if mask.ndim == 3:
-            mask = mask[:, None]
-        fits = mask.ndim in (2, 4) and all(
-            n in (1, wanted) for n, wanted in zip(mask.shape[::-1], shape[::-1], strict=False)
-        )
-        if not fits:
-            raise ValueError(
-                f"{self.name}: attention_mask has shape {before}, but must be of shape (queries, "
-                f"keys) = {shape[2:]}, (batch, queries, keys) or {shape}."
-            )
-        return mask.astype(bool)
-
-    def _projection(self, name: str, width: int) -> Dense:
-        return Dense(width, name=f"{self.name}/{name}", **self._dense)

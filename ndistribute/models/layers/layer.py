@@ -25,12 +25,14 @@ from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
+from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.metrics import Mean
 from ndistribute.models.names import snake_case
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
+_PENALIZED = "kernel", "recurrent_kernel", "bias"
 _LISTS = "non_trainable_variables trainable_variables variables".split()
 
 
@@ -91,12 +93,13 @@ class Layer(Explaining):
     """The classes of layers that this process has defined, by name."""
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
+    supports_masking = False
+    """Whether the mask of the input is that of the output, too; see `compute_mask`."""
     _builds = False  # Whether the first call is creating the variables.
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
         **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
         "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
-        "compute_mask": "pass masks as arguments of call",
         "losses": "define penalties",
     }
 
@@ -144,6 +147,15 @@ class Layer(Explaining):
         """Return the output; a keyword `training` receives whether the model is being trained."""
         raise NotImplementedError(f"{type(self).__name__} defines no call.")
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the mask of the output, booleans of its first axes; None: there is none.
+
+        Args:
+            inputs: the first argument of `call`.
+            mask: its mask, or None.
+        """
+        return mask if self.supports_masking else None
+
     # Methods for users and subclasses.
 
     # An attribute of a layer may have one of these names.
@@ -156,14 +168,14 @@ class Layer(Explaining):
     non_trainable_weights: Any = Replaceable(lambda layer: layer.non_trainable_variables)
 
     def __call__(self, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
-        """Return the output of `call`, which is symbolic if an argument is.
+        """Return the output of `call`, with the mask of `compute_mask`; symbolic if an argument is.
 
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
                 dtype of computation.
-            training: whether the model is being trained; None: as in the layer that calls this one,
-                or False.
-            kwargs: passed to `call`.
+            training: whether the model is being trained; None: as in the layer that calls this one;
+                if nothing calls it, the default of `call`, or False.
+            kwargs: passed to `call`; a keyword `mask` of it receives the mask of the input.
         """
         if not args and _first_of(type(self).call) in kwargs:
             args = (kwargs.pop(_first_of(type(self).call)),)
@@ -171,22 +183,31 @@ class Layer(Explaining):
             options = {} if training is None else {"training": training}
             self._recorded.append(record(self, args, kwargs | options))
             return self._recorded[-1].outputs
+        inputs = args[0] if args else None
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(_cast, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
         if not self.built:
             self._build_once(args)
-        outer = _calls.training
-        if outer is None and _calls.added:  # No layer calls this one.
+        outer = _calls.nested, _calls.training
+        if not _calls.nested and _calls.added:
             layers = list(self.walk())
             _calls.added = [each for each in _calls.added if each[0] not in layers]
-        _calls.training = bool(outer if training is None else training)
+        _calls.nested = True
+        _calls.training = outer[1] if training is None else bool(training)
         try:
-            if _takes_training(type(self).call):
-                kwargs["training"] = _calls.training
-            return self.call(*args, **kwargs)
+            otherwise = _training_otherwise(type(self).call)
+            if otherwise is not None:
+                kwargs["training"] = otherwise if _calls.training is None else _calls.training
+            mask = mask_of(inputs) if kwargs.get("mask") is None else kwargs["mask"]
+            if mask is not None and "mask" in inspect.signature(self.call).parameters:
+                kwargs["mask"] = mask
+            outputs = self.call(*args, **kwargs)
+            first = outputs[0] if isinstance(outputs, tuple | list) else outputs
+            attach_mask(first, self.compute_mask(inputs, mask))
+            return outputs
         finally:
-            _calls.training = outer
+            _calls.nested, _calls.training = outer
 
     def add_weight(
         self,
@@ -302,7 +323,7 @@ class Layer(Explaining):
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
-        pairs = [(name, getattr(self, f"{name}_regularizer", None)) for name in ("kernel", "bias")]
+        pairs = [(name, getattr(self, f"{name}_regularizer", None)) for name in _PENALIZED]
         return [use(getattr(self, name)) for name, use in pairs if use is not None and self.built]
 
     def walk(self) -> Iterator[Layer]:
@@ -452,7 +473,8 @@ def _once(make: Callable[[], Any]) -> None:
 class _Calls(threading.local):
     """Of a thread: whether the model of the current call is trained, and the losses added."""
 
-    training: bool | None = None  # None: no layer is being called.
+    nested = False  # Whether a layer is being called.
+    training: bool | None = None  # None: nobody has said so.
 
     def __init__(self) -> None:
         self.added: list[tuple[Layer, Any]] = []
@@ -468,9 +490,12 @@ def _first_of(call: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _takes_training(call: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(call).parameters.values()
-    return any(p.name == "training" or p.kind is p.VAR_KEYWORD for p in parameters)
+def _training_otherwise(call: Callable[..., Any]) -> bool | None:
+    """Return what `training` is for a `call` if nobody says so; None: it does not take it."""
+    parameters = inspect.signature(call).parameters
+    if "training" in parameters:
+        return parameters["training"].default is True
+    return False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
 
 
 def _example_of(shape: Any, dtype: np.dtype[Any]) -> Any:

@@ -35,6 +35,8 @@ class LayerNormalization(Layer):
     array([[-1.,  1.]], dtype=float32)
     """
 
+    supports_masking = True
+
     def __init__(
         self,
         axis: int = -1,

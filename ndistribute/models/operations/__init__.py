@@ -6,6 +6,7 @@ float32, because NumPy has no fast products for them.
 
 from ndistribute.models.operations.images import average_pool2d as average_pool2d
 from ndistribute.models.operations.images import conv2d as conv2d
+from ndistribute.models.operations.images import conv2d_transpose as conv2d_transpose
 from ndistribute.models.operations.images import max_pool2d as max_pool2d
 from ndistribute.models.operations.rows import attention as attention
 from ndistribute.models.operations.rows import batch_normalization as batch_normalization
@@ -15,3 +16,8 @@ from ndistribute.models.operations.rows import layer_normalization as layer_norm
 from ndistribute.models.operations.rows import normalized_by as normalized_by
 from ndistribute.models.operations.rows import sigmoid_cross_entropy as sigmoid_cross_entropy
 from ndistribute.models.operations.rows import softmax_cross_entropy as softmax_cross_entropy
+from ndistribute.models.operations.sequences import GRUCell as GRUCell
+from ndistribute.models.operations.sequences import GRUResetBeforeCell as GRUResetBeforeCell
+from ndistribute.models.operations.sequences import LSTMCell as LSTMCell
+from ndistribute.models.operations.sequences import RecurrentCell as RecurrentCell
+from ndistribute.models.operations.sequences import recurrent as recurrent

@@ -396,6 +396,46 @@ def _reversed(kernel: Array, groups: int) -> Array:
     return parts.transpose(0, 1, 4, 3, 2).reshape(height, width, -1, groups * channels)
 
 
+def conv2d_transpose(x: Any, kernel: Any, strides: Any, padding: str) -> Any:
+    """Return what the gradient of `conv2d` for its images is, if `x` is that of its result.
+
+    The kernel has the shape ``(height, width, filters, channels)``, the result the size of the
+    images times the strides, and more for the padding ``"valid"`` where windows are larger.
+    """
+    sizes = zip(x.shape[1:3], kernel.shape[:2], strides, strict=True)
+    valid = padding == "valid"
+    height, width = (n * stride + max(size - stride, 0) * valid for n, size, stride in sizes)
+    windows = Windows.over((height, width), kernel.shape[:2], strides, padding)
+    in_jax = hasattr(as_array(kernel), "on_device")
+    return (_plain_transpose if in_jax else _transpose)(x, kernel, windows=windows)
+
+
+def _plain_transpose(x: Any, kernel: Any, *, windows: Windows) -> Any:
+    y = zeros(x, (len(x), *windows.image, kernel.shape[2]))
+    for offset in windows.offsets:
+        part = np.einsum("nhwc,fc->nhwf", x[offset.outer], kernel[offset.at])
+        y = added(y, offset.inner, part.astype(y.dtype), distinct=True)
+    return y
+
+
+@fused(_plain_transpose)
+def _transpose(x: Any, kernel: Any, *, windows: Windows) -> Any:
+    dtype, rows, weights = operands(as_array(x), as_array(kernel))
+    xp, shape = array_namespace(rows), (len(rows), *windows.image, weights.shape[2])
+    y = _Columns(xp.empty(shape, rows.dtype), windows, 1).spread(rows, weights)
+
+    def of_x(g: Array) -> Array:
+        change = xp.empty(rows.shape, rows.dtype)
+        _Columns(wide(g), windows, 1).times(weights, change)
+        return change
+
+    def of_kernel(g: Array) -> Array:
+        flat = rows.reshape(-1, rows.shape[3])
+        return _Columns(wide(g), windows, 1).product(lambda part: flat[part], weights, None)
+
+    return y.astype(dtype, copy=False), [of_x, of_kernel]
+
+
 def max_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str = "valid") -> Any:
     """Return the largest element of each window; of equal ones, the first has the gradient.
 

@@ -6,3 +6,4 @@ from ndistribute.data.options import AutoShardPolicy as _AutoShardPolicy
 AutoShardPolicy = _AutoShardPolicy
 INFINITE_CARDINALITY: Any
 UNKNOWN_CARDINALITY: Any
+make_csv_dataset: Any

@@ -10,6 +10,8 @@ from ndistribute.collective.select import CrossDeviceOps as _CrossDeviceOps
 CrossDeviceOps = _CrossDeviceOps
 from ndistribute.data.distributed import DistributedDataset as _DistributedDataset
 DistributedDataset = _DistributedDataset
+from ndistribute.data.distributed import DistributedIterator as _DistributedIterator
+DistributedIterator = _DistributedIterator
 from ndistribute.values import DistributedValues as _DistributedValues
 DistributedValues = _DistributedValues
 from ndistribute.collective.select import HierarchicalCopyAllReduce as _HierarchicalCopyAllReduce
@@ -18,6 +20,8 @@ from ndistribute.data.options import InputContext as _InputContext
 InputContext = _InputContext
 from ndistribute.data.options import InputOptions as _InputOptions
 InputOptions = _InputOptions
+from ndistribute.data.options import InputReplicationMode as _InputReplicationMode
+InputReplicationMode = _InputReplicationMode
 from ndistribute.strategies.local import MirroredStrategy as _MirroredStrategy
 MirroredStrategy = _MirroredStrategy
 from ndistribute.strategies.local import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
@@ -34,6 +38,8 @@ from ndistribute.collective.select import ReductionToOneDevice as _ReductionToOn
 ReductionToOneDevice = _ReductionToOneDevice
 from ndistribute.context import ReplicaContext as _ReplicaContext
 ReplicaContext = _ReplicaContext
+from ndistribute.strategies.base import RunOptions as _RunOptions
+RunOptions = _RunOptions
 from ndistribute.task.server import Server as _Server
 Server = _Server
 from ndistribute.strategies.base import Strategy as _Strategy

@@ -3,6 +3,8 @@ from typing import Any
 
 from ndistribute.cluster.resolvers import ClusterResolver as _ClusterResolver
 ClusterResolver = _ClusterResolver
+from ndistribute.cluster.joined import KubernetesClusterResolver as _KubernetesClusterResolver
+KubernetesClusterResolver = _KubernetesClusterResolver
 from ndistribute.cluster.resolvers import SimpleClusterResolver as _SimpleClusterResolver
 SimpleClusterResolver = _SimpleClusterResolver
 from ndistribute.cluster.slurm import SlurmClusterResolver as _SlurmClusterResolver
@@ -11,3 +13,5 @@ from ndistribute.cluster.environment import TFConfigClusterResolver as _TFConfig
 TFConfigClusterResolver = _TFConfigClusterResolver
 from ndistribute.cluster.environment import TPUClusterResolver as _TPUClusterResolver
 TPUClusterResolver = _TPUClusterResolver
+from ndistribute.cluster.joined import UnionResolver as _UnionResolver
+UnionResolver = _UnionResolver

@@ -3,3 +3,7 @@ from typing import Any
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator as _ClusterCoordinator
 ClusterCoordinator = _ClusterCoordinator
+from ndistribute.coordinator.closures import PerWorkerValue as _PerWorkerValue
+PerWorkerValue = _PerWorkerValue
+from ndistribute.coordinator.closures import RemoteValue as _RemoteValue
+RemoteValue = _RemoteValue

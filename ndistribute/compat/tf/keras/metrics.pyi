@@ -1,10 +1,18 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+from ndistribute.models.metrics import AUC as _AUC
+AUC = _AUC
+from ndistribute.models.metrics import Accuracy as _Accuracy
+Accuracy = _Accuracy
 from ndistribute.models.metrics import BinaryAccuracy as _BinaryAccuracy
 BinaryAccuracy = _BinaryAccuracy
+from ndistribute.models.metrics import BinaryCrossentropy as _BinaryCrossentropy
+BinaryCrossentropy = _BinaryCrossentropy
 from ndistribute.models.metrics import CategoricalAccuracy as _CategoricalAccuracy
 CategoricalAccuracy = _CategoricalAccuracy
+from ndistribute.models.metrics import CategoricalCrossentropy as _CategoricalCrossentropy
+CategoricalCrossentropy = _CategoricalCrossentropy
 from ndistribute.models.metrics import Mean as _Mean
 Mean = _Mean
 from ndistribute.models.metrics import MeanAbsoluteError as _MeanAbsoluteError
@@ -23,8 +31,12 @@ from ndistribute.models.metrics import RootMeanSquaredError as _RootMeanSquaredE
 RootMeanSquaredError = _RootMeanSquaredError
 from ndistribute.models.metrics import SparseCategoricalAccuracy as _SparseCategoricalAccuracy
 SparseCategoricalAccuracy = _SparseCategoricalAccuracy
+from ndistribute.models.metrics import SparseCategoricalCrossentropy as _SparseCategoricalCrossentropy
+SparseCategoricalCrossentropy = _SparseCategoricalCrossentropy
 from ndistribute.models.metrics import SparseTopKCategoricalAccuracy as _SparseTopKCategoricalAccuracy
 SparseTopKCategoricalAccuracy = _SparseTopKCategoricalAccuracy
 from ndistribute.models.metrics import Sum as _Sum
 Sum = _Sum
+from ndistribute.models.metrics import TopKCategoricalAccuracy as _TopKCategoricalAccuracy
+TopKCategoricalAccuracy = _TopKCategoricalAccuracy
 get: Any

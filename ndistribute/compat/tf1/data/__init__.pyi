@@ -5,7 +5,10 @@ from ndistribute.compat.tf1.data import experimental as experimental
 AUTOTUNE: Any
 from ndistribute.compat.adapters import TensorDataset as _Dataset
 Dataset = _Dataset
+INFINITE_CARDINALITY: Any
 from ndistribute.data.options import InputOptions as _Options
 Options = _Options
+TextLineDataset: Any
+UNKNOWN_CARDINALITY: Any
 make_initializable_iterator: Any
 make_one_shot_iterator: Any

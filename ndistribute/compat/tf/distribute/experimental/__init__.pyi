@@ -19,6 +19,10 @@ OneDeviceStrategy = _OneDeviceStrategy
 from ndistribute.strategies.parameter_server import ParameterServerStrategy as _ParameterServerStrategy
 ParameterServerStrategy = _ParameterServerStrategy
 PreemptionCheckpointHandler: Any
+from ndistribute.compat.configuration import PreemptionWatcher as _PreemptionWatcher
+PreemptionWatcher = _PreemptionWatcher
 from ndistribute.strategies.tpu import TPUStrategy as _TPUStrategy
 TPUStrategy = _TPUStrategy
+from ndistribute.models.callbacks.saving import TerminationConfig as _TerminationConfig
+TerminationConfig = _TerminationConfig
 coordinator: Any

@@ -26,3 +26,5 @@ from ndistribute.models.callbacks.saving import TensorBoard as _TensorBoard
 TensorBoard = _TensorBoard
 from ndistribute.models.callbacks.control import TerminateOnNaN as _TerminateOnNaN
 TerminateOnNaN = _TerminateOnNaN
+from ndistribute.models.callbacks.saving import TerminationConfig as _TerminationConfig
+TerminationConfig = _TerminationConfig

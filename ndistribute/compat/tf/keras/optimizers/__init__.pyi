@@ -9,10 +9,14 @@ from ndistribute.optimizers.algorithms import Adam as _Adam
 Adam = _Adam
 from ndistribute.optimizers.algorithms import AdamW as _AdamW
 AdamW = _AdamW
+from ndistribute.optimizers.algorithms import Ftrl as _Ftrl
+Ftrl = _Ftrl
 from ndistribute.optimizers.wrappers import GradientAccumulation as _GradientAccumulation
 GradientAccumulation = _GradientAccumulation
 from ndistribute.optimizers.wrappers import LossScale as _LossScale
 LossScale = _LossScale
+from ndistribute.optimizers.algorithms import Nadam as _Nadam
+Nadam = _Nadam
 from ndistribute.optimizers.optimizer import Optimizer as _Optimizer
 Optimizer = _Optimizer
 from ndistribute.optimizers.algorithms import RMSprop as _RMSprop

@@ -5,6 +5,8 @@ from ndistribute.optimizers.schedules import CosineDecay as _CosineDecay
 CosineDecay = _CosineDecay
 from ndistribute.optimizers.schedules import ExponentialDecay as _ExponentialDecay
 ExponentialDecay = _ExponentialDecay
+from ndistribute.optimizers.schedules import InverseTimeDecay as _InverseTimeDecay
+InverseTimeDecay = _InverseTimeDecay
 from ndistribute.optimizers.schedules import LearningRateSchedule as _LearningRateSchedule
 LearningRateSchedule = _LearningRateSchedule
 from ndistribute.optimizers.schedules import PiecewiseConstantDecay as _PiecewiseConstantDecay

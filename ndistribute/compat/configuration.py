@@ -1,0 +1,83 @@
+"""Names of `tf.config` for devices, and of preemption, where arguments or results differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ndistribute as nd
+from ndistribute import models
+from ndistribute.devices import set_logical_cpus
+
+
+class LogicalDevice(NamedTuple):
+    """A device that strategies and `tf.device` take."""
+
+    name: str
+    device_type: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class LogicalDeviceConfiguration(NamedTuple):
+    """What `set_logical_device_configuration` takes for each logical device."""
+
+    memory_limit: int | None = None
+    experimental_priority: int | None = None
+    experimental_device_ordinal: int | None = None
+
+
+def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
+    """Return the GPUs and the logical CPUs."""
+    devices = nd.list_devices(device_type and device_type.lower())
+    return [LogicalDevice(f"/device:{str(each).upper()}", each.kind.upper()) for each in devices]
+
+
+def set_logical_device_configuration(
+    device: Any, logical_devices: Sequence[LogicalDeviceConfiguration]
+) -> None:
+    """Set the number of logical CPUs; a GPU is one device, which strategies may name repeatedly.
+
+    Raises:
+        ValueError: several logical devices are wanted of a GPU, or a limit for one.
+    """
+    if any(any(limit is not None for limit in each) for each in logical_devices):
+        raise ValueError("set_logical_device_configuration: limits have no effect: leave them out.")
+    if device.device_type == "CPU":
+        set_logical_cpus(len(logical_devices))
+    elif len(logical_devices) != 1:
+        raise ValueError(
+            "set_logical_device_configuration: a GPU is one device. Name it several times: "
+            "MirroredStrategy(['gpu:0', 'gpu:0'])."
+        )
+
+
+def get_logical_device_configuration(device: Any) -> list[LogicalDeviceConfiguration] | None:
+    """Return one configuration for each logical device."""
+    count = len(nd.list_devices("cpu")) if device.device_type == "CPU" else 1
+    return [LogicalDeviceConfiguration()] * count
+
+
+def preemption_handler(
+    cluster_resolver: Any,
+    checkpoint_or_checkpoint_manager: Any,
+    checkpoint_dir: Any = None,
+    termination_config: Any = None,
+) -> models.PreemptionCheckpointHandler:
+    """Return a handler for TensorFlow's arguments."""
+    manager = checkpoint_or_checkpoint_manager
+    if isinstance(manager, nd.Checkpoint):
+        manager = nd.CheckpointManager(manager, checkpoint_dir, max_to_keep=1)
+    return models.PreemptionCheckpointHandler(manager, termination_config=termination_config)
+
+
+class PreemptionWatcher:
+    """What TensorFlow learns from its coordination service; here a SIGTERM tells of preemption."""
+
+    def __init__(self) -> None:
+        raise NotImplementedError(
+            "PreemptionWatcher: a process learns of its preemption by SIGTERM: use "
+            "PreemptionCheckpointHandler, with TerminationConfig(termination_watcher_fn=...) for "
+            "another source."
+        )

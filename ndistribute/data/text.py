@@ -1,0 +1,245 @@
+"""Sources of text: the lines of files, and the columns of CSV files with their types.
+
+A file of columns is read whole, so that its rows are batched by index like those of other arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ndistribute.data import sources
+from ndistribute.data.dataset import Dataset
+from ndistribute.data.transformations import AUTOTUNE
+
+_TYPES: tuple[Any, ...] = (np.int32, np.int64, np.float32, np.float64)
+"""The types of columns of numbers, of which the first that fits is inferred."""
+
+
+def _decompressed(path: str) -> io.BytesIO:
+    with open(path, "rb") as file:
+        return io.BytesIO(zlib.decompress(file.read()))
+
+
+_OPENERS: dict[str, Callable[[str], Any]] = {
+    "": functools.partial(open, mode="rb"),
+    "GZIP": gzip.open,
+    "ZLIB": _decompressed,
+}
+
+
+def text_lines(
+    filenames: Any,
+    compression_type: str | None = None,
+    buffer_size: int | None = None,
+    num_parallel_reads: int | None = None,
+    *,
+    kind: type[Dataset] = Dataset,
+) -> Dataset:
+    """Return a dataset of the lines of text files, without their ends, one file after another.
+
+    Args:
+        filenames: one or several paths, or a dataset of paths.
+        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        buffer_size: of each file, in bytes; Python chooses it, so it changes nothing.
+        num_parallel_reads: the number of files whose lines alternate, read by a thread each.
+        kind: the class of the dataset.
+
+    >>> [str(line) for line in text_lines("tests/data/cars.csv")]
+    ['name,doors,price', 'ant,3,9.5', 'bee,5,12']
+    """
+    read = functools.partial(_lines_of, open_text=_opener("text_lines", compression_type, "utf-8"))
+    paths = filenames.tolist() if hasattr(filenames, "tolist") else filenames
+    if not isinstance(paths, Dataset) and num_parallel_reads is None:
+        return kind(sources.files(paths, read))
+    names = paths if isinstance(paths, Dataset) else kind(sources.listed(paths))
+    return names.interleave(
+        lambda path: kind(sources.files(str(path), read)),
+        cycle_length=num_parallel_reads or 1,
+        num_parallel_calls=num_parallel_reads,
+    )
+
+
+def make_csv_dataset(
+    file_pattern: Any,
+    batch_size: int,
+    column_names: Sequence[str] | None = None,
+    column_defaults: Sequence[Any] | None = None,
+    label_name: str | None = None,
+    select_columns: Sequence[str | int] | None = None,
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    header: bool = True,
+    num_epochs: int | None = None,
+    shuffle: bool = True,
+    shuffle_buffer_size: int = 10_000,
+    shuffle_seed: int | None = None,
+    prefetch_buffer_size: int | None = None,
+    num_rows_for_inference: int | None = 100,
+    compression_type: str | None = None,
+    encoding: str = "utf-8",
+    *,
+    kind: type[Dataset] = Dataset,
+) -> Dataset:
+    """Return a dataset of batches of the rows of CSV files: dicts of columns.
+
+    Args:
+        file_pattern: one or several paths or patterns.
+        batch_size: the number of rows of a batch.
+        column_names: the names of all columns; None takes them from the first line.
+        column_defaults: for each column that is read, a dtype if no cell may be empty, else the
+            value of empty cells. None infers the dtypes; an empty cell is then 0 or empty text.
+        label_name: the column that is returned beside the dict instead of in it.
+        select_columns: the names or numbers of the columns to read; None reads all.
+        field_delim: between cells.
+        use_quote_delim: whether a cell in double quotes may contain the delimiter.
+        na_value: the text of an empty cell, besides no text.
+        header: whether the first line of each file has the names.
+        num_epochs: how often the rows are repeated; None repeats them forever, and drops a last
+            batch that is not full.
+        shuffle: whether the rows are shuffled.
+        shuffle_buffer_size: see `Dataset.shuffle`.
+        shuffle_seed: see `Dataset.shuffle`.
+        prefetch_buffer_size: see `Dataset.prefetch`; None means `AUTOTUNE`.
+        num_rows_for_inference: the number of rows that the dtypes are inferred from; None, all.
+        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        encoding: of the text.
+        kind: the class of the dataset.
+
+    Raises:
+        ValueError: no file matches, or the arguments do not fit the columns.
+
+    >>> rows = make_csv_dataset("tests/data/cars.csv", 2, label_name="price", shuffle=False)
+    >>> next(iter(rows))
+    ({'name': array(['ant', 'bee'], dtype='<U3'), 'doors': array([3, 5], dtype=int32)},
+     array([ 9.5, 12. ], dtype=float32))
+    """
+    paths = sources.matching(file_pattern, "make_csv_dataset")
+    reader = CsvReader(
+        _opener("make_csv_dataset", compression_type, encoding),
+        csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
+        field_delim,
+        header,
+        frozenset(["", na_value]),
+    )
+    with reader.rows_of(paths[0]) as (first, _):
+        names = list(column_names or first or ())
+    if not names:
+        raise ValueError("make_csv_dataset: without a header, pass column_names.")
+    wanted = range(len(names)) if select_columns is None else select_columns
+    places = sorted(names.index(each) if isinstance(each, str) else each for each in wanted)
+    if label_name is not None and label_name not in [names[place] for place in places]:
+        raise ValueError(f"make_csv_dataset: label_name {label_name!r} is not among {names}.")
+    reader = replace(reader, names=names, places=places, label=label_name)
+    defaults = column_defaults
+    if defaults is None:
+        defaults = reader.inferred(paths, num_rows_for_inference)
+    if len(defaults) != len(places):
+        raise ValueError(
+            f"make_csv_dataset: {len(defaults)} column_defaults, but it reads {len(places)} "
+            "column(s)."
+        )
+    rows = kind(sources.files(paths, replace(reader, defaults=defaults)))
+    rows = rows.shuffle(shuffle_buffer_size, shuffle_seed) if shuffle else rows
+    batches = rows.repeat(num_epochs).batch(batch_size, drop_remainder=num_epochs is None)
+    return batches.prefetch(AUTOTUNE if prefetch_buffer_size is None else prefetch_buffer_size)
+
+
+def _opener(what: str, compression: str | None, encoding: str) -> Callable[[str], Any]:
+    """Return the function that opens a text file with a compression."""
+    name = compression or ""
+    if name not in _OPENERS:
+        raise ValueError(f"{what}: compression_type must be '', 'GZIP' or 'ZLIB', got {name!r}.")
+    return lambda path: io.TextIOWrapper(_OPENERS[name](path), encoding)
+
+
+def _lines_of(path: str, open_text: Callable[[str], Any]) -> Iterator[np.str_]:
+    with open_text(path) as lines:
+        yield from (np.str_(line.rstrip("\n")) for line in lines)
+
+
+@dataclass(frozen=True)
+class CsvReader:
+    """Reads a CSV file as a dict of columns, and a label if there is one."""
+
+    open_text: Callable[[str], Any]
+    quoting: Any
+    delimiter: str
+    header: bool
+    missing: frozenset[str]  # The texts of empty cells.
+    names: Sequence[str] = ()  # Of all columns.
+    places: Sequence[int] = ()  # Of the columns that are read.
+    label: str | None = None
+    defaults: Sequence[Any] = ()  # Of the columns that are read.
+
+    def __call__(self, path: str) -> Any:
+        with self.rows_of(path) as (_, rows):
+            table = list(rows)
+        pairs = zip(self.places, self.defaults, strict=True)
+        columns = {
+            self.names[place]: self._column(
+                self.names[place], [row[place] for row in table], default
+            )
+            for place, default in pairs
+        }
+        return columns if self.label is None else (columns, columns.pop(self.label))
+
+    def inferred(self, paths: Sequence[str], count: int | None) -> list[Any]:
+        """Return a default for each column that is read, of the type that some rows fit."""
+        table = list[list[str]]()
+        for path in paths:
+            with self.rows_of(path) as (_, rows):
+                table += islice(rows, None if count is None else count - len(table))
+        return [self._type_of([row[place] for row in table])() for place in self.places]
+
+    @contextlib.contextmanager
+    def rows_of(self, path: str) -> Iterator[tuple[list[str] | None, Iterator[list[str]]]]:
+        """Give the names in the first line of a file, if it has them, and its other rows."""
+        with self.open_text(path) as lines:
+            rows = csv.reader(lines, delimiter=self.delimiter, quoting=self.quoting)
+            yield next(rows, None) if self.header else None, self._whole(path, rows)
+
+    def _whole(self, path: str, rows: Any) -> Iterator[list[str]]:
+        for row in filter(None, rows):
+            if self.names and len(row) != len(self.names):
+                raise ValueError(
+                    f"{path}, line {rows.line_num}: {len(row)} cell(s), but there are "
+                    f"{len(self.names)} columns."
+                )
+            yield row
+
+    def _column(self, name: str, cells: list[str], default: Any) -> Any:
+        is_kind = isinstance(default, type | np.dtype)
+        value = np.empty(0, default) if is_kind else np.asarray(default).reshape(-1)
+        for row, cell in enumerate(cells):
+            if cell in self.missing:
+                if not value.size:
+                    raise ValueError(
+                        f"column {name!r} is empty in row {row + 1}: give it a value in "
+                        "column_defaults."
+                    )
+                cells[row] = str(value[0])
+        try:
+            column = np.array(cells, np.str_)
+            return column if value.dtype.kind == "U" else column.astype(value.dtype)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"column {name!r}: {error}") from error
+
+    def _type_of(self, cells: Sequence[str]) -> Any:
+        known = np.array([cell for cell in cells if cell not in self.missing], np.str_)
+        for kind in _TYPES if known.size else ():
+            with contextlib.suppress(ValueError, OverflowError):
+                if not np.isinf(known.astype(kind)).any():
+                    return kind
+        return np.str_

@@ -1,0 +1,53 @@
+"""The form in which a thread gets losses: shares of the batch's loss, or means of a replica."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ndistribute.autodiff import untrack
+from ndistribute.context import get_replica_context
+
+
+class _Form(threading.local):
+    """The form in which a thread gets losses; see `as_means`."""
+
+    of_gradient: str | None = None  # None: they are shares.
+
+
+_form = _Form()
+
+
+@contextlib.contextmanager
+def as_means(of_gradient: str) -> Iterator[None]:
+    """Return a context in which losses are means, for a step that a model defines.
+
+    Numbers that replicas log are averaged, and the gradients that they apply are added up. So the
+    mean of what is logged has to be the loss of the batch, and the sum of the gradients its
+    gradient, however the batch is divided.
+
+    Args:
+        of_gradient: ``"share"`` if the step applies gradients, ``"mean"`` if its caller divides.
+    """
+    _form.of_gradient, before = of_gradient, _form.of_gradient
+    try:
+        yield
+    finally:
+        _form.of_gradient = before
+
+
+def in_step_of_model() -> bool:
+    """Return True inside of a step that a model defines, which `fit` or `evaluate` runs."""
+    return _form.of_gradient is not None
+
+
+def in_form(share: Any) -> Any:
+    """Return a replica's share of a loss in the form that the step needs; see `as_means`."""
+    replica = None if _form.of_gradient is None else get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return share
+    if _form.of_gradient == "mean":
+        return share * replica.num_replicas_in_sync
+    return share + untrack(share) * (replica.num_replicas_in_sync - 1)

@@ -1,0 +1,95 @@
+"""Input, devices, resolvers and checkpoints by TensorFlow's names, with TensorFlow's arguments."""
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute.compat import tf
+
+
+def test_datasets_keep_their_class_and_elements_are_tensors(tmp_path):
+    (tmp_path / "a.txt").write_text("1\n2\n")
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    numbers = tf.data.Dataset.range(4, name="numbers")
+    datasets = [
+        numbers.window(2).flat_map(lambda window: window.batch(2)),
+        numbers.interleave(tf.data.Dataset.range, cycle_length=2, name="turns"),
+        numbers.enumerate().map(map_func=lambda i, x: x + i, deterministic=False),
+        numbers.padded_batch(batch_size=2, padded_shapes=[]),
+        tf.data.Dataset.sample_from_datasets([numbers, numbers], weights=[0.5, 0.5]),
+        tf.data.Dataset.zip(numbers, numbers).map(lambda x, y: x + y),
+        tf.data.Dataset.from_generator(lambda: iter([1]), output_types=tf.int32, output_shapes=()),
+        tf.data.Dataset.list_files(str(tmp_path / "*.txt")),
+        tf.data.TextLineDataset(str(tmp_path / "a.txt")),
+    ]
+    for dataset in datasets:
+        assert isinstance(dataset, tf.data.Dataset)
+        assert next(iter(dataset)).numpy() is not None
+    features = next(iter(tf.data.experimental.make_csv_dataset(str(tmp_path / "a.csv"), 1)))
+    assert features["x"].numpy().tolist() == [1]
+    assert numbers.cardinality().numpy() == len(numbers) == 4
+    assert numbers.reduce(np.int64(0), lambda state, x: state + x).numpy() == 6
+    assert numbers.batch(2).element_spec == tf.TensorSpec(shape=(None,), dtype=tf.int64)
+    assert [type(x) for x in numbers.as_numpy_iterator()] == [np.int64] * 4
+
+
+def test_an_iterator_of_a_dataset_is_part_of_a_checkpoint(tmp_path):
+    dataset = tf.data.Dataset.range(9).shuffle(9)
+    iterator = iter(dataset)
+    checkpoint = tf.train.Checkpoint(iterator=iterator)
+    next(iterator)
+    path = checkpoint.save(tmp_path / "run")
+    left = [int(x) for x in iterator]
+    checkpoint.restore(path).assert_consumed()
+    assert [int(x.numpy()) for x in iterator] == left
+    assert tf.train.list_variables(path) == []
+
+
+def test_logical_cpus_are_the_devices_of_a_strategy():
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    limit = tf.config.LogicalDeviceConfiguration(memory_limit=1)
+    with pytest.raises(ValueError, match="limits have no effect"):
+        tf.config.set_logical_device_configuration(cpu, [limit])
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+        logical = tf.config.list_logical_devices("CPU")
+        assert [device.name for device in logical] == ["/device:CPU:0", "/device:CPU:1"]
+        assert len(tf.config.get_logical_device_configuration(cpu)) == 2
+        with tf.distribute.MirroredStrategy(logical) as strategy:
+            assert strategy.num_replicas_in_sync == 2
+        with tf.distribute.CentralStorageStrategy(["cpu:0"]) as strategy:
+            assert strategy.num_replicas_in_sync == 1
+    finally:
+        nd.set_logical_cpus(1)
+    with pytest.raises(ValueError, match="at least one logical CPU, got 0"):
+        nd.set_logical_cpus(0)
+
+
+def test_names_of_distribution_have_tensorflows_arguments(tmp_path):
+    cluster = tf.train.ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]})
+    resolvers = tf.distribute.cluster_resolver
+    simple = resolvers.SimpleClusterResolver(cluster, rpc_layer="grpc")
+    union = resolvers.UnionResolver(simple)
+    assert union.master("worker", 0) == "grpc://a:1"
+    assert union.task_type is None
+    options = tf.distribute.InputOptions(
+        experimental_fetch_to_device=False,
+        experimental_replication_mode=tf.distribute.InputReplicationMode.PER_WORKER,
+    )
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        dataset = tf.data.Dataset.range(4).batch(2, drop_remainder=True)
+        dataset = strategy.experimental_distribute_dataset(dataset, options)
+        iterator = iter(dataset)
+        assert isinstance(iterator, tf.distribute.DistributedIterator)
+        assert iterator.element_spec == dataset.element_spec
+        run = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
+        assert strategy.run(lambda x: x, (next(iterator),), options=run).values[1] == 1
+    config = tf.distribute.experimental.TerminationConfig(grace_period=1)
+    handler = tf.distribute.experimental.PreemptionCheckpointHandler(
+        simple, tf.train.Checkpoint(v=tf.Variable(1.0)), tmp_path, config
+    )
+    assert handler.manager.directory == tmp_path
+    with pytest.raises(NotImplementedError, match="learns of its preemption by SIGTERM"):
+        tf.distribute.experimental.PreemptionWatcher()

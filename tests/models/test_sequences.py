@@ -1,0 +1,244 @@
+"""Recurrent layers against a loop in plain NumPy, and masks from the first layer to the metrics."""
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import layers, losses, metrics
+from ndistribute.models import load
+from ndistribute.models.masks import mask_of
+
+RNG = np.random.default_rng(2)
+X = RNG.normal(size=(3, 5, 4))
+MASK = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 1]], bool)
+TOKENS = np.array([[1, 2, 3, 0], [4, 0, 0, 0], [5, 1, 0, 2]])
+KINDS = {
+    "SimpleRNN": layers.SimpleRNN,
+    "LSTM": layers.LSTM,
+    "GRU": layers.GRU,
+    "GRU before": lambda *args, **options: layers.GRU(*args, reset_after=False, **options),
+}
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def step(kind, x, states, kernel, recurrent, bias):
+    """Return the new states of one example."""
+    h, n = states[0], len(recurrent)
+    if kind == "SimpleRNN":
+        return [np.tanh(x @ kernel + h @ recurrent + bias)]
+    if kind == "LSTM":
+        i, f, g, o = np.split(x @ kernel + h @ recurrent + bias, 4)
+        c = sigmoid(f) * states[1] + sigmoid(i) * np.tanh(g)
+        return [sigmoid(o) * np.tanh(c), c]
+    of_x, of_h = bias if kind == "GRU" else (bias, np.zeros_like(bias))
+    of_x = x @ kernel + of_x
+    of_h = h @ recurrent + of_h
+    u, r = np.split(sigmoid(of_x[: 2 * n] + of_h[: 2 * n]), 2)
+    inner = r * of_h[2 * n :] if kind == "GRU" else (r * h) @ recurrent[:, 2 * n :]
+    return [u * h + (1 - u) * np.tanh(of_x[2 * n :] + inner)]
+
+
+def walked(kind, x, mask, weights, initial):
+    """Return the outputs of all steps and the last states, example by example."""
+    outputs, last = [], []
+    for rows, counts, *first in zip(x, mask, *initial, strict=True):
+        outputs.append([])
+        states = first
+        for row, is_counted in zip(rows, counts, strict=True):
+            states = step(kind, row, states, *weights) if is_counted else states
+            outputs[-1].append(states[0])
+        last.append(states)
+    return np.array(outputs), [np.array(state) for state in zip(*last, strict=True)]
+
+
+def made(kind, **options):
+    layer = KINDS[kind](2, return_sequences=True, return_state=True, dtype="float64", **options)
+    layer(X)
+    layer.set_weights([RNG.normal(size=weight.shape) for weight in layer.get_weights()])
+    return layer
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recurrent_layer_computes_what_a_loop_does(kind, is_masked):
+    layer = made(kind)
+    initial = [RNG.normal(size=(3, 2)) for _ in range(layer.cell.states)]
+    mask = MASK if is_masked else np.ones_like(MASK)
+    expected, last = walked(kind, X, mask, layer.get_weights(), initial)
+    y, *states = layer(X, initial_state=initial, mask=MASK if is_masked else None)
+    np.testing.assert_allclose(y, expected, atol=1e-12)
+    for ours, theirs in zip(states, last, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "softplus"}, {"go_backwards": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradients_of_a_recurrent_layer_are_those_of_small_changes(kind, options):
+    layer = made(kind, **options)
+    initial = [RNG.normal(size=(3, 2)) for _ in range(layer.cell.states)]
+    arrays = [X.copy(), *layer.get_weights(), *initial]
+    ways = [RNG.normal(size=array.shape) for array in arrays]
+
+    def loss(arrays):
+        layer.set_weights(arrays[1:4])
+        with nd.GradientTape() as tape:
+            x, *states = (tape.watch(array) for array in (arrays[0], *arrays[4:]))
+            results = layer(x, initial_state=states, mask=MASK)
+            total = sum(np.sum(np.sin(result + k)) for k, result in enumerate(results))
+        return float(nd.stop_gradient(total)), tape, total, [x, *layer.variables, *states]
+
+    _, tape, total, sources = loss(arrays)
+    gradients = tape.gradient(total, sources)
+    slope = sum(np.sum(g * way) for g, way in zip(gradients, ways, strict=True))
+    ends = [[a + s * way for a, way in zip(arrays, ways, strict=True)] for s in (1e-6, -1e-6)]
+    assert (loss(ends[0])[0] - loss(ends[1])[0]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("merge", ["concat", "sum", "ave", "mul", None])
+def test_a_bidirectional_layer_joins_both_directions_at_the_same_steps(merge):
+    inner = layers.LSTM(2, return_sequences=True, dtype="float64")
+    layer = layers.Bidirectional(inner, merge_mode=merge, dtype="float64")
+    y = layer(X)
+    both = inner(X), layer.backward_layer(X)[:, ::-1]
+    expected = {
+        "concat": np.concatenate(both, axis=-1),
+        "sum": both[0] + both[1],
+        "ave": (both[0] + both[1]) / 2,
+        "mul": both[0] * both[1],
+        None: both,
+    }
+    np.testing.assert_allclose(y, expected[merge], atol=1e-12)
+
+
+def tagger(**options):
+    return nd.Sequential(
+        [
+            layers.Embedding(6, 3, mask_zero=True, **options),
+            layers.Bidirectional(layers.LSTM(4, return_sequences=True, **options)),
+            layers.TimeDistributed(layers.Dense(5, activation="tanh", **options)),
+            layers.Dense(3, **options),
+        ]
+    )
+
+
+def test_padding_has_no_effect_on_outputs_losses_and_metrics():
+    model = tagger(dtype="float64")
+    labels = RNG.integers(0, 3, TOKENS.shape)
+    longer = [np.pad(array, ((0, 0), (0, 3))) for array in (TOKENS, labels)]
+    np.testing.assert_array_equal(mask_of(model(TOKENS)), TOKENS != 0)
+    np.testing.assert_allclose(model(longer[0])[:, :4], model(TOKENS), atol=1e-12)
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=[metrics.SparseCategoricalAccuracy()])
+    results = [model.evaluate(*data, verbose=0) for data in ((TOKENS, labels), longer)]
+    np.testing.assert_allclose(*results, rtol=1e-6)
+    logits, real = model(TOKENS)[TOKENS != 0], labels[TOKENS != 0]
+    expected = loss(real, logits), np.mean(logits.argmax(axis=-1) == real)
+    np.testing.assert_allclose(results[0], expected, rtol=1e-6)
+
+
+def test_masked_training_does_not_depend_on_replicas():
+    def trained(strategy):
+        with strategy.scope():
+            nd.set_seed(1)
+            model = tagger(dtype="float64")
+            model.compile(nd.optimizers.SGD(0.5), losses.MeanSquaredError(), metrics=["mae"])
+        history = model.fit(TOKENS, np.ones((3, 4, 3)), 3, 3, verbose=0).history
+        return [*model.get_weights(), history["loss"], history["mae"]]
+
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
+        found = trained(both)
+    for ours, expected in zip(found, trained(nd.get_strategy()), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-12)
+
+
+def test_masks_reach_attention_and_means_and_end_where_a_layer_has_none():
+    x = layers.Embedding(6, 4, mask_zero=True)(TOKENS)
+    changed = x + 9 * (TOKENS == 0)[:, :, None].astype(x.dtype)
+    attention = layers.MultiHeadAttention(1, 4)
+    kept = attention(x, x)
+    nd.models.masks.attach_mask(changed, mask_of(x))
+    np.testing.assert_allclose(attention(x, changed), kept, atol=1e-6)
+    mean = layers.GlobalAveragePool1D()(x)
+    np.testing.assert_allclose(mean[0], x[0, :3].mean(axis=0), atol=1e-6)
+    masked = layers.Masking(0.0)(np.array([[[0.0, 0.0], [0.0, 1.0]]]))
+    assert mask_of(masked).tolist() == [[False, True]]
+    assert mask_of(layers.Flatten()(x)) is None
+
+
+def test_a_layer_of_the_user_makes_and_takes_masks():
+    class Short(layers.Layer):
+        def compute_mask(self, inputs, mask=None):
+            return np.abs(inputs[..., 0]) < 1
+
+        def call(self, inputs):
+            return inputs * 2
+
+    class Counting(layers.Layer):
+        def call(self, inputs, mask=None):
+            return mask.sum(axis=1)
+
+    counted = nd.Sequential([Short(), Counting()])(X)
+    assert counted.tolist() == (np.abs(X[..., 0].astype(np.float32)) < 1).sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: layers.LSTM(2, stateful=True)(X), "stateful=True does not exist here"),
+        (lambda: layers.GRU(2, recurrent_dropout=0.5)(X), "recurrent_dropout=0.5.*use dropout"),
+        (lambda: layers.LSTM(2)(X[0]), "needs three axes"),
+        (lambda: layers.LSTM(2)(X[:, :0]), "without a step"),
+        (lambda: layers.LSTM(2)(X, initial_state=X[:, 0]), "2 of shape"),
+        (lambda: layers.Bidirectional(layers.GRU(2), "max"), "merge_mode must be one of"),
+        (lambda: layers.TimeDistributed(layers.Dense(2))(X[0]), "needs the axes"),
+        (lambda: layers.Conv1D(2, 3)(X[0]), "sequences have three axes"),
+        (lambda: layers.ZeroPadding2D((1, 2, 3)), "padding must be an integer"),
+        (lambda: layers.StringLookup(vocabulary=["a", "a"]), "a word twice"),
+        (lambda: layers.StringLookup(num_oov_indices=0, vocabulary=["a"])(["b"]), "'b' is not in"),
+        (lambda: metrics.AUC(curve="LIFT"), "curve must be 'ROC' or 'PR'"),
+        (lambda: nd.optimizers.SGD(weight_decay=-1.0), "weight_decay must be 0 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_dropout_drops_the_same_features_in_all_steps():
+    layer = layers.SimpleRNN(4, activation=None, dropout=0.5, recurrent_initializer="zeros")
+    layer.return_sequences = True
+    x = np.ones((1, 3, 4), np.float32)
+    y = layer(x, training=True)
+    np.testing.assert_array_equal(y[:, 0], y[:, 2])
+    assert np.abs(layer(x) - y).max() > 0
+
+
+def test_random_changes_of_images_are_made_but_in_predictions():
+    images = RNG.uniform(size=(40, 4, 5, 2)).astype(np.float32)
+    model = nd.Sequential([layers.RandomFlip("horizontal"), layers.RandomCrop(3, 4)])
+    np.testing.assert_array_equal(model.predict(images, verbose=0), images[:, :3, :4])
+    flipped = layers.RandomFlip("horizontal")(images)
+    is_flipped = [np.array_equal(a, b[:, ::-1]) for a, b in zip(flipped, images, strict=True)]
+    assert 0 < sum(is_flipped) < 40
+    windows = np.lib.stride_tricks.sliding_window_view(images[0, ..., 0], (3, 4))
+    corners = {
+        tuple(np.argwhere((windows == crop[0, ..., 0]).all(axis=(2, 3)))[0].tolist())
+        for crop in (layers.RandomCrop(3, 4)(images) for _ in range(60))
+    }
+    assert corners == {(y, x) for y in range(2) for x in range(2)}
+
+
+def test_models_of_sequences_and_words_are_exported(tmp_path):
+    numbers = layers.Normalization()
+    numbers.adapt(X)
+    model = nd.Sequential([numbers, layers.Bidirectional(layers.GRU(3)), layers.PReLU()])
+    y = model(X)
+    np.testing.assert_allclose(load(model.export(tmp_path / "model"))(X), y, rtol=1e-6)
+    words = layers.StringLookup(output_mode="multi_hot")
+    words.adapt(np.array([["b", "a"], ["b", "c"]]))
+    assert words.get_vocabulary() == ["[UNK]", "b", "c", "a"]
+    again = layers.StringLookup(**words.get_config())
+    assert again([["a", "z"]]).tolist() == words([["a", "z"]]).tolist() == [[1, 0, 0, 1]]
