@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4442,
     "jit": 1652,
     "launcher": 1478,
-    "models": 6554,
+    "models": 6556,
     "optimizers": 1047,
     "parameter_server": 1595,
     "strategies": 1333,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36351
+TESTS_BUDGET = 36365
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -114,7 +114,7 @@ class _Architecture(Encoder):
 
     kinds = frozenset({"float", "tuple", "dtype", "slice", "ellipsis"})
     mark = ""
-    others = ("made", "dict", "array", "shared", "function", "numpy", "object", "layer", "symbolic")
+    others = tuple("made dict empty array shared function numpy object layer symbolic".split())
     refusal = (
         ValueError,
         "export: the argument {path} is {value!r}, which cannot be written: use a name, a number, "
@@ -173,6 +173,8 @@ class _Architecture(Encoder):
         match node:
             case {"dict": items}:
                 return self._all(items)
+            case {"empty": shape, "dtype": dtype}:  # Of earlier versions.
+                return np.zeros(shape, dtype_named(dtype))
             case {"array": flat, "shape": shape, "dtype": dtype}:
                 return np.array(self.decode(flat), dtype_named(dtype)).reshape(shape)
             case {"symbolic": number}:

@@ -20,6 +20,14 @@ def attention(**options):
     return build
 
 
+def merging(name, **options):
+    def build():
+        layer = getattr(nd.layers, name)(dtype="float64", **options)
+        return layer, lambda x: layer([x, np.sin(x)])
+
+    return build
+
+
 def layer_of(name, *args, training=None, **options):
     def build():
         layer = getattr(nd.layers, name)(*args, dtype="float64", **options)
@@ -37,6 +45,7 @@ def around(name, inner, *args):
 
 
 ACTIVATIONS = "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh".split()
+MERGING = "Add Average Concatenate Maximum Minimum Multiply Subtract".split()
 SMALL = (2, 3, 3, 2)
 ROWS, SEQUENCES, IMAGES, NUMBERS = (3, 4), (2, 3, 4), (2, 5, 5, 4), np.array([[1, 2], [1, 0]])
 LAYERS = {
@@ -85,6 +94,11 @@ LAYERS = {
     "Embedding": (layer_of("Embedding", 5, 3), NUMBERS),
     "Flatten": (layer_of("Flatten"), IMAGES),
     "Reshape": (layer_of("Reshape", (2, 2)), ROWS),
+    "Permute": (layer_of("Permute", (2, 1)), SEQUENCES),
+    "RepeatVector": (layer_of("RepeatVector", 2), ROWS),
+    "Lambda": (layer_of("Lambda", np.exp), ROWS),
+    "Dot": (merging("Dot", axes=1), ROWS),
+    **{f"{name} of two": (merging(name), ROWS) for name in MERGING},
     "Bidirectional": (around("Bidirectional", "GRU", 2), SEQUENCES),
     "TimeDistributed": (around("TimeDistributed", "Dense", 2), SEQUENCES),
     "Dropout": (layer_of("Dropout", 0.5), ROWS),
@@ -94,7 +108,8 @@ LAYERS = {
 
 
 def test_the_table_has_all_layers():
-    names = {name for name in dir(nd.layers) if name[0].isupper()} - {"Input", "Layer"}
+    names = {name for name in dir(nd.layers) if name[0].isupper()}
+    names -= {"Input", "InputLayer", "Layer"}
     names -= {"CategoryEncoding", "IntegerLookup", "StringLookup"}  # Of numbers without gradients.
     assert names <= {case.split()[0] for case in LAYERS}
 
