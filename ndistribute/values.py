@@ -19,7 +19,8 @@ class Shown:
 
     >>> import ndistribute as nd
     >>> nd.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0, name="sgd")
-    SGD(learning_rate=0.1, name='sgd', momentum=0.9, nesterov=False, clipnorm=1.0)
+    SGD(learning_rate=0.1, name='sgd', weight_decay=0.0, ema_momentum=0.0,
+        ema_overwrite_frequency=0, momentum=0.9, nesterov=False, clipnorm=1.0)
     >>> nd.losses.Huber(delta=2.0), nd.metrics.BinaryAccuracy()
     (Huber(reduction='sum_over_batch_size', name='huber', delta=2.0),
      BinaryAccuracy(name='binary_accuracy', threshold=0.5))
