@@ -382,11 +382,11 @@ class FunctionLoss(Loss):
         super().__init__(**({"name": getattr(function, "__name__", "loss")} | common))
         if options:
             inspect.signature(function).bind(None, None, **options)
-        self.function, self._parameters = function, options
+        self._function, self._parameters = function, options
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the function's value for each example."""
-        return per_example(self.function, y_true, y_pred, self._parameters)
+        return per_example(self._function, y_true, y_pred, self._parameters)
 
 
 def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, Any]) -> Any:

@@ -436,7 +436,7 @@ def get(metric: Any, loss: losses.Loss | None) -> Metric:
     known = {"accuracy": None, "crossentropy": None, **losses.NAMED, **NAMED}
     made = named(known, metric, "metric", name=metric)
     if isinstance(made, losses.FunctionLoss):
-        return MeanMetric(made.function, metric)
+        return MeanMetric(made.call, metric)
     return made if isinstance(made, Metric) else MeanMetric(made)
 
 
