@@ -157,6 +157,6 @@ def reduce_rows(
     table = array_namespace(wide).empty((0, *rows.dense_shape), wide.dtype)
     totals, indices, _ = gather((summed.values, summed.indices, table))
     total = IndexedSlices(totals, indices, rows.dense_shape).summed()
-    finish(op, total.values, size)
-    total.values = total.values.astype(result_dtype(op, values.dtype), copy=False)
+    mean = total.values / size if op is ReduceOp.MEAN else total.values
+    total.values = mean.astype(result_dtype(op, values.dtype), copy=False)
     return total

@@ -30,10 +30,18 @@ from ndistribute.compat.signatures import (
     unary,
 )
 from ndistribute.compat.tensor_functions import eager_constant, one_hot
-from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plain, variable_type
+from ndistribute.compat.tensors import (
+    WatchingTape,
+    as_tensor,
+    assignable,
+    device_name,
+    plain,
+    variable_type,
+)
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
+from ndistribute.strategies.local import DefaultStrategy
 from ndistribute.tree import map_leaves
 from ndistribute.values import DistributedValues
 
@@ -125,6 +133,13 @@ class Checkpoint(nd.Checkpoint):
     def __init__(self, root: Any = None, **objects: Any) -> None:
         super().__init__(**({} if root is None else {"root": root}), **objects)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Add an object, and restore it if the file that was restored before has it."""
+        super().__setattr__(name, value)
+        others = vars(self).get("_others") or ()
+        if any(f"{other}/".startswith(f"{name}/") for other in others):
+            nd.Checkpoint(**{name: value}).restore(vars(self)["_restored"])
+
     def save(self, file_prefix: Any, options: Any = None) -> Any:
         return super().save(_file_in(file_prefix))
 
@@ -136,6 +151,7 @@ class Checkpoint(nd.Checkpoint):
     def restore(self, path: Any, options: Any = None) -> Any:
         if path is not None:
             super().restore(path)
+            vars(self)["_restored"] = path
         return Restored(others=None if path is None else vars(self)["_others"])
 
     read = restore
@@ -223,6 +239,9 @@ def constraining(kind: Any) -> Any:
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         pairs = list(grads_and_vars)
+        if "experimental_aggregate_gradients" in options:  # The older keyword.
+            adds = options.pop("experimental_aggregate_gradients")
+            options["skip_gradients_aggregation"] = not adds
         result = kind.apply_gradients(self, pairs, *args, **options)
         bound = [v for _, v in pairs if getattr(v, "constraint", None) is not None]
 
@@ -275,6 +294,32 @@ def minimizing(kind: Any) -> Any:
     return subclass(kind, compute_gradients=compute_gradients, apply_gradients=apply_gradients)
 
 
+class StrategyExtended:
+    """`strategy.extended`: what libraries use of a strategy, by its public methods."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.call_for_each_replica = strategy.run
+        self.worker_devices = self.parameter_devices = tuple(map(device_name, strategy.devices))
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+        """Return a value reduced over all replicas, which all destinations can read."""
+        return self._strategy.reduce(reduce_op, value, axis=None)
+
+    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any) -> Any:
+        """Return the result of `reduce_to` for each pair."""
+        return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
+
+    def update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: Any = 1) -> Any:
+        """Call a function with a variable, outside of replicas; all its copies change."""
+        result = fn(var, *args, **(kwargs or {}))
+        return None if group else result
+
+    def read_var(self, v: Any) -> Any:
+        """Return the value of a variable."""
+        return v.read_value()
+
+
 def strategy(kind: Any) -> Any:
     """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
 
@@ -307,7 +352,28 @@ def strategy(kind: Any) -> Any:
     def gather(self: Any, value: Any, axis: int) -> Any:
         return map_leaves(tensor_if_array, kind.gather(self, across(self, value), axis))
 
-    return subclass(kind, run=run, reduce=reduce, gather=gather, experimental_run_v2=run)
+    def local_results(self: Any, value: Any) -> Any:
+        return map_leaves(tensor_if_array, kind.local_results(self, value))
+
+    return subclass(
+        kind,
+        run=run,
+        reduce=reduce,
+        gather=gather,
+        local_results=local_results,
+        experimental_run_v2=run,
+        experimental_distribute_datasets_from_function=kind.distribute_datasets_from_function,
+        extended=property(StrategyExtended),
+    )
+
+
+_default = strategy(DefaultStrategy)()
+
+
+def get_strategy() -> Any:
+    """Return the current strategy; the results of the default one are tensors, too."""
+    current = nd.get_strategy()
+    return _default if current.is_default else current
 
 
 class ReplicaTensors:

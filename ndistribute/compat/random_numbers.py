@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,19 @@ class Generator:
     ) -> Any:
         """Return normal numbers within two standard deviations."""
         return as_tensor(_truncated_normal(shape, mean, stddev, dtype, self._rng))
+
+    def uniform_full_int(self, shape: Any, dtype: Any = np.uint64) -> Any:
+        """Return any integers of a dtype."""
+        bounds = np.iinfo(dtype)
+        return as_tensor(self._rng.integers(bounds.min, bounds.max, shape, dtype, endpoint=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as text because its integers have 128 bits."""
+        return {"state": json.dumps(self._rng.bit_generator.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        self._rng.bit_generator.state = json.loads(state["state"])
 
     def split(self, count: int = 1) -> list[Generator]:
         """Return independent generators."""

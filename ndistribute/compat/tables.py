@@ -31,19 +31,19 @@ TF2 = """
     assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
     assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
     assert_positive=greater  .compat.signatures: enable_check_numerics=nothing
-    set_log_device_placement=nothing  .compat.tensor_functions: check_numerics
+    set_log_device_placement=nothing  .compat.tensor_functions: Assert=check_true
+    check_numerics
 [signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft rfft
 [strings] numpy.strings/unary: length=str_len lower strip upper
     .compat.array_functions/unary: to_number
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: VERSION=__version__
-[distribute] .compat.adapters: get_replica_context  ndistribute: CrossDeviceOps DistributedDataset
-    DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext InputOptions
-    InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext RunOptions
-    Strategy experimental_set_strategy=set_strategy get_strategy
-    has_strategy in_cross_replica_context  ndistribute/server: Server
-    ndistribute/strategy: CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy
-    OneDeviceStrategy ParameterServerStrategy TPUStrategy
+[distribute] .compat.adapters: get_replica_context get_strategy  ndistribute: CrossDeviceOps
+    DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
+    InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
+    RunOptions Strategy experimental_set_strategy=set_strategy has_strategy in_cross_replica_context
+    ndistribute/server: Server  ndistribute/strategy: CentralStorageStrategy MirroredStrategy
+    MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute: KubernetesClusterResolver
     SimpleClusterResolver SlurmClusterResolver UnionResolver
     ndistribute/resolver: TFConfigClusterResolver TPUClusterResolver
@@ -154,23 +154,22 @@ TF2 = """
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
     ndistribute: IndexedSlices VariableAggregation VariableSynchronization stop_gradient
     .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor custom_gradient
-    .compat.tensor_functions/variable: Variable  .compat.tensor_functions: TensorArray TensorSpec
-    clip_by_global_norm clip_by_value complex=complex_number expand_dims fill function gather
-    identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack
-    where zeros  .compat.tensor_functions/either: cond constant control_dependencies group no_op
-    numpy_function py_function  .compat.array_functions/unary: argsort boolean_mask broadcast_to
-    clip_by_norm ensure_shape gather_nd linspace pad repeat reverse roll searchsorted sequence_mask
-    sort tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min tensor_scatter_nd_sub
-    tensor_scatter_nd_update unique unique_with_counts  .compat.array_functions/operation: case
-    foldl map_fn meshgrid scan scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like
-    reshape unravel_index zeros_like  numpy/joining: concat=concatenate stack
-    numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes: TensorShape=Shape
-    builtins: print  .compat.graphs: get_logger  .compat.programs: init_scope
-    .compat.graphs/program: device name_scope while_loop
-    .compat.programs/program: executing_eagerly
-    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
-    random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
-    zeros_initializer=Zeros  .graph: Graph Operation
+    .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
+    TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number expand_dims fill
+    function gather identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile
+    transpose unstack where zeros  .compat.tensor_functions/either: cond constant
+    control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
+    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad repeat
+    reverse roll searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
+    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unique unique_with_counts
+    .compat.array_functions/operation: case foldl map_fn meshgrid scan scatter_nd switch_case
+    vectorized_map=map_fn  numpy/unary: ones_like reshape unravel_index zeros_like  numpy/joining:
+    concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes:
+    TensorShape=Shape  builtins: print  .compat.graphs: get_logger  .compat.programs: init_scope
+    .compat.graphs/program: device name_scope while_loop  .compat.programs/program:
+    executing_eagerly  .models.initializers/initializer: constant_initializer=Constant
+    ones_initializer=Ones random_normal_initializer=RandomNormal
+    random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
 [app] .compat.tf1: flags  .compat.graphs: run
@@ -239,7 +238,6 @@ TF1 = """
     numpy/joining: pack=stack  .compat.tensor_functions: div global_norm unpack=unstack
 """
 INSTEAD = {
-    "Assert": "tf.debugging.assert_equal, or raise",
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
     "audio": "SciPy in Dataset.map",

@@ -89,8 +89,8 @@ class MovingAverages:
         for variable in var_list:
             average = self.average(variable)
             if average is None:
-                label = f"{variable.name}/{self.name}"
-                average = nd.Variable(variable.numpy(), trainable=False, name=label)
+                label = f"{variable.name.removesuffix(':0')}/{self.name}"
+                average = eager_variable(variable.numpy(), False, label, aggregation="mean")
                 self._averages[id(variable)] = variable, average
             average.assign_sub((average - variable) * np.asarray(1 - decay, variable.dtype))
 
@@ -102,7 +102,10 @@ class MovingAverages:
 ExponentialMovingAverage = graph.ExponentialMovingAverage, MovingAverages
 TensorSpec = unary(lambda shape, dtype=np.float32: SimpleNamespace(shape=shape, dtype=dtype), 0)
 _HINTS = "validate_shape", "caching_device"
-Variable = adapted(graph.Variable, *_HINTS, "shape"), adapted(eager_variable, *_HINTS)
+Variable = (
+    adapted(graph.Variable, *_HINTS, "shape", "synchronization", "aggregation"),
+    adapted(eager_variable, *_HINTS),
+)
 add_n = unary(lambda inputs: functools.reduce(np.add, inputs), 0)
 cast = unary(lambda tensor, dtype: tensor.astype(graphs.dtype_of(dtype)))
 cond = (
@@ -370,6 +373,12 @@ def asserting(compare: Any) -> Any:
             raise InvalidArgumentError(why if message is None else f"{message}: {why}")
 
     return adapted(check, "name", "summarize", "data")
+
+
+def check_true(condition: Any, data: Any = (), summarize: Any = None, name: Any = None) -> None:
+    """Raise `InvalidArgumentError` with some data if a condition is false somewhere."""
+    if not np.all(condition):
+        raise InvalidArgumentError(f"assertion failed: {list(map(str, data))}")
 
 
 def check_numerics(tensor: Any, message: str = "") -> Any:

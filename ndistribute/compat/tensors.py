@@ -311,22 +311,29 @@ def _assign_part(variable: Any, index: Any, value: Any) -> Any:
     return variable.assign(array)
 
 
+def device_name(device: Any) -> str:
+    """Return TensorFlow's name of a device."""
+    return f"{_TASK}/device:{str(device).upper()}"
+
+
 @functools.cache
 def flavored(kind: Any) -> Any:
     """Return a kind of variable with TensorFlow's methods."""
+    if "constraint" in vars(kind):  # Each replica's call gets the same variable.
+        return kind
 
     class Flavored(kind):  # type: ignore[misc]
         constraint: Any = None
         """A function of the value that optimizers apply after an update; or None."""
         shape = property(lambda self: Shape(kind.shape.fget(self)))
+        name = property(lambda self: f"{kind.name.fget(self)}:0")
         __array_ufunc__ = _ufunc(kind)
         ref, get_shape, set_shape = _Shaped.ref, _Shaped.get_shape, _Shaped.set_shape
 
         @property
         def device(self) -> str:
             """The name of the device."""
-            name = str(self.distribute_strategy.devices[0]).upper()
-            return f"{_TASK}/device:{name}"
+            return device_name(self.distribute_strategy.devices[0])
 
         def tracked_value(self) -> Any:
             return as_tensor(kind.tracked_value(self))
@@ -350,15 +357,68 @@ def flavored(kind: Any) -> Any:
                 copied = eager_variable(self.numpy(), self.trainable, None, None, None, *kinds)
             return memo.setdefault(id(self), copied)
 
-    for name in "assign assign_add assign_sub scatter_add scatter_sub scatter_update".split():
+    for name in ("assign", "assign_add", "assign_sub"):
+        setattr(Flavored, name, _assign(getattr(kind, name)))
+    for name in ("scatter_add", "scatter_sub", "scatter_update"):
         setattr(Flavored, name, _write(getattr(kind, name)))
+    for name, change in _SCATTERED.items():
+        setattr(Flavored, f"scatter_{name}", _scatter(change))
     Flavored.__name__, Flavored.__qualname__ = kind.__name__, kind.__qualname__
     Flavored.__module__ = kind.__module__
     return Flavored
 
 
+_ASSIGNED = "value", "use_locking", "name", "read_value"
+
+
+def _assign(method: Any) -> Any:
+    """Return a method that sets the whole value, with TensorFlow's arguments in their order."""
+    write = _write(method)
+
+    def assign(self: Any, *args: Any, **options: Any) -> Any:
+        return write(self, **dict(zip(_ASSIGNED[: len(args)], args, strict=True)), **options)
+
+    return assign
+
+
+def _divided(array: Any, rows: Any, values: Any) -> None:
+    (np.floor_divide if array.dtype.kind in "iu" else np.divide).at(array, rows, values)
+
+
+_EXTREME = {"max": np.maximum.at, "min": np.minimum.at}
+_SCATTERED: dict[str, Any] = {"div": _divided, "mul": np.multiply.at, **_EXTREME}
+
+
+def _scatter(change: Any) -> Any:
+    """Return a method that changes rows of a variable, once for all replicas."""
+
+    def changed(variable: Any, rows: Any) -> Any:
+        array = variable.numpy()
+        change(array, np.asarray(rows.indices), np.asarray(rows.values, array.dtype))
+        return variable.assign(array)
+
+    @accepting("name", "use_locking")
+    def scatter(self: Any, sparse_delta: Any) -> Any:
+        replica, how = self.replica("write"), self.aggregation.value
+        if replica is None:
+            return changed(self, sparse_delta)
+        adds = how in ("sum", "mean")
+        if (
+            how == "none"
+            or self.synchronization.value == "on_read"
+            or (adds and change in _EXTREME.values())
+        ):
+            why = f"its aggregation {how!r} does not combine replicas' rows"
+            raise NotImplementedError(f"scatter of variable {self.name!r} inside run: {why}.")
+        rows = replica.all_reduce(how, sparse_delta) if adds else sparse_delta
+        replica.merge_call(lambda _, each: changed(self, each.values[0]), (rows,))
+        return self
+
+    return scatter
+
+
 def _write(method: Any) -> Any:
-    """Return a method that writes, with TensorFlow's keywords."""
+    """Return a method that writes rows, with TensorFlow's keywords."""
 
     @accepting("name", "use_locking")
     def write(self: Any, *args: Any, read_value: bool = True, **options: Any) -> Any:
@@ -421,6 +481,8 @@ def convert_to_tensor(
     if isinstance(value, Tracked | ArrayLike):
         value = value if isinstance(value, Tracked) else as_tensor(value.tracked_value())
         return value if dtype is None else value.astype(dtype)
+    if isinstance(value, nd.IndexedSlices):
+        return as_tensor(value.to_dense())
     if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
         return np.stack([convert_to_tensor(each, dtype) for each in value])
     has_dtype = isinstance(value, list | tuple) and any(hasattr(x, "dtype") for x in value)

@@ -228,10 +228,11 @@ class Checkpoint:
 
     @property
     def strategy(self) -> Any:
-        """The strategy of the variables, or of a model; the current one if there are none."""
+        """The strategy of the variables, or of a model; the current one if that is the default."""
         for _, part in self._parts():
             if isinstance(part, Variable):
-                return part.distribute_strategy
+                owner = part.distribute_strategy
+                return get_strategy() if owner.is_default else owner
         models: list[Any] = [part for _, part in self._layers() if hasattr(part, "build_for")]
         return models[0].strategy if models else get_strategy()
 

@@ -33,6 +33,7 @@ from ndistribute.compat.tf import test as test
 from ndistribute.compat.tf import tpu as tpu
 from ndistribute.compat.tf import train as train
 from ndistribute.compat.tf import version as version
+Assert: Any
 from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph

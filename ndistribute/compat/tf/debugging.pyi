@@ -1,6 +1,7 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+Assert: Any
 assert_equal: Any
 assert_greater: Any
 assert_greater_equal: Any

@@ -41,6 +41,7 @@ from ndistribute.compat.tf1 import tpu as tpu
 from ndistribute.compat.tf1 import train as train
 from ndistribute.compat.tf1 import version as version
 AUTO_REUSE: Any
+Assert: Any
 from ndistribute.graph.session import ConfigProto as _ConfigProto
 ConfigProto = _ConfigProto
 from ndistribute.graph.session import GPUOptions as _GPUOptions
