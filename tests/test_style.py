@@ -27,14 +27,14 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2420,
+    "compat": 2447,
     "coordinator": 903,
     "data": 2483,
     "estimator": 1279,
-    "graph": 4442,
+    "graph": 4444,
     "jit": 1667,
     "launcher": 1478,
-    "models": 6436,
+    "models": 6466,
     "optimizers": 1044,
     "parameter_server": 1595,
     "strategies": 1335,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35992
+TESTS_BUDGET = 36064
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

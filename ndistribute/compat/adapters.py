@@ -34,7 +34,7 @@ from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plai
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
-from ndistribute.tree import map_leaves
+from ndistribute.tree import flatten, map_leaves
 from ndistribute.values import DistributedValues
 
 
@@ -158,6 +158,16 @@ class Model(models.Model):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
         super().save(filepath)
 
+    def _serve(self, *inputs: Any, **named: Any) -> dict[str, Any]:
+        """Return the outputs by their names, for one input or for inputs by name."""
+        (data,) = inputs or (named.values() if len(named) == 1 else [named])
+        outputs = flatten(self(data, training=False))
+        last = [layer.name for layer in self.layers[-1:] if isinstance(self, Sequential)]
+        names = [name for name in self.output_names or last if name] or last
+        names = names or [f"output_{n + 1}" for n in range(len(outputs))]
+        return dict(zip(names, outputs, strict=True))
+
+    signatures = property(lambda self: {"serving_default": self._serve})
     submodules = property(lambda self: tuple(self.walk())[1:])
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
@@ -196,8 +206,8 @@ def _only_grpc(init: Any) -> Any:
     """Return the constructor of a server, which has one protocol and no options for sessions."""
 
     def call(self: Any, *args: Any, protocol: Any = None, config: Any = None, **named: Any) -> None:
-        if protocol not in (None, "grpc") or config is not None:
-            raise ValueError("Server: protocol is 'grpc', and config None: pass it to Session.")
+        if protocol not in (None, "grpc") or config not in (None, graph.ConfigProto()):
+            raise ValueError("Server: protocol is 'grpc', and pass config to Session instead.")
         init(self, *args, **named)
 
     return call
@@ -306,7 +316,32 @@ def strategy(kind: Any) -> Any:
     def gather(self: Any, value: Any, axis: int) -> Any:
         return map_leaves(tensor_if_array, kind.gather(self, across(self, value), axis))
 
-    return subclass(kind, run=run, reduce=reduce, gather=gather, experimental_run_v2=run)
+    methods = {"run": run, "reduce": reduce, "gather": gather, "experimental_run_v2": run}
+    return subclass(kind, **methods, **dict.fromkeys(_IN_GRAPHS, refused_in_graphs))
+
+
+_IN_GRAPHS = "make_dataset_iterator", "make_input_fn_iterator", "experimental_run"
+
+
+def refused_in_graphs(strategy: Any, *args: Any) -> Any:
+    """Refuse what makes operations of a graph for each replica."""
+    raise NotImplementedError(
+        "a strategy runs steps at once, also for TensorFlow 1: write strategy.run(step, "
+        "args=(next(iterator),)) with iterator = iter(strategy.experimental_distribute_dataset("
+        "dataset)), or pass tf.estimator.RunConfig(train_distribute=strategy) to an Estimator."
+    )
+
+
+def by_communication(kind: Any) -> Any:
+    """Return a strategy of workers whose first argument is how they communicate."""
+
+    def init(
+        self: Any, communication: Any = "auto", cluster_resolver: Any = None, **more: Any
+    ) -> None:
+        options = nd.CommunicationOptions(implementation=communication)
+        kind.__init__(self, cluster_resolver, **{"communication_options": options, **more})
+
+    return subclass(kind, __init__=init)
 
 
 class ReplicaTensors:
@@ -337,6 +372,7 @@ ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
     "binary": lambda operation: unary(binary(operation)),
+    "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
     "counted": lambda count: unary(
         lambda x, out_type=np.int32: (
