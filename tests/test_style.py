@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4444,
     "jit": 1667,
     "launcher": 1478,
-    "models": 6466,
+    "models": 6468,
     "optimizers": 1044,
     "parameter_server": 1595,
     "strategies": 1335,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36064
+TESTS_BUDGET = 36080
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

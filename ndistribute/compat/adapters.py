@@ -336,10 +336,10 @@ def by_communication(kind: Any) -> Any:
     """Return a strategy of workers whose first argument is how they communicate."""
 
     def init(
-        self: Any, communication: Any = "auto", cluster_resolver: Any = None, **more: Any
+        self: Any, communication: Any = "auto", cluster_resolver: Any = None, **kw: Any
     ) -> None:
         options = nd.CommunicationOptions(implementation=communication)
-        kind.__init__(self, cluster_resolver, **{"communication_options": options, **more})
+        kind.__init__(self, cluster_resolver, **{"communication_options": options, **kw})
 
     return subclass(kind, __init__=init)
 

@@ -37,8 +37,7 @@ class DatasetCreator:
 
     def __init__(self, dataset_fn: Callable[[Any], Any], input_options: Any = None) -> None:
         if not callable(dataset_fn):
-            what = "dataset_fn must be a function of an InputContext that returns a dataset"
-            raise TypeError(f"{what}, got {dataset_fn!r}.")
+            raise TypeError(f"dataset_fn must be a function of a context, got {dataset_fn!r}.")
         self.dataset_fn, self.input_options = dataset_fn, input_options
 
     def distributed(self, strategy: Any) -> Any:

@@ -245,11 +245,10 @@ def _fitted(wanted: SymbolicArray, name: str, array: Any) -> Any:
             array = array[..., 0]
         pairs = zip(axes[1:], array.shape[1:], strict=False)
         if array.ndim != len(axes) or any(length not in (None, have) for length, have in pairs):
-            alone = array.shape == axes[1:]
             raise ValueError(
                 f"the input {name!r} has the shape {axes}, but the model was called on an array of "
                 f"shape {array.shape}."
-                + " That is one example: pass a batch, as Dataset.batch before map makes."
-                * alone
+                + " It is one example: pass a batch (batch before map)."
+                * (array.shape == axes[1:])
             )
     return array if array.dtype == wanted.dtype else array.astype(wanted.dtype)

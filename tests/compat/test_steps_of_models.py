@@ -82,3 +82,18 @@ def test_a_saved_model_serves_its_outputs_by_name(make, names, tmp_path):
     for outputs in (serve(X), serve(x=X)):
         assert list(outputs) == names
         np.testing.assert_array_equal(outputs[names[0]], tf.nest.flatten(model(X))[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (tf.keras.layers.Dense(2), tf.ones((1, 3))),
+        (tf.keras.layers.LSTM(2, return_state=True), tf.ones((1, 3, 2))),
+        (tf.keras.layers.Concatenate(), [tf.ones((1, 3)), tf.ones((1, 3))]),
+        (tf.keras.layers.StringLookup(vocabulary=["a"]), tf.constant(["a"])),
+    ],
+)
+def test_what_a_layer_returns_for_tensors_is_tensors(layer, inputs):
+    for output in tf.nest.flatten(layer(inputs)):
+        assert tf.is_tensor(output)
+        assert output.numpy().shape == tuple(output.shape.as_list())
