@@ -27,14 +27,14 @@ BUDGETS = {
     "autodiff": 2838,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2522,
+    "compat": 2548,
     "coordinator": 903,
     "data": 2483,
     "estimator": 1279,
-    "graph": 4442,
+    "graph": 4444,
     "jit": 1652,
     "launcher": 1478,
-    "models": 6557,
+    "models": 6589,
     "optimizers": 1047,
     "parameter_server": 1595,
     "strategies": 1333,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36481
+TESTS_BUDGET = 36569
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

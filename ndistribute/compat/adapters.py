@@ -42,7 +42,7 @@ from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
 from ndistribute.strategies.local import DefaultStrategy
-from ndistribute.tree import map_leaves
+from ndistribute.tree import flatten, map_leaves
 from ndistribute.values import DistributedValues
 
 
@@ -175,6 +175,16 @@ class Model(models.Model):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
         super().save(filepath)
 
+    def _serve(self, *inputs: Any, **named: Any) -> dict[str, Any]:
+        """Return the outputs by their names, for one input or for inputs by name."""
+        (data,) = inputs or (named.values() if len(named) == 1 else [named])
+        outputs = flatten(self(data, training=False))
+        last = [layer.name for layer in self.layers[-1:] if isinstance(self, Sequential)]
+        names = [name for name in self.output_names or last if name] or last
+        names = names or [f"output_{n + 1}" for n in range(len(outputs))]
+        return dict(zip(names, outputs, strict=True))
+
+    signatures = property(lambda self: {"serving_default": self._serve})
     submodules = property(lambda self: tuple(self.walk())[1:])
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
@@ -213,8 +223,8 @@ def _only_grpc(init: Any) -> Any:
     """Return the constructor of a server, which has one protocol and no options for sessions."""
 
     def call(self: Any, *args: Any, protocol: Any = None, config: Any = None, **named: Any) -> None:
-        if protocol not in (None, "grpc") or config is not None:
-            raise ValueError("Server: protocol is 'grpc', and config None: pass it to Session.")
+        if protocol not in (None, "grpc") or config not in (None, graph.ConfigProto()):
+            raise ValueError("Server: protocol is 'grpc', and pass config to Session instead.")
         init(self, *args, **named)
 
     return call
@@ -364,6 +374,19 @@ def strategy(kind: Any) -> Any:
         experimental_run_v2=run,
         experimental_distribute_datasets_from_function=kind.distribute_datasets_from_function,
         extended=property(StrategyExtended),
+        **dict.fromkeys(_IN_GRAPHS, refused_in_graphs),
+    )
+
+
+_IN_GRAPHS = "make_dataset_iterator", "make_input_fn_iterator", "experimental_run"
+
+
+def refused_in_graphs(strategy: Any, *args: Any) -> Any:
+    """Refuse what makes operations of a graph for each replica."""
+    raise NotImplementedError(
+        "a strategy runs steps at once, also for TensorFlow 1: write strategy.run(step, "
+        "args=(next(iterator),)) with iterator = iter(strategy.experimental_distribute_dataset("
+        "dataset)), or pass tf.estimator.RunConfig(train_distribute=strategy) to an Estimator."
     )
 
 
@@ -374,6 +397,18 @@ def get_strategy() -> Any:
     """Return the current strategy; the results of the default one are tensors, too."""
     current = nd.get_strategy()
     return _default if current.is_default else current
+
+
+def by_communication(kind: Any) -> Any:
+    """Return a strategy of workers whose first argument is how they communicate."""
+
+    def init(
+        self: Any, communication: Any = "auto", cluster_resolver: Any = None, **kw: Any
+    ) -> None:
+        options = nd.CommunicationOptions(implementation=communication)
+        kind.__init__(self, cluster_resolver, **{"communication_options": options, **kw})
+
+    return subclass(kind, __init__=init)
 
 
 class ReplicaTensors:
@@ -404,6 +439,7 @@ ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
     "binary": lambda operation: unary(binary(operation)),
+    "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
     "counted": lambda count: unary(
         lambda x, out_type=np.int32: (

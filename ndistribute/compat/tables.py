@@ -48,15 +48,16 @@ TF2 = """
     SimpleClusterResolver SlurmClusterResolver UnionResolver
     ndistribute/resolver: TFConfigClusterResolver TPUClusterResolver
 [distribute.coordinator] ndistribute: ClusterCoordinator PerWorkerValue RemoteValue
-[distribute.experimental] .compat.tf.distribute: CentralStorageStrategy MirroredStrategy
-    MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy coordinator
+[distribute.experimental] .compat.tf.distribute/by_communication: MultiWorkerMirroredStrategy
+    .compat.tf.distribute: CentralStorageStrategy MirroredStrategy OneDeviceStrategy
+    ParameterServerStrategy TPUStrategy coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
     CommunicationOptions  .models: TerminationConfig
     .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
     complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8
-    uint16 uint32 uint64 uint8
+    string=str_ uint16 uint32 uint64 uint8
 [errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
     .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
     InvalidArgumentError NotFoundError OpError=OperationError
@@ -103,6 +104,7 @@ TF2 = """
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .compat.adapters: to_categorical
+[keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *

@@ -55,6 +55,8 @@ class ConfigProto:
         operation_timeout_in_ms: the most milliseconds that a step may take; 0: no limit.
         device_filters: changes nothing: a session uses only tasks on which operations are placed.
         gpu_options: changes nothing: memory of a GPU is always allocated as it is needed.
+        inter_op_parallelism_threads: changes nothing: operations get the threads that they need.
+        intra_op_parallelism_threads: changes nothing: set ``OMP_NUM_THREADS`` before the start.
 
     >>> ConfigProto(allow_soft_placement=True).operation_timeout_in_ms
     0
@@ -63,8 +65,10 @@ class ConfigProto:
     allow_soft_placement: bool = False
     log_device_placement: bool = False
     operation_timeout_in_ms: int = 0
-    device_filters: list[str] = field(default_factory=list)
-    gpu_options: GPUOptions = field(default_factory=GPUOptions)
+    device_filters: list[str] = field(default_factory=list, compare=False)
+    gpu_options: GPUOptions = field(default_factory=GPUOptions, compare=False)
+    inter_op_parallelism_threads: int = field(default=0, compare=False)
+    intra_op_parallelism_threads: int = field(default=0, compare=False)
 
 
 class Session:

@@ -7,17 +7,44 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.context import get_strategy
 from ndistribute.data import Dataset, as_dataset
 from ndistribute.data.distributed import DistributedDataset
 from ndistribute.values import PerReplica
 
 _BATCH = 32
+
+
+class DatasetCreator:
+    """What makes the data of `fit`, `evaluate` or `predict` on each worker, also for a chief.
+
+    Args:
+        dataset_fn: called with the `InputContext` of the worker; returns a dataset of batches for
+            a replica. For a chief, which does not know its end, it must repeat the data.
+        input_options: `InputOptions`.
+
+    Raises:
+        TypeError: `dataset_fn` is not callable.
+
+    >>> creator = DatasetCreator(lambda context: Dataset.range(6).batch(2))
+    >>> creator.distributed(get_strategy()).cardinality()
+    3
+    """
+
+    def __init__(self, dataset_fn: Callable[[Any], Any], input_options: Any = None) -> None:
+        if not callable(dataset_fn):
+            raise TypeError(f"dataset_fn must be a function of a context, got {dataset_fn!r}.")
+        self.dataset_fn, self.input_options = dataset_fn, input_options
+
+    def distributed(self, strategy: Any) -> Any:
+        """Return the dataset of this process's replicas."""
+        return strategy.distribute_datasets_from_function(self.dataset_fn, self.input_options)
 
 
 def batches_of(
@@ -30,6 +57,8 @@ def batches_of(
 ) -> Any:
     """Return a dataset of batches, from arrays or from a dataset; see `Trainer.fit`."""
     check_counts(1, batch_size=batch_size)
+    if isinstance(x, DatasetCreator):
+        x = x.distributed(get_strategy())
     x, y, sample_weight = map(as_arrays, (x, y, sample_weight))
     if not _are_arrays(x):
         if y is not None or sample_weight is not None or batch_size is not None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.coordinator.coordinator import ClusterCoordinator
+from ndistribute.data import UNKNOWN_CARDINALITY
+from ndistribute.models.batches import DatasetCreator
 from ndistribute.models.callbacks.callback import Callbacks
 from ndistribute.optimizers import GradientAccumulation
 
@@ -33,17 +35,24 @@ class Chief:
 
     Args:
         model: the compiled model, which is built.
-        data: the dataset of batches.
+        source: what was passed to `fit`, which may be a `DatasetCreator`.
+        data: the dataset of batches that it is.
         steps: the number of steps of an epoch; None means the number of batches.
 
     Raises:
         ValueError: the number of steps is unknown, or the optimizer is a `GradientAccumulation`.
     """
 
-    def __init__(self, model: Any, data: Any, steps: int | None) -> None:
-        if not hasattr(data, "repeat"):
+    def __init__(self, model: Any, source: Any, data: Any, steps: int | None) -> None:
+        if isinstance(source, DatasetCreator):
+            known = UNKNOWN_CARDINALITY
+            distribute = functools.partial(source.distributed, model.strategy)
+        elif hasattr(data, "repeat"):
+            known = data.cardinality()
+            distribute = functools.partial(model.strategy.distribute_dataset, data.repeat())
+        else:
             raise ValueError("a chief distributes the dataset itself: pass it undivided to fit.")
-        self._steps = data.cardinality() if steps is None else steps
+        self._steps = known if steps is None else steps
         if self._steps < 0:
             raise ValueError(
                 "the number of steps of an epoch is unknown: pass steps_per_epoch, so that the "
@@ -62,7 +71,6 @@ class Chief:
         model.optimizer.build(model.position.trained)
         self._model = model
         self._coordinator = ClusterCoordinator(strategy)
-        distribute = functools.partial(strategy.distribute_dataset, data.repeat())
         self._batches = iter(self._coordinator.create_per_worker_dataset(distribute))
 
         def step(batches: Any, rate: float | None) -> Any:

@@ -64,7 +64,7 @@ class CallGraph:
         if shape is not None and (shape[1:], inputs.dtype) == self._usual:
             values = {self.inputs: inputs}
         else:
-            fitted = map(_fitted, self._sources, self._matched(inputs))
+            fitted = map(_fitted, self._sources, self.input_names, self._matched(inputs))
             values = dict(zip(self._sources, fitted, strict=True))
         for call, last in self._steps:
             if call.only is None:
@@ -149,7 +149,7 @@ class CallGraph:
                 )
             chosen = {key: inputs[key] for key in keys}
             inputs = chosen if isinstance(self.inputs, Mapping) else list(chosen.values())
-        elif isinstance(self.inputs, Mapping):
+        elif isinstance(self.inputs, Mapping) and len(self._sources) > 1:
             raise ValueError(
                 f"the inputs are a {type(inputs).__name__}: pass a dict with the keys "
                 f"{list(self.inputs)}, as the model was made with."
@@ -234,7 +234,7 @@ def _source_of(value: SymbolicArray) -> RecordedCall:
     return call
 
 
-def _fitted(wanted: SymbolicArray, array: Any) -> Any:
+def _fitted(wanted: SymbolicArray, name: str, array: Any) -> Any:
     """Return an array in the dtype of an input; an axis of length 1 at the end may be missing."""
     array = array if hasattr(array, "shape") else np.asarray(array)
     axes = wanted.shape
@@ -246,7 +246,9 @@ def _fitted(wanted: SymbolicArray, array: Any) -> Any:
         pairs = zip(axes[1:], array.shape[1:], strict=False)
         if array.ndim != len(axes) or any(length not in (None, have) for length, have in pairs):
             raise ValueError(
-                f"the input {wanted.name!r} has the shape {axes}, but the model was called on an "
-                f"array of shape {array.shape}."
+                f"the input {name!r} has the shape {axes}, but the model was called on an array of "
+                f"shape {array.shape}."
+                + " It is one example: pass a batch (batch before map)."
+                * (array.shape == axes[1:])
             )
     return array if array.dtype == wanted.dtype else array.astype(wanted.dtype)

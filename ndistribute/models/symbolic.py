@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -222,8 +223,20 @@ def _described(call: RecordedCall, lengths: tuple[int, int], strategy: Any) -> A
             return leaf
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
-    with np.errstate(all="ignore"):  # As of 0 / 0.
-        return tree.map_leaves(described, call.make(zeros))
+    _thread.describes = True
+    try:
+        with np.errstate(all="ignore"):  # As of 0 / 0.
+            return tree.map_leaves(described, call.make(zeros))
+    finally:
+        _thread.describes = False
+
+
+_thread = threading.local()
+
+
+def describes() -> bool:
+    """Return True in a call on zeros, which only finds the shapes of its results."""
+    return getattr(_thread, "describes", False)
 
 
 def sample_shape(value: SymbolicArray, lengths: tuple[int, int] = _LENGTHS[0]) -> tuple[int, ...]:

@@ -93,8 +93,8 @@ class Trainer(TrainingSteps):
         scored = None if validation_data is None else _batches.validation_parts(validation_data)
         if scored is not None and scored[1] is not None:  # A dataset has its batches.
             validation_batch_size = validation_batch_size or batch_size
-        data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
         with self.strategy.scope(), ExitStack() as on_exit:
+            data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
@@ -104,7 +104,7 @@ class Trainer(TrainingSteps):
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
             if schedules_steps(self.strategy):
-                chief = on_exit.enter_context(closing(Chief(self, data, steps_per_epoch)))
+                chief = on_exit.enter_context(closing(Chief(self, x, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
             on_exit.callback(called.call, "on_train_end", {})
             called.call("on_train_begin", {})

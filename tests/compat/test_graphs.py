@@ -297,7 +297,7 @@ WITHOUT_EFFECT = {
     "waits": lambda w: tf.train.Supervisor().prepare_or_wait_for_session(wait_for_checkpoint=True),
     "queues": lambda w: tf.train.Supervisor().start_queue_runners(None, ["runner"]),
     "isolated": lambda w: tf.ConfigProto(isolate_session_state=True),
-    "threads": lambda w: tf.ConfigProto(intra_op_parallelism_threads=2),
+    "placement": lambda w: tf.ConfigProto(graph_options=w),
     "memory": lambda w: tf.GPUOptions(per_process_gpu_memory_fraction=0.5),
     "compiled": lambda w: tf.function(lambda: w, polymorphic=True),
     "reassigned": lambda w: tf.assign(w, 1.0, when="later"),
@@ -313,7 +313,9 @@ WITHOUT_EFFECT = {
     "norm": lambda w: tf.nn.embedding_lookup(np.eye(2), [1], max_norm=0.5),
     "strategy": lambda w: tf.nn.embedding_lookup(w, [1], partition_strategy="other"),
     "protocol": lambda w: tf.train.Server({"local": ["localhost:0"]}, protocol="grpc+verbs"),
-    "sessions": lambda w: tf.train.Server({"a": ["localhost:0"]}, config=tf.ConfigProto()),
+    "sessions": lambda w: tf.train.Server(
+        {"a": ["localhost:0"]}, config=tf.ConfigProto(log_device_placement=True)
+    ),
     "tables": lambda w: tf.nn.embedding_lookup([np.eye(2), np.eye(2)], [1]),
     "bounds": lambda w: tf.flags.DEFINE_integer("bounded", 1, "", lower_bound=0),
     "format": lambda w: tf.keras.Sequential().save("path", save_format="h5"),
@@ -340,6 +342,8 @@ def test_options_that_change_no_result_are_accepted(tmp_path):
             session.run(step, options=options, run_metadata=tf.RunMetadata())
             assert session.run(w.assign(3.0, use_locking=True)) == 3.0
             assert saver.save(session, str(tmp_path / "w"), write_meta_graph=False)
+    config = tf.ConfigProto(inter_op_parallelism_threads=4, intra_op_parallelism_threads=1)
+    assert tf.train.Server({"local": ["localhost:0"]}, config=config, start=False) is not None
 
 
 def test_the_global_step_is_that_of_the_graph_that_is_named():

@@ -93,3 +93,40 @@ def test_names_of_distribution_have_tensorflows_arguments(tmp_path):
     assert handler.manager.directory == tmp_path
     with pytest.raises(NotImplementedError, match="learns of its preemption by SIGTERM"):
         tf.distribute.experimental.PreemptionWatcher()
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_a_dataset_creator_makes_the_data_of_fit_and_evaluate(devices):
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).repeat()
+    create = tf.keras.utils.experimental.DatasetCreator(
+        lambda context: dataset.batch(context.get_per_replica_batch_size(8))
+    )
+    results = []
+    for names, data in ((None, dataset.batch(8)), (devices, create)):
+        with tf.distribute.MirroredStrategy(names) as strategy, strategy.scope():
+            model = tf.keras.Sequential([tf.keras.layers.Dense(1, kernel_initializer="zeros")])
+            model.compile("sgd", "mse")
+            history = model.fit(data, epochs=2, steps_per_epoch=2, verbose=0)
+            results += [history.history["loss"], [model.evaluate(data, steps=2, verbose=0)]]
+    assert results[2:] == [pytest.approx(values, rel=1e-5) for values in results[:2]]
+    with pytest.raises(TypeError, match="dataset_fn must be a function"):
+        tf.keras.utils.experimental.DatasetCreator(dataset)
+
+
+def test_the_first_argument_of_an_experimental_strategy_is_the_communication():
+    kind = tf.distribute.experimental.MultiWorkerMirroredStrategy
+    with kind(tf.distribute.experimental.CollectiveCommunication.RING) as strategy:
+        assert isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    with kind(cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver()) as other:
+        assert other.num_replicas_in_sync == 1
+    with pytest.raises(ValueError, match="implementation"):
+        kind("telegraph")
+
+
+@pytest.mark.parametrize(
+    "name", ["make_dataset_iterator", "make_input_fn_iterator", "experimental_run"]
+)
+def test_what_makes_operations_for_each_replica_says_what_to_write(name):
+    with pytest.raises(NotImplementedError, match="experimental_distribute_dataset"):
+        getattr(tf.distribute.MirroredStrategy(), name)(print)

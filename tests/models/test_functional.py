@@ -309,7 +309,10 @@ def test_dot_multiplies_along_any_axes():
         (lambda: Model(X, X)([np.ones((1, 4))] * 2), r"called on 2 arrays, but has 1 inputs"),
         (lambda: Model(X, X)(np.ones((1, 5))), r"'x' has the shape \(None, 4\).*\(1, 5\)"),
         (lambda: Model(X, X)({"z": np.ones((1, 4))}), r"keys \['z'\], without \['x'\]"),
-        (lambda: Model({"a": X}, X)([np.ones((1, 4))]), r"pass a dict with the keys \['a'\]"),
+        (
+            lambda: Model({"a": X, "b": Input((2,))}, X)([np.ones((1, 4))]),
+            r"a dict with the keys \['a', 'b'\]",
+        ),
         (lambda: float(X), "is symbolic and has no values"),
         (lambda: X and 1, "if x: .*np.where"),
         (lambda: len(X), "read x.shape"),

@@ -228,6 +228,7 @@ squared_difference: Any
 squeeze: Any
 stack: Any
 stop_gradient: Any
+string: Any
 subtract: Any
 switch_case: Any
 tan: Any

@@ -15,6 +15,7 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
+string: Any
 uint16: Any
 uint32: Any
 uint64: Any

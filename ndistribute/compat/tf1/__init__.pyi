@@ -284,6 +284,7 @@ squared_difference: Any
 squeeze: Any
 stack: Any
 stop_gradient: Any
+string: Any
 sub: Any
 subtract: Any
 switch_case: Any

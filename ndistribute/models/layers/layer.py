@@ -205,7 +205,11 @@ class Layer(Explaining):
             outputs = self.call(*args, **kwargs)
             first = outputs[0] if isinstance(outputs, tuple | list) else outputs
             attach_mask(first, self.compute_mask(inputs, mask))
-            return outputs
+            like = inputs[0] if isinstance(inputs, tuple | list) and inputs else inputs
+            if outer[0] or not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
+                return outputs  # Else a kind of array with more methods came in, and comes out.
+            view = lambda y: y.view(type(like)) if type(y) is np.ndarray else y  # noqa: E731
+            return tree.map_leaves(view, outputs)
         finally:
             _calls.nested, _calls.training = outer
 

@@ -16,6 +16,7 @@ from ndistribute.context import current_trace, get_replica_context, get_strategy
 from ndistribute.models import operations
 from ndistribute.models.layers.core import as_floats, positive
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.symbolic import describes
 
 
 class Normalization(Layer):
@@ -227,7 +228,7 @@ class StringLookup(Layer):
             words = dict(enumerate(self.get_vocabulary()))
             tokens = [words.get(int(n), self._oov_token) for n in np.ravel(inputs)]
             return np.array(tokens, self._dtype).reshape(shape)
-        other = len(self._special) - 1 if self.num_oov_indices else None
+        other = len(self._special) - 1 if self.num_oov_indices else 0 if describes() else None
         numbers = [self._numbers.get(token, other) for token in self._values(inputs)]
         if None in numbers:
             word = self._values(inputs)[numbers.index(None)]

@@ -26,12 +26,17 @@ strategy = tf.distribute.ParameterServerStrategy(
 
 # Training with Model.fit.
 global_batch_size = 64
-x = tf.random.uniform((640, 10))
-y = tf.random.uniform((640,))
 
-dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(10).repeat()
-dataset = dataset.batch(global_batch_size)
-dataset = dataset.prefetch(2)
+
+def dataset_fn(input_context):
+    batch_size = input_context.get_per_replica_batch_size(global_batch_size)
+    x = tf.random.uniform((640, 10))
+    y = tf.random.uniform((640,))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(10).repeat()
+    return dataset.batch(batch_size).prefetch(2)
+
+
+dataset = tf.keras.utils.experimental.DatasetCreator(dataset_fn)
 
 with strategy.scope():
     model = tf.keras.models.Sequential([tf.keras.layers.Dense(1)])
