@@ -14,7 +14,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import nesting, sources, transformations
-from ndistribute.data.elements import as_element, read_only, returned
+from ndistribute.data.elements import as_element, read_only
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.data.options import InputOptions, function, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, describe
@@ -297,11 +297,12 @@ class Dataset:
         >>> int(Dataset.range(4).reduce(0, lambda total, x: total + x))
         6
         """
-        call = function(reduce_func, "reduce: reduce_func")
+        what = "reduce: reduce_func"
+        call = transformations.producing(what, function(reduce_func, what))
         initial = state = read_only(as_element(initial_state))
         for element in self:
-            state = returned(call(state, element))
-            transformations.check_state("reduce: reduce_func", initial, state)
+            state = call((state, element))
+            transformations.check_state(what, initial, state)
         return state
 
     def take_while(self, predicate: Callable[..., Any]) -> Dataset:

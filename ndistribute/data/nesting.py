@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data import elements, pipeline
+from ndistribute.data import pipeline
 from ndistribute.data.elements import Chunk, Element, drop
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, SeedCounter
 from ndistribute.data.prefetch import Ahead
@@ -28,7 +28,7 @@ def interleaved(
 ) -> Node:
     """Return a node of blocks of elements of the datasets that a function returns, in turns."""
     method = "flat_map" if cycle == 1 else "interleave"
-    call = explained(f"{method}: map_func", lambda element: elements.call_with(fn, element))
+    call = explained(f"{method}: map_func", fn)
     seeds = seeded(method, None)
 
     def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:

@@ -6,7 +6,6 @@ Nodes that call a user's function process elements one at a time.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import os
@@ -30,7 +29,6 @@ from ndistribute.data.elements import (
     join,
     pick,
     read_only,
-    returned,
 )
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
@@ -53,7 +51,7 @@ _DRAWN = 8192
 
 def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) -> Node:
     """Return a node that applies a user's function to each element."""
-    call = explained("map: fn", lambda element: returned(elements.call_with(fn, element)))
+    call = producing("map: fn", fn)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)
@@ -71,12 +69,15 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
-def explained(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose mistakes are explained where Python or NumPy cannot."""
+def explained(what: str, fn: Callable[..., Any]) -> Callable[[Element], Any]:
+    """Return the function that calls `fn` with an element, or with the items of a tuple.
 
-    def call(*args: Any) -> Any:
+    It explains mistakes of `fn` where Python or NumPy cannot.
+    """
+
+    def call(element: Element) -> Any:
         try:
-            return fn(*args)
+            return fn(*element) if type(element) is tuple else fn(element)
         except StopIteration as error:
             raise RuntimeError(f"{what} raised StopIteration, which ends an iteration.") from error
         except ValueError as error:
@@ -86,12 +87,23 @@ def explained(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def producing(what: str, fn: Callable[..., Any]) -> Callable[[Element], Element]:
+    """Return a function as `explained` does, for elements; a list is several arrays, as a tuple."""
+    call = explained(what, fn)
+
+    def produce(element: Element) -> Element:
+        value = call(element)
+        return as_element(tuple(value) if type(value) is list else value)
+
+    return produce
+
+
 def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
     """Return a node of the elements for which a user's function is true."""
+    keep = explained("filter: predicate", predicate)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        kept = filter(lambda element: elements.call_with(predicate, element), child.iterate(epoch))
-        return drop(zip(kept), start)
+        return drop(zip(filter(keep, child.iterate(epoch))), start)
 
     name = f"filter({pipeline.name_of(predicate)})"
     spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
@@ -100,9 +112,9 @@ def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
 
 def taken_while(child: Node, predicate: Callable[..., Any]) -> Node:
     """Return a node of the elements before the first for which a user's function is false."""
+    keep = explained("take_while: predicate", predicate)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        keep = functools.partial(elements.call_with, predicate)
         return drop(zip(itertools.takewhile(keep, child.iterate(epoch))), start)
 
     name = f"take_while({pipeline.name_of(predicate)})"
@@ -120,7 +132,7 @@ def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
     def results(epoch: Epoch) -> Iterator[Element]:
         state = read_only(initial)  # A function may change a nest, but no array in it.
         for element in child.iterate(epoch):
-            result = call(state, element)
+            result = call((state, element))
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise TypeError(f"scan: scan_func must return (state, output), got {result!r}.")
             state, output = map(as_element, result)
