@@ -312,7 +312,7 @@ class Dataset:
         [0, 1]
         """
         keep = function(predicate, "take_while: predicate")
-        return type(self)(transformations.taken_while(self._node, keep))
+        return type(self)(transformations.selected(self._node, "take_while", keep))
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Return a dataset of pairs: a number, which counts from `start` on, and an element.
@@ -363,7 +363,7 @@ class Dataset:
         [1, 3]
         """
         keep = function(predicate, "filter: predicate")
-        return type(self)(transformations.filtered(self._node, keep))
+        return type(self)(transformations.selected(self._node, "filter", keep))
 
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches: `n` successive elements stacked along a new first axis.

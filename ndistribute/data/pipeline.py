@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data.elements import Chunk, Element, as_shape, checksum
+from ndistribute.data.elements import Chunk, Element, as_shape, checksum, drop
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
 from ndistribute.devices import as_array
@@ -225,6 +225,13 @@ class Node:
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         """Yield the elements one at a time, starting at number `start`."""
         return chain.from_iterable(self.chunks(epoch, start))
+
+
+def from_first(
+    values: Callable[[Epoch], Iterator[Element]],
+) -> Callable[[Epoch, int], Iterator[Chunk]]:
+    """Return the `chunks` of a node whose elements are always produced from the first on."""
+    return lambda epoch, start: drop(zip(values(epoch)), start)
 
 
 def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:

@@ -6,13 +6,11 @@ Nodes that call a user's function process elements one at a time.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, cycle, repeat, takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -31,7 +29,15 @@ from ndistribute.data.elements import (
     read_only,
 )
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
+from ndistribute.data.pipeline import (
+    ElementSpec,
+    Epoch,
+    LeafSpec,
+    Node,
+    SeedCounter,
+    from_first,
+    upstream,
+)
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
 
@@ -98,28 +104,17 @@ def producing(what: str, fn: Callable[..., Any]) -> Callable[[Element], Element]
     return produce
 
 
-def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
-    """Return a node of the elements for which a user's function is true."""
-    keep = explained("filter: predicate", predicate)
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(filter(keep, child.iterate(epoch))), start)
-
-    name = f"filter({pipeline.name_of(predicate)})"
-    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-    return child.then(name, chunks, spec=spec, runs_user_code=True)
-
-
-def taken_while(child: Node, predicate: Callable[..., Any]) -> Node:
-    """Return a node of the elements before the first for which a user's function is false."""
-    keep = explained("take_while: predicate", predicate)
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(itertools.takewhile(keep, child.iterate(epoch))), start)
-
-    name = f"take_while({pipeline.name_of(predicate)})"
-    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-    return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
+def selected(child: Node, method: str, predicate: Callable[..., Any]) -> Node:
+    """Return a node of the elements that `filter` or `take_while` keeps."""
+    keep = explained(f"{method}: predicate", predicate)
+    select: Callable[..., Iterator[Element]] = {"filter": filter, "take_while": takewhile}[method]
+    return child.then(
+        f"{method}({pipeline.name_of(predicate)})",
+        from_first(lambda epoch: select(keep, child.iterate(epoch))),
+        spec=replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY),
+        runs_user_code=True,
+        positional=select is takewhile,
+    )
 
 
 def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
@@ -139,11 +134,8 @@ def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
             check_state("scan: scan_func", initial, state)
             yield output
 
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(results(epoch)), start)
-
     spec = ElementSpec(child.spec.cardinality)
-    name = f"scan({pipeline.name_of(fn)})"
+    name, chunks = f"scan({pipeline.name_of(fn)})", from_first(results)
     return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
 
 
@@ -162,20 +154,7 @@ def batched(
     """Return a node of batches of `size` successive elements; the last may be shorter."""
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        pieces: list[Chunk] = []
-        missing = size
-        for chunk in child.chunks(epoch, start * size):
-            at, length = 0, len(chunk)
-            while length - at >= missing:
-                pieces.append(chunk[at : at + missing])
-                at += missing
-                yield (combine(pieces),)
-                pieces, missing = [], size
-            if at < length:
-                pieces.append(chunk[at:] if at else chunk)
-                missing -= length - at
-        if missing < size and not drop_remainder:
-            yield (combine(pieces),)
+        return _cut(child.chunks(epoch, start * size), repeat(size), drop_remainder, combine)
 
     known = child.spec.cardinality
     if known >= 0:
@@ -186,12 +165,32 @@ def batched(
     return child.then(name, chunks, spec=ElementSpec(known, True, size, like))
 
 
-def unbatched(child: Node) -> Node:
+def _cut(
+    chunks: Iterator[Chunk], sizes: Iterator[int], drop_remainder: bool, combine: Combine
+) -> Iterator[Chunk]:
+    """Yield batches of the next numbers of elements; the last may be shorter."""
+    pieces: list[Chunk] = []
+    missing = next(sizes)
+    for chunk in chunks:
+        at, length = 0, len(chunk)
+        while length - at >= missing:
+            pieces.append(chunk[at : at + missing])
+            at += missing
+            yield (combine(pieces),)
+            pieces, missing = [], next(sizes)
+        if at < length:
+            pieces.append(chunk[at:] if at else chunk)
+            missing -= length - at
+    if pieces and not drop_remainder:
+        yield (combine(pieces),)
+
+
+def unbatched(child: Node, method: str = "unbatch") -> Node:
     """Return a node of the elements of each batch."""
 
     def rows(batch: Element) -> Rows:
-        remedy = "Batch the dataset before unbatch."
-        return Rows.of(batch, elements.leading_length(tree.flatten(batch), "unbatch", remedy))
+        remedy = f"Batch the dataset before {method}."
+        return Rows.of(batch, elements.leading_length(tree.flatten(batch), method, remedy))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return drop(map(rows, child.iterate(epoch)), start)
@@ -213,27 +212,16 @@ def padded(child: Node, size: int, shapes: Any, values: Any, drop_remainder: boo
 
 def rebatched(child: Node, sizes: tuple[int, ...], drop_remainder: bool) -> Node:
     """Return a node of the rows of batches in batches of other sizes, which take turns."""
+    rows = unbatched(child, "rebatch")
 
-    def batches(epoch: Epoch) -> Iterator[Element]:
-        source, rest, length = child.iterate(epoch), None, 0
-        for size in itertools.cycle(sizes):
-            while rest is None or length < size:
-                batch = next(source, None)
-                if batch is None:
-                    break
-                remedy = "Batch the dataset before rebatch."
-                length += elements.leading_length(tree.flatten(batch), "rebatch", remedy)
-                rest = batch if rest is None else tree.map_leaves(_lengthened, rest, batch)
-            if rest is None or length < size:
-                if length and not drop_remainder:
-                    yield rest
-                return
-            yield tree.map_leaves(operator.itemgetter(slice(size)), rest)
-            rest = tree.map_leaves(operator.itemgetter(slice(size, None)), rest)
-            length -= size
+    def combine(pieces: Sequence[Chunk]) -> Element:
+        parts = [elements.batch_of([piece]) for piece in pieces]
+        if len(parts) == 1:
+            return parts[0]
+        return tree.map_leaves(lambda *leaves: np.concatenate(leaves), *parts)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(batches(epoch)), start)
+        return drop(_cut(rows.chunks(epoch, 0), cycle(sizes), drop_remainder, combine), start)
 
     def resized(leaf: LeafSpec) -> LeafSpec:
         whole = leaf.shape and leaf.shape[0] and not leaf.shape[0] % sum(sizes)
@@ -243,10 +231,6 @@ def rebatched(child: Node, sizes: tuple[int, ...], drop_remainder: bool) -> Node
     batch_size = sizes[0] if len(set(sizes)) == 1 else None
     spec = ElementSpec(batched=True, batch_size=batch_size, like=_like(child, resized))
     return child.then(f"rebatch({sizes[0] if len(sizes) == 1 else list(sizes)})", chunks, spec=spec)
-
-
-def _lengthened(first: Any, second: Any) -> Any:
-    return np.concatenate([first, second]) if len(first) else second
 
 
 def numbered(child: Node, start: int) -> Node:
