@@ -29,12 +29,12 @@ BUDGETS = {
     "collective": 3917,
     "compat": 2421,
     "coordinator": 903,
-    "data": 2491,
+    "data": 2482,
     "estimator": 1279,
     "graph": 4442,
     "jit": 1667,
     "launcher": 1478,
-    "models": 6436,
+    "models": 6435,
     "optimizers": 1044,
     "parameter_server": 1595,
     "strategies": 1335,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35992
+TESTS_BUDGET = 35996
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

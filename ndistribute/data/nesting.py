@@ -17,7 +17,7 @@ from ndistribute.data import pipeline
 from ndistribute.data.elements import Chunk, Element, drop
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, SeedCounter, from_first
 from ndistribute.data.prefetch import Ahead
-from ndistribute.data.transformations import common_like, common_rank, explained, seeded
+from ndistribute.data.transformations import common_spec, explained, seeded
 
 CYCLE_LENGTH = 16
 """The inputs of `interleave` that are open at once by default; the same on every machine."""
@@ -125,8 +125,7 @@ def in_rounds(parts: tuple[Node, ...]) -> Node:
 
     lengths = [part.spec.cardinality for part in parts]
     known = min(lengths) if min(lengths) < 0 else max(lengths) * len(parts)
-    spec = ElementSpec(known, common_rank(parts), like=common_like(parts))
-    chunks = from_first(values)
+    spec, chunks = common_spec(known, parts), from_first(values)
     return Node(name="in_rounds", chunks=chunks, inputs=parts, spec=spec, positional=True)
 
 
@@ -189,6 +188,5 @@ def _directed(
     inputs = (*parts, *others)
     endless = all(each.spec.cardinality == pipeline.INFINITE_CARDINALITY for each in inputs)
     known = pipeline.INFINITE_CARDINALITY if endless else pipeline.UNKNOWN_CARDINALITY
-    spec = ElementSpec(known, common_rank(parts), like=common_like(parts))
-    chunks = from_first(values)
+    spec, chunks = common_spec(known, parts), from_first(values)
     return Node(name=name, chunks=chunks, inputs=inputs, spec=spec, seeds=seeds, positional=True)

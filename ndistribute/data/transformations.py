@@ -346,7 +346,7 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
     specs = [part.spec.like for part in parts]
     spec = ElementSpec(
         pipeline.UNKNOWN_CARDINALITY if pipeline.UNKNOWN_CARDINALITY in lengths else shortest,
-        batched=common_rank(parts),
+        batched=_common_rank(parts),
         like=None if any(each is None for each in specs) else tree.unflatten(like, specs),
     )
     return Node(name="zip", chunks=chunks, inputs=parts, spec=spec, positional=True)
@@ -368,11 +368,8 @@ def concatenated(first: Node, second: Node) -> Node:
     lengths = (first.spec.cardinality, second.spec.cardinality)
     unknown = pipeline.UNKNOWN_CARDINALITY
     total = unknown if unknown in lengths else sum(lengths)
-    spec = ElementSpec(
-        pipeline.INFINITE_CARDINALITY if pipeline.INFINITE_CARDINALITY in lengths else total,
-        batched=common_rank((first, second)),
-        like=common_like((first, second)),
-    )
+    endless = pipeline.INFINITE_CARDINALITY in lengths
+    spec = common_spec(pipeline.INFINITE_CARDINALITY if endless else total, (first, second))
     return Node(name="concatenate", chunks=chunks, inputs=(first, second), spec=spec)
 
 
@@ -514,13 +511,14 @@ def _exact_length(node: Node) -> int:
     return node.spec.cardinality
 
 
-def common_like(parts: Sequence[Node]) -> Any:
-    """Return the specs of the leaves of several nodes; None if they differ."""
+def common_spec(cardinality: int, parts: Sequence[Node]) -> ElementSpec:
+    """Return the spec of a node whose elements are those of several nodes."""
     first = parts[0].spec.like
-    return first if all(repr(part.spec.like) == repr(first) for part in parts) else None
+    alike = all(repr(part.spec.like) == repr(first) for part in parts)
+    return ElementSpec(cardinality, _common_rank(parts), like=first if alike else None)
 
 
-def common_rank(parts: Sequence[Node]) -> bool | None:
+def _common_rank(parts: Sequence[Node]) -> bool | None:
     """Return whether the elements of several nodes are batches; None if unknown."""
     batched = [part.spec.batched for part in parts]
     if False in batched:
