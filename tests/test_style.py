@@ -29,7 +29,7 @@ BUDGETS = {
     "collective": 3917,
     "compat": 2421,
     "coordinator": 903,
-    "data": 2482,
+    "data": 2479,
     "estimator": 1279,
     "graph": 4442,
     "jit": 1667,

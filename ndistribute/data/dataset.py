@@ -298,7 +298,7 @@ class Dataset:
         6
         """
         what = "reduce: reduce_func"
-        call = transformations.producing(what, function(reduce_func, what))
+        call = transformations.explained(what, function(reduce_func, what), produces=True)
         initial = state = read_only(as_element(initial_state))
         for element in self:
             state = call((state, element))

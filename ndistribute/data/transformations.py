@@ -57,7 +57,7 @@ _DRAWN = 8192
 
 def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) -> Node:
     """Return a node that applies a user's function to each element."""
-    call = producing("map: fn", fn)
+    call = explained("map: fn", fn, produces=True)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)
@@ -75,33 +75,26 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
-def explained(what: str, fn: Callable[..., Any]) -> Callable[[Element], Any]:
+def explained(what: str, fn: Callable[..., Any], produces: bool = False) -> Callable[..., Any]:
     """Return the function that calls `fn` with an element, or with the items of a tuple.
 
-    It explains mistakes of `fn` where Python or NumPy cannot.
+    It explains mistakes of `fn` where Python or NumPy cannot. If it `produces` elements, what `fn`
+    returns becomes one; a list is several arrays, as a tuple is.
     """
 
     def call(element: Element) -> Any:
         try:
-            return fn(*element) if type(element) is tuple else fn(element)
+            value = fn(*element) if type(element) is tuple else fn(element)
         except StopIteration as error:
             raise RuntimeError(f"{what} raised StopIteration, which ends an iteration.") from error
         except ValueError as error:
             explain_read_only(error)
             raise
-
-    return call
-
-
-def producing(what: str, fn: Callable[..., Any]) -> Callable[[Element], Element]:
-    """Return a function as `explained` does, for elements; a list is several arrays, as a tuple."""
-    call = explained(what, fn)
-
-    def produce(element: Element) -> Element:
-        value = call(element)
+        if not produces:
+            return value
         return as_element(tuple(value) if type(value) is list else value)
 
-    return produce
+    return call
 
 
 def selected(child: Node, method: str, predicate: Callable[..., Any]) -> Node:
