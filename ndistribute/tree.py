@@ -31,6 +31,8 @@ def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
     rest = iter(leaves)
     if _nesting(type(like)) is None:  # Half the time for an array alone.
         return next(rest)
+    if type(like) is tuple and not any(map(_nesting, map(type, like))):  # A fifth of the time.
+        return tuple(rest)
     return _rebuilt(like, lambda _: next(rest))
 
 

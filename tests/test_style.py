@@ -29,22 +29,22 @@ BUDGETS = {
     "collective": 3917,
     "compat": 2548,
     "coordinator": 903,
-    "data": 2483,
+    "data": 2479,
     "estimator": 1279,
     "graph": 4444,
     "jit": 1652,
     "launcher": 1478,
-    "models": 6589,
+    "models": 6588,
     "optimizers": 1047,
     "parameter_server": 1595,
     "strategies": 1333,
     "task": 296,
-    "top level": 2900,
+    "top level": 2902,
     "transport": 1992,
     "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36569
+TESTS_BUDGET = 36573
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

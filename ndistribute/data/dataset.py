@@ -14,7 +14,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import nesting, sources, transformations
-from ndistribute.data.elements import as_element, read_only, returned
+from ndistribute.data.elements import as_element, read_only
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.data.options import InputOptions, function, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, describe
@@ -297,11 +297,12 @@ class Dataset:
         >>> int(Dataset.range(4).reduce(0, lambda total, x: total + x))
         6
         """
-        call = function(reduce_func, "reduce: reduce_func")
+        what = "reduce: reduce_func"
+        call = transformations.explained(what, function(reduce_func, what), produces=True)
         initial = state = read_only(as_element(initial_state))
         for element in self:
-            state = returned(call(state, element))
-            transformations.check_state("reduce: reduce_func", initial, state)
+            state = call((state, element))
+            transformations.check_state(what, initial, state)
         return state
 
     def take_while(self, predicate: Callable[..., Any]) -> Dataset:
@@ -311,7 +312,7 @@ class Dataset:
         [0, 1]
         """
         keep = function(predicate, "take_while: predicate")
-        return type(self)(transformations.taken_while(self._node, keep))
+        return type(self)(transformations.selected(self._node, "take_while", keep))
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Return a dataset of pairs: a number, which counts from `start` on, and an element.
@@ -362,7 +363,7 @@ class Dataset:
         [1, 3]
         """
         keep = function(predicate, "filter: predicate")
-        return type(self)(transformations.filtered(self._node, keep))
+        return type(self)(transformations.selected(self._node, "filter", keep))
 
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches: `n` successive elements stacked along a new first axis.

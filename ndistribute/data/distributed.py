@@ -168,8 +168,7 @@ class DistributedDataset:
         ...     strategy.distribute_dataset(nd.Dataset.range(9).batch(4)).element_spec
         PerReplicaSpec(int64[None], int64[None])
         """
-        counts = self._topology.num_replicas, len(self._topology.devices)
-        return _spec_of_steps(self._node, self._sharding, *counts)
+        return _spec_of_steps(self._node, self._sharding, self._topology)
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._topology, self._sharding, self._depth)
@@ -191,17 +190,17 @@ class PerReplicaSpec:
         return f"PerReplicaSpec({', '.join(map(repr, self.value_specs))})"
 
 
-def _spec_of_steps(node: Node, sharding: Sharding, replicas: int, here: int) -> Any:
-    """Return the spec of steps of a pipeline that is divided among `replicas`, of which some here.
+def _spec_of_steps(node: Node, sharding: Sharding, topology: Topology) -> Any:
+    """Return the spec of this worker's steps of a pipeline that is divided among all replicas.
 
     A part of a batch has a known length if all batches, and so all parts, have the same.
     """
 
     def part(leaf: LeafSpec) -> PerReplicaSpec:
         if sharding is not Sharding.FUNCTION and leaf.shape:
-            whole, rest = divmod(leaf.shape[0] or 0, replicas)
+            whole, rest = divmod(leaf.shape[0] or 0, topology.num_replicas)
             leaf = leaf.row().led_by(whole if whole and not rest else None)
-        return PerReplicaSpec(*[leaf] * here)
+        return PerReplicaSpec(*[leaf] * len(topology.devices))
 
     return tree.map_leaves(part, node.element_like)
 
@@ -262,8 +261,7 @@ class DistributedIterator(Iterator[Any]):
     @property
     def element_spec(self) -> Any:
         """What each step has; see `DistributedDataset`."""
-        counts = self._topology.num_replicas, len(self._topology.devices)
-        return _spec_of_steps(self._node, self._progress.sharding, *counts)
+        return _spec_of_steps(self._node, self._progress.sharding, self._topology)
 
     def get_next(self) -> Any:
         """Return the next batch, as `next` does; this is its name in TensorFlow."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from numbers import Number
 from typing import Any, TypeAlias, cast
@@ -193,20 +193,6 @@ def checksum(array: Any) -> int:
     return value
 
 
-def call_with(fn: Callable[..., Any], element: Element) -> Any:
-    """Return ``fn(element)``, or ``fn(*element)`` if the element is a tuple."""
-    return fn(*element) if type(element) is tuple else fn(element)
-
-
-def returned(value: Any) -> Element:
-    """Return the element that a function returned; a list is several arrays, as a tuple is.
-
-    >>> returned([1, [2, 3]])
-    (np.int64(1), array([2, 3]))
-    """
-    return as_element(tuple(value) if type(value) is list else value)
-
-
 def as_shape(shape: Iterable[int | None]) -> tuple[int | None, ...]:
     """Return a shape as a tuple; None and -1 stand for a length that varies."""
     return tuple(None if n is None or n == -1 else operator.index(n) for n in shape)
@@ -248,8 +234,11 @@ class Rows:
         return Rows(self._like, [(columns, places[where]) for columns, places in self._parts])
 
     def __iter__(self) -> Iterator[Element]:
+        return chain.from_iterable(self._pieces())
+
+    def _pieces(self) -> Iterator[Iterator[Element]]:
         for first in range(0, len(self), _ROWS_PER_GATHER):
-            yield from unstack(self[first : first + _ROWS_PER_GATHER].gather())
+            yield unstack(self[first : first + _ROWS_PER_GATHER].gather())
 
     def pick(self, indices: IntArray) -> Rows:
         """Return the rows at the given indices of these rows."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import compress, count
 from typing import Any
 
 from ndistribute.data.elements import Element
 from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, check_resumable, run
 
 
-class ElementIterator(Iterator[Element]):
+class ElementIterator:
     """An iterator over the elements of a dataset; a checkpoint may have it.
 
     >>> from ndistribute.data import Dataset
@@ -21,15 +22,16 @@ class ElementIterator(Iterator[Element]):
     True
     """
 
-    def __init__(self, node: Node, convert: Callable[[Element], Element] | None = None) -> None:
-        self._node, self._epoch, self._count = node, Epoch.begin(node), 0
-        self._elements = run(node, self._epoch)
-        self._convert = convert
+    # A slot, so that no frame of Python is between a loop and the elements (65 ns for each).
+    __slots__ = ("__next__", "__weakref__", "_convert", "_elements", "_epoch", "_node", "_numbers")
+    __next__: Any
 
-    def __next__(self) -> Element:
-        element = next(self._elements)
-        self._count += 1
-        return element if self._convert is None else self._convert(element)
+    def __init__(self, node: Node, convert: Callable[[Element], Element] | None = None) -> None:
+        self._node, self._convert = node, convert
+        self._begin(Epoch.begin(node))
+
+    def __iter__(self) -> ElementIterator:
+        return self
 
     def get_next(self) -> Element:
         """Return the next element, as `next` does; this is its name in TensorFlow."""
@@ -42,7 +44,8 @@ class ElementIterator(Iterator[Element]):
 
     def close(self) -> None:
         """End the iteration, and stop its threads."""
-        self._elements.close()
+        self._epoch.threads.close()
+        self._number(iter(()), next(self._numbers))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the seeds of the shuffles, and the number of elements so far.
@@ -51,8 +54,10 @@ class ElementIterator(Iterator[Element]):
             ValueError: the elements are of a loader, which this iterator cannot take back.
         """
         check_resumable(self._node, None, "state_dict")
+        number = next(self._numbers)
+        self._number(self._elements, number)
         return {
-            "count": self._count,
+            "count": number - 1,
             "shuffles": [list(seed) for seed in self._epoch.seeds.values()],
         }
 
@@ -70,5 +75,15 @@ class ElementIterator(Iterator[Element]):
                 f"one has {len(self._epoch.seeds)}. Build the pipeline as it was when it was saved."
             )
         self.close()
-        self._epoch, self._count = Epoch.resume(self._node, seeds), int(state["count"])
-        self._elements = run(self._node, self._epoch, self._count)
+        self._begin(Epoch.resume(self._node, seeds), int(state["count"]))
+
+    def _begin(self, epoch: Epoch, start: int = 0) -> None:
+        self._epoch = epoch
+        self._number(run(self._node, epoch, start), start + 1)
+
+    def _number(self, elements: Iterator[Element], first: int) -> None:
+        """Give these elements next, and number them from `first`, which is above 0, on."""
+        self._elements, self._numbers = elements, count(first)
+        numbered = compress(elements, self._numbers)  # Takes a number for each element.
+        every = numbered if self._convert is None else map(self._convert, numbered)
+        self.__next__ = every.__next__

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data import elements, pipeline
+from ndistribute.data import pipeline
 from ndistribute.data.elements import Chunk, Element, drop
-from ndistribute.data.pipeline import ElementSpec, Epoch, Node, SeedCounter
+from ndistribute.data.pipeline import ElementSpec, Epoch, Node, SeedCounter, from_first
 from ndistribute.data.prefetch import Ahead
-from ndistribute.data.transformations import common_like, common_rank, explained, seeded
+from ndistribute.data.transformations import common_spec, explained, seeded
 
 CYCLE_LENGTH = 16
 """The inputs of `interleave` that are open at once by default; the same on every machine."""
@@ -28,7 +28,7 @@ def interleaved(
 ) -> Node:
     """Return a node of blocks of elements of the datasets that a function returns, in turns."""
     method = "flat_map" if cycle == 1 else "interleave"
-    call = explained(f"{method}: map_func", lambda element: elements.call_with(fn, element))
+    call = explained(f"{method}: map_func", fn)
     seeds = seeded(method, None)
 
     def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:
@@ -123,12 +123,9 @@ def in_rounds(parts: tuple[Node, ...]) -> Node:
             empty = tree.map_leaves(lambda leaf: leaf[:0], known)
             yield from (empty if batch is None else batch for batch in batches)
 
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(values(epoch)), start)
-
     lengths = [part.spec.cardinality for part in parts]
     known = min(lengths) if min(lengths) < 0 else max(lengths) * len(parts)
-    spec = ElementSpec(known, common_rank(parts), like=common_like(parts))
+    spec, chunks = common_spec(known, parts), from_first(values)
     return Node(name="in_rounds", chunks=chunks, inputs=parts, spec=spec, positional=True)
 
 
@@ -188,11 +185,8 @@ def _directed(
             if stops or not sources:
                 return
 
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(values(epoch)), start)
-
     inputs = (*parts, *others)
     endless = all(each.spec.cardinality == pipeline.INFINITE_CARDINALITY for each in inputs)
     known = pipeline.INFINITE_CARDINALITY if endless else pipeline.UNKNOWN_CARDINALITY
-    spec = ElementSpec(known, common_rank(parts), like=common_like(parts))
+    spec, chunks = common_spec(known, parts), from_first(values)
     return Node(name=name, chunks=chunks, inputs=inputs, spec=spec, seeds=seeds, positional=True)

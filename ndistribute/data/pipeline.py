@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data.elements import Chunk, Element, as_shape, checksum
+from ndistribute.data.elements import Chunk, Element, as_shape, checksum, drop
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
 from ndistribute.devices import as_array
@@ -206,16 +206,16 @@ class Node:
                 "element_spec: what a loader yields is not known before it is read. Write "
                 "Dataset.from_generator(lambda: iter(loader), output_signature=...)."
             )
-        elements = run(self, Epoch({}).inside(self, ShuffleSeed(0, 0), 0))
+        epoch = Epoch({}).inside(self, ShuffleSeed(0, 0), 0)
         try:
-            return tree.map_leaves(self._leaf_spec, next(elements))
+            return tree.map_leaves(self._leaf_spec, next(self.iterate(epoch)))
         except StopIteration:
             raise ValueError(
                 "element_spec: the dataset is empty, and its functions tell nothing else. Pass "
                 "output_signature to from_generator."
             ) from None
         finally:
-            elements.close()
+            epoch.threads.close()
 
     def _leaf_spec(self, leaf: Any) -> Any:
         if hasattr(leaf, "element_spec"):
@@ -227,12 +227,23 @@ class Node:
         return chain.from_iterable(self.chunks(epoch, start))
 
 
-def run(node: Node, epoch: Epoch, start: int = 0) -> Generator[Element]:
-    """Yield the elements of one epoch; stop its threads when the generator ends or is closed."""
-    try:
-        yield from node.iterate(epoch, start)
-    finally:
-        epoch.threads.close()
+def from_first(
+    values: Callable[[Epoch], Iterator[Element]],
+) -> Callable[[Epoch, int], Iterator[Chunk]]:
+    """Return the `chunks` of a node whose elements are always produced from the first on."""
+    return lambda epoch, start: drop(zip(values(epoch)), start)
+
+
+def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:
+    """Return the elements of one epoch; its threads stop when it ends or nothing refers to it."""
+
+    def chunks() -> Iterator[Chunk]:
+        try:
+            yield from node.chunks(epoch, start)
+        finally:
+            epoch.threads.close()
+
+    return chain.from_iterable(chunks())
 
 
 def upstream(node: Node) -> list[Node]:

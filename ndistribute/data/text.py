@@ -186,12 +186,9 @@ class CsvReader:
     def __call__(self, path: str) -> Any:
         with self.rows_of(path) as (_, rows):
             table = list(rows)
-        pairs = zip(self.places, self.defaults, strict=True)
         columns = {
-            self.names[place]: self._column(
-                self.names[place], [row[place] for row in table], default
-            )
-            for place, default in pairs
+            (name := self.names[place]): self._column(name, [row[place] for row in table], default)
+            for place, default in zip(self.places, self.defaults, strict=True)
         }
         return columns if self.label is None else (columns, columns.pop(self.label))
 

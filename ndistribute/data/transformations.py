@@ -6,14 +6,11 @@ Nodes that call a user's function process elements one at a time.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, cycle, repeat, takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -30,10 +27,17 @@ from ndistribute.data.elements import (
     join,
     pick,
     read_only,
-    returned,
 )
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, SeedCounter, upstream
+from ndistribute.data.pipeline import (
+    ElementSpec,
+    Epoch,
+    LeafSpec,
+    Node,
+    SeedCounter,
+    from_first,
+    upstream,
+)
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
 
@@ -53,7 +57,7 @@ _DRAWN = 8192
 
 def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) -> Node:
     """Return a node that applies a user's function to each element."""
-    call = explained("map: fn", lambda element: returned(elements.call_with(fn, element)))
+    call = explained("map: fn", fn, produces=True)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         source = child.iterate(epoch, start)
@@ -71,43 +75,39 @@ def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) 
     return child.then(name, chunks, spec=spec, runs_user_code=True)
 
 
-def explained(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose mistakes are explained where Python or NumPy cannot."""
+def explained(what: str, fn: Callable[..., Any], produces: bool = False) -> Callable[..., Any]:
+    """Return the function that calls `fn` with an element, or with the items of a tuple.
 
-    def call(*args: Any) -> Any:
+    It explains mistakes of `fn` where Python or NumPy cannot. If it `produces` elements, what `fn`
+    returns becomes one; a list is several arrays, as a tuple is.
+    """
+
+    def call(element: Element) -> Any:
         try:
-            return fn(*args)
+            value = fn(*element) if type(element) is tuple else fn(element)
         except StopIteration as error:
             raise RuntimeError(f"{what} raised StopIteration, which ends an iteration.") from error
         except ValueError as error:
             explain_read_only(error)
             raise
+        if not produces:
+            return value
+        return as_element(tuple(value) if type(value) is list else value)
 
     return call
 
 
-def filtered(child: Node, predicate: Callable[..., Any]) -> Node:
-    """Return a node of the elements for which a user's function is true."""
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        kept = filter(lambda element: elements.call_with(predicate, element), child.iterate(epoch))
-        return drop(zip(kept), start)
-
-    name = f"filter({pipeline.name_of(predicate)})"
-    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-    return child.then(name, chunks, spec=spec, runs_user_code=True)
-
-
-def taken_while(child: Node, predicate: Callable[..., Any]) -> Node:
-    """Return a node of the elements before the first for which a user's function is false."""
-
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        keep = functools.partial(elements.call_with, predicate)
-        return drop(zip(itertools.takewhile(keep, child.iterate(epoch))), start)
-
-    name = f"take_while({pipeline.name_of(predicate)})"
-    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-    return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
+def selected(child: Node, method: str, predicate: Callable[..., Any]) -> Node:
+    """Return a node of the elements that `filter` or `take_while` keeps."""
+    keep = explained(f"{method}: predicate", predicate)
+    select: Callable[..., Iterator[Element]] = {"filter": filter, "take_while": takewhile}[method]
+    return child.then(
+        f"{method}({pipeline.name_of(predicate)})",
+        from_first(lambda epoch: select(keep, child.iterate(epoch))),
+        spec=replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY),
+        runs_user_code=True,
+        positional=select is takewhile,
+    )
 
 
 def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
@@ -120,18 +120,15 @@ def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
     def results(epoch: Epoch) -> Iterator[Element]:
         state = read_only(initial)  # A function may change a nest, but no array in it.
         for element in child.iterate(epoch):
-            result = call(state, element)
+            result = call((state, element))
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise TypeError(f"scan: scan_func must return (state, output), got {result!r}.")
             state, output = map(as_element, result)
             check_state("scan: scan_func", initial, state)
             yield output
 
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(results(epoch)), start)
-
     spec = ElementSpec(child.spec.cardinality)
-    name = f"scan({pipeline.name_of(fn)})"
+    name, chunks = f"scan({pipeline.name_of(fn)})", from_first(results)
     return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
 
 
@@ -150,20 +147,7 @@ def batched(
     """Return a node of batches of `size` successive elements; the last may be shorter."""
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        pieces: list[Chunk] = []
-        missing = size
-        for chunk in child.chunks(epoch, start * size):
-            at, length = 0, len(chunk)
-            while length - at >= missing:
-                pieces.append(chunk[at : at + missing])
-                at += missing
-                yield (combine(pieces),)
-                pieces, missing = [], size
-            if at < length:
-                pieces.append(chunk[at:] if at else chunk)
-                missing -= length - at
-        if missing < size and not drop_remainder:
-            yield (combine(pieces),)
+        return _cut(child.chunks(epoch, start * size), repeat(size), drop_remainder, combine)
 
     known = child.spec.cardinality
     if known >= 0:
@@ -174,12 +158,32 @@ def batched(
     return child.then(name, chunks, spec=ElementSpec(known, True, size, like))
 
 
-def unbatched(child: Node) -> Node:
+def _cut(
+    chunks: Iterator[Chunk], sizes: Iterator[int], drop_remainder: bool, combine: Combine
+) -> Iterator[Chunk]:
+    """Yield batches of the next numbers of elements; the last may be shorter."""
+    pieces: list[Chunk] = []
+    missing = next(sizes)
+    for chunk in chunks:
+        at, length = 0, len(chunk)
+        while length - at >= missing:
+            pieces.append(chunk[at : at + missing])
+            at += missing
+            yield (combine(pieces),)
+            pieces, missing = [], next(sizes)
+        if at < length:
+            pieces.append(chunk[at:] if at else chunk)
+            missing -= length - at
+    if pieces and not drop_remainder:
+        yield (combine(pieces),)
+
+
+def unbatched(child: Node, method: str = "unbatch") -> Node:
     """Return a node of the elements of each batch."""
 
     def rows(batch: Element) -> Rows:
-        remedy = "Batch the dataset before unbatch."
-        return Rows.of(batch, elements.leading_length(tree.flatten(batch), "unbatch", remedy))
+        remedy = f"Batch the dataset before {method}."
+        return Rows.of(batch, elements.leading_length(tree.flatten(batch), method, remedy))
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return drop(map(rows, child.iterate(epoch)), start)
@@ -201,27 +205,16 @@ def padded(child: Node, size: int, shapes: Any, values: Any, drop_remainder: boo
 
 def rebatched(child: Node, sizes: tuple[int, ...], drop_remainder: bool) -> Node:
     """Return a node of the rows of batches in batches of other sizes, which take turns."""
+    rows = unbatched(child, "rebatch")
 
-    def batches(epoch: Epoch) -> Iterator[Element]:
-        source, rest, length = child.iterate(epoch), None, 0
-        for size in itertools.cycle(sizes):
-            while rest is None or length < size:
-                batch = next(source, None)
-                if batch is None:
-                    break
-                remedy = "Batch the dataset before rebatch."
-                length += elements.leading_length(tree.flatten(batch), "rebatch", remedy)
-                rest = batch if rest is None else tree.map_leaves(_lengthened, rest, batch)
-            if rest is None or length < size:
-                if length and not drop_remainder:
-                    yield rest
-                return
-            yield tree.map_leaves(operator.itemgetter(slice(size)), rest)
-            rest = tree.map_leaves(operator.itemgetter(slice(size, None)), rest)
-            length -= size
+    def combine(pieces: Sequence[Chunk]) -> Element:
+        parts = [elements.batch_of([piece]) for piece in pieces]
+        if len(parts) == 1:
+            return parts[0]
+        return tree.map_leaves(lambda *leaves: np.concatenate(leaves), *parts)
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        return drop(zip(batches(epoch)), start)
+        return drop(_cut(rows.chunks(epoch, 0), cycle(sizes), drop_remainder, combine), start)
 
     def resized(leaf: LeafSpec) -> LeafSpec:
         whole = leaf.shape and leaf.shape[0] and not leaf.shape[0] % sum(sizes)
@@ -231,10 +224,6 @@ def rebatched(child: Node, sizes: tuple[int, ...], drop_remainder: bool) -> Node
     batch_size = sizes[0] if len(set(sizes)) == 1 else None
     spec = ElementSpec(batched=True, batch_size=batch_size, like=_like(child, resized))
     return child.then(f"rebatch({sizes[0] if len(sizes) == 1 else list(sizes)})", chunks, spec=spec)
-
-
-def _lengthened(first: Any, second: Any) -> Any:
-    return np.concatenate([first, second]) if len(first) else second
 
 
 def numbered(child: Node, start: int) -> Node:
@@ -350,7 +339,7 @@ def zipped(like: Any, parts: tuple[Node, ...]) -> Node:
     specs = [part.spec.like for part in parts]
     spec = ElementSpec(
         pipeline.UNKNOWN_CARDINALITY if pipeline.UNKNOWN_CARDINALITY in lengths else shortest,
-        batched=common_rank(parts),
+        batched=_common_rank(parts),
         like=None if any(each is None for each in specs) else tree.unflatten(like, specs),
     )
     return Node(name="zip", chunks=chunks, inputs=parts, spec=spec, positional=True)
@@ -372,11 +361,8 @@ def concatenated(first: Node, second: Node) -> Node:
     lengths = (first.spec.cardinality, second.spec.cardinality)
     unknown = pipeline.UNKNOWN_CARDINALITY
     total = unknown if unknown in lengths else sum(lengths)
-    spec = ElementSpec(
-        pipeline.INFINITE_CARDINALITY if pipeline.INFINITE_CARDINALITY in lengths else total,
-        batched=common_rank((first, second)),
-        like=common_like((first, second)),
-    )
+    endless = pipeline.INFINITE_CARDINALITY in lengths
+    spec = common_spec(pipeline.INFINITE_CARDINALITY if endless else total, (first, second))
     return Node(name="concatenate", chunks=chunks, inputs=(first, second), spec=spec)
 
 
@@ -518,13 +504,14 @@ def _exact_length(node: Node) -> int:
     return node.spec.cardinality
 
 
-def common_like(parts: Sequence[Node]) -> Any:
-    """Return the specs of the leaves of several nodes; None if they differ."""
+def common_spec(cardinality: int, parts: Sequence[Node]) -> ElementSpec:
+    """Return the spec of a node whose elements are those of several nodes."""
     first = parts[0].spec.like
-    return first if all(repr(part.spec.like) == repr(first) for part in parts) else None
+    alike = all(repr(part.spec.like) == repr(first) for part in parts)
+    return ElementSpec(cardinality, _common_rank(parts), like=first if alike else None)
 
 
-def common_rank(parts: Sequence[Node]) -> bool | None:
+def _common_rank(parts: Sequence[Node]) -> bool | None:
     """Return whether the elements of several nodes are batches; None if unknown."""
     batched = [part.spec.batched for part in parts]
     if False in batched:

@@ -444,12 +444,16 @@ def test_a_checkpoint_may_have_others_and_iterators_of_datasets(tmp_path):
     outer = Checkpoint(inner=inner, v=v)
     inner.more = w = nd.Variable(2.0)  # It is part of the outer one, too.
     next(iterator), iterator.get_next()
+    assert iterator.state_dict()["count"] == iterator.state_dict()["count"] == 2
     path = outer.save(tmp_path / "run")
     left = list(iterator)
     w.assign(0.0)
     outer.restore(path)
     assert (float(w), list(iterator)) == (2.0, left)
     assert outer.inner is inner
+    outer.restore(path)
+    iterator.close()
+    assert list(iterator) == []
     with pytest.raises(ValueError, match=r"pipeline with 1 shuffle\(s\), this one has 0"):
         iter(nd.Dataset.range(3)).load_state_dict({"count": 1, "shuffles": [[1, 2]]})
     loader = iter(nd.Dataset.range(2).concatenate(frozenset([np.int64(2)])))

@@ -373,10 +373,15 @@ def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
     """
     if not rate:
         return None
-    replica = get_replica_context() or get_strategy().replica_contexts[0]
-    factors = (replica.rng.random(shape, dtype=np.float32) >= rate).astype(like.dtype)
+    factors = (random_generator().random(shape, dtype=np.float32) >= rate).astype(like.dtype)
     factors *= like.dtype.type(1 / (1 - rate))
     return factors
+
+
+def random_generator() -> Any:
+    """Return the generator of this replica; outside of replicas, that of the first."""
+    replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
+    return replica.rng
 
 
 def as_floats(x: Any, variable: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.context import current_trace
 from ndistribute.models import operations
-from ndistribute.models.layers.core import as_floats, positive
+from ndistribute.models.layers.core import as_floats, positive, random_generator
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.symbolic import describes
 
@@ -111,8 +111,7 @@ class GaussianNoise(Layer):
         """Return the input, in training with noise."""
         if not training:
             return inputs
-        replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
-        noise = replica.rng.standard_normal(inputs.shape, dtype=np.float32)
+        noise = random_generator().standard_normal(inputs.shape, dtype=np.float32)
         return inputs + noise.astype(inputs.dtype) * inputs.dtype.type(self.stddev)
 
 

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.context import current_trace
 from ndistribute.models.layers.convolution import SpatialLayer, lengths
+from ndistribute.models.layers.core import random_generator
 from ndistribute.models.layers.layer import Layer
 
 Sides = int | Sequence[int] | Sequence[Sequence[int]]
@@ -142,7 +143,7 @@ class RandomCrop(CenterCrop):
             return super()._corner(rest, training)
         if current_trace() is not None:
             raise ValueError(f"{self.name}: crop before a compiled step, such as in Dataset.map.")
-        y, x = (int(_generator().random((), dtype=np.float32) * (n + 1)) for n in rest)
+        y, x = (int(random_generator().random((), dtype=np.float32) * (n + 1)) for n in rest)
         return y, x
 
 
@@ -171,14 +172,9 @@ class RandomFlip(SpatialLayer):
     def call(self, inputs: Any, training: bool = True) -> Any:
         """Return the images, in training some of them mirrored."""
         for axis in self._axes[self.mode] if training else ():
-            flips = _generator().random((inputs.shape[0], 1, 1, 1), dtype=np.float32) < 0.5
+            flips = random_generator().random((inputs.shape[0], 1, 1, 1), dtype=np.float32) < 0.5
             inputs = np.where(flips, np.flip(inputs, axis), inputs)
         return inputs
-
-
-def _generator() -> Any:
-    replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
-    return replica.rng
 
 
 def _sides(value: Sides, what: str) -> tuple[tuple[int, int], ...]:
