@@ -27,15 +27,15 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2420,
+    "compat": 2450,
     "coordinator": 903,
     "data": 2483,
     "estimator": 1279,
     "graph": 4442,
     "jit": 1667,
     "launcher": 1478,
-    "models": 6436,
-    "optimizers": 1044,
+    "models": 6453,
+    "optimizers": 1046,
     "parameter_server": 1595,
     "strategies": 1335,
     "task": 296,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35992
+TESTS_BUDGET = 36047
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -54,6 +54,7 @@ SHARED_CLASSES = {
         "Keras has a loss and a metric of this name",
     ),
     "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
+    "MeanAbsolutePercentageError": "Keras has a loss and a metric of this name",
     "MeanAbsoluteError": "Keras has a loss and a metric of this name",
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",

@@ -3,5 +3,6 @@ from typing import Any
 
 from ndistribute.models.sidecar import SidecarEvaluator as _SidecarEvaluator
 SidecarEvaluator = _SidecarEvaluator
+pad_sequences: Any
 set_random_seed: Any
 to_categorical: Any
