@@ -158,6 +158,11 @@ class Model(models.Model):
             raise ValueError("save: a model replaces the one there, in one format: give no other.")
         super().save(filepath)
 
+    def load_weights(self, filepath: Any) -> Restored:  # type: ignore[override]
+        """Restore all weights, and return what `Checkpoint.restore` does."""
+        super().load_weights(filepath)
+        return Restored(others=())
+
     submodules = property(lambda self: tuple(self.walk())[1:])
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:

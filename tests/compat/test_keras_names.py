@@ -69,3 +69,34 @@ def test_small_names() -> None:
     assert keras.backend.random_normal((2, 3)).shape == (2, 3)
     dataset = tf.data.Dataset.range(7).batch(2)
     assert int(tf.data.experimental.cardinality(dataset)) == 4
+
+
+class Stack(keras.Model):
+    """Dense layers, as guides define a model that can be saved."""
+
+    def __init__(self, units: list[int]) -> None:
+        super().__init__()
+        self.units = units
+        self.stack = [layers.Dense(each) for each in units]
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        for layer in self.stack:
+            inputs = layer(inputs)
+        return inputs
+
+    def get_config(self) -> dict:
+        return {"widths": self.units}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "Stack":
+        return cls(config["widths"])
+
+
+def test_loading_calls_from_config_of_the_model(tmp_path) -> None:
+    model, x = Stack([3, 2]), tf.ones((1, 4))
+    model(x)
+    model.save(tmp_path / "model")
+    loaded = keras.models.load_model(tmp_path / "model", custom_objects={"Stack": Stack})
+    np.testing.assert_array_equal(loaded(x), model(x))
+    model.save_weights(tmp_path / "weights")
+    assert loaded.load_weights(tmp_path / "weights").expect_partial().assert_consumed()
