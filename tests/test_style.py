@@ -27,7 +27,7 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2453,
+    "compat": 2459,
     "coordinator": 903,
     "data": 2483,
     "estimator": 1279,
