@@ -20,7 +20,6 @@ _INSTEAD = {
     "add_weight": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "decay": "pass a schedule, such as learning_rate=optimizers.ExponentialDecay(...)",
     "gradient_accumulation_steps": "use optimizers.GradientAccumulation",
-    "input_dim": "use input_shape=(n,)",
     "loss_scale_factor": "use optimizers.LossScale",
     "lr": "use learning_rate",
 }

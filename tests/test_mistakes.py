@@ -210,8 +210,6 @@ nd.optimizers.SGD(lr=0.1)
 -> TypeError: SGD takes no argument 'lr' | learning_rate
 nd.optimizers.Adam(decay=0.1)
 -> TypeError: Adam takes no argument 'decay' | ExponentialDecay
-nd.models.layers.Dense(3, input_dim=4)
--> TypeError: Dense takes no argument 'input_dim' | input_shape=(n,)
 nd.models.callbacks.EarlyStopping(patence=3)
 -> TypeError: EarlyStopping takes no argument 'patence' | use patience
 nd.models.losses.MeanSquaredError(nam="mse")

@@ -27,24 +27,24 @@ BUDGETS = {
     "autodiff": 2838,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2548,
+    "compat": 2586,
     "coordinator": 903,
     "data": 2479,
     "estimator": 1279,
     "graph": 4444,
     "jit": 1652,
     "launcher": 1478,
-    "models": 6588,
-    "optimizers": 1047,
+    "models": 6605,
+    "optimizers": 1049,
     "parameter_server": 1595,
     "strategies": 1333,
     "task": 296,
-    "top level": 2902,
+    "top level": 2901,
     "transport": 1992,
     "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36573
+TESTS_BUDGET = 36649
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
@@ -54,6 +54,7 @@ SHARED_CLASSES = {
         "Keras has a loss and a metric of this name",
     ),
     "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
+    "MeanAbsolutePercentageError": "Keras has a loss and a metric of this name",
     "MeanAbsoluteError": "Keras has a loss and a metric of this name",
     "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",

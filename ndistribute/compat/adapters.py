@@ -29,7 +29,7 @@ from ndistribute.compat.signatures import (
     tensor_if_array,
     unary,
 )
-from ndistribute.compat.tensor_functions import eager_constant, one_hot
+from ndistribute.compat.tensor_functions import eager_constant
 from ndistribute.compat.tensors import (
     WatchingTape,
     as_tensor,
@@ -185,6 +185,12 @@ class Model(models.Model):
         return dict(zip(names, outputs, strict=True))
 
     signatures = property(lambda self: {"serving_default": self._serve})
+
+    def load_weights(self, filepath: Any) -> Restored:  # type: ignore[override]
+        """Restore all weights, and return what `Checkpoint.restore` does."""
+        super().load_weights(filepath)
+        return Restored(others=())
+
     submodules = property(lambda self: tuple(self.walk())[1:])
 
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
@@ -534,4 +540,35 @@ def do_not_convert(func: Any = None) -> Any:
     return do_not_convert if func is None else func
 
 
-to_categorical = adapted(lambda x, num_classes=None: one_hot(x, num_classes or int(np.max(x)) + 1))
+cardinality = TensorDataset.cardinality
+
+
+def to_categorical(x: Any, num_classes: int | None = None) -> Any:
+    """Return labels as rows with a one; a last axis of length 1 goes."""
+    labels = np.asarray(x).astype(np.int64)
+    if labels.ndim > 1 and labels.shape[-1] == 1:
+        labels = labels[..., 0]
+    return np.eye(num_classes or int(labels.max()) + 1, dtype=np.float32)[labels]
+
+
+def pad_sequences(
+    sequences: Any,
+    maxlen: int | None = None,
+    dtype: Any = "int32",
+    padding: str = "pre",
+    truncating: str = "pre",
+    value: Any = 0.0,
+) -> Any:
+    """Return an array of sequences, cut and filled up at one end to the same length."""
+    for name, end in (("padding", padding), ("truncating", truncating)):
+        if end not in ("pre", "post"):
+            raise ValueError(f"pad_sequences: {name} must be 'pre' or 'post', got {end!r}.")
+    arrays = [np.asarray(sequence) for sequence in sequences]
+    length = max(map(len, arrays), default=0) if maxlen is None else maxlen
+    inner = next((array.shape[1:] for array in arrays if len(array)), ())
+    rows = np.full((len(arrays), length, *inner), value, dtype)
+    for row, array in zip(rows, arrays, strict=True):
+        cut = array[max(len(array) - length, 0) :] if truncating == "pre" else array[:length]
+        start = length - len(cut) if padding == "pre" else 0
+        row[start : start + len(cut)] = cut
+    return rows

@@ -21,7 +21,7 @@ TF2 = """
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
-    .compat.adapters: make_csv_dataset  ndistribute: AutoShardPolicy
+    .compat.adapters: cardinality make_csv_dataset  ndistribute: AutoShardPolicy
 [bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
     numpy/unary: invert
 [autograph] .compat.signatures: set_verbosity=nothing
@@ -79,6 +79,7 @@ TF2 = """
     gather get_value one_hot ones set_value squeeze zeros  .compat.tf.math: abs argmax cumsum equal
     exp log max=reduce_max maximum mean=reduce_mean min=reduce_min minimum pow round sigmoid sign
     softplus sqrt square std=reduce_std sum=reduce_sum tanh  .compat.tf.nn: relu softmax
+    .compat.tf.random: random_normal=normal random_uniform=uniform
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
@@ -101,9 +102,11 @@ TF2 = """
     .compat.adapters: get=get_optimizer
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *
+[keras.preprocessing]
+[keras.preprocessing.sequence] .compat.adapters: pad_sequences
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
-    .compat.adapters: to_categorical
+    .compat.adapters: pad_sequences to_categorical
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -258,7 +261,14 @@ INSTEAD = {
     "io.read_file": "tf.io.gfile.GFile",
     "keras.applications": "layers, and load_weights: nothing is downloaded",
     "keras.datasets": "arrays that you load: nothing is downloaded",
-    "keras.preprocessing": "arrays, or NumPy and Pillow in Dataset.map",
+    "keras.preprocessing.image": "arrays, or NumPy and Pillow in Dataset.map",
+    "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
+    "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
+    "keras.layers.RandomRotation": "RandomFlip and RandomCrop, or Pillow in Dataset.map",
+    "keras.layers.deserialize": "from_config of the class of the layer",
+    "keras.layers.serialize": "get_config of the layer",
+    "keras.utils.Sequence": "a generator, or Dataset.from_generator",
+    "keras.utils.custom_object_scope": "custom_objects of load_model or from_config",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
     "keras.utils.plot_model": "model.summary()",
     "lite": "nd.models.load where the model serves",

@@ -197,7 +197,9 @@ def cloned(nest: Any, made: dict[int, Any]) -> Any:
             return leaf
         if id(leaf) not in made:
             layer = made[id(leaf)] = type(leaf).assembled(cloned(leaf.get_config(), made))
-            layer.name, layer.trainable = leaf.name, leaf.trainable
+            layer.name = leaf.name
+            if layer.trainable != leaf.trainable:  # Else the layers in it keep theirs.
+                layer.trainable = leaf.trainable
         return made[id(leaf)]
 
     return tree.map_leaves(clone, nest)

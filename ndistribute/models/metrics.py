@@ -208,6 +208,13 @@ class MeanAbsoluteError(MeanMetric):
         super().__init__(losses.mean_absolute_error, name)
 
 
+class MeanAbsolutePercentageError(MeanMetric):
+    """The mean of absolute differences in percent of the labels."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(losses.mean_absolute_percentage_error, name)
+
+
 class SparseCategoricalAccuracy(MeanMetric):
     """The share of examples whose most probable class is the label, an integer.
 

@@ -72,9 +72,6 @@ class Model(Trainer):
     input_names: Any = Replaceable(lambda model: model._graph and model._graph.input_names)
     output_names: Any = Replaceable(lambda model: model._graph and model._graph.output_names)
     _graph: CallGraph | None = None
-    _uncalled = Trainer._uncalled | {
-        "from_config": "load calls the constructor with what get_config returns"
-    }
 
     def __init__(
         self, inputs: Any = None, outputs: Any = None, *, name: str | None = None, **options: Any
@@ -138,11 +135,16 @@ class Model(Trainer):
     @accepting("custom_objects")  # The configuration has the classes themselves.
     def from_config(cls, config: Mapping[str, Any]) -> Any:
         """Return a new model for what `get_config` returned, with new layers and variables."""
-        return cls.assembled(cloned(dict(config), {}))
+        return cls._made(cloned(dict(config), {}))
 
     @classmethod
     def assembled(cls, config: Mapping[str, Any]) -> Any:
         """Return a new model for a configuration, which has the layers in it themselves."""
+        inherited = cls.from_config.__func__ is Model.from_config.__func__  # type: ignore[attr-defined]
+        return cls._made(config) if inherited else cls.from_config(config)
+
+    @classmethod
+    def _made(cls, config: Mapping[str, Any]) -> Any:
         return cls(**(connected(config) if "calls" in config else config))
 
     def export(self, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:

@@ -238,6 +238,10 @@ class Optimizer(Explaining, Shown):
             self._build(variables)
 
     @_also_in_graphs
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Variable]) -> None:
+        """Update variables by their gradients, as `apply_gradients` does with pairs."""
+        self.apply_gradients(zip(grads, trainable_variables, strict=True))
+
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],

@@ -17,7 +17,6 @@ X, Y = np.ones((6, 4), np.float32), np.ones((6, 2), np.float32)
         (layers.Layer, "activity_regularizer", "write a loop of your own"),
         (layers.Layer, "trainable_variables", "set trainable"),
         (layers.Layer, "save_own_variables", "variables"),
-        (nd.Model, "from_config", "load calls the constructor"),
         (losses.Loss, "__call__", "define call"),
         (metrics.Mean, "result", "define value_of"),
         (metrics.Metric, "reset_states", "define reset_state"),

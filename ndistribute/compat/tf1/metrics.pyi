@@ -17,6 +17,8 @@ from ndistribute.models.metrics import Mean as _Mean
 Mean = _Mean
 from ndistribute.models.metrics import MeanAbsoluteError as _MeanAbsoluteError
 MeanAbsoluteError = _MeanAbsoluteError
+from ndistribute.models.metrics import MeanAbsolutePercentageError as _MeanAbsolutePercentageError
+MeanAbsolutePercentageError = _MeanAbsolutePercentageError
 from ndistribute.models.metrics import MeanMetric as _MeanMetric
 MeanMetric = _MeanMetric
 from ndistribute.models.metrics import MeanSquaredError as _MeanSquaredError

@@ -71,12 +71,14 @@ class Layer(Explaining):
 
     Args:
         name: the name in messages and summaries; None: the class name, with a number.
-        trainable: whether tapes watch the layer's variables; it can be set later, too.
+        trainable: whether tapes watch the layer's variables; it can be set later, too, for the
+            layers that it holds as well.
         dtype: the dtype of the variables and of the computation; or ``"mixed_float16"`` or
             ``"mixed_bfloat16"``, which compute in 16 bits and keep variables in float32. None means
             that of `set_dtype_policy`, or float32.
         input_shape: the shape of an example; a `Sequential` whose first layer has one creates its
             variables at once.
+        input_dim: the length of an example of one axis, instead of `input_shape`.
 
     >>> class Scale(Layer):
     ...     def build(self, input_shape):
@@ -95,6 +97,7 @@ class Layer(Explaining):
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
     supports_masking = False
     """Whether the mask of the input is that of the output, too; see `compute_mask`."""
+    _trainable: bool = True
     _builds = False  # Whether the first call is creating the variables.
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
@@ -116,9 +119,12 @@ class Layer(Explaining):
         trainable: bool = True,
         dtype: Any = None,
         input_shape: Sequence[int | None] | None = None,
+        input_dim: int | None = None,
     ) -> None:
         self.name = _numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
+        if input_dim is not None:
+            input_shape = (input_dim,)
         self._example_shape = None if input_shape is None else (*input_shape,)
         self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
@@ -157,6 +163,16 @@ class Layer(Explaining):
         return mask if self.supports_masking else None
 
     # Methods for users and subclasses.
+
+    @property
+    def trainable(self) -> bool:
+        """Whether tapes watch the variables; setting it sets it for the layers in this one, too."""
+        return self._trainable
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        for layer in self.walk():
+            layer._trainable = value
 
     # An attribute of a layer may have one of these names.
     input: Any = Replaceable(lambda layer: layer._first_call("input"))

@@ -6,4 +6,5 @@ from ndistribute.data.options import AutoShardPolicy as _AutoShardPolicy
 AutoShardPolicy = _AutoShardPolicy
 INFINITE_CARDINALITY: Any
 UNKNOWN_CARDINALITY: Any
+cardinality: Any
 make_csv_dataset: Any

@@ -12,6 +12,7 @@ from ndistribute.compat.tf.keras import metrics as metrics
 from ndistribute.compat.tf.keras import mixed_precision as mixed_precision
 from ndistribute.compat.tf.keras import models as models
 from ndistribute.compat.tf.keras import optimizers as optimizers
+from ndistribute.compat.tf.keras import preprocessing as preprocessing
 from ndistribute.compat.tf.keras import regularizers as regularizers
 from ndistribute.compat.tf.keras import utils as utils
 Input: Any

@@ -25,6 +25,8 @@ minimum: Any
 one_hot: Any
 ones: Any
 pow: Any
+random_normal: Any
+random_uniform: Any
 relu: Any
 round: Any
 set_value: Any

@@ -1,0 +1,102 @@
+"""Names of Keras in TensorFlow's module do what its guides use them for."""
+
+import numpy as np
+import pytest
+
+from ndistribute.compat import tf
+
+keras = tf.keras
+layers = keras.layers
+
+
+def test_labels_in_a_column_become_rows_with_a_one() -> None:
+    rows = keras.utils.to_categorical([[0], [2]])
+    np.testing.assert_array_equal(rows, [[1, 0, 0], [0, 0, 1]])
+    np.testing.assert_array_equal(keras.utils.to_categorical([0, 2]), rows)
+    assert keras.utils.to_categorical(np.uint8([[1]]), num_classes=4).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [[0, 1, 2], [3, 4, 5]]),
+        ({"padding": "post", "value": 9}, [[1, 2, 9], [3, 4, 5]]),
+        ({"maxlen": 1}, [[2], [5]]),
+        ({"maxlen": 2, "truncating": "post"}, [[1, 2], [3, 4]]),
+    ],
+)
+def test_sequences_are_padded_to_one_length(options: dict, expected: list) -> None:
+    padded = keras.preprocessing.sequence.pad_sequences([[1, 2], [3, 4, 5]], **options)
+    assert padded.dtype == np.int32
+    np.testing.assert_array_equal(padded, expected)
+    with pytest.raises(ValueError, match="padding must be 'pre' or 'post'"):
+        keras.utils.pad_sequences([[1]], padding="left")
+
+
+def test_freezing_a_model_freezes_what_is_in_it() -> None:
+    """Batch normalization in a frozen model changed its averages, and used those of the batch."""
+    base = keras.Sequential([layers.Dense(3), layers.BatchNormalization()])
+    model = keras.Sequential([base, layers.Dense(1)])
+    x = np.random.default_rng(0).normal(5.0, 1.0, (8, 2)).astype(np.float32)
+    model(x)
+    base.trainable = False
+    assert not any(layer.trainable for layer in base.layers)
+    before = [value.copy() for value in base.get_weights()]
+    model.compile("sgd", "mse")
+    model.fit(x, np.ones((8, 1)), verbose=0)
+    np.testing.assert_equal(base.get_weights(), before)
+    base.layers[0].trainable = False
+    base.trainable = True
+    assert len(model.trainable_weights) == 6
+    base.layers[0].trainable = False
+    assert [layer.trainable for layer in keras.models.clone_model(base).layers] == [False, True]
+
+
+def test_an_optimizer_applies_gradients_to_variables() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    keras.optimizers.SGD(0.5).apply([tf.constant([1.0, 1.0])], [variable])
+    np.testing.assert_array_equal(variable, [0.5, 1.5])
+    with pytest.raises(ValueError, match="longer"):
+        keras.optimizers.SGD(0.5).apply([], [variable])
+
+
+def test_small_names() -> None:
+    model = keras.Sequential([layers.Dense(1, input_dim=4)])
+    assert model.output_shape == (None, 1)
+    metric = keras.metrics.MeanAbsolutePercentageError()
+    metric.update_state([[2.0], [4.0]], [[1.0], [4.0]])
+    assert float(metric.result()) == 25.0
+    assert keras.backend.random_normal((2, 3)).shape == (2, 3)
+    dataset = tf.data.Dataset.range(7).batch(2)
+    assert int(tf.data.experimental.cardinality(dataset)) == 4
+
+
+class Stack(keras.Model):
+    """Dense layers, as guides define a model that can be saved."""
+
+    def __init__(self, units: list[int]) -> None:
+        super().__init__()
+        self.units = units
+        self.stack = [layers.Dense(each) for each in units]
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        for layer in self.stack:
+            inputs = layer(inputs)
+        return inputs
+
+    def get_config(self) -> dict:
+        return {"widths": self.units}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "Stack":
+        return cls(config["widths"])
+
+
+def test_loading_calls_from_config_of_the_model(tmp_path) -> None:
+    model, x = Stack([3, 2]), tf.ones((1, 4))
+    model(x)
+    model.save(tmp_path / "model")
+    loaded = keras.models.load_model(tmp_path / "model", custom_objects={"Stack": Stack})
+    np.testing.assert_array_equal(loaded(x), model(x))
+    model.save_weights(tmp_path / "weights")
+    assert loaded.load_weights(tmp_path / "weights").expect_partial().assert_consumed()
