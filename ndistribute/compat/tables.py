@@ -60,11 +60,16 @@ TF2 = """
 [errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
     .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
     InvalidArgumentError NotFoundError OpError=OperationError
-[estimator] .estimator: DNNClassifier DNNRegressor Estimator EstimatorSpec EvalSpec LinearClassifier
-    LinearRegressor ModeKeys RunConfig TrainSpec train_and_evaluate  .graph: CheckpointSaverHook
+[estimator] .estimator: BinaryClassHead=binary_class_head DNNClassifier DNNEstimator
+    DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor
+    Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
+    MultiClassHead=multi_class_head RegressionHead=regression_head RunConfig TrainSpec
+    WarmStartSettings add_metrics train_and_evaluate  .graph: CheckpointSaverHook
     CheckpointSaverListener FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
     NanLossDuringTrainingError NanTensorHook SessionRunArgs SessionRunContext SessionRunHook
     SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
+[estimator.experimental] .estimator: make_early_stopping_hook stop_if_higher_hook stop_if_lower_hook
+    stop_if_no_decrease_hook stop_if_no_increase_hook
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
@@ -246,8 +251,14 @@ INSTEAD = {
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
     "data.TFRecordDataset": "arrays, or Dataset.from_files with a reader",
+    "estimator.BaselineEstimator": "np.mean of the labels",
+    "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.BoostedTreesClassifier": "sklearn.ensemble.HistGradientBoostingClassifier",
     "estimator.BoostedTreesRegressor": "sklearn.ensemble.HistGradientBoostingRegressor",
+    "estimator.BoostedTreesEstimator": "sklearn.ensemble.HistGradientBoostingClassifier",
+    "estimator.FinalExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
+    "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
+    "estimator.tpu": "tf.keras.estimator.model_to_estimator of a model under TPUStrategy",
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
