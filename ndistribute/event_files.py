@@ -14,6 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from operator import length_hint
 from pathlib import Path
 from typing import Any, Self
 
@@ -216,25 +217,22 @@ def _key(field: int, kind: int) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the numbers and values of the fields of a message; fixed numbers are bytes."""
+    """Yield the numbers and values of the fields of a message; numbers of fixed size are bytes."""
     octets = iter(data)
-    for first in octets:
-        key = _read_varint(first, octets)
-        field, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            yield field, _read_varint(next(octets), octets)
-        else:
-            fixed = {_FIXED64: 8, _FIXED32: 4}
-            size = fixed[kind] if kind in fixed else _read_varint(next(octets), octets)
-            yield field, bytes(itertools.islice(octets, size))
 
+    def varint() -> int:
+        value = shift = 0
+        for octet in octets:
+            value |= (octet & 0x7F) << shift
+            if octet < 0x80:
+                break
+            shift += 7
+        return value
 
-def _read_varint(octet: int, octets: Iterator[int]) -> int:
-    value, shift = octet & 0x7F, 7
-    while octet > 0x7F:
-        octet = next(octets)
-        value, shift = value | (octet & 0x7F) << shift, shift + 7
-    return value
+    while length_hint(octets):
+        field, kind = divmod(varint(), 8)
+        size = {_FIXED64: 8, _FIXED32: 4}.get(kind) or varint()
+        yield field, size if kind == _VARINT else bytes(itertools.islice(octets, size))
 
 
 def _integer(field: int, value: int) -> bytes:

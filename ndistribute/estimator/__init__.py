@@ -1,5 +1,6 @@
 """Estimators: loops that train, evaluate and predict with a graph that a function builds."""
 
+from ndistribute.estimator import early_stopping as early_stopping
 from ndistribute.estimator import feature_column as feature_column
 from ndistribute.estimator.canned import DNNClassifier as DNNClassifier
 from ndistribute.estimator.canned import DNNEstimator as DNNEstimator
@@ -13,17 +14,6 @@ from ndistribute.estimator.canned import LinearRegressor as LinearRegressor
 from ndistribute.estimator.canned import binary_class_head as binary_class_head
 from ndistribute.estimator.canned import multi_class_head as multi_class_head
 from ndistribute.estimator.canned import regression_head as regression_head
-from ndistribute.estimator.early_stopping import (
-    make_early_stopping_hook as make_early_stopping_hook,
-)
-from ndistribute.estimator.early_stopping import stop_if_higher_hook as stop_if_higher_hook
-from ndistribute.estimator.early_stopping import stop_if_lower_hook as stop_if_lower_hook
-from ndistribute.estimator.early_stopping import (
-    stop_if_no_decrease_hook as stop_if_no_decrease_hook,
-)
-from ndistribute.estimator.early_stopping import (
-    stop_if_no_increase_hook as stop_if_no_increase_hook,
-)
 from ndistribute.estimator.estimator import Estimator as Estimator
 from ndistribute.estimator.estimator import add_metrics as add_metrics
 from ndistribute.estimator.models import model_to_estimator as model_to_estimator
@@ -36,4 +26,4 @@ from ndistribute.estimator.specs import WarmStartSettings as WarmStartSettings
 from ndistribute.estimator.tasks import train_and_evaluate as train_and_evaluate
 from ndistribute.exports import export as _export
 
-_export(vars(), "feature_column")
+_export(vars(), "early_stopping feature_column")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -37,72 +37,35 @@ _NAMED: dict[str, Callable[[float], Any]] = {
 }
 
 
-class LinearRegressor(Estimator):
-    """Linear regression by the mean squared error.
+class _CommonOptions(TypedDict, total=False):
+    """The keyword arguments of every estimator here; see `Estimator`."""
 
-    Predictions: ``predictions``. Metrics: ``average_loss``, ``label/mean``, ``prediction/mean``.
+    config: RunConfig | None
+    warm_start_from: WarmStart
 
-    Args:
-        feature_columns: the columns; a categorical one has a weight for each id.
-        model_dir: the directory of checkpoints, see `Estimator`.
-        label_dimension: the number of labels of an example.
-        weight_column: the key of the feature with the weights of the examples; None: ones.
-        optimizer: an optimizer, a function that returns one, or ``"Adagrad"``, ``"Adam"``,
-            ``"Ftrl"``, ``"RMSProp"`` or ``"SGD"``; None: Adagrad.
-        config: a `RunConfig`.
-        warm_start_from: the values that variables begin with, see `Estimator`.
 
-    >>> import ndistribute as nd
-    >>> x = np.arange(8, dtype=np.float32)
-    >>> column = nd.estimator.feature_column.numeric_column("x")
-    >>> model = LinearRegressor([column], optimizer=nd.graph.AdagradOptimizer(1.0))
-    >>> trained = model.train(lambda: ({"x": x}, 3 * x - 1), steps=400)
-    >>> [each["predictions"].round(1) for each in model.predict(lambda: {"x": x[:2]})]
-    [array([-1.], dtype=float32), array([2.], dtype=float32)]
-    """
+class _Regression(Estimator):
+    """Passes the head of a regression to the next class."""
 
     def __init__(
-        self,
-        feature_columns: Iterable[Any],
-        model_dir: str | None = None,
-        label_dimension: int = 1,
-        weight_column: str | None = None,
-        optimizer: Any = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
+        self, *args: Any, label_dimension: int = 1, weight_column: str | None = None, **options: Any
     ) -> None:
-        head = regression_head(label_dimension, weight_column)
-        model_fn = _model_fn(head, _linear(feature_columns, optimizer))
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+        super().__init__(regression_head(label_dimension, weight_column), *args, **options)
 
 
-class LinearClassifier(Estimator):
-    """Logistic regression, in two classes or by softmax in more.
-
-    Predictions: ``logits``, ``probabilities``, ``class_ids``, ``classes``. Metrics: ``accuracy``,
-    ``average_loss``; for two classes also ``precision`` and ``recall``.
-
-    Args:
-        n_classes: the number of classes.
-        label_vocabulary: the labels by class; None: labels are the integers below `n_classes`.
-
-    The others are those of `LinearRegressor`.
-    """
+class _Classification(Estimator):
+    """Passes the head of a classification to the next class."""
 
     def __init__(
         self,
-        feature_columns: Iterable[Any],
-        model_dir: str | None = None,
+        *args: Any,
         n_classes: int = 2,
         weight_column: str | None = None,
         label_vocabulary: Sequence[Any] | None = None,
-        optimizer: Any = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
+        **options: Any,
     ) -> None:
         head = multi_class_head(n_classes, weight_column, label_vocabulary)
-        model_fn = _model_fn(head, _linear(feature_columns, optimizer))
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+        super().__init__(head, *args, **options)
 
 
 class LinearEstimator(Estimator):
@@ -110,8 +73,11 @@ class LinearEstimator(Estimator):
 
     Args:
         head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
-
-    The others are those of `LinearRegressor`.
+        feature_columns: the columns; a categorical one has a weight for each id.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        optimizer: an optimizer, a function that returns one, or ``"Adagrad"``, ``"Adam"``,
+            ``"Ftrl"``, ``"RMSProp"`` or ``"SGD"``; None: Adagrad.
+        options: `config` and `warm_start_from`, see `Estimator`.
 
     >>> import ndistribute as nd
     >>> column = nd.estimator.feature_column.numeric_column("x")
@@ -128,75 +94,59 @@ class LinearEstimator(Estimator):
         feature_columns: Iterable[Any],
         model_dir: str | None = None,
         optimizer: Any = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
+        **options: Unpack[_CommonOptions],
     ) -> None:
-        model_fn = _model_fn(head, _linear(feature_columns, optimizer))
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+        super().__init__(_model_fn(head, _linear(feature_columns, optimizer)), model_dir, **options)
 
 
-class DNNRegressor(Estimator):
-    """Regression by a dense network; predictions and metrics as of `LinearRegressor`.
+class LinearRegressor(_Regression, LinearEstimator):
+    """Linear regression by the mean squared error.
+
+    Predictions: ``predictions``. Metrics: ``average_loss``, ``label/mean``, ``prediction/mean``.
 
     Args:
-        hidden_units: the widths of the hidden layers.
-        feature_columns: the columns; categorical ones in an indicator or embedding column.
-        activation_fn: the function of the hidden layers; None: the rectifier.
-        dropout: the share of hidden values to drop in training; None: none.
+        feature_columns: the columns; a categorical one has a weight for each id.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        label_dimension: the number of labels of an example.
+        weight_column: the key of the feature with the weights of the examples; None: ones.
+        options: `optimizer`, `config` and `warm_start_from`, see `LinearEstimator`.
+
+    >>> import ndistribute as nd
+    >>> x = np.arange(8, dtype=np.float32)
+    >>> column = nd.estimator.feature_column.numeric_column("x")
+    >>> model = LinearRegressor([column], optimizer=nd.graph.AdagradOptimizer(1.0))
+    >>> trained = model.train(lambda: ({"x": x}, 3 * x - 1), steps=400)
+    >>> [each["predictions"].round(1) for each in model.predict(lambda: {"x": x[:2]})]
+    [array([-1.], dtype=float32), array([2.], dtype=float32)]
+    """
+
+
+class LinearClassifier(_Classification, LinearEstimator):
+    """Logistic regression, in two classes or by softmax in more.
+
+    Predictions: ``logits``, ``probabilities``, ``class_ids``, ``classes``. Metrics: ``accuracy``,
+    ``average_loss``; for two classes also ``precision`` and ``recall``.
+
+    Args:
+        n_classes: the number of classes.
+        label_vocabulary: the labels by class; None: labels are the integers below `n_classes`.
 
     The others are those of `LinearRegressor`.
     """
 
-    def __init__(
-        self,
-        hidden_units: Sequence[int],
-        feature_columns: Iterable[Any],
-        model_dir: str | None = None,
-        label_dimension: int = 1,
-        weight_column: str | None = None,
-        optimizer: Any = None,
-        activation_fn: Callable[[Any], Any] | None = None,
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
-    ) -> None:
-        head = regression_head(label_dimension, weight_column)
-        part = _dense(hidden_units, feature_columns, activation_fn, dropout, optimizer)
-        model_fn = _model_fn(head, part)
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
-
-
-class DNNClassifier(Estimator):
-    """Classification by a dense network; predictions and metrics as of `LinearClassifier`.
-
-    The arguments are those of `DNNRegressor` and `LinearClassifier`.
-    """
-
-    def __init__(
-        self,
-        hidden_units: Sequence[int],
-        feature_columns: Iterable[Any],
-        model_dir: str | None = None,
-        n_classes: int = 2,
-        weight_column: str | None = None,
-        label_vocabulary: Sequence[Any] | None = None,
-        optimizer: Any = None,
-        activation_fn: Callable[[Any], Any] | None = None,
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
-    ) -> None:
-        head = multi_class_head(n_classes, weight_column, label_vocabulary)
-        part = _dense(hidden_units, feature_columns, activation_fn, dropout, optimizer)
-        model_fn = _model_fn(head, part)
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
-
 
 class DNNEstimator(Estimator):
-    """A dense network for the task of a head; the arguments are those of `DNNRegressor`.
+    """A dense network for the task of a head.
 
     Args:
         head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
+        hidden_units: the widths of the hidden layers.
+        feature_columns: the columns; categorical ones in an indicator or embedding column.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        optimizer: see `LinearEstimator`.
+        activation_fn: the function of the hidden layers; None: the rectifier.
+        dropout: the share of hidden values to drop in training; None: none.
+        options: `config` and `warm_start_from`, see `Estimator`.
     """
 
     def __init__(
@@ -208,12 +158,29 @@ class DNNEstimator(Estimator):
         optimizer: Any = None,
         activation_fn: Callable[[Any], Any] | None = None,
         dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
+        **options: Unpack[_CommonOptions],
     ) -> None:
         part = _dense(hidden_units, feature_columns, activation_fn, dropout, optimizer)
-        model_fn = _model_fn(head, part)
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+        super().__init__(_model_fn(head, part), model_dir, **options)
+
+
+class DNNRegressor(_Regression, DNNEstimator):
+    """Regression by a dense network; predictions and metrics as of `LinearRegressor`.
+
+    Args:
+        hidden_units: the widths of the hidden layers.
+        feature_columns: the columns; categorical ones in an indicator or embedding column.
+        options: those of `DNNEstimator`.
+
+    The others are those of `LinearRegressor`.
+    """
+
+
+class DNNClassifier(_Classification, DNNEstimator):
+    """Classification by a dense network; predictions and metrics as of `LinearClassifier`.
+
+    The arguments are those of `DNNRegressor` and `LinearClassifier`.
+    """
 
 
 class DNNLinearCombinedEstimator(Estimator):
@@ -222,15 +189,14 @@ class DNNLinearCombinedEstimator(Estimator):
     Args:
         head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
         model_dir: the directory of checkpoints, see `Estimator`.
-        linear_feature_columns: the columns of the linear model; None: there is none.
+        linear_feature_columns: the columns of the linear model; none: there is none.
         linear_optimizer: its optimizer, see `LinearRegressor`.
-        dnn_feature_columns: the columns of the network; None: there is none.
+        dnn_feature_columns: the columns of the network; none: there is none.
         dnn_optimizer: its optimizer.
         dnn_hidden_units: the widths of its hidden layers.
         dnn_activation_fn: the function of the hidden layers; None: the rectifier.
         dnn_dropout: the share of hidden values to drop in training; None: none.
-        config: a `RunConfig`.
-        warm_start_from: the values that variables begin with, see `Estimator`.
+        options: `config` and `warm_start_from`, see `Estimator`.
 
     Raises:
         ValueError: there are no columns, no hidden layers for those of the network, or one of two
@@ -241,30 +207,29 @@ class DNNLinearCombinedEstimator(Estimator):
         self,
         head: Head,
         model_dir: str | None = None,
-        linear_feature_columns: Iterable[Any] | None = None,
+        linear_feature_columns: Iterable[Any] = (),
         linear_optimizer: Any = None,
-        dnn_feature_columns: Iterable[Any] | None = None,
+        dnn_feature_columns: Iterable[Any] = (),
         dnn_optimizer: Any = None,
-        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_hidden_units: Sequence[int] = (),
         dnn_activation_fn: Callable[[Any], Any] | None = None,
         dnn_dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: WarmStart = None,
+        **options: Unpack[_CommonOptions],
     ) -> None:
         wide, deep = list(linear_feature_columns or ()), list(dnn_feature_columns or ())
-        if not wide and not deep:
-            raise ValueError("pass linear_feature_columns, dnn_feature_columns, or both.")
-        if bool(deep) != bool(dnn_hidden_units):
-            raise ValueError("dnn_feature_columns and dnn_hidden_units need each other.")
-        units, activation = dnn_hidden_units or (), dnn_activation_fn
+        if (not wide and not deep) or bool(deep) != bool(dnn_hidden_units):
+            why = (
+                "linear_feature_columns, or dnn_feature_columns and dnn_hidden_units, or all three"
+            )
+            raise ValueError(f"pass {why}.")
         parts = [_linear(wide, linear_optimizer)] if wide else []
         if deep:
-            parts.append(_dense(units, deep, activation, dnn_dropout, dnn_optimizer))
-        model_fn = _model_fn(head, *parts)
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+            how = dnn_activation_fn, dnn_dropout, dnn_optimizer
+            parts.append(_dense(dnn_hidden_units, deep, *how))
+        super().__init__(_model_fn(head, *parts), model_dir, **options)
 
 
-class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
+class DNNLinearCombinedRegressor(_Regression, DNNLinearCombinedEstimator):
     """Regression by a `DNNLinearCombinedEstimator`, whose keywords it also takes.
 
     Args:
@@ -274,18 +239,8 @@ class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
         parts: the other keywords.
     """
 
-    def __init__(
-        self,
-        model_dir: str | None = None,
-        *,
-        label_dimension: int = 1,
-        weight_column: str | None = None,
-        **parts: Any,
-    ) -> None:
-        super().__init__(regression_head(label_dimension, weight_column), model_dir, **parts)
 
-
-class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
+class DNNLinearCombinedClassifier(_Classification, DNNLinearCombinedEstimator):
     """Classification by a `DNNLinearCombinedEstimator`, whose keywords it also takes.
 
     Args:
@@ -295,18 +250,6 @@ class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
         label_vocabulary: the labels by class; None: labels are the integers below `n_classes`.
         parts: the other keywords.
     """
-
-    def __init__(
-        self,
-        model_dir: str | None = None,
-        *,
-        n_classes: int = 2,
-        weight_column: str | None = None,
-        label_vocabulary: Sequence[Any] | None = None,
-        **parts: Any,
-    ) -> None:
-        head = multi_class_head(n_classes, weight_column, label_vocabulary)
-        super().__init__(head, model_dir, **parts)
 
 
 @dataclass(frozen=True)

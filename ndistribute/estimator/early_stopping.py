@@ -14,9 +14,6 @@ from ndistribute.estimator.estimator import Estimator, check_graph
 from ndistribute.event_files import read_scalars
 from ndistribute.graph.hooks import EarlyStoppingHook, SessionRunHook
 
-Decision = Callable[[dict[int, float]], bool]
-"""Whether to stop, from the values of a metric by step, of which there is one at least."""
-
 
 def make_early_stopping_hook(
     estimator: Estimator,
@@ -59,7 +56,7 @@ def stop_if_no_decrease_hook(
             given; ``min_steps``, before which evaluations do not count; ``run_every_secs`` and
             ``run_every_steps`` of `make_early_stopping_hook`.
     """
-    return _stop_by_metric(estimator, metric_name, _lasts(min, max_steps_without_decrease), **when)
+    return _stop_by_metric(estimator, metric_name, min, max_steps_without_decrease, **when)
 
 
 def stop_if_no_increase_hook(
@@ -69,42 +66,14 @@ def stop_if_no_increase_hook(
 
     The arguments are those of `stop_if_no_decrease_hook`.
     """
-    return _stop_by_metric(estimator, metric_name, _lasts(max, max_steps_without_increase), **when)
-
-
-def stop_if_lower_hook(
-    estimator: Estimator, metric_name: str, threshold: float, **when: Any
-) -> SessionRunHook:
-    """Return a hook that ends the training when a metric has been below a number.
-
-    The other arguments are those of `stop_if_no_decrease_hook`.
-    """
-    return _stop_by_metric(
-        estimator, metric_name, lambda values: min(values.values()) < threshold, **when
-    )
-
-
-def stop_if_higher_hook(
-    estimator: Estimator, metric_name: str, threshold: float, **when: Any
-) -> SessionRunHook:
-    """Return a hook that ends the training when a metric has been above a number.
-
-    The other arguments are those of `stop_if_no_decrease_hook`.
-    """
-    return _stop_by_metric(
-        estimator, metric_name, lambda values: max(values.values()) > threshold, **when
-    )
-
-
-def _lasts(best_of: Callable[..., int], steps: int) -> Decision:
-    """Return what decides whether a number of steps has passed since the best value."""
-    return lambda values: max(values) - best_of(values, key=lambda step: values[step]) >= steps
+    return _stop_by_metric(estimator, metric_name, max, max_steps_without_increase, **when)
 
 
 def _stop_by_metric(
     estimator: Estimator,
     metric_name: str,
-    decide: Decision,
+    best_of: Callable[..., int],
+    most_steps: int,
     *,
     eval_dir: str | os.PathLike[str] | None = None,
     min_steps: int = 0,
@@ -114,13 +83,10 @@ def _stop_by_metric(
     folder = estimator.eval_dir() if eval_dir is None else eval_dir
 
     def should_stop() -> bool:
-        values = {}
-        for step, metrics in read_scalars(folder).items():
-            if metric_name not in metrics:
-                known = ", ".join(metrics)
-                raise ValueError(f"no metric {metric_name!r} in {folder}; there are {known}.")
-            if step >= min_steps:
-                values[step] = metrics[metric_name]
-        return bool(values) and decide(values)
+        numbers = {k: of for k, of in read_scalars(folder).items() if k >= min_steps}
+        if any(metric_name not in metrics for metrics in numbers.values()):
+            raise ValueError(f"an evaluation in {folder} has no metric {metric_name!r}.")
+        best = best_of(numbers, key=lambda step: numbers[step][metric_name], default=0)
+        return max(numbers, default=0) - best >= most_steps
 
     return make_early_stopping_hook(estimator, should_stop, run_every_secs, run_every_steps)

@@ -14,18 +14,10 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.estimator import specs
 from ndistribute.estimator.loops import GraphLoops, InputFn, called, check_model_fn
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.specs import (
-    EstimatorSpec,
-    EvalSpec,
-    ModeKeys,
-    TrainSpec,
-    WarmStart,
-    WarmStartSettings,
-    check_input,
-    check_steps,
-)
+from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, TrainSpec, check_input, check_steps
 from ndistribute.event_files import EventFile
 from ndistribute.models.checkpoint import by_chief, read_newest
 
@@ -79,7 +71,7 @@ class Estimator:
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
-        warm_start_from: WarmStart = None,
+        warm_start_from: specs.WarmStart = None,
     ) -> None:
         if config is not None and not isinstance(config, RunConfig):
             raise TypeError(f"config must be a RunConfig, got {config!r}.")
@@ -89,8 +81,9 @@ class Estimator:
         self.model_fn = model_fn
         check_model_fn(model_fn, params)
         if isinstance(warm_start_from, str | os.PathLike):
-            warm_start_from = WarmStartSettings(str(warm_start_from))
-        self.loops: Any = GraphLoops(model_fn, self.config, self.params, warm_start_from)
+            warm_start_from = specs.WarmStartSettings(str(warm_start_from))
+        self.loops: Any = GraphLoops(model_fn, self.config, self.params)
+        self.loops.warm_start = warm_start_from
 
     def train(
         self,
@@ -240,7 +233,7 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., Mapping[str, Any]
     def model_fn(features: Any, labels: Any, mode: str, params: Any, config: Any) -> EstimatorSpec:
         known = {"features": features, "labels": labels, "config": config}
         spec: EstimatorSpec = called(estimator.model_fn, known | {"mode": mode, "params": params})
-        if mode != ModeKeys.EVAL:
+        if mode != specs.ModeKeys.EVAL:
             return spec
         added = called(metric_fn, known | {"predictions": spec.predictions})
         return dataclasses.replace(spec, eval_metric_ops={**(spec.eval_metric_ops or {}), **added})

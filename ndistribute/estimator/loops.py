@@ -28,13 +28,7 @@ from ndistribute.data import Dataset, InputContext
 from ndistribute.data.dataset import as_dataset
 from ndistribute.devices import to_host
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.specs import (
-    EstimatorSpec,
-    EvalSpec,
-    ModeKeys,
-    TrainSpec,
-    WarmStartSettings,
-)
+from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, ModeKeys, TrainSpec
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
@@ -56,20 +50,16 @@ class GraphLoops:
         model_fn: see `Estimator`.
         config: has the directory of checkpoints, too.
         params: for the model function and for input functions.
-        warm_start: see `Estimator`.
     """
 
     latest_checkpoint = staticmethod(g.latest_checkpoint)
 
     def __init__(
-        self,
-        model_fn: Callable[..., Any],
-        config: RunConfig,
-        params: Mapping[str, Any],
-        warm_start: WarmStartSettings | None = None,
+        self, model_fn: Callable[..., Any], config: RunConfig, params: Mapping[str, Any]
     ) -> None:
         self._model_fn, self._config, self._params = model_fn, config, params
-        self.warm_start = warm_start
+        self.warm_start: Any = None
+        """The `WarmStartSettings` of trainings; None: variables begin as the graph says."""
 
     def strategy(self, configured: Any) -> Any:
         """Return the strategy that a `RunConfig` has, or that of the current scope.

@@ -247,18 +247,11 @@ class OptimizerOfScopes(GraphOptimizer):
         return global_step
 
     def add_update(
-        self,
-        kind: str,
-        inputs: Sequence[Any],
-        rate: Any,
-        variable: GraphVariable,
-        outputs: int = 0,
-        **attributes: Any,
+        self, kind: str, inputs: Any, rate: Any, variable: GraphVariable, *args: Any, **more: Any
     ) -> Operation:
         """Return the operation of the optimizer of a variable's scope."""
         optimizer = self._optimizers[variable.op.name.partition("/")[0]]
-        rate = optimizer.rate_at(rate)
-        return optimizer.add_update(kind, inputs, rate, variable, outputs, **attributes)
+        return optimizer.add_update(kind, inputs, optimizer.rate_at(rate), variable, *args, **more)
 
 
 @optimizer_for.register
