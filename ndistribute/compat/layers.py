@@ -95,7 +95,10 @@ def _weighted(
         outputs = combine(inputs, kernel)
         if use_bias:
             outputs = outputs + weight("bias", [units], bias_initializer, bias_regularizer)
-        return activations.get(activation)(outputs)
+        if isinstance(activation, str):
+            known = {"tanh": np.tanh, **vars(nn)}
+            activation = known.get(activation) or activations.get(activation)
+        return outputs if activation is None else activation(outputs)
 
 
 def batch_normalization(
@@ -238,13 +241,13 @@ class GraphLayer:
         options: those of the function.
     """
 
-    function: ClassVar[Callable[..., Any]]
+    function: ClassVar[Any]
 
     def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
         function, self.name = type(self).function, name
         self._scope: Any = None
         inspect.signature(function).bind(None, *args, **options)  # What is wrong fails here.
-        self._call = lambda inputs, **more: function(inputs, *args, **options, **more)
+        self._call: Any = lambda inputs, **more: function(inputs, *args, **options, **more)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
         """Return what the function makes of inputs."""

@@ -68,8 +68,8 @@ TF2 = """
     CheckpointSaverListener FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
     NanLossDuringTrainingError NanTensorHook SessionRunArgs SessionRunContext SessionRunHook
     SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
-[estimator.experimental] .estimator.early_stopping: make_early_stopping_hook stop_if_no_decrease_hook
-    stop_if_no_increase_hook
+[estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
+    stop_if_no_decrease_hook stop_if_no_increase_hook
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column

@@ -44,16 +44,17 @@ class _CommonOptions(TypedDict, total=False):
     warm_start_from: WarmStart
 
 
-class _Regression(Estimator):
+class _Regression:
     """Passes the head of a regression to the next class."""
 
     def __init__(
         self, *args: Any, label_dimension: int = 1, weight_column: str | None = None, **options: Any
     ) -> None:
-        super().__init__(regression_head(label_dimension, weight_column), *args, **options)
+        init: Any = super().__init__
+        init(regression_head(label_dimension, weight_column), *args, **options)
 
 
-class _Classification(Estimator):
+class _Classification:
     """Passes the head of a classification to the next class."""
 
     def __init__(
@@ -64,8 +65,8 @@ class _Classification(Estimator):
         label_vocabulary: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
-        head = multi_class_head(n_classes, weight_column, label_vocabulary)
-        super().__init__(head, *args, **options)
+        init: Any = super().__init__
+        init(multi_class_head(n_classes, weight_column, label_vocabulary), *args, **options)
 
 
 class LinearEstimator(Estimator):
@@ -217,11 +218,9 @@ class DNNLinearCombinedEstimator(Estimator):
         **options: Unpack[_CommonOptions],
     ) -> None:
         wide, deep = list(linear_feature_columns or ()), list(dnn_feature_columns or ())
-        if (not wide and not deep) or bool(deep) != bool(dnn_hidden_units):
-            why = (
-                "linear_feature_columns, or dnn_feature_columns and dnn_hidden_units, or all three"
-            )
-            raise ValueError(f"pass {why}.")
+        if not (wide or deep) or bool(deep) != bool(dnn_hidden_units):
+            deeply = "dnn_feature_columns with dnn_hidden_units"
+            raise ValueError(f"pass linear_feature_columns, or {deeply}, or all three.")
         parts = [_linear(wide, linear_optimizer)] if wide else []
         if deep:
             how = dnn_activation_fn, dnn_dropout, dnn_optimizer

@@ -12,6 +12,7 @@ from typing import Any
 
 from ndistribute.estimator.estimator import Estimator, check_graph
 from ndistribute.event_files import read_scalars
+from ndistribute.exports import export as _export
 from ndistribute.graph.hooks import EarlyStoppingHook, SessionRunHook
 
 
@@ -90,3 +91,6 @@ def _stop_by_metric(
         return max(numbers, default=0) - best >= most_steps
 
     return make_early_stopping_hook(estimator, should_stop, run_every_secs, run_every_steps)
+
+
+_export(vars())
