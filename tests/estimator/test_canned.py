@@ -1,6 +1,7 @@
 """Ready-made estimators, and estimators of models: each learns as a direct computation does."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", ["mirrored", "workers"])
 def test_replicas_train_ready_made_estimators_as_one_process_does(tmp_path, kind, name):
     losses, labels = [], np.arange(64) % 3 if kind == "classes" else Y
-    with STRATEGIES[name]() as strategy:
+    with closing(STRATEGIES[name]()) as strategy:
         for used, size in ((None, 32), (strategy, 16)):
             config = est.RunConfig(tf_random_seed=1, train_distribute=used, eval_distribute=used)
             model = KINDS[kind](model_dir=str(tmp_path / str(size)), config=config)
@@ -160,15 +161,9 @@ def test_a_warm_start_takes_the_values_of_another_training(tmp_path):
     name = "linear/linear_model/x/weights"
     taken = first.get_variable_value(name)
     chosen = est.WarmStartSettings(first.model_dir, "linear/", None, {name: name})
+    still = {key: nd.optimizers.SGD(0.0) for key in ("linear_optimizer", "dnn_optimizer")}
     for start, kept in ((first.model_dir, True), (chosen, False)):
-        still = {**SEVERAL, "linear_optimizer": "SGD", "dnn_optimizer": "SGD"}
-        model = est.DNNLinearCombinedRegressor(
-            warm_start_from=start,
-            **{
-                key: nd.optimizers.SGD(0.0) if value == "SGD" else value
-                for key, value in still.items()
-            },
-        )
+        model = est.DNNLinearCombinedRegressor(warm_start_from=start, **{**SEVERAL, **still})
         model.train(data, steps=1)
         np.testing.assert_array_equal(model.get_variable_value(name), taken)
         deep = [key for key in first.get_variable_names() if key.endswith("hiddenlayer_0/kernel")]
