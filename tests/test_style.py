@@ -27,24 +27,24 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2420,
+    "compat": 2515,
     "coordinator": 903,
     "data": 2483,
-    "estimator": 1279,
-    "graph": 4442,
+    "estimator": 1443,
+    "graph": 4471,
     "jit": 1667,
     "launcher": 1478,
     "models": 6436,
-    "optimizers": 1044,
+    "optimizers": 1045,
     "parameter_server": 1595,
     "strategies": 1335,
     "task": 296,
-    "top level": 2893,
+    "top level": 2924,
     "transport": 1992,
     "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 35992
+TESTS_BUDGET = 36107
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

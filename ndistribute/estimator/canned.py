@@ -252,7 +252,7 @@ class DNNLinearCombinedClassifier(_Classification, DNNLinearCombinedEstimator):
 
 
 @dataclass(frozen=True)
-class Part:
+class Network:
     """A part of a model, whose variables are in a scope and have an optimizer of their own."""
 
     scope: str
@@ -275,7 +275,7 @@ def _dense(
     activation: Callable[[Any], Any] | None,
     dropout: float | None,
     optimizer: Any,
-) -> Part:
+) -> Network:
     """Return a dense network."""
     if dropout is not None and not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}.")
@@ -302,20 +302,20 @@ def _dense(
         with graph.name_scope("logits"):
             return layer(values, width, units)
 
-    return Part("dnn", logits, optimizer, rate=0.05)
+    return Network("dnn", logits, optimizer, rate=0.05)
 
 
-def _linear(columns: Iterable[Any], optimizer: Any) -> Part:
+def _linear(columns: Iterable[Any], optimizer: Any) -> Network:
     """Return a linear model."""
     known = fc.sorted_columns(columns)
 
     def logits(features: Any, units: int, mode: str) -> Any:
         return fc.linear_model(features, known, units)
 
-    return Part("linear", logits, optimizer, min(0.2, len(known) ** -0.5))
+    return Network("linear", logits, optimizer, min(0.2, len(known) ** -0.5))
 
 
-def _model_fn(head: Head, *parts: Part) -> Callable[..., EstimatorSpec]:
+def _model_fn(head: Head, *parts: Network) -> Callable[..., EstimatorSpec]:
     """Return the model function of a head and parts, whose logits are added."""
     if not isinstance(head, Head):
         why = "use binary_class_head(), multi_class_head(n_classes) or regression_head()"
