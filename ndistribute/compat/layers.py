@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from ndistribute import graph
 from ndistribute.compat import graphs
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.scopes import get_variable, variable_scope
-from ndistribute.models import activations, nn
+from ndistribute.models import nn
 
 _UPDATES = "update_ops"
 
@@ -74,7 +75,7 @@ def _weighted(
         size: the first lengths of the kernel.
         units: the length of the last axis of the result.
         combine: a function of the inputs and the kernel.
-        activation: a function of the result, or its name; None: none.
+        activation: a function of the result, or its name in `tf.nn`; None: none.
         use_bias: whether a bias is added.
         kernel_initializer: see `get_variable`, as are those below.
         bias_initializer: None or not given: zeros.
@@ -96,8 +97,8 @@ def _weighted(
         if use_bias:
             outputs = outputs + weight("bias", [units], bias_initializer, bias_regularizer)
         if isinstance(activation, str):
-            known = {"tanh": np.tanh, **vars(nn)}
-            activation = known.get(activation) or activations.get(activation)
+            known = import_module("ndistribute.compat.tf.nn")
+            activation = None if activation == "linear" else getattr(known, activation)
         return outputs if activation is None else activation(outputs)
 
 

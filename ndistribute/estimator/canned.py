@@ -444,7 +444,7 @@ def multi_class_head(
 
     def of_softmax(logits: Any) -> Tensors:
         ids = np.reshape(np.argmax(logits, axis=1), (-1, 1))
-        return {"logits": logits, "probabilities": nn.softmax(logits), **named(ids)}
+        return {"logits": logits, "probabilities": nn.softmax(logits, -1), **named(ids)}
 
     def softmax_losses(logits: Any, labels: Any) -> Any:
         return nn.softmax_cross_entropy(logits, labels[:, 0])[:, None]

@@ -72,6 +72,9 @@ def test_linear_classification_of_digits_is_as_good_as_a_softmax_regression():
     assert found["accuracy"] > softmax_regression(x, y, new_x, new_y) - 0.02
     predicted = [one["class_ids"][0] for one in model.predict(once({"pixels": new_x}, new_y))]
     assert np.mean(predicted == new_y) == pytest.approx(found["accuracy"])
+    shares = [each["probabilities"] for each in model.predict(once({"pixels": new_x}, new_y))]
+    np.testing.assert_allclose(np.sum(shares, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(np.argmax(shares, axis=1), predicted)
 
 
 def softmax_regression(x: Any, y: Any, new_x: Any, new_y: Any) -> float:
