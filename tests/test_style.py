@@ -27,7 +27,7 @@ BUDGETS = {
     "autodiff": 2835,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2515,
+    "compat": 2516,
     "coordinator": 903,
     "data": 2483,
     "estimator": 1443,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1129,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36107
+TESTS_BUDGET = 36112
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
