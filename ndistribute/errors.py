@@ -6,6 +6,8 @@ the built-in class that fits, so code that knows nothing of this package handles
 
 from __future__ import annotations
 
+from typing import Any
+
 from ndistribute.exports import export as _export
 
 
@@ -72,14 +74,16 @@ class OperationError(DistributeError):
     """The failure of an operation of a graph program, and with it of the whole step.
 
     Args:
-        message: what failed, what was expected and what to do.
+        message: what failed, what was expected and what to do; programs of TensorFlow pass a node
+            and an operation, or None, before it.
         op: the name of the operation; None if it is no single one.
         task: the task in which it failed, such as ``"/job:ps/task:0"``; None if there is one only.
     """
 
-    def __init__(self, message: str, *, op: str | None = None, task: str | None = None) -> None:
-        super().__init__(message, op=op)
-        self.message = message
+    def __init__(self, *message: Any, op: Any = None, task: str | None = None) -> None:
+        self.node_def, by_place, text = message if len(message) == 3 else (None, None, *message)
+        super().__init__(text, op=by_place if op is None else op)
+        self.message = text
         self.task = task
 
 

@@ -13,7 +13,8 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import length_hint
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,6 +85,31 @@ class EventFile:
         length = struct.pack("<Q", len(event))
         record = length + _checksum(length) + event + _checksum(event)
         self._file.write(record)
+
+
+def read_scalars(directory: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
+    """Return the numbers in the event files of a directory, by step and tag; the last ones count.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with EventFile(directory) as events:
+    ...         events.scalars({"loss": 0.5}, step=300)
+    ...     read_scalars(directory)
+    {300: {'loss': 0.5}}
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for path in sorted(Path(directory).glob("events.out.tfevents.*")):
+        data, start = path.read_bytes(), 0
+        while len(data) >= start + 8:  # A record may be incomplete while it is written.
+            end = start + 12 + int.from_bytes(data[start : start + 8], "little")
+            event = dict(_fields(data[start + 12 : end])) if end <= len(data) else {}
+            start = end + 4
+            for _, value in _fields(event.get(5, b"")):
+                parts = dict(_fields(value))
+                if 2 in parts:
+                    numbers = steps.setdefault(event.get(2, 0), {})
+                    numbers[parts[1].decode()] = struct.unpack("<f", parts[2])[0]
+    return dict(sorted(steps.items()))
 
 
 def scalar(tag: str, value: float) -> bytes:
@@ -188,6 +214,25 @@ def _varint(value: int) -> bytes:
 
 def _key(field: int, kind: int) -> bytes:
     return _varint(field << 3 | kind)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the numbers and values of the fields of a message; numbers of fixed size are bytes."""
+    octets = iter(data)
+
+    def varint() -> int:
+        value = shift = 0
+        for octet in octets:
+            value |= (octet & 0x7F) << shift
+            if octet < 0x80:
+                break
+            shift += 7
+        return value
+
+    while length_hint(octets):
+        field, kind = divmod(varint(), 8)
+        size = {_FIXED64: 8, _FIXED32: 4}.get(kind) or varint()
+        yield field, size if kind == _VARINT else bytes(itertools.islice(octets, size))
 
 
 def _integer(field: int, value: int) -> bytes:

@@ -27,24 +27,24 @@ BUDGETS = {
     "autodiff": 2838,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2586,
+    "compat": 2681,
     "coordinator": 903,
     "data": 2479,
-    "estimator": 1279,
-    "graph": 4444,
+    "estimator": 1443,
+    "graph": 4473,
     "jit": 1652,
     "launcher": 1478,
     "models": 6605,
-    "optimizers": 1049,
+    "optimizers": 1050,
     "parameter_server": 1595,
     "strategies": 1333,
     "task": 296,
-    "top level": 2901,
+    "top level": 2932,
     "transport": 1992,
     "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36649
+TESTS_BUDGET = 36769
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

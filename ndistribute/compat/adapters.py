@@ -238,11 +238,14 @@ def _only_grpc(init: Any) -> Any:
 
 def _get_rate(optimizer: Any) -> Any:
     rate = vars(_holder(optimizer))["learning_rate"]
-    return rate if callable(rate) else assignable(rate, functools.partial(_set_rate, optimizer))
+    if callable(rate) or isinstance(rate, Symbolic):
+        return rate
+    return assignable(rate, functools.partial(_set_rate, optimizer))
 
 
 def _set_rate(optimizer: Any, rate: Any) -> None:
-    vars(_holder(optimizer)).update(learning_rate=rate if callable(rate) else float(rate))
+    rate = rate if callable(rate) or isinstance(rate, Symbolic) else float(rate)
+    vars(_holder(optimizer)).update(learning_rate=rate)
 
 
 rate = property(_get_rate, _set_rate)

@@ -97,8 +97,9 @@ class Supervisor(Coordinator):
         """What saves and restores."""
         scaffold.saver = self.saver
         scaffold.summary_op = scaffold.summary_op if summary_op is UNSET else summary_op
+        self._writes = summary_writer is UNSET and logdir is not None and is_chief
         if summary_writer is UNSET:
-            summary_writer = FileWriter(logdir) if logdir and is_chief else None
+            summary_writer = FileWriter(str(logdir)) if self._writes else None
         self.summary_writer: FileWriter | None = summary_writer
 
     def prepare_or_wait_for_session(
@@ -120,6 +121,10 @@ class Supervisor(Coordinator):
         """
         if wait_for_checkpoint:
             raise ValueError("wait_for_checkpoint must be False: who waits is not the chief.")
+        self.clear_stop()  # An earlier session may have ended.
+        self._threads.clear()
+        if self.summary_writer is None and self._writes:
+            self.summary_writer = FileWriter(str(self._folder))
         with self.graph.as_default():
             options = config, self._folder, max_wait_secs, self.is_chief
             session = open_session(self._scaffold, master, *options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -73,7 +75,7 @@ def _weighted(
         size: the first lengths of the kernel.
         units: the length of the last axis of the result.
         combine: a function of the inputs and the kernel.
-        activation: a function of the result; None: none.
+        activation: a function of the result, or its name in `tf.nn`; None: none.
         use_bias: whether a bias is added.
         kernel_initializer: see `get_variable`, as are those below.
         bias_initializer: None or not given: zeros.
@@ -94,6 +96,9 @@ def _weighted(
         outputs = combine(inputs, kernel)
         if use_bias:
             outputs = outputs + weight("bias", [units], bias_initializer, bias_regularizer)
+        if isinstance(activation, str):
+            known = import_module("ndistribute.compat.tf.nn")
+            activation = None if activation == "linear" else getattr(known, activation)
         return outputs if activation is None else activation(outputs)
 
 
@@ -226,6 +231,60 @@ def _pooling(pool: Callable[..., Any]) -> Callable[..., Any]:
 
 average_pooling2d = _pooling(nn.average_pool2d)
 max_pooling2d = _pooling(nn.max_pool2d)
+
+
+class GraphLayer:
+    """A layer as an object, whose calls all use the variables that the first one makes.
+
+    Args:
+        args: those of the function after `inputs`.
+        name: the scope of the variables; None: a new one.
+        options: those of the function.
+    """
+
+    function: ClassVar[Any]
+
+    def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
+        function, self.name = type(self).function, name
+        self._scope: Any = None
+        inspect.signature(function).bind(None, *args, **options)  # What is wrong fails here.
+        self._call: Any = lambda inputs, **more: function(inputs, *args, **options, **more)
+
+    def __call__(self, inputs: Any, **options: Any) -> Any:
+        """Return what the function makes of inputs."""
+        function = type(self).function
+        if function not in _WITH_WEIGHTS:
+            return self._call(inputs, **options)
+        is_built = self._scope is not None
+        if not is_built:
+            with variable_scope(self.name, function.__name__) as self._scope:
+                self.name = self._scope.name
+        return self._call(inputs, name=self._scope, reuse=is_built, **options)
+
+    apply = __call__
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables, once the layer was called."""
+        return [v for v in graph.global_variables() if v.op.name.startswith(f"{self.name}/")]
+
+    weights = variables
+
+
+_WITH_WEIGHTS = {dense, conv2d, batch_normalization}
+
+
+def _class(name: str, function: Any) -> Any:
+    return type(name, (GraphLayer,), {"function": staticmethod(function)})
+
+
+AveragePooling2D = _class("AveragePooling2D", average_pooling2d)
+BatchNormalization = _class("BatchNormalization", batch_normalization)
+Conv2D = _class("Conv2D", conv2d)
+Dense = _class("Dense", dense)
+Dropout = _class("Dropout", dropout)
+Flatten = _class("Flatten", flatten)
+MaxPooling2D = _class("MaxPooling2D", max_pooling2d)
 
 
 def _channels(inputs: Any) -> int:

@@ -69,14 +69,20 @@ def of_program(function: Callable[..., Any], program: Program) -> Callable[..., 
 
 
 def in_graphs_only(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Return a function that raises `RuntimeError` where it would make an operation for arrays."""
+    """Return a function that raises `RuntimeError` where it would make an operation for arrays.
+
+    Of a class, the objects do.
+    """
+    if isinstance(function, type):
+        call_it = in_graphs_only(vars(function.__mro__[1])["__call__"], program)
+        return type(function.__name__, (function,), {"__call__": call_it, "apply": call_it})
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if not program.uses_graphs() and not any(isinstance(value, Symbolic) for value in values):
             where = "inside Graph().as_default(), or after disable_eager_execution()"
-            what = f"{function.__name__} makes an operation of a graph"
+            what = f"{function.__qualname__} makes an operation of a graph"
             raise RuntimeError(f"{what}: call it {where}.")
         return function(*args, **kwargs)
 

@@ -61,11 +61,16 @@ TF2 = """
 [errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
     .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
     InvalidArgumentError NotFoundError OpError=OperationError
-[estimator] .estimator: DNNClassifier DNNRegressor Estimator EstimatorSpec EvalSpec LinearClassifier
-    LinearRegressor ModeKeys RunConfig TrainSpec train_and_evaluate  .graph: CheckpointSaverHook
+[estimator] .estimator: BinaryClassHead=binary_class_head DNNClassifier DNNEstimator
+    DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor
+    Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
+    MultiClassHead=multi_class_head RegressionHead=regression_head RunConfig TrainSpec
+    WarmStartSettings add_metrics train_and_evaluate  .graph: CheckpointSaverHook
     CheckpointSaverListener FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
     NanLossDuringTrainingError NanTensorHook SessionRunArgs SessionRunContext SessionRunHook
     SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
+[estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
+    stop_if_no_decrease_hook stop_if_no_increase_hook
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
@@ -195,8 +200,8 @@ TF1 = """
 [gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob
     os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
     .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
-[layers] .compat.layers/graph: average_pooling2d batch_normalization conv2d dense dropout flatten
-    max_pooling2d
+[layers] .compat.layers/graph: AveragePooling2D BatchNormalization Conv2D Dense Dropout Flatten
+    MaxPooling2D average_pooling2d batch_normalization conv2d dense dropout flatten max_pooling2d
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING  .compat.graphs: debug error info
     set_verbosity warn=warning warning
 [losses] .compat.graphs/losses: get_regularization_loss get_total_loss mean_squared_error
@@ -217,7 +222,9 @@ TF1 = """
     get_or_create_global_step=global_step  ndistribute/server: Server
     .compat.signatures: start_queue_runners=nothing
     .compat.graphs: MonitoredTrainingSession=MonitoredBytesSession global_step
-    .compat.graph_supervisor: Supervisor  .graph.variables: get_global_step=find_global_step
+    .compat.graph_supervisor: Supervisor  .compat.graph_sessions: ChiefSessionCreator
+    MonitoredSession SingularMonitoredSession WorkerSessionCreator
+    .graph.variables: get_global_step=find_global_step
     .compat.tf.compat.v1.summary: SummaryWriter  .graph: CheckpointSaverHook CheckpointSaverListener
     FinalOpsHook GlobalStepWaiterHook LoggingTensorHook NanLossDuringTrainingError NanTensorHook
     Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
@@ -249,9 +256,17 @@ INSTEAD = {
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
     "data.TFRecordDataset": "arrays, or Dataset.from_files with a reader",
+    "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.BoostedTreesClassifier": "sklearn.ensemble.HistGradientBoostingClassifier",
     "estimator.BoostedTreesRegressor": "sklearn.ensemble.HistGradientBoostingRegressor",
+    "estimator.BoostedTreesEstimator": "sklearn.ensemble.HistGradientBoostingClassifier",
+    "estimator.FinalExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
+    "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
+    "estimator.experimental.stop_if_higher_hook": "make_early_stopping_hook",
+    "estimator.experimental.stop_if_lower_hook": "make_early_stopping_hook",
+    "estimator.tpu": "tf.keras.estimator.model_to_estimator of a model under TPUStrategy",
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
+    "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image": "NumPy or Pillow in Dataset.map",
@@ -261,6 +276,8 @@ INSTEAD = {
     "io.read_file": "tf.io.gfile.GFile",
     "keras.applications": "layers, and load_weights: nothing is downloaded",
     "keras.datasets": "arrays that you load: nothing is downloaded",
+    "keras.experimental": "tf.keras.Sequential, or tf.estimator.DNNLinearCombinedEstimator",
+    "keras.layers.DenseFeatures": "tf.compat.v1.feature_column.input_layer in a graph",
     "keras.preprocessing.image": "arrays, or NumPy and Pillow in Dataset.map",
     "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
     "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
@@ -284,6 +301,8 @@ INSTEAD = {
     "strings.split": "str.split of x.numpy().decode()",
     "train.Example": "arrays in .npz files",
     "train.QueueRunner": "a dataset",
+    "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",
+    "train.SessionManager": "tf.compat.v1.train.MonitoredTrainingSession, or Supervisor",
     "train.batch": "Dataset.batch",
     "train.string_input_producer": "Dataset.from_files",
 }

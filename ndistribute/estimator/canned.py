@@ -1,14 +1,15 @@
-"""Estimators that are ready made: linear models and dense networks on feature columns.
+"""Estimators that are ready made: linear models, dense networks, and both together.
 
-A network makes logits of the features. Its head has the loss, the predictions and the metrics of
-the task, from the logits and the labels.
+Each part makes logits of the features; those of several parts are added, and each part has its
+optimizer. The head has the loss, the predictions and the metrics of the task, from the logits and
+the labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -17,22 +18,89 @@ from ndistribute.devices import to_host
 from ndistribute.estimator import feature_column as fc
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.run_config import RunConfig
-from ndistribute.estimator.specs import EstimatorSpec, ModeKeys
+from ndistribute.estimator.specs import EstimatorSpec, ModeKeys, WarmStart
 from ndistribute.graph.graph import apply_named
+from ndistribute.graph.optimizers import OptimizerOfScopes
 from ndistribute.graph.scopes import glorot_uniform
+from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 from ndistribute.numpy_functions import register
+from ndistribute.optimizers import Ftrl
 
 Tensors = dict[str, Any]
-_NAMED = {
+_NAMED: dict[str, Callable[[float], Any]] = {
     "Adagrad": g.AdagradOptimizer,
     "Adam": g.AdamOptimizer,
+    "Ftrl": Ftrl,
     "RMSProp": g.RMSPropOptimizer,
     "SGD": g.GradientDescentOptimizer,
 }
 
 
-class LinearRegressor(Estimator):
+class _CommonOptions(TypedDict, total=False):
+    """The keyword arguments of every estimator here; see `Estimator`."""
+
+    config: RunConfig | None
+    warm_start_from: WarmStart
+
+
+class _Regression:
+    """Passes the head of a regression to the next class."""
+
+    def __init__(
+        self, *args: Any, label_dimension: int = 1, weight_column: str | None = None, **options: Any
+    ) -> None:
+        init: Any = super().__init__
+        init(regression_head(label_dimension, weight_column), *args, **options)
+
+
+class _Classification:
+    """Passes the head of a classification to the next class."""
+
+    def __init__(
+        self,
+        *args: Any,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        init: Any = super().__init__
+        init(multi_class_head(n_classes, weight_column, label_vocabulary), *args, **options)
+
+
+class LinearEstimator(Estimator):
+    """A linear model for the task of a head.
+
+    Args:
+        head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
+        feature_columns: the columns; a categorical one has a weight for each id.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        optimizer: an optimizer, a function that returns one, or ``"Adagrad"``, ``"Adam"``,
+            ``"Ftrl"``, ``"RMSProp"`` or ``"SGD"``; None: Adagrad.
+        options: `config` and `warm_start_from`, see `Estimator`.
+
+    >>> import ndistribute as nd
+    >>> column = nd.estimator.feature_column.numeric_column("x")
+    >>> model = LinearEstimator(binary_class_head(), [column])
+    >>> x = np.array([-1.0, 1.0])
+    >>> trained = model.train(lambda: ({"x": x}, x > 0), steps=10)
+    >>> [each["class_ids"] for each in model.predict(lambda: {"x": x})]
+    [array([0]), array([1])]
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        feature_columns: Iterable[Any],
+        model_dir: str | None = None,
+        optimizer: Any = None,
+        **options: Unpack[_CommonOptions],
+    ) -> None:
+        super().__init__(_model_fn(head, _linear(feature_columns, optimizer)), model_dir, **options)
+
+
+class LinearRegressor(_Regression, LinearEstimator):
     """Linear regression by the mean squared error.
 
     Predictions: ``predictions``. Metrics: ``average_loss``, ``label/mean``, ``prediction/mean``.
@@ -42,9 +110,7 @@ class LinearRegressor(Estimator):
         model_dir: the directory of checkpoints, see `Estimator`.
         label_dimension: the number of labels of an example.
         weight_column: the key of the feature with the weights of the examples; None: ones.
-        optimizer: an optimizer, a function that returns one, or ``"Adagrad"``, ``"Adam"``,
-            ``"RMSProp"`` or ``"SGD"``; None: Adagrad.
-        config: a `RunConfig`.
+        options: `optimizer`, `config` and `warm_start_from`, see `LinearEstimator`.
 
     >>> import ndistribute as nd
     >>> x = np.arange(8, dtype=np.float32)
@@ -55,20 +121,8 @@ class LinearRegressor(Estimator):
     [array([-1.], dtype=float32), array([2.], dtype=float32)]
     """
 
-    def __init__(
-        self,
-        feature_columns: Iterable[Any],
-        model_dir: str | None = None,
-        label_dimension: int = 1,
-        weight_column: str | None = None,
-        optimizer: Any = None,
-        config: RunConfig | None = None,
-    ) -> None:
-        head = regression_head(label_dimension, weight_column)
-        super().__init__(_linear(head, feature_columns, optimizer), model_dir, config)
 
-
-class LinearClassifier(Estimator):
+class LinearClassifier(_Classification, LinearEstimator):
     """Logistic regression, in two classes or by softmax in more.
 
     Predictions: ``logits``, ``probabilities``, ``class_ids``, ``classes``. Metrics: ``accuracy``,
@@ -81,82 +135,148 @@ class LinearClassifier(Estimator):
     The others are those of `LinearRegressor`.
     """
 
+
+class DNNEstimator(Estimator):
+    """A dense network for the task of a head.
+
+    Args:
+        head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
+        hidden_units: the widths of the hidden layers.
+        feature_columns: the columns; categorical ones in an indicator or embedding column.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        optimizer: see `LinearEstimator`.
+        activation_fn: the function of the hidden layers; None: the rectifier.
+        dropout: the share of hidden values to drop in training; None: none.
+        options: `config` and `warm_start_from`, see `Estimator`.
+    """
+
     def __init__(
         self,
+        head: Head,
+        hidden_units: Sequence[int],
         feature_columns: Iterable[Any],
         model_dir: str | None = None,
-        n_classes: int = 2,
-        weight_column: str | None = None,
-        label_vocabulary: Sequence[Any] | None = None,
         optimizer: Any = None,
-        config: RunConfig | None = None,
+        activation_fn: Callable[[Any], Any] | None = None,
+        dropout: float | None = None,
+        **options: Unpack[_CommonOptions],
     ) -> None:
-        head = class_head(n_classes, weight_column, label_vocabulary)
-        super().__init__(_linear(head, feature_columns, optimizer), model_dir, config)
+        part = _dense(hidden_units, feature_columns, activation_fn, dropout, optimizer)
+        super().__init__(_model_fn(head, part), model_dir, **options)
 
 
-class DNNRegressor(Estimator):
+class DNNRegressor(_Regression, DNNEstimator):
     """Regression by a dense network; predictions and metrics as of `LinearRegressor`.
 
     Args:
         hidden_units: the widths of the hidden layers.
         feature_columns: the columns; categorical ones in an indicator or embedding column.
-        activation_fn: the function of the hidden layers; None: the rectifier.
-        dropout: the share of hidden values to drop in training; None: none.
+        options: those of `DNNEstimator`.
 
     The others are those of `LinearRegressor`.
     """
 
-    def __init__(
-        self,
-        hidden_units: Sequence[int],
-        feature_columns: Iterable[Any],
-        model_dir: str | None = None,
-        label_dimension: int = 1,
-        weight_column: str | None = None,
-        optimizer: Any = None,
-        activation_fn: Callable[[Any], Any] | None = None,
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-    ) -> None:
-        head = regression_head(label_dimension, weight_column)
-        network = _dense(head, hidden_units, feature_columns, activation_fn, dropout, optimizer)
-        super().__init__(network, model_dir, config)
 
-
-class DNNClassifier(Estimator):
+class DNNClassifier(_Classification, DNNEstimator):
     """Classification by a dense network; predictions and metrics as of `LinearClassifier`.
 
     The arguments are those of `DNNRegressor` and `LinearClassifier`.
     """
 
+
+class DNNLinearCombinedEstimator(Estimator):
+    """The sum of a linear model and a dense network, for the task of a head.
+
+    Args:
+        head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
+        model_dir: the directory of checkpoints, see `Estimator`.
+        linear_feature_columns: the columns of the linear model; none: there is none.
+        linear_optimizer: its optimizer, see `LinearRegressor`.
+        dnn_feature_columns: the columns of the network; none: there is none.
+        dnn_optimizer: its optimizer.
+        dnn_hidden_units: the widths of its hidden layers.
+        dnn_activation_fn: the function of the hidden layers; None: the rectifier.
+        dnn_dropout: the share of hidden values to drop in training; None: none.
+        options: `config` and `warm_start_from`, see `Estimator`.
+
+    Raises:
+        ValueError: there are no columns, no hidden layers for those of the network, or one of two
+            optimizers clips gradients.
+    """
+
     def __init__(
         self,
-        hidden_units: Sequence[int],
-        feature_columns: Iterable[Any],
+        head: Head,
         model_dir: str | None = None,
-        n_classes: int = 2,
-        weight_column: str | None = None,
-        label_vocabulary: Sequence[Any] | None = None,
-        optimizer: Any = None,
-        activation_fn: Callable[[Any], Any] | None = None,
-        dropout: float | None = None,
-        config: RunConfig | None = None,
+        linear_feature_columns: Iterable[Any] = (),
+        linear_optimizer: Any = None,
+        dnn_feature_columns: Iterable[Any] = (),
+        dnn_optimizer: Any = None,
+        dnn_hidden_units: Sequence[int] = (),
+        dnn_activation_fn: Callable[[Any], Any] | None = None,
+        dnn_dropout: float | None = None,
+        **options: Unpack[_CommonOptions],
     ) -> None:
-        head = class_head(n_classes, weight_column, label_vocabulary)
-        network = _dense(head, hidden_units, feature_columns, activation_fn, dropout, optimizer)
-        super().__init__(network, model_dir, config)
+        wide, deep = list(linear_feature_columns or ()), list(dnn_feature_columns or ())
+        if not (wide or deep) or bool(deep) != bool(dnn_hidden_units):
+            deeply = "dnn_feature_columns with dnn_hidden_units"
+            raise ValueError(f"pass linear_feature_columns, or {deeply}, or all three.")
+        parts = [_linear(wide, linear_optimizer)] if wide else []
+        if deep:
+            how = dnn_activation_fn, dnn_dropout, dnn_optimizer
+            parts.append(_dense(dnn_hidden_units, deep, *how))
+        super().__init__(_model_fn(head, *parts), model_dir, **options)
+
+
+class DNNLinearCombinedRegressor(_Regression, DNNLinearCombinedEstimator):
+    """Regression by a `DNNLinearCombinedEstimator`, whose keywords it also takes.
+
+    Args:
+        model_dir: the directory of checkpoints, see `Estimator`.
+        label_dimension: the number of labels of an example.
+        weight_column: the key of the feature with the weights of the examples; None: ones.
+        parts: the other keywords.
+    """
+
+
+class DNNLinearCombinedClassifier(_Classification, DNNLinearCombinedEstimator):
+    """Classification by a `DNNLinearCombinedEstimator`, whose keywords it also takes.
+
+    Args:
+        model_dir: the directory of checkpoints, see `Estimator`.
+        n_classes: the number of classes.
+        weight_column: the key of the feature with the weights of the examples; None: ones.
+        label_vocabulary: the labels by class; None: labels are the integers below `n_classes`.
+        parts: the other keywords.
+    """
+
+
+@dataclass(frozen=True)
+class Network:
+    """A part of a model, whose variables are in a scope and have an optimizer of their own."""
+
+    scope: str
+    logits: Callable[[Any, int, str], Any]
+    """Returns logits, from the features, their number and the mode, inside the scope."""
+    optimizer: Any
+    rate: float
+    """The learning rate of an optimizer that has only a name."""
+
+    def make_optimizer(self) -> Any:
+        """Return the optimizer for the graph of a training."""
+        if self.optimizer is None or isinstance(self.optimizer, str):
+            return _NAMED[self.optimizer or "Adagrad"](self.rate)
+        return self.optimizer() if callable(self.optimizer) else self.optimizer
 
 
 def _dense(
-    head: Head,
     hidden_units: Sequence[int],
     columns: Iterable[Any],
     activation: Callable[[Any], Any] | None,
     dropout: float | None,
     optimizer: Any,
-) -> Callable[..., EstimatorSpec]:
-    """Return the model function of a dense network."""
+) -> Network:
+    """Return a dense network."""
     if dropout is not None and not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}.")
     known, hidden, rate = fc.sorted_columns(columns), tuple(hidden_units), dropout or 0.0
@@ -168,49 +288,53 @@ def _dense(
 
     def logits(features: Any, units: int, mode: str) -> Any:
         graph = g.get_default_graph()
-        with g.variable_scope("dnn"):
-            with g.variable_scope("input_from_feature_columns"):
-                values = fc.input_layer(features, known)
-            width = sum(column.width for column in known)
-            for k, size in enumerate(hidden):
-                with graph.name_scope(f"hiddenlayer_{k}"):
-                    values = layer(values, width, size)
-                    values = activation(values) if activation else np.maximum(values, 0)
-                    if mode == ModeKeys.TRAIN and rate:
-                        kept = g.random_uniform(np.shape(values), dtype=dtype) >= rate
-                        values = np.where(kept, values / (1 - rate), 0)
-                width = size
-            with graph.name_scope("logits"):
-                return layer(values, width, units)
+        with g.variable_scope("input_from_feature_columns"):
+            values = fc.input_layer(features, known)
+        width = sum(column.width for column in known)
+        for k, size in enumerate(hidden):
+            with graph.name_scope(f"hiddenlayer_{k}"):
+                values = layer(values, width, size)
+                values = activation(values) if activation else np.maximum(values, 0)
+                if mode == ModeKeys.TRAIN and rate:
+                    kept = g.random_uniform(np.shape(values), dtype=dtype) >= rate
+                    values = np.where(kept, values / (1 - rate), 0)
+            width = size
+        with graph.name_scope("logits"):
+            return layer(values, width, units)
 
-    return _model_fn(head, logits, optimizer, rate=0.05)
+    return Network("dnn", logits, optimizer, rate=0.05)
 
 
-def _linear(head: Head, columns: Iterable[Any], optimizer: Any) -> Callable[..., EstimatorSpec]:
-    """Return the model function of a linear model."""
+def _linear(columns: Iterable[Any], optimizer: Any) -> Network:
+    """Return a linear model."""
     known = fc.sorted_columns(columns)
 
     def logits(features: Any, units: int, mode: str) -> Any:
-        with g.variable_scope("linear"):
-            return fc.linear_model(features, known, units)
+        return fc.linear_model(features, known, units)
 
-    return _model_fn(head, logits, optimizer, min(0.2, len(known) ** -0.5))
+    return Network("linear", logits, optimizer, min(0.2, len(known) ** -0.5))
 
 
-def _model_fn(
-    head: Head, logits: Callable[[Any, int, str], Any], optimizer: Any, rate: float
-) -> Callable[..., EstimatorSpec]:
-    """Return the model function of a head and a function that makes logits."""
-    if isinstance(optimizer, str) and optimizer not in _NAMED:
-        raise ValueError(f"optimizer must be one of {', '.join(_NAMED)}, got {optimizer!r}.")
+def _model_fn(head: Head, *parts: Network) -> Callable[..., EstimatorSpec]:
+    """Return the model function of a head and parts, whose logits are added."""
+    if not isinstance(head, Head):
+        why = "use binary_class_head(), multi_class_head(n_classes) or regression_head()"
+        raise TypeError(f"head must be one of this module, got {head!r}: {why}.")
+    for part in parts:
+        if isinstance(part.optimizer, str) and part.optimizer not in _NAMED:
+            known = ", ".join(_NAMED)
+            raise ValueError(f"optimizer must be one of {known}, got {part.optimizer!r}.")
 
     def make_optimizer() -> Any:
-        if optimizer is None or isinstance(optimizer, str):
-            return _NAMED[optimizer or "Adagrad"](rate)
-        return optimizer() if callable(optimizer) else optimizer
+        made = {part.scope: part.make_optimizer() for part in parts}
+        return OptimizerOfScopes(made) if len(made) > 1 else made[parts[0].scope]
 
     def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
-        values = logits(features, head.units, mode)
+        values: Any = None
+        for part in parts:
+            with g.variable_scope(part.scope):
+                logits = part.logits(features, head.units, mode)
+            values = logits if values is None else values + logits
         return head.spec(features, labels, mode, values, make_optimizer)
 
     return model_fn
@@ -259,8 +383,13 @@ class Head:
         return np.reshape(g.as_tensor(features[self.weight_column]), (-1, 1))
 
 
-def regression_head(units: int, weight_column: str | None) -> Head:
-    """Return the head of a regression: the logits are predictions, the loss the squared error."""
+@accepting("name")
+def regression_head(label_dimension: int = 1, weight_column: str | None = None) -> Head:
+    """Return the head of a regression: the logits are predictions, the loss the squared error.
+
+    The arguments are those of `LinearRegressor`.
+    """
+    units = label_dimension
     return Head(
         units,
         weight_column,
@@ -273,18 +402,31 @@ def regression_head(units: int, weight_column: str | None) -> Head:
     )
 
 
-def class_head(count: int, weight_column: str | None, vocabulary: Sequence[Any] | None) -> Head:
+@accepting("name")
+def binary_class_head(
+    weight_column: str | None = None, label_vocabulary: Sequence[Any] | None = None
+) -> Head:
+    """Return the head of a classification in two classes; see `multi_class_head`."""
+    return multi_class_head(2, weight_column, label_vocabulary)
+
+
+@accepting("name")
+def multi_class_head(
+    n_classes: int,
+    weight_column: str | None = None,
+    label_vocabulary: Sequence[Any] | None = None,
+) -> Head:
     """Return the head of a classification: by one logit, of class 1, or by softmax.
 
     Args:
-        count: the number of classes.
+        n_classes: the number of classes.
         weight_column: see `LinearRegressor`.
-        vocabulary: the labels by class; None or empty: labels are the classes.
+        label_vocabulary: the labels by class; None or empty: labels are the classes.
 
     Raises:
         ValueError: there are fewer than two classes, or not as many labels.
     """
-    vocabulary = tuple(vocabulary or ())
+    count, vocabulary = n_classes, tuple(() if label_vocabulary is None else label_vocabulary)
     if count < 2 or len(vocabulary) not in (0, count):
         why = f"got {count} and {len(vocabulary)} words."
         raise ValueError(f"n_classes must be 2 or more, and the length of label_vocabulary; {why}")
@@ -302,7 +444,7 @@ def class_head(count: int, weight_column: str | None, vocabulary: Sequence[Any] 
 
     def of_softmax(logits: Any) -> Tensors:
         ids = np.reshape(np.argmax(logits, axis=1), (-1, 1))
-        return {"logits": logits, "probabilities": nn.softmax(logits), **named(ids)}
+        return {"logits": logits, "probabilities": nn.softmax(logits, -1), **named(ids)}
 
     def softmax_losses(logits: Any, labels: Any) -> Any:
         return nn.softmax_cross_entropy(logits, labels[:, 0])[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.estimator.loops import GraphLoops, InputFn, check_model_fn
+from ndistribute.estimator import specs
+from ndistribute.estimator.loops import GraphLoops, InputFn, called, check_model_fn
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, TrainSpec, check_input, check_steps
 from ndistribute.event_files import EventFile
@@ -38,6 +40,8 @@ class Estimator:
             temporary one.
         config: a `RunConfig`; None: the default one.
         params: a dict for the model function.
+        warm_start_from: a checkpoint, or a directory of some, whose values trainable variables
+            begin with; or `WarmStartSettings` for a part of them.
 
     Raises:
         ValueError: the model function has other arguments, or model_dir contradicts `config`.
@@ -67,6 +71,7 @@ class Estimator:
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
+        warm_start_from: specs.WarmStart = None,
     ) -> None:
         if config is not None and not isinstance(config, RunConfig):
             raise TypeError(f"config must be a RunConfig, got {config!r}.")
@@ -75,7 +80,10 @@ class Estimator:
         self.params = copy.deepcopy(dict(params or {}))
         self.model_fn = model_fn
         check_model_fn(model_fn, params)
+        if isinstance(warm_start_from, str | os.PathLike):
+            warm_start_from = specs.WarmStartSettings(str(warm_start_from))
         self.loops: Any = GraphLoops(model_fn, self.config, self.params)
+        self.loops.warm_start = warm_start_from
 
     def train(
         self,
@@ -207,6 +215,38 @@ class Estimator:
         _log.info("evaluation at step %d: %s", step, scalars)
         with EventFile(self.eval_dir(name)) as file:
             file.scalars(scalars, step)
+
+
+def add_metrics(estimator: Estimator, metric_fn: Callable[..., Mapping[str, Any]]) -> Estimator:
+    """Return an estimator of the same directory, whose evaluations have metrics in addition.
+
+    Args:
+        estimator: the estimator of a graph.
+        metric_fn: called with any of ``features``, ``labels``, ``predictions`` and ``config``, by
+            name; returns the pairs of `graph.metrics` by name.
+
+    Raises:
+        ValueError: the estimator is that of a model, which has its metrics from `compile`.
+    """
+    check_graph(estimator, "add_metrics", "pass metrics to compile")
+
+    def model_fn(features: Any, labels: Any, mode: str, params: Any, config: Any) -> EstimatorSpec:
+        known = {"features": features, "labels": labels, "config": config}
+        spec: EstimatorSpec = called(estimator.model_fn, known | {"mode": mode, "params": params})
+        if mode != specs.ModeKeys.EVAL:
+            return spec
+        added = called(metric_fn, known | {"predictions": spec.predictions})
+        return dataclasses.replace(spec, eval_metric_ops={**(spec.eval_metric_ops or {}), **added})
+
+    more = Estimator(model_fn, config=estimator.config, params=estimator.params)
+    more.loops.warm_start = estimator.loops.warm_start
+    return more
+
+
+def check_graph(estimator: Estimator, what: str, instead: str) -> None:
+    """Raise ValueError if an estimator is that of a model."""
+    if not isinstance(estimator.loops, GraphLoops):
+        raise ValueError(f"{what} needs the estimator of a graph; for one of a model, {instead}.")
 
 
 def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None) -> RunConfig:

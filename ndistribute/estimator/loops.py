@@ -58,6 +58,8 @@ class GraphLoops:
         self, model_fn: Callable[..., Any], config: RunConfig, params: Mapping[str, Any]
     ) -> None:
         self._model_fn, self._config, self._params = model_fn, config, params
+        self.warm_start: Any = None
+        """The `WarmStartSettings` of trainings; None: variables begin as the graph says."""
 
     def strategy(self, configured: Any) -> Any:
         """Return the strategy that a `RunConfig` has, or that of the current scope.
@@ -101,7 +103,9 @@ class GraphLoops:
             return _restored(first, restored, [*spec.hooks, *(first.evaluation_hooks or ())])
 
         with self._opened(strategy, spec.input_fn, ModeKeys.EVAL, session) as (batches, replicas):
-            replicas.run(itertools.islice(batches, spec.steps))
+            first = replicas.first.session
+            some = itertools.islice(batches, spec.steps)
+            replicas.run(itertools.takewhile(lambda _: not first.should_stop(), some))
             variables = g.metrics.METRIC_VARIABLES
             replicas.exchange(variables, lambda values, ctx: ctx.all_reduce("sum", values))
             values = replicas.first.raw.run(replicas.first.results)
@@ -202,6 +206,8 @@ class GraphLoops:
             features = tree.map_leaves(_input, features)
             labels = None if labels is None else tree.map_leaves(_input, labels)
             spec = self._call(mode, features, labels)
+            if mode == ModeKeys.TRAIN and self.warm_start is not None:
+                self.warm_start.initialize()
         replica = Replica(graph, _arrays((features, labels)), spec, spec.train_op)
         if mode == ModeKeys.EVAL:
             _add_metrics(replica)
@@ -336,22 +342,27 @@ class Replicas:
         self.exchange(GLOBAL_VARIABLES, lambda values, ctx: ctx.communicator.broadcast(values))
 
     def run(self, batches: Iterable[Any], after_step: AfterStep = lambda: None) -> None:
-        """Make a step with each batch until a hook asks to stop, which it may have done before."""
+        """Make a step with each batch."""
 
         def step(part: Any) -> None:
             if not is_empty(part):
                 self.current().run(part)
 
-        session, batches = self.first.session, iter(batches)
-        while not session.should_stop() and (batch := next(batches, None)) is not None:
+        for batch in batches:
             self.strategy.run(step, (batch,))
             after_step()
 
     def full(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches until a replica of any worker has no examples."""
-        for batch in batches:
-            empty = any(map(is_empty, self.strategy.local_results(batch)))
-            if on_any_worker(self.strategy, empty):
+        """Yield batches until a hook asks to stop, or a replica has no examples, on any worker."""
+        session, batches = self.first.session, iter(batches)
+        several = self.strategy.input_topology.workers is not None
+        # A worker whose hook asks to stop takes part in one more batch, as the others do.
+        while several or not session.should_stop():
+            batch = next(batches, None)
+            if batch is None:
+                return
+            ends = any(map(is_empty, self.strategy.local_results(batch)))
+            if on_any_worker(self.strategy, ends or session.should_stop()):
                 return
             yield batch
 

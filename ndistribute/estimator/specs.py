@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ndistribute.graph.graph import Operation, Tensor
+from ndistribute.graph.saver import init_from_checkpoint
+from ndistribute.graph.variables import trainable_variables
 
 
 class ModeKeys:
@@ -87,6 +90,43 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True)
+class WarmStartSettings:
+    """Whose values variables begin with, in a training that has no checkpoint yet.
+
+    Args:
+        ckpt_to_initialize_from: a checkpoint, or a directory of which the newest counts.
+        vars_to_warm_start: a regular expression, or several, for the beginning of the names of
+            trainable variables.
+        var_name_to_vocab_info: must be None: vocabularies are not remapped.
+        var_name_to_prev_var_name: by name, the name in the checkpoint if it is another one.
+    """
+
+    ckpt_to_initialize_from: str
+    vars_to_warm_start: str | Sequence[str] = ".*"
+    var_name_to_vocab_info: None = None
+    var_name_to_prev_var_name: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.var_name_to_vocab_info:
+            raise ValueError("WarmStartSettings: the vocabularies of both models must be the same.")
+
+    def initialize(self) -> None:
+        """Let the initializers of variables of the default graph take the values."""
+        patterns = self.vars_to_warm_start
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        names = [variable.op.name for variable in trainable_variables()]
+        chosen = [name for name in names if any(re.match(each, name) for each in patterns)]
+        if not chosen:
+            raise ValueError(f"vars_to_warm_start={patterns} matches none of {names}.")
+        earlier = self.var_name_to_prev_var_name or {}
+        places = {earlier.get(name, name): name for name in chosen}
+        init_from_checkpoint(self.ckpt_to_initialize_from, places)
+
+
+WarmStart = str | WarmStartSettings | None
+
+
+@dataclass(frozen=True)
 class TrainSpec:
     """The training of `train_and_evaluate`.
 
@@ -118,7 +158,7 @@ class EvalSpec:
         steps: the number of batches of an evaluation; None: all.
         name: the name of the evaluation among others.
         hooks: hooks of the evaluations.
-        exporters: must be empty: models are exported by `nd.Model.export`.
+        exporters: must be empty: `nd.Model.export` exports what `model_to_estimator` trains.
         start_delay_secs: how long an evaluator waits before its first evaluation.
         throttle_secs: the least time between the starts of two evaluations, but for the last.
     """
@@ -135,7 +175,9 @@ class EvalSpec:
         check_steps(self.steps, "EvalSpec: steps")
         check_input(self.input_fn, "EvalSpec")
         if self.exporters:
-            raise ValueError("EvalSpec: exporters are not supported: export the model yourself.")
+            raise ValueError(
+                "EvalSpec: an estimator has no export: use model_to_estimator, and Model.export."
+            )
         if self.start_delay_secs < 0 or self.throttle_secs < 0:
             raise ValueError("EvalSpec: start_delay_secs and throttle_secs must be 0 or more.")
 

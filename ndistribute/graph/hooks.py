@@ -145,6 +145,33 @@ class StopAtStepHook(_StepHook):
             run_context.request_stop()
 
 
+class EarlyStoppingHook(_StepHook):
+    """Stops when a function says so.
+
+    Args:
+        should_stop_fn: called without arguments.
+        run_every_secs: the seconds between its calls.
+        run_every_steps: the steps between its calls; give one of the two.
+    """
+
+    def __init__(
+        self,
+        should_stop_fn: Callable[[], bool],
+        run_every_secs: float | None = 60,
+        run_every_steps: int | None = None,
+    ) -> None:
+        self._should_stop = should_stop_fn
+        self._timer = Timer(run_every_steps, run_every_secs)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        step = self._step_if_due(run_context, run_values)
+        if step is not None:
+            self._timer.mark(step)
+            if self._should_stop():
+                _log.info("the training ends early, at step %d", step)
+                run_context.request_stop()
+
+
 class CheckpointSaverListener:
     """The base class of what is told of checkpoints, whose methods do nothing."""
 

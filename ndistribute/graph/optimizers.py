@@ -226,6 +226,34 @@ def in_graph(optimizer: Any) -> GraphOptimizer:
     return updater
 
 
+class OptimizerOfScopes(GraphOptimizer):
+    """Updates the variables of each scope of names by an optimizer of its own, in one step.
+
+    Args:
+        optimizers: the optimizers by the first part of the variables' names.
+
+    Raises:
+        ValueError: one of them clips gradients, which it would do to its own alone.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Any]) -> None:
+        self._optimizers = {scope: in_graph(each) for scope, each in optimizers.items()}
+        if any(each._bound for each in self._optimizers.values()):
+            raise ValueError("optimizers that share a step cannot clip gradients: clip none.")
+        super().__init__(algorithms.SGDRule(), 0.0, "scopes")
+
+    def rate_at(self, global_step: GlobalStep) -> Any:
+        """Return the step, with which `add_update` asks each optimizer for its rate."""
+        return global_step
+
+    def add_update(
+        self, kind: str, inputs: Any, rate: Any, variable: GraphVariable, *args: Any, **more: Any
+    ) -> Operation:
+        """Return the operation of the optimizer of a variable's scope."""
+        optimizer = self._optimizers[variable.op.name.partition("/")[0]]
+        return optimizer.add_update(kind, inputs, optimizer.rate_at(rate), variable, *args, **more)
+
+
 @optimizer_for.register
 def _(value: Symbolic, optimizer: Optimizer) -> GraphOptimizer:
     return in_graph(optimizer)

@@ -154,7 +154,8 @@ class Optimizer(Explaining, Shown):
         if weight_decay is not None:
             more["weight_decay"] = weight_decay
         rule = dataclasses.replace(rule, **more) if more else rule
-        if isinstance(learning_rate, str) or not (callable(learning_rate) or learning_rate >= 0):
+        rate: Any = 0 if hasattr(learning_rate, "graph") else learning_rate  # A run computes it.
+        if isinstance(rate, str) or not (callable(rate) or rate >= 0):
             raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}.")
         self.rule = rule
         self.learning_rate = self._first_rate = learning_rate

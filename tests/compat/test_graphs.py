@@ -126,6 +126,48 @@ def test_an_estimator_takes_numpy_input_and_an_optimizer_by_name(tmp_path: Path)
         of(x)
 
 
+@pytest.mark.parametrize("activation", ["relu", "tanh", "softmax", None])
+def test_a_layer_that_is_called_twice_has_the_variables_of_one(activation):
+    x = tf.placeholder(tf.float32, [None, 4, 4, 1])
+    convolve = tf.layers.Conv2D(2, 3, activation=activation, name="c")
+    dense, norm = tf.layers.Dense(3, activation), tf.layers.BatchNormalization()
+    y, again = (tf.layers.Flatten()(convolve(x)) for _ in range(2))
+    outputs = [dense(norm(y, training=True)), dense(norm(again, training=True))]
+    assert [v.op.name for v in convolve.variables] == ["c/kernel", "c/bias"]
+    assert len(norm.variables) == 4
+    assert len(tf.trainable_variables()) == 6
+    with tf.train.MonitoredSession(tf.train.ChiefSessionCreator()) as session:
+        first, second = session.run(outputs, {x: np.random.default_rng(0).random((2, 4, 4, 1))})
+    np.testing.assert_array_equal(first, second)
+    if activation == "softmax":
+        np.testing.assert_allclose(first.sum(axis=1), 1, rtol=1e-5)
+    with pytest.raises(RuntimeError, match="makes an operation of a graph"):
+        tf2.compat.v1.layers.Dense(2)(np.ones((2, 2)))
+
+
+def test_sessions_restore_and_wait_as_their_creators_say(tmp_path):
+    step = tf.train.get_or_create_global_step()
+    add = tf.assign_add(step, 1)
+    saver = tf.train.CheckpointSaverHook(str(tmp_path), save_steps=1)
+    for start in (0, 2):
+        creator = tf.train.ChiefSessionCreator(checkpoint_dir=str(tmp_path))
+        with tf.train.MonitoredSession(creator, hooks=[saver]) as session:
+            assert session.run(step) == start
+            session.run(add)
+            session.run(add)
+    with tf.train.SingularMonitoredSession(checkpoint_dir=str(tmp_path)) as session:
+        assert session.raw_session().run(step) == 4
+    waiting = tf.train.WorkerSessionCreator(max_wait_secs=0)
+    with pytest.raises(tf.errors.DeadlineExceededError, match="Does the chief run"):
+        tf.train.MonitoredSession(waiting)
+
+
+def test_errors_are_made_of_a_node_an_operation_and_a_message():
+    error = tf.errors.AbortedError("node", "op", "lost")
+    assert (error.node_def, error.op, error.message, str(error)) == ("node", "op", "lost", "lost")
+    assert str(tf.errors.NotFoundError("no file")) == "no file"
+
+
 def test_an_interactive_session_is_the_default_one_until_it_is_closed() -> None:
     with tf.Session() as outer:
         session = tf.InteractiveSession()

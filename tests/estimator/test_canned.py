@@ -1,6 +1,7 @@
 """Ready-made estimators, and estimators of models: each learns as a direct computation does."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import estimator as est
 from ndistribute.estimator import feature_column as fc
+from ndistribute.graph import metrics
 from ndistribute.graph.hooks import CheckpointSaverListener, SessionRunHook
 from ndistribute.graph.optimizers import AdagradOptimizer, AdamOptimizer, GradientDescentOptimizer
 from tests.contract_rows import TPUS
@@ -70,6 +72,9 @@ def test_linear_classification_of_digits_is_as_good_as_a_softmax_regression():
     assert found["accuracy"] > softmax_regression(x, y, new_x, new_y) - 0.02
     predicted = [one["class_ids"][0] for one in model.predict(once({"pixels": new_x}, new_y))]
     assert np.mean(predicted == new_y) == pytest.approx(found["accuracy"])
+    shares = [each["probabilities"] for each in model.predict(once({"pixels": new_x}, new_y))]
+    np.testing.assert_allclose(np.sum(shares, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(np.argmax(shares, axis=1), predicted)
 
 
 def softmax_regression(x: Any, y: Any, new_x: Any, new_y: Any) -> float:
@@ -122,19 +127,88 @@ def test_words_are_classified_by_embeddings_and_by_weights():
         assert predicted == ["yes", "no"]
 
 
-def test_replicas_train_a_network_with_embeddings_as_one_process_does(tmp_path):
-    found, strategy = [], nd.MirroredStrategy(["cpu:0", "cpu:1"])
-    words = fc.categorical_column_with_hash_bucket("word", 10)
-    columns = [COLUMN, fc.embedding_column(words, 2, dtype=np.float64)]
-    features = {"x": X, "word": np.array([f"word {k % 7}" for k in range(64)])}
-    for given, size in ((None, 32), (strategy, 16)):
-        config = est.RunConfig(tf_random_seed=1, train_distribute=given, eval_distribute=given)
-        model = est.DNNRegressor([8], columns, str(tmp_path / str(size)), config=config)
-        data = nd.Dataset.from_tensor_slices((features, Y)).batch(size).repeat()
-        model.train(lambda data=data: data, steps=10)
-        found.append(model.evaluate(once(features, Y))["average_loss"])
-    strategy.close()
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+WORDS = fc.categorical_column_with_hash_bucket("word", 10)
+DEEP = [COLUMN, fc.embedding_column(WORDS, 2, dtype=np.float64)]
+FEATURES = {"x": X, "word": np.array([f"word {k % 7}" for k in range(64)])}
+PARTS = {"linear_feature_columns": [COLUMN, WORDS], "dnn_feature_columns": DEEP}
+SEVERAL = {**PARTS, "dnn_hidden_units": [8], "linear_optimizer": "Ftrl", "dnn_optimizer": "Adam"}
+KINDS: dict[str, Callable[..., Any]] = {
+    "dense": lambda **options: est.DNNRegressor([8], DEEP, **options),
+    "linear": lambda **options: est.LinearEstimator(est.regression_head(), [COLUMN], **options),
+    "combined": lambda **options: est.DNNLinearCombinedRegressor(**SEVERAL, **options),
+    "classes": lambda **options: est.DNNLinearCombinedClassifier(
+        n_classes=3, **{**SEVERAL, "dnn_optimizer": nd.optimizers.SGD(lambda step: 0.1)}, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mirrored", "workers"])
+def test_replicas_train_ready_made_estimators_as_one_process_does(tmp_path, kind, name):
+    losses, labels = [], np.arange(64) % 3 if kind == "classes" else Y
+    with closing(STRATEGIES[name]()) as strategy:
+        for used, size in ((None, 32), (strategy, 16)):
+            config = est.RunConfig(tf_random_seed=1, train_distribute=used, eval_distribute=used)
+            model = KINDS[kind](model_dir=str(tmp_path / str(size)), config=config)
+            start = model.evaluate(once(FEATURES, labels))["loss"]
+            data = nd.Dataset.from_tensor_slices((FEATURES, labels)).batch(size).repeat()
+            model.train(lambda data=data: data, steps=10)
+            losses.append(model.evaluate(once(FEATURES, labels))["loss"])
+            assert losses[-1] < start
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6 if kind == "classes" else 1e-12)
+
+
+def test_a_warm_start_takes_the_values_of_another_training(tmp_path):
+    data = batches(FEATURES, Y)
+    first = KINDS["combined"](model_dir=str(tmp_path / "first")).train(data, steps=5)
+    name = "linear/linear_model/x/weights"
+    taken = first.get_variable_value(name)
+    chosen = est.WarmStartSettings(first.model_dir, "linear/", None, {name: name})
+    still = {key: nd.optimizers.SGD(0.0) for key in ("linear_optimizer", "dnn_optimizer")}
+    for start, kept in ((first.model_dir, True), (chosen, False)):
+        model = est.DNNLinearCombinedRegressor(warm_start_from=start, **{**SEVERAL, **still})
+        model.train(data, steps=1)
+        np.testing.assert_array_equal(model.get_variable_value(name), taken)
+        deep = [key for key in first.get_variable_names() if key.endswith("hiddenlayer_0/kernel")]
+        same = first.get_variable_value(deep[0]) == model.get_variable_value(deep[0])
+        assert same.all() == kept
+    with pytest.raises(ValueError, match="matches none"):
+        est.LinearRegressor([COLUMN], warm_start_from=est.WarmStartSettings("x", "y")).train(data)
+
+
+def test_metrics_are_added_and_a_training_ends_when_the_loss_falls_no_more(tmp_path):
+    def largest(labels: Any, predictions: Any) -> dict[str, Any]:
+        return {"mean_error": metrics.mean(labels - predictions["predictions"])}
+
+    config = est.RunConfig(str(tmp_path), save_checkpoints_steps=5)
+    model = est.LinearRegressor([COLUMN], optimizer=GradientDescentOptimizer(0.0), config=config)
+    more = est.add_metrics(model, largest)
+    hook = est.early_stopping.stop_if_no_decrease_hook(
+        model, "loss", 10, run_every_secs=None, run_every_steps=1
+    )
+    spec = est.TrainSpec(batches({"x": X}, Y), hooks=[hook])
+    every = est.EvalSpec(once({"x": X}, Y), throttle_secs=0)
+    values, _ = est.train_and_evaluate(more, spec, every)
+    assert values["mean_error"] == pytest.approx(Y.mean())
+    assert 10 < values["global_step"] < 30
+
+
+def test_what_estimators_cannot_do_is_said(monkeypatch):
+    head = est.binary_class_head()
+    with pytest.raises(ValueError, match="dnn_feature_columns with dnn_hidden_units"):
+        est.DNNLinearCombinedEstimator(head, dnn_feature_columns=[COLUMN])
+    with pytest.raises(TypeError, match="head must be one of"):
+        est.LinearEstimator("binary", [COLUMN])
+    model = est.model_to_estimator(compiled())
+    for refused in (
+        lambda: est.add_metrics(model, dict),
+        lambda: est.early_stopping.make_early_stopping_hook(model, bool),
+    ):
+        with pytest.raises(ValueError, match="needs the estimator of a graph"):
+            refused()
+    clipping = {**SEVERAL, "dnn_optimizer": nd.optimizers.SGD(0.1, clipnorm=1.0)}
+    with pytest.raises(ValueError, match="cannot clip"):
+        est.DNNLinearCombinedRegressor(**clipping).train(batches(FEATURES, Y), steps=1)
 
 
 def compiled(learning_rate: float = 0.1) -> Any:

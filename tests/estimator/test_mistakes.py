@@ -67,8 +67,8 @@ LinearRegressor([COLUMN], weight_column="w").train(lambda: ({"x": X}, Y), steps=
 -> KeyError: weight_column
 LinearRegressor([COLUMN]).train(lambda: ({"y": X}, Y), steps=1)
 -> KeyError: no feature 'x'
-LinearRegressor([COLUMN], optimizer="Ftrl")
--> ValueError: one of Adagrad, Adam, RMSProp, SGD, got 'Ftrl'
+LinearRegressor([COLUMN], optimizer="Lion")
+-> ValueError: one of Adagrad, Adam, Ftrl, RMSProp, SGD, got 'Lion'
 DNNRegressor([1], [COLUMN], dropout=1.0)
 -> ValueError: below 1
 model_to_estimator(nd.Sequential([nd.layers.Dense(1)]))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import ndistribute as nd
-from ndistribute.estimator import Estimator, RunConfig, model_to_estimator
+from ndistribute.estimator import Estimator, RunConfig, early_stopping, model_to_estimator
 from ndistribute.graph import latest_checkpoint
+from ndistribute.graph.hooks import SessionRunHook
 from tests.estimator import test_canned as canned
 from tests.estimator import test_estimator as alone
 from tests.processes import ROOT, Ranks, Tasks, wait_until
@@ -39,6 +40,23 @@ def train_together(rank: int, size: int, directory: str) -> tuple[dict[str, Any]
     return found, (start, end), model.latest_checkpoint() is not None
 
 
+def stop_together(rank: int, size: int, directory: str) -> tuple[int, int]:
+    """Train until the chief alone wants to stop; return how often it was asked, and the step."""
+    asked: list[int] = []
+
+    def enough() -> bool:
+        asked.append(rank)
+        return len(asked) == 3
+
+    with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
+        config = RunConfig(f"{directory}/stop-{rank}", train_distribute=strategy)
+        model = Estimator(alone.linear, config=config, params={"rate": alone.RATE})
+        hook = early_stopping.make_early_stopping_hook(model, enough, None, 1)
+        asks_here = hook if rank == 0 else SessionRunHook()
+        model.train(lambda: ({"x": alone.X}, alone.Y), hooks=[asks_here])
+        return len(asked), model.evaluate(lambda: ({"x": alone.X}, alone.Y), 1)["global_step"]
+
+
 def train_model_together(rank: int, size: int, directory: str) -> Any:
     """Train, evaluate and use an estimator of a model, where only the chief sees the disk."""
     with nd.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:
@@ -57,6 +75,7 @@ def test_workers_train_as_one_process_and_agree_on_metrics(tmp_path: Path) -> No
     with Ranks(2) as ranks:
         (found, (start, end), saved), other = ranks.results(module.train_together, str(tmp_path))
         models = ranks.results(module.train_model_together, str(tmp_path))
+        stopped = ranks.results(module.stop_together, str(tmp_path))
     assert (saved, other[2]) == (True, False)
     assert found == other[0]
     # Worker k takes batches k, k + 2, ... and its replicas one each: two steps see all batches.
@@ -65,6 +84,7 @@ def test_workers_train_as_one_process_and_agree_on_metrics(tmp_path: Path) -> No
     errors = np.square(alone.X @ end[0] + end[1] - alone.Y)
     assert found["mse"] == pytest.approx(errors.mean(), rel=1e-12)
     assert found["global_step"] == 8
+    assert stopped == [(3, 3), (0, 3)]
     assert models[0] == models[1]
     assert models[0][0]["global_step"] == 30
     error = np.mean(np.abs(np.array(models[0][1]) - canned.Y[:, 0]))

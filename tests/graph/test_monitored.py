@@ -245,6 +245,10 @@ def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path):
                 session.run(step)
                 assert not supervisor.should_stop()
             assert supervisor.should_stop()
+            with supervisor.managed_session() as session:  # A second loop goes on.
+                assert not supervisor.should_stop()
+                assert supervisor.summary_writer is not None
+                assert session.run(loss) == expected / 4
     with g.Graph().as_default():
         bad = g.constant([1.0, 2.0]) + g.constant([1.0, 2.0, 3.0])
         failing = pytest.raises(errors.InvalidArgumentError, match=r"numpy\.add")

@@ -13,6 +13,7 @@ from ndistribute.graph.hooks import CheckpointSaverHook as _CheckpointSaverHook
 CheckpointSaverHook = _CheckpointSaverHook
 from ndistribute.graph.hooks import CheckpointSaverListener as _CheckpointSaverListener
 CheckpointSaverListener = _CheckpointSaverListener
+ChiefSessionCreator: Any
 from ndistribute.cluster.spec import ClusterSpec as _ClusterSpec
 ClusterSpec = _ClusterSpec
 from ndistribute.graph.monitored import Coordinator as _Coordinator
@@ -28,6 +29,8 @@ from ndistribute.graph.hooks import LoggingTensorHook as _LoggingTensorHook
 LoggingTensorHook = _LoggingTensorHook
 from ndistribute.graph.optimizers import MomentumOptimizer as _MomentumOptimizer
 MomentumOptimizer = _MomentumOptimizer
+from ndistribute.compat.graph_sessions import MonitoredSession as _MonitoredSession
+MonitoredSession = _MonitoredSession
 from ndistribute.compat.graphs import MonitoredBytesSession as _MonitoredTrainingSession
 MonitoredTrainingSession = _MonitoredTrainingSession
 from ndistribute.graph.hooks import NanLossDuringTrainingError as _NanLossDuringTrainingError
@@ -52,6 +55,8 @@ from ndistribute.graph.hooks import SessionRunHook as _SessionRunHook
 SessionRunHook = _SessionRunHook
 from ndistribute.graph.hooks import SessionRunValues as _SessionRunValues
 SessionRunValues = _SessionRunValues
+from ndistribute.compat.graph_sessions import SingularMonitoredSession as _SingularMonitoredSession
+SingularMonitoredSession = _SingularMonitoredSession
 from ndistribute.graph.hooks import StepCounterHook as _StepCounterHook
 StepCounterHook = _StepCounterHook
 from ndistribute.graph.hooks import StopAtStepHook as _StopAtStepHook
@@ -64,6 +69,7 @@ from ndistribute.compat.graph_supervisor import Supervisor as _Supervisor
 Supervisor = _Supervisor
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as _SyncReplicasOptimizer
 SyncReplicasOptimizer = _SyncReplicasOptimizer
+WorkerSessionCreator: Any
 create_global_step: Any
 exponential_decay: Any
 get_checkpoint_state: Any

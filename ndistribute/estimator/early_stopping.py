@@ -1,0 +1,96 @@
+"""Hooks that end the training of an estimator early, by time or by the metrics of evaluations.
+
+The chief alone decides. Metrics are those that evaluations have written to their directory, so they
+may be made by another process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ndistribute.estimator.estimator import Estimator, check_graph
+from ndistribute.event_files import read_scalars
+from ndistribute.exports import export as _export
+from ndistribute.graph.hooks import EarlyStoppingHook, SessionRunHook
+
+
+def make_early_stopping_hook(
+    estimator: Estimator,
+    should_stop_fn: Callable[[], bool],
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Return a hook that ends the training of all workers when the chief's function returns True.
+
+    Args:
+        estimator: the estimator that is trained.
+        should_stop_fn: called without arguments.
+        run_every_secs: the seconds between its calls.
+        run_every_steps: the steps between its calls; then `run_every_secs` must be None.
+
+    Raises:
+        ValueError: the cluster has parameter servers, with which each worker trains for itself.
+    """
+    check_graph(estimator, "early stopping", "pass callbacks.EarlyStopping")
+    if not callable(should_stop_fn):
+        raise TypeError(f"should_stop_fn must be a function, got {should_stop_fn!r}.")
+    config = estimator.config
+    if config.num_ps_replicas:
+        why = "with parameter servers, workers train alone until max_steps: pass max_steps."
+        raise ValueError(f"no worker could stop the others early: {why}")
+    decide = should_stop_fn if config.is_chief else lambda: False
+    return EarlyStoppingHook(decide, run_every_secs, run_every_steps)
+
+
+def stop_if_no_decrease_hook(
+    estimator: Estimator, metric_name: str, max_steps_without_decrease: int, **when: Any
+) -> SessionRunHook:
+    """Return a hook that ends the training when a metric has not fallen for so many steps.
+
+    Args:
+        estimator: see `make_early_stopping_hook`.
+        metric_name: the name of the metric, such as ``"loss"``.
+        max_steps_without_decrease: the steps since the best evaluation.
+        when: ``eval_dir``, the directory of the evaluations, ``estimator.eval_dir()`` if it is not
+            given; ``min_steps``, before which evaluations do not count; ``run_every_secs`` and
+            ``run_every_steps`` of `make_early_stopping_hook`.
+    """
+    return _stop_by_metric(estimator, metric_name, min, max_steps_without_decrease, **when)
+
+
+def stop_if_no_increase_hook(
+    estimator: Estimator, metric_name: str, max_steps_without_increase: int, **when: Any
+) -> SessionRunHook:
+    """Return a hook that ends the training when a metric has not risen for so many steps.
+
+    The arguments are those of `stop_if_no_decrease_hook`.
+    """
+    return _stop_by_metric(estimator, metric_name, max, max_steps_without_increase, **when)
+
+
+def _stop_by_metric(
+    estimator: Estimator,
+    metric_name: str,
+    best_of: Callable[..., int],
+    most_steps: int,
+    *,
+    eval_dir: str | os.PathLike[str] | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    folder = estimator.eval_dir() if eval_dir is None else eval_dir
+
+    def should_stop() -> bool:
+        numbers = {k: of for k, of in read_scalars(folder).items() if k >= min_steps}
+        if any(metric_name not in metrics for metrics in numbers.values()):
+            raise ValueError(f"an evaluation in {folder} has no metric {metric_name!r}.")
+        best = best_of(numbers, key=lambda step: numbers[step][metric_name], default=0)
+        return max(numbers, default=0) - best >= most_steps
+
+    return make_early_stopping_hook(estimator, should_stop, run_every_secs, run_every_steps)
+
+
+_export(vars())
