@@ -46,8 +46,8 @@ OBJECTS = {
     ),
     "optimizer": (
         nd.optimizers.SGD,
-        "apply_gradients build finalize_variable_values get_config iterations learning_rate "
-        "minimize name rule scale_loss slots variables",
+        "apply apply_gradients build finalize_variable_values get_config iterations "
+        "learning_rate minimize name rule scale_loss slots variables",
     ),
     "values": (lambda: nd.PerReplica([1]), "values"),
 }

@@ -5,13 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from ndistribute.devices import Array, array_namespace
-from ndistribute.optimizers.optimizer import CommonOptions, LearningRate, Optimizer, Options
+from ndistribute.optimizers.optimizer import LearningRate, Optimizer
 from ndistribute.update_rules import Rule
+
+
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments of every optimizer but `weight_decay`; see `Optimizer`."""
+
+    clipnorm: float | None
+    global_clipnorm: float | None
+    clipvalue: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    name: str | None
+
+
+class Options(CommonOptions, total=False):
+    """The keyword arguments of every optimizer; see `Optimizer`."""
+
+    weight_decay: float | None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -77,24 +77,6 @@ def _also_in_graphs(method: Method) -> Method:
         return getattr(updater, method.__name__)(what, *args, **kwargs)
 
     return cast("Method", call)
-
-
-class CommonOptions(TypedDict, total=False):
-    """The keyword arguments of every optimizer but `weight_decay`; see `Optimizer`."""
-
-    clipnorm: float | None
-    global_clipnorm: float | None
-    clipvalue: float | None
-    use_ema: bool
-    ema_momentum: float
-    ema_overwrite_frequency: int | None
-    name: str | None
-
-
-class Options(CommonOptions, total=False):
-    """The keyword arguments of every optimizer; see `Optimizer`."""
-
-    weight_decay: float | None
 
 
 class Optimizer(Explaining, Shown):
@@ -238,11 +220,11 @@ class Optimizer(Explaining, Shown):
         if variables:
             self._build(variables)
 
-    @_also_in_graphs
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Variable]) -> None:
         """Update variables by their gradients, as `apply_gradients` does with pairs."""
         self.apply_gradients(zip(grads, trainable_variables, strict=True))
 
+    @_also_in_graphs
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
