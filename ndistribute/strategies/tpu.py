@@ -218,7 +218,9 @@ def _start_jax(workers: Workers) -> None:
         shutdown_timeout_seconds=seconds,
     )
     flags = os.environ.get("XLA_FLAGS", "")
-    if _DEADLINE not in flags:  # Which is 30 minutes otherwise, for collectives of CPUs.
+    # Otherwise it is 30 minutes, for collectives of CPUs. An XLA without this flag would end the
+    # process.
+    if _DEADLINE not in flags and jax.__version_info__ >= (0, 10):
         os.environ["XLA_FLAGS"] = f"{flags} --{_DEADLINE}={seconds}"
     jax.devices()  # XLA reads the flags.
     os.environ["XLA_FLAGS"] = flags
