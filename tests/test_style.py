@@ -27,7 +27,7 @@ BUDGETS = {
     "autodiff": 2838,
     "cluster": 651,
     "collective": 3917,
-    "compat": 2681,
+    "compat": 2695,
     "coordinator": 903,
     "data": 2479,
     "estimator": 1443,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1138,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36769
+TESTS_BUDGET = 36780
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -217,6 +217,7 @@ class WatchingTape(nd.GradientTape):
     def __enter__(self) -> WatchingTape:
         super().__enter__()
         self._recorded()[0].kind = TrackedTensor
+        self._replaced: list[Any] = []  # What was watched, but not in place.
         return self
 
     def watch(self, tensor: Any) -> Any:
@@ -224,7 +225,9 @@ class WatchingTape(nd.GradientTape):
 
         def watched(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                return super(WatchingTape, self).watch(leaf)
+                result = super(WatchingTape, self).watch(leaf)
+                self._replaced += [] if result is leaf else [leaf]
+                return result
             if leaf.dtype.kind not in "fc":
                 _log.warning("GradientTape.watch: a tensor of %s has no gradient.", leaf.dtype)
                 return leaf
@@ -256,6 +259,11 @@ class WatchingTape(nd.GradientTape):
 
     def _of_watched(self, find: Any, target: Any, sources: Any, unconnected: Any) -> Any:
         leaves = tree.flatten(sources)
+        if any(leaf is each for leaf in leaves for each in self._replaced):
+            raise ValueError(
+                "GradientTape: a source is an array that a tape cannot watch in place, of NumPy or "
+                "of a compiled step: write x = tape.watch(x), and compute with the result."
+            )
         known = [leaf for leaf in leaves if isinstance(leaf, Tracked | ArrayLike)]
         results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
         zero = str(getattr(unconnected, "value", unconnected)).lower() == "zero"
@@ -393,8 +401,14 @@ def _scatter(change: Any) -> Any:
     """Return a method that changes rows of a variable, once for all replicas."""
 
     def changed(variable: Any, rows: Any) -> Any:
-        array = variable.numpy()
-        change(array, np.asarray(rows.indices), np.asarray(rows.values, array.dtype))
+        array, indices = variable.numpy(), np.asarray(rows.indices)
+        outside = indices[(indices < 0) | (indices >= len(array))]
+        if outside.size:
+            raise ValueError(
+                f"scatter on variable {variable.name!r}: index {outside[0]} is not in "
+                f"[0, {len(array)}). Nothing has changed."
+            )
+        change(array, indices, np.asarray(rows.values, array.dtype))
         return variable.assign(array)
 
     @accepting("name", "use_locking")

@@ -77,6 +77,8 @@ def test_rows_are_changed_once_for_all_replicas():
         strategy.run(lambda: mean.scatter_mul(rows([replica_id() + 2.0], [replica_id()])))
         strategy.run(lambda: total.scatter_div(rows([replica_id() + 2], [replica_id()])))
         strategy.run(lambda: first.scatter_min(rows([replica_id() + 1.0], [1])))
+        with pytest.raises(ValueError, match=r"index -1 is not in \[0, 3\)"):
+            first.scatter_max(rows([5.0], [-1]))
         first.scatter_max(rows([5.0], [0]))
         with pytest.raises(NotImplementedError, match="'sum' does not combine"):
             strategy.run(lambda: total.scatter_max(rows([1], [0])))

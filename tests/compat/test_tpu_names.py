@@ -41,3 +41,18 @@ def test_models_compile_their_steps_if_they_are_told_to(jit_compile):
     model.layers[0].activation = lambda x: traced.append(current_trace() is not None) or x
     model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
     assert any(traced) == (jit_compile is True)
+
+
+@pytest.mark.parametrize("kind", ["MirroredStrategy", "TPUStrategy"])
+def test_a_source_that_is_not_watched_in_place_says_what_to_write(kind):
+    def step(x, watched_alone):
+        with tf.GradientTape() as tape:
+            known = tape.watch(x)
+            y = (x if watched_alone else known) ** 2.0
+        return tape.gradient(y, x if watched_alone else known)
+
+    with getattr(tf.distribute, kind)() as strategy:
+        with pytest.raises(ValueError, match=r"write x = tape\.watch\(x\)"):
+            strategy.run(step, args=(np.ones(2), True))
+        gradients = strategy.run(step, args=(np.ones(2), False))
+        assert np.array_equal(strategy.experimental_local_results(gradients)[0], [2.0, 2.0])
