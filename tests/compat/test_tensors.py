@@ -209,7 +209,7 @@ def test_an_optimizer_takes_a_function_and_a_new_rate() -> None:
 
 
 def test_a_module_finds_its_variables_and_is_saved(tmp_path: Path) -> None:
-    class Scale(tf.Module):
+    class Multiplier(tf.Module):
         def __init__(self, name=None):
             super().__init__(name=name)
             self.factor = tf.Variable(2.0)
@@ -222,7 +222,7 @@ def test_a_module_finds_its_variables_and_is_saved(tmp_path: Path) -> None:
     class Both(tf.Module):
         def __init__(self):
             super().__init__()
-            self.parts = [Scale("first"), Scale()]
+            self.parts = [Multiplier("first"), Multiplier()]
             self.dense = tf.keras.layers.Dense(1, name="dense")
 
         def __call__(self, x):
@@ -230,7 +230,7 @@ def test_a_module_finds_its_variables_and_is_saved(tmp_path: Path) -> None:
 
     module = Both()
     assert module(3.0).numpy() == 12.0
-    assert [part.name for part in module.submodules] == ["first", "scale", "dense"]
+    assert [part.name for part in module.submodules] == ["first", "multiplier", "dense"]
     assert (len(module.variables), len(module.trainable_variables)) == (4, 2)
     path = tf.train.Checkpoint(module=module).save(tmp_path / "module")
     other = Both()
