@@ -100,3 +100,30 @@ def test_loading_calls_from_config_of_the_model(tmp_path) -> None:
     np.testing.assert_array_equal(loaded(x), model(x))
     model.save_weights(tmp_path / "weights")
     assert loaded.load_weights(tmp_path / "weights").expect_partial().assert_consumed()
+
+
+def test_a_column_of_inputs_may_be_one_axis() -> None:
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(1,))])
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    x = np.linspace(0, 1, 32)
+    model.fit(x, 2 * x, epochs=40, verbose=0)
+    assert model.predict(x).shape == (32, 1)
+    assert model.evaluate(x, 2 * x, verbose=0) < 1e-2
+
+
+def test_a_subclass_may_pass_itself_to_its_base() -> None:
+    class Doubling(tf.keras.Model):
+        def __init__(self):
+            super().__init__(self)
+
+        def call(self, x):
+            return 2 * x
+
+    assert Doubling()(tf.ones([2])).numpy().tolist() == [2, 2]
+
+
+def test_data_to_download_can_be_imported_and_says_what_to_use() -> None:
+    from ndistribute.compat.tf.keras import datasets
+
+    with pytest.raises(AttributeError, match="nothing is downloaded"):
+        datasets.mnist  # noqa: B018
