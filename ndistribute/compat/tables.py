@@ -74,10 +74,15 @@ TF2 = """
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
-[io]
+[image] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
+    decode_png=decode_image
+[io] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
+    decode_png=decode_image read_file
 [io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
     .compat.adapters: makedirs rmtree
 [keras] .compat.adapters: Input Model Sequential
+[keras.applications]
+[keras.datasets]
 [keras.activations] .models.activations: * swish=silu
 [keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: epsilon floatx
     image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims
@@ -97,6 +102,7 @@ TF2 = """
     text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
     SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
+    mae=mean_absolute_error mse=mean_squared_error
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
 [keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
@@ -107,11 +113,15 @@ TF2 = """
     .compat.adapters: get=get_optimizer
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *
-[keras.preprocessing]
+[keras.preprocessing] .compat.files: image_dataset_from_directory text_dataset_from_directory
+    timeseries_dataset_from_array
+[keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.adapters: pad_sequences
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
-    .compat.adapters: pad_sequences to_categorical
+    .compat.adapters: pad_sequences to_categorical  .compat.files: array_to_img
+    image_dataset_from_directory img_to_array load_img save_img text_dataset_from_directory
+    timeseries_dataset_from_array
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -166,9 +176,10 @@ TF2 = """
     .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor custom_gradient
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
     TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number expand_dims fill
-    function gather identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile
-    transpose unstack where zeros  .compat.tensor_functions/either: cond constant
-    control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
+    gather identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile
+    transpose unstack where zeros  .compat.functions: function
+    .compat.tensor_functions/either: cond constant control_dependencies group no_op numpy_function
+    py_function  .compat.array_functions/unary:
     argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad repeat
     reverse roll searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
     tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unique unique_with_counts
@@ -269,16 +280,11 @@ INSTEAD = {
     "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
-    "image": "NumPy or Pillow in Dataset.map",
-    "io.decode_image": "Pillow in Dataset.map",
-    "io.decode_jpeg": "Pillow in Dataset.map",
     "io.parse_single_example": "arrays, or Dataset.from_files with a reader",
-    "io.read_file": "tf.io.gfile.GFile",
-    "keras.applications": "layers, and load_weights: nothing is downloaded",
-    "keras.datasets": "arrays that you load: nothing is downloaded",
+    "keras.applications.*": "layers, and load_weights: nothing is downloaded",
+    "keras.datasets.*": "arrays that you load: nothing is downloaded",
     "keras.experimental": "tf.keras.Sequential, or tf.estimator.DNNLinearCombinedEstimator",
     "keras.layers.DenseFeatures": "tf.compat.v1.feature_column.input_layer in a graph",
-    "keras.preprocessing.image": "arrays, or NumPy and Pillow in Dataset.map",
     "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
     "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
     "keras.layers.RandomRotation": "RandomFlip and RandomCrop, or Pillow in Dataset.map",

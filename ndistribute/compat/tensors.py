@@ -90,6 +90,15 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
     def __iter__(self) -> Any:
         return map(self.__getitem__, range(len(self)))
 
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Return that of the number, so that the elements of a tensor can be in a set."""
+        if self.ndim:
+            raise TypeError("a tensor with axes is not hashable: use x.ref() as the key.")
+        return hash(self.item())
+
     def __str__(self) -> str:
         return str(self.view(np.ndarray))
 

@@ -14,6 +14,7 @@ from ndistribute.compat.tf import dtypes as dtypes
 from ndistribute.compat.tf import errors as errors
 from ndistribute.compat.tf import estimator as estimator
 from ndistribute.compat.tf import feature_column as feature_column
+from ndistribute.compat.tf import image as image
 from ndistribute.compat.tf import initializers as initializers
 from ndistribute.compat.tf import io as io
 from ndistribute.compat.tf import keras as keras

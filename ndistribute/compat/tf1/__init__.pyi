@@ -19,6 +19,7 @@ from ndistribute.compat.tf1 import estimator as estimator
 from ndistribute.compat.tf1 import feature_column as feature_column
 from ndistribute.compat.tf1 import flags as flags
 from ndistribute.compat.tf1 import gfile as gfile
+from ndistribute.compat.tf1 import image as image
 from ndistribute.compat.tf1 import initializers as initializers
 from ndistribute.compat.tf1 import io as io
 from ndistribute.compat.tf1 import keras as keras

@@ -4,6 +4,13 @@ from typing import Any
 from ndistribute.compat.tf.keras.utils import experimental as experimental
 from ndistribute.models.sidecar import SidecarEvaluator as _SidecarEvaluator
 SidecarEvaluator = _SidecarEvaluator
+array_to_img: Any
+image_dataset_from_directory: Any
+img_to_array: Any
+load_img: Any
 pad_sequences: Any
+save_img: Any
 set_random_seed: Any
+text_dataset_from_directory: Any
+timeseries_dataset_from_array: Any
 to_categorical: Any
