@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.compat.adapters import TensorDataset, to_categorical
+from ndistribute.compat.adapters import TensorDataset
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.errors import MissingDependencyError
 
@@ -298,7 +298,7 @@ def _labels(numbers: Any, mode: str | None, names: Sequence[str], count: int) ->
     if mode not in ("int", "categorical"):
         what = f"got {mode!r} for the classes {[*names]}"
         raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
-    return [labels if mode == "int" else to_categorical(labels, len(names))]
+    return [labels if mode == "int" else np.eye(len(names), dtype=np.float32)[labels]]
 
 
 def _resized(image: Any, axis: int, length: int, how: str) -> Any:
