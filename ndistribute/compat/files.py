@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ _MODES = {"grayscale": "L", "rgb": "RGB", "rgba": "RGBA"}
 _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def _pillow() -> Any:
+def _pillow(part: str = "Image") -> Any:
     try:
-        from PIL import Image
+        import PIL  # noqa: F401
     except ImportError as error:
         what = "Images in files need Pillow: pip install 'ndistribute[images]'."
         raise MissingDependencyError(what) from error
-    return Image
+    return import_module(f"PIL.{part}")
 
 
 def read_file(filename: Any, name: Any = None) -> Any:
@@ -299,6 +300,62 @@ def _labels(numbers: Any, mode: str | None, names: Sequence[str], count: int) ->
         what = f"got {mode!r} for the classes {[*names]}"
         raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
     return [labels if mode == "int" else np.eye(len(names), dtype=np.float32)[labels]]
+
+
+def plot_model(
+    model: Any,
+    to_file: Any = "model.png",
+    show_shapes: bool = False,
+    show_layer_names: bool = True,
+    rankdir: str = "TB",
+    dpi: int = 96,
+    **details: Any,
+) -> Any:
+    """Draw the layers of a functional model and what they are connected to; return the image.
+
+    Args:
+        model: a functional model, or a `Sequential` that knows its input.
+        to_file: where to write the image; None: nowhere.
+        show_shapes: whether the boxes have the shapes of outputs.
+        show_layer_names: whether they have names, besides the kinds of layers.
+        rankdir: ``"TB"``, from top to bottom, or ``"LR"``, from left to right.
+        dpi: the dots of an inch, 8 lines of text.
+        details: `expand_nested` changes nothing: a model is one box. Others are refused.
+    """
+    wrong = [name for name in details if details[name] and name != "expand_nested"]
+    if wrong or rankdir not in ("TB", "LR"):
+        raise ValueError(f"plot_model: it has no {wrong}, and rankdir is 'TB' or 'LR': leave out.")
+    boxes = dict[str, tuple[str, int, list[str]]]()
+    for label, shapes, _, sources in model._connected().rows():
+        name, kind = label.removesuffix(")").split(" (")
+        text = (f"{name}: {kind}" if show_layer_names else kind) + f"\n{shapes}" * show_shapes
+        before = [source for source in sources.split(", ") if source in boxes]
+        level = 1 + max((boxes[source][1] for source in before), default=-1)
+        boxes[name] = text, level, before
+    longest = max(len(line) for text, *_ in boxes.values() for line in text.split("\n"))
+    size, counts = dpi / 8, dict.fromkeys([level for _, level, _ in boxes.values()], 0)
+    width, height = size * (2 + 0.6 * longest), size * (2 + 1.5 * show_shapes)
+    corners = dict[str, tuple[float, float]]()
+    for name, (_, level, _) in boxes.items():
+        place = (counts[level], level) if rankdir == "TB" else (level, counts[level])
+        corners[name] = size + place[0] * (width + 2 * size), size + place[1] * (height + 2 * size)
+        counts[level] += 1
+    ends = [max(corner[k] for corner in corners.values()) for k in (0, 1)]
+    image = _pillow().new(
+        "RGB", (int(ends[0] + width + size), int(ends[1] + height + size)), "white"
+    )
+    draw, font = _pillow("ImageDraw").Draw(image), _pillow("ImageFont").load_default(size)
+    for name, (_, _, before) in boxes.items():
+        for source in before:
+            lines = [(x + width / 2, y + height / 2) for x, y in (corners[source], corners[name])]
+            draw.line(lines, "gray", 2)
+    for name, (text, _, _) in boxes.items():
+        x, y = corners[name]
+        draw.rectangle((x, y, x + width, y + height), "white", "black")
+        draw.text((x + size, y + size / 2), text, "black", font)
+    if to_file is not None:
+        image.save(to_file)
+    return image
 
 
 def _resized(image: Any, axis: int, length: int, how: str) -> Any:

@@ -120,8 +120,8 @@ TF2 = """
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .compat.adapters: pad_sequences to_categorical  .compat.files: array_to_img
-    image_dataset_from_directory img_to_array load_img save_img text_dataset_from_directory
-    timeseries_dataset_from_array
+    image_dataset_from_directory img_to_array load_img plot_model save_img
+    text_dataset_from_directory timeseries_dataset_from_array
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -293,7 +293,6 @@ INSTEAD = {
     "keras.utils.Sequence": "a generator, or Dataset.from_generator",
     "keras.utils.custom_object_scope": "custom_objects of load_model or from_config",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
-    "keras.utils.plot_model": "model.summary()",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
     "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",

@@ -90,3 +90,20 @@ def test_a_series_becomes_sequences_with_the_targets_of_their_first_rows():
     assert [row.tolist() for row in only] == [[2, 3], [3, 4], [4, 5]]
     mixed = series(data, None, 2, shuffle=True, seed=1)
     assert sorted(map(tuple, next(iter(mixed)).tolist())) == [(k, k + 1) for k in range(9)]
+
+
+def test_a_model_is_drawn_with_its_connections(tmp_path):
+    pytest.importorskip("PIL")
+    first, second = tf.keras.Input((4,), name="first"), tf.keras.Input((4,), name="second")
+    joined = tf.keras.layers.concatenate([first, tf.keras.layers.Dense(2)(second)])
+    model = tf.keras.Model([first, second], joined)
+    image = tf.keras.utils.plot_model(model, tmp_path / "model.png", show_shapes=True, dpi=64)
+    assert (tmp_path / "model.png").stat().st_size > 0
+    rows, columns = np.array(image).shape[:2]
+    turned = tf.keras.utils.plot_model(model, None, show_shapes=True, dpi=64, rankdir="LR")
+    assert rows > turned.size[1]  # Three levels below each other, or two lines.
+    assert columns < turned.size[0]
+    colours = {colour for _, colour in image.getcolors()}
+    assert {(0, 0, 0), (128, 128, 128), (255, 255, 255)} <= colours  # Boxes and connections.
+    with pytest.raises(ValueError, match="show_dtype"):
+        tf.keras.utils.plot_model(model, None, show_dtype=True)

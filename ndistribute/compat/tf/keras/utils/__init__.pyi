@@ -9,6 +9,7 @@ image_dataset_from_directory: Any
 img_to_array: Any
 load_img: Any
 pad_sequences: Any
+plot_model: Any
 save_img: Any
 set_random_seed: Any
 text_dataset_from_directory: Any
