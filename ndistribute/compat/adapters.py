@@ -41,6 +41,7 @@ from ndistribute.compat.tensors import (
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import layers
+from ndistribute.names import custom_object_scope, deserializing
 from ndistribute.strategies.local import DefaultStrategy
 from ndistribute.tree import flatten, map_leaves
 from ndistribute.values import DistributedValues
@@ -216,8 +217,13 @@ def _classes() -> dict[str, Any]:
 
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
-    optimizer = models.optimizers.get(identifier)
-    return _classes()[type(optimizer).__name__]() if isinstance(identifier, str) else optimizer
+    if isinstance(identifier, nd.optimizers.Optimizer):
+        return identifier
+    with custom_object_scope({name.lower(): kind for name, kind in _classes().items()}):
+        return models.optimizers.get(identifier)
+
+
+deserialize_optimizer = deserializing(get_optimizer)
 
 
 def _holder(optimizer: Any) -> Any:
@@ -519,6 +525,11 @@ list_devices = adapted(
         )
         for device in nd.list_devices(device_type and device_type.lower())
     ]
+)
+model_from_json = adapted(
+    lambda json_string, custom_objects=None: models.model_from_json(
+        json_string, _classes() | (custom_objects or {})
+    )
 )
 load_model = adapted(
     lambda filepath, custom_objects=None: models.load(

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
-from ndistribute import tensor_files
+from ndistribute import tensor_files, tree
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import current_seed, get_strategy, restore_seed
 from ndistribute.data.sources import has_state
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models import contents
-from ndistribute.models.layers.layer import Layer, build_for, leaves
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.optimizers import Optimizer
 from ndistribute.tensor_files import Saved
 from ndistribute.transport.failures import error_of, failure_of
@@ -342,7 +342,7 @@ class Checkpoint:
         return {name: part._nest if isinstance(part, Checkpoint) else part for name, part in items}
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        for path, leaf in leaves("", self._nest):
+        for path, leaf in tree.leaves("", self._nest):
             if isinstance(leaf, Layer):
                 yield path, leaf
 

@@ -12,7 +12,7 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.dtypes import kind_of
 from ndistribute.mistakes import accepting
-from ndistribute.models.export import export, save
+from ndistribute.models.export import export, save, to_json
 from ndistribute.models.functional import CallGraph, cloned, connected
 from ndistribute.models.layers.inputs import Input, InputLayer
 from ndistribute.models.layers.layer import Layer, Replaceable
@@ -146,6 +146,10 @@ class Model(Trainer):
     @classmethod
     def _made(cls, config: Mapping[str, Any]) -> Any:
         return cls(**(connected(config) if "calls" in config else config))
+
+    def to_json(self) -> str:
+        """Return the architecture as text, without weights: `model_from_json` makes a model."""
+        return to_json(self)
 
     def export(self, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
         """Write the architecture and the weights, and return the folder; see `models.load`.

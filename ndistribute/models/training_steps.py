@@ -18,6 +18,7 @@ from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.devices import as_array, to_host
 from ndistribute.errors import TracingError
 from ndistribute.jit.function import Function
 from ndistribute.jit.identity import Identities
@@ -27,7 +28,7 @@ from ndistribute.models import loss_forms
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.compiled_losses import Objective, names_of, untold
-from ndistribute.models.layers.layer import Layer, build_for, leaves
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
 from ndistribute.variables import Variable
@@ -96,7 +97,7 @@ class TrainingSteps(Layer):
         """
         for part in (
             optimizer,
-            *(each for _, each in leaves("", (loss, metrics, weighted_metrics))),
+            *(each for _, each in tree.leaves("", (loss, metrics, weighted_metrics))),
         ):
             if isinstance(part, type):
                 name = part.__name__
@@ -162,7 +163,7 @@ class TrainingSteps(Layer):
         compiled = [] if self._objective is None else self._objective.named.values()
         kinds = (_metrics.Metric, list, tuple, dict)
         nests = [v for layer in self.walk() for v in vars(layer).values() if isinstance(v, kinds)]
-        held = [value for _, value in leaves("", nests) if isinstance(value, _metrics.Metric)]
+        held = [value for _, value in tree.leaves("", nests) if isinstance(value, _metrics.Metric)]
         return list({id(metric): metric for metric in (*compiled, *held)}.values())
 
     @property
@@ -250,7 +251,9 @@ class TrainingSteps(Layer):
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return the values of all metrics, by name."""
-        return {name: metric.result() for name, metric in self._named_metrics().items()}
+        values = {name: metric.result() for name, metric in self._named_metrics().items()}
+        parts = [v if isinstance(v, Mapping) else {name: v} for name, v in values.items()]
+        return {name: value for part in parts for name, value in part.items()}
 
     def reset_metrics(self) -> None:
         """Forget all examples; called before each epoch and each evaluation."""
@@ -439,21 +442,29 @@ class TrainingSteps(Layer):
         if self.position.logs is None and self.position.shown is None:
             self.position.shown = self._named_metrics()
         logs = self.position.shown if self.position.logs is None else self.position.logs
-        return {name: self._number(each, "local_result") for name, each in logs.items()}
+        return self._numbers(logs, "local_result")
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
         if self.position.logs is None:
-            return self.get_metrics_result()
-        return {name: self._number(each, "result") for name, each in self.position.logs.items()}
+            return self._numbers(self._named_metrics(), "result")
+        return self._numbers(self.position.logs, "result")
 
-    def _number(self, each: Any, of_metric: str) -> float:
-        """Return the value of a metric, or the mean of a number over replicas."""
-        if isinstance(each, _metrics.Metric):
-            return float(getattr(each, of_metric)())
-        if of_metric == "result":
-            return float(self.strategy.reduce("mean", each))
-        return float(np.mean([float(value) for value in self.strategy.local_results(each)]))
+    def _numbers(self, logs: Mapping[str, Any], of_metric: str) -> dict[str, Any]:
+        """Return the values of metrics, or the mean of a number over replicas, by name."""
+        numbers: dict[str, Any] = {}
+        for name, each in logs.items():
+            if isinstance(each, _metrics.Metric):
+                value = getattr(each, of_metric)()
+            elif of_metric == "result":
+                value = self.strategy.reduce("mean", each)
+            else:
+                value = np.mean([float(value) for value in self.strategy.local_results(each)])
+            parts = value if isinstance(value, Mapping) else {name: value}
+            for key, part in parts.items():
+                number = to_host(as_array(part))
+                numbers[key] = number if number.ndim else float(number)
+        return numbers
 
     def _rows_of_step(self, batch: Any) -> int | None:
         """Return the number of examples of all replicas, if all are in this process."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ndistribute.mistakes import Explaining
 
 Logs = Mapping[str, float]
@@ -258,7 +260,7 @@ class ProgressBar(Callback):
 
 
 def _shown(logs: Logs) -> str:
-    return " - ".join(f"{name}: {_number(value)}" for name, value in logs.items())
+    return " - ".join(f"{name}: {_number(float(np.mean(v)))}" for name, v in logs.items())
 
 
 def _wrapped(text: str, columns: int) -> str:
