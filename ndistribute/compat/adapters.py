@@ -6,6 +6,7 @@ The tables of names refer to what is here: a name to a class, and an adapter to 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import sys
@@ -40,6 +41,7 @@ from ndistribute.compat.tensors import (
 )
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
+from ndistribute.mistakes import accepting
 from ndistribute.models import layers
 from ndistribute.names import custom_object_scope, deserializing
 from ndistribute.strategies.local import DefaultStrategy
@@ -171,10 +173,14 @@ class Model(models.Model):
 
     compile = adapted(_compile)
 
-    def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
-        if (overwrite, save_format) != (True, "tf"):
-            raise ValueError("save: a model replaces the one there, in one format: give no other.")
-        super().save(filepath)
+    _save = accepting("save_format", "zipped")(models.Model.save)  # There is one format.
+    save = adapted(_save, filepath="path")
+    _save_weights = accepting("save_format", "options")(models.Model.save_weights)
+    save_weights = adapted(_save_weights, filepath="path")
+    fit, evaluate, predict = (
+        accepting("max_queue_size", "use_multiprocessing", "workers")(method)
+        for method in (models.Model.fit, models.Model.evaluate, models.Model.predict)
+    )
 
     def _serve(self, *inputs: Any, **named: Any) -> dict[str, Any]:
         """Return the outputs by their names, for one input or for inputs by name."""
@@ -450,6 +456,15 @@ def get_replica_context() -> Any:
     return None if context is None else ReplicaTensors(context)
 
 
+def _of_lists(loss: Any) -> Any:
+    """Return a function of labels and predictions that takes lists too; others unchanged."""
+
+    def call(y_true: Any, y_pred: Any, *args: Any, **options: Any) -> Any:
+        return loss(*models.losses.aligned(y_true, y_pred), *args, **options)
+
+    return call if "y_pred" in inspect.signature(loss).parameters else loss
+
+
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
@@ -472,7 +487,9 @@ ADAPTERS: dict[str, Any] = {
         lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
     ),
     "loss": lambda kind: (
-        subclass(kind, __call__=plainly(kind.__call__)) if isinstance(kind, type) else plainly(kind)
+        subclass(kind, "dtype", __call__=plainly(kind.__call__))
+        if isinstance(kind, type)
+        else plainly(_of_lists(kind))
     ),
     "metric": lambda kind: subclass(
         kind, "dtype", result=adapted(kind.result), update_state=plainly(kind.update_state)
@@ -532,10 +549,11 @@ model_from_json = adapted(
     )
 )
 load_model = adapted(
-    lambda filepath, custom_objects=None: models.load(
-        filepath, _classes() | (custom_objects or {})
+    lambda filepath, custom_objects=None, **options: models.load(
+        filepath, _classes() | (custom_objects or {}), **options
     ),
-    "compile",
+    "options",
+    "safe_mode",
 )
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute import tensor_files
 from ndistribute.context import get_strategy
 from ndistribute.dtypes import dtype_named
 from ndistribute.models import activations, initializers, regularizers
-from ndistribute.models.checkpoint import Checkpoint, Weights, by_chief, read_newest
+from ndistribute.models.checkpoint import NAME, Checkpoint, Weights, by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.losses import Loss
 from ndistribute.models.metrics import Metric
@@ -54,7 +53,9 @@ def export(
 
 
 def load(
-    path: str | os.PathLike[str], custom_objects: Mapping[str, Callable[..., Any]] | None = None
+    path: str | os.PathLike[str],
+    custom_objects: Mapping[str, Callable[..., Any]] | None = None,
+    compile: bool = True,  # noqa: A002 - As in Keras.
 ) -> Any:
     """Return the model that `export` or `save` wrote, in the strategy of the current scope.
 
@@ -62,6 +63,7 @@ def load(
         path: the path that was passed to `save`; the result of `export`, or the path that was
             passed to it, for its last model.
         custom_objects: classes and functions that are not this package's, by name.
+        compile: whether a model that `save` wrote is compiled, with its optimizer and metrics.
 
     Raises:
         FileNotFoundError: there is no model.
@@ -78,13 +80,13 @@ def load(
     >>> bool(np.array_equal(loaded(np.ones((1, 3), np.float32)), y))
     True
     """
-    source, tensors, data = by_chief(get_strategy(), lambda: read_newest(_saved(Path(path))))
+    source, tensors, data = by_chief(get_strategy(), lambda: read_newest(Path(path)))
     if "architecture" not in data:
         raise ValueError(f"{source} is no exported model: write one with model.export(path).")
     described, decoder = data["architecture"], _Architecture(source)
     with custom_object_scope(custom_objects or {}):
         model = _made(described, decoder)
-        compiled = decoder.decode(described["compiled"]) if "compiled" in described else {}
+        compiled = decoder.decode(described.get("compiled", {})) if compile else {}
     if compiled:
         model.compile(**compiled)
         data.pop("random")  # The generators are those of this program.
@@ -127,14 +129,9 @@ def _made(described: Mapping[str, Any], decoder: _Architecture) -> Any:
     return model
 
 
-def save(model: Any, path: str | os.PathLike[str]) -> None:
+def save(model: Any, path: str | os.PathLike[str], include_optimizer: bool = True) -> None:
     """Write a model and its training; see `Model.save`."""
-    export(model, Path(path) / _NAME, 1, Checkpoint(model=model))
-
-
-def _saved(path: Path) -> Path:
-    """Return the path of the model in a folder that `save` wrote; another path unchanged."""
-    return path / _NAME if tensor_files.paths(path, _NAME) else path
+    export(model, Path(path) / NAME, 1, Checkpoint(model=model) if include_optimizer else None)
 
 
 class _Architecture(Encoder):
@@ -239,7 +236,6 @@ class _Architecture(Encoder):
         return value
 
 
-_NAME = "model"  # In the folder of a saved model.
 _GROUPS: dict[str, type[Any]] = {
     "models.losses": Loss,
     "models.metrics": Metric,

@@ -12,6 +12,7 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.dtypes import kind_of
 from ndistribute.mistakes import accepting
+from ndistribute.models.checkpoint import check_absent
 from ndistribute.models.export import export, save, to_json
 from ndistribute.models.functional import CallGraph, cloned, connected
 from ndistribute.models.layers.inputs import Input, InputLayer
@@ -166,7 +167,9 @@ class Model(Trainer):
         """
         return export(self, path, max_to_keep)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(
+        self, path: str | os.PathLike[str], overwrite: bool = True, include_optimizer: bool = True
+    ) -> None:
         """Write the model with its optimizer, loss and metrics, in place of what is there.
 
         `models.load` returns the model as it is now, so that `fit` continues. As for `export`,
@@ -174,12 +177,16 @@ class Model(Trainer):
 
         Args:
             path: the path of a folder, whose name may end in anything.
+            overwrite: whether there may be something at the path already.
+            include_optimizer: whether to write the optimizer, the loss and metrics too.
 
         Raises:
+            FileExistsError: there is something.
             ValueError: the model is not built, or an argument of a layer, of the optimizer, the
                 loss or a metric cannot be written.
         """
-        save(self, path)
+        check_absent(self.strategy, path, overwrite)
+        save(self, path, include_optimizer)
 
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables.

@@ -54,6 +54,7 @@ class TrainingSteps(Layer):
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None
+        self.history: Any = None  # What the last `fit` returned.
         self.loss: Any = None
         self.compiled: dict[str, Any] | None = None
         """The arguments of `compile` but the optimizer, once it was called."""
