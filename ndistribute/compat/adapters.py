@@ -173,10 +173,8 @@ class Model(models.Model):
 
     compile = adapted(_compile)
 
-    _save = accepting("save_format", "zipped")(models.Model.save)  # There is one format.
-    save = adapted(_save, filepath="path")
-    _save_weights = accepting("save_format", "options")(models.Model.save_weights)
-    save_weights = adapted(_save_weights, filepath="path")
+    save = adapted(models.Model.save, "save_format", "zipped", filepath="path")
+    save_weights = adapted(models.Model.save_weights, "save_format", "options", filepath="path")
     fit, evaluate, predict = (
         accepting("max_queue_size", "use_multiprocessing", "workers")(method)
         for method in (models.Model.fit, models.Model.evaluate, models.Model.predict)
@@ -223,8 +221,6 @@ def _classes() -> dict[str, Any]:
 
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
-    if isinstance(identifier, nd.optimizers.Optimizer):
-        return identifier
     with custom_object_scope({name.lower(): kind for name, kind in _classes().items()}):
         return models.optimizers.get(identifier)
 
@@ -543,18 +539,16 @@ list_devices = adapted(
         for device in nd.list_devices(device_type and device_type.lower())
     ]
 )
-model_from_json = adapted(
-    lambda json_string, custom_objects=None: models.model_from_json(
-        json_string, _classes() | (custom_objects or {})
-    )
-)
-load_model = adapted(
-    lambda filepath, custom_objects=None, **options: models.load(
-        filepath, _classes() | (custom_objects or {}), **options
-    ),
-    "options",
-    "safe_mode",
-)
+
+
+def _loading(load: Any) -> Any:
+    def call(source: Any, custom_objects: Any = None, **options: Any) -> Any:
+        return load(source, _classes() | (custom_objects or {}), **options)
+
+    return adapted(call, "options", "safe_mode", filepath="source", json_string="source")
+
+
+load_model, model_from_json = _loading(models.load), _loading(models.model_from_json)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
