@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -111,30 +111,39 @@ class Trainer(TrainingSteps):
             if schedules_steps(self.strategy):
                 chief = on_exit.enter_context(closing(Chief(self, x, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
-            on_exit.callback(called.call, "on_train_end", {})
+            position.validates = scored is not None
+            self._train(epochs, called, run_epoch, scored or {}, every)
+        return self.history  # type: ignore[no-any-return]
+
+    def _train(
+        self,
+        epochs: int,
+        called: Callbacks,
+        run_epoch: Callable[..., None],
+        scored: Mapping[str, Any],
+        validated: Collection[int],
+    ) -> None:
+        """Make the remaining epochs, of which some are validated by `evaluate`."""
+        position, logs = self.position, dict[str, Any]()
+        try:
             called.call("on_train_begin", {})
-            for epoch in self._epochs(epochs, called, run_epoch):
-                logs = self._results()
-                if scored is not None and epoch + 1 in every:
+            while position.epoch < epochs and not self.stop_training:
+                if not position.step:
+                    self.reset_metrics()
+                called.call("on_epoch_begin", position.epoch, {})
+                run_epoch(called)
+                if position.exhausted:
+                    break
+                epoch, logs = position.epoch, self._results()
+                if scored and epoch + 1 in validated:
                     scores = self.evaluate(**scored, callbacks=called)
                     logs |= {f"val_{name}": value for name, value in scores.items()}
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
             self.optimizer.finalize_variable_values(self.trainable_variables)
             position.finished = True
-        return self.history  # type: ignore[no-any-return]
-
-    def _epochs(self, epochs: int, called: Callbacks, run: Callable[..., None]) -> Iterator[int]:
-        """Make the steps of each epoch, and yield its number after them."""
-        position = self.position
-        while position.epoch < epochs and not self.stop_training:
-            if not position.step:
-                self.reset_metrics()
-            called.call("on_epoch_begin", position.epoch, {})
-            run(called)
-            if position.exhausted:
-                return
-            yield position.epoch
+        finally:
+            called.call("on_train_end", logs)
 
     def _show(self, verbose: int | str, logs: Mapping[str, Any], prefix: str = "") -> None:
         progress = ProgbarLogger(verbose)

@@ -22,7 +22,7 @@ class Callback(Explaining):
 
     Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
-    Methods for a beginning, and `on_train_end`, get empty logs.
+    Methods for a beginning get empty logs, and `on_train_end` those of the last epoch.
 
     Attributes:
         model: the model that is fitted, evaluated or predicts.

@@ -153,7 +153,7 @@ class SparseTopKCategoricalAccuracy(MeanMetric):
     """The share of examples whose label, an integer, is among the `k` most probable classes."""
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        super().__init__(_is_among, name or f"sparse_top_{k}_categorical_accuracy", k=k)
+        super().__init__(_is_among, name or "sparse_top_k_categorical_accuracy", k=k)
 
 
 class CategoricalAccuracy(_OfFunction):
@@ -166,7 +166,7 @@ class TopKCategoricalAccuracy(MeanMetric):
     """The share of examples whose one-hot label is among the `k` most probable classes."""
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        super().__init__(_has_among, name or f"top_{k}_categorical_accuracy", k=k)
+        super().__init__(_has_among, name or "top_k_categorical_accuracy", k=k)
 
 
 class BinaryAccuracy(_OfFunction):
