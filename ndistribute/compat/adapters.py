@@ -6,6 +6,7 @@ The tables of names refer to what is here: a name to a class, and an adapter to 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import sys
@@ -40,7 +41,9 @@ from ndistribute.compat.tensors import (
 )
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
+from ndistribute.mistakes import accepting
 from ndistribute.models import layers
+from ndistribute.names import custom_object_scope, deserializing
 from ndistribute.strategies.local import DefaultStrategy
 from ndistribute.tree import flatten, map_leaves
 from ndistribute.values import DistributedValues
@@ -178,10 +181,12 @@ class Model(models.Model):
 
     compile = adapted(_compile)
 
-    def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
-        if (overwrite, save_format) != (True, "tf"):
-            raise ValueError("save: a model replaces the one there, in one format: give no other.")
-        super().save(filepath)
+    save = adapted(models.Model.save, "save_format", "zipped", filepath="path")
+    save_weights = adapted(models.Model.save_weights, "save_format", "options", filepath="path")
+    fit, evaluate, predict = (
+        accepting("max_queue_size", "use_multiprocessing", "workers")(method)
+        for method in (models.Model.fit, models.Model.evaluate, models.Model.predict)
+    )
 
     def _serve(self, *inputs: Any, **named: Any) -> dict[str, Any]:
         """Return the outputs by their names, for one input or for inputs by name."""
@@ -224,8 +229,11 @@ def _classes() -> dict[str, Any]:
 
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
-    optimizer = models.optimizers.get(identifier)
-    return _classes()[type(optimizer).__name__]() if isinstance(identifier, str) else optimizer
+    with custom_object_scope({name.lower(): kind for name, kind in _classes().items()}):
+        return models.optimizers.get(identifier)
+
+
+deserialize_optimizer = deserializing(get_optimizer)
 
 
 def _holder(optimizer: Any) -> Any:
@@ -452,6 +460,15 @@ def get_replica_context() -> Any:
     return None if context is None else ReplicaTensors(context)
 
 
+def _of_lists(loss: Any) -> Any:
+    """Return a function of labels and predictions that takes lists too; others unchanged."""
+
+    def call(y_true: Any, y_pred: Any, *args: Any, **options: Any) -> Any:
+        return loss(*models.losses.aligned(y_true, y_pred), *args, **options)
+
+    return call if "y_pred" in inspect.signature(loss).parameters else loss
+
+
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
@@ -474,7 +491,9 @@ ADAPTERS: dict[str, Any] = {
         lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
     ),
     "loss": lambda kind: (
-        subclass(kind, __call__=plainly(kind.__call__)) if isinstance(kind, type) else plainly(kind)
+        subclass(kind, "dtype", __call__=plainly(kind.__call__))
+        if isinstance(kind, type)
+        else plainly(_of_lists(kind))
     ),
     "metric": lambda kind: subclass(
         kind, "dtype", result=adapted(kind.result), update_state=plainly(kind.update_state)
@@ -528,12 +547,16 @@ list_devices = adapted(
         for device in nd.list_devices(device_type and device_type.lower())
     ]
 )
-load_model = adapted(
-    lambda filepath, custom_objects=None: models.load(
-        filepath, _classes() | (custom_objects or {})
-    ),
-    "compile",
-)
+
+
+def _loading(load: Any) -> Any:
+    def call(source: Any, custom_objects: Any = None, **options: Any) -> Any:
+        return load(source, _classes() | (custom_objects or {}), **options)
+
+    return adapted(call, "options", "safe_mode", filepath="source", json_string="source")
+
+
+load_model, model_from_json = _loading(models.load), _loading(models.model_from_json)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)

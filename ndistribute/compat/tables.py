@@ -103,22 +103,27 @@ TF2 = """
     SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
     mae=mean_absolute_error mse=mean_squared_error
+    .models.losses: deserialize  .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
-[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
+[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric deserialize get
+    .names: serialize
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
-[keras.models] .compat.adapters: Model Sequential load_model save_model  .models: clone_model
+[keras.models] .compat.adapters: Model Sequential load_model model_from_json save_model
+    .models: clone_model
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
-    .compat.adapters: get=get_optimizer
+    .compat.adapters: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
-[keras.optimizers.schedules] .optimizers.schedules: *
+[keras.optimizers.schedules] .optimizers.schedules: *  .names: serialize
 [keras.preprocessing] .compat.files: image_dataset_from_directory text_dataset_from_directory
     timeseries_dataset_from_array
 [keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.adapters: pad_sequences
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
+    .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
+    register_keras_serializable
     .compat.adapters: pad_sequences to_categorical  .compat.files: array_to_img
     image_dataset_from_directory img_to_array load_img plot_model save_img
     text_dataset_from_directory timeseries_dataset_from_array
@@ -291,7 +296,6 @@ INSTEAD = {
     "keras.layers.deserialize": "from_config of the class of the layer",
     "keras.layers.serialize": "get_config of the layer",
     "keras.utils.Sequence": "a generator, or Dataset.from_generator",
-    "keras.utils.custom_object_scope": "custom_objects of load_model or from_config",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",

@@ -24,7 +24,7 @@ from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
 from ndistribute.models.loss_forms import in_form
 from ndistribute.models.masks import mask_of
-from ndistribute.models.names import named, snake_case, table_of
+from ndistribute.names import deserializing, named, snake_case, table_of
 from ndistribute.values import Shown
 
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
@@ -120,16 +120,19 @@ def _weighted(losses: Any, sample_weight: Any) -> Any:
     """Return the loss of each example, times its weight, or that of each of its elements."""
     if sample_weight is None:
         return losses
-    weight = as_operand(sample_weight)
-    if weight.ndim > losses.ndim and weight.shape[-1] == 1:
+    return losses * weight_like(losses, as_operand(sample_weight)).astype(losses.dtype)
+
+
+def weight_like(values: Any, weight: Any) -> Any:
+    """Return the weights of examples, or of their elements, with as many axes as the values."""
+    if weight.ndim > values.ndim and weight.shape[-1] == 1:
         weight = weight[..., 0]
-    if weight.shape != losses.shape[: weight.ndim]:
+    if weight.shape != values.shape[: weight.ndim]:
         raise ValueError(
-            f"sample_weight has shape {weight.shape}, but the losses have {losses.shape}: "
+            f"sample_weight has shape {weight.shape}, but the values have {values.shape}: "
             "give one weight for each example."
         )
-    weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
-    return losses * weight.astype(losses.dtype)
+    return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
 
 
 def global_count(count: int) -> float:
@@ -538,8 +541,6 @@ def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
     Raises:
         ValueError: the name is unknown.
     """
-    if isinstance(loss, str):
-        loss = loss.lower()
     made = named(NAMED, loss, "loss")  # A `Loss` can be called, as a function.
     return made if isinstance(made, Loss) else FunctionLoss(made)
 
@@ -562,7 +563,9 @@ def _log_of(p: Any) -> Any:
     return np.log(np.clip(p, small, 1 - small))
 
 
+deserialize = deserializing(get)
 _export(
     vars(),
-    but="FunctionLoss aligned check_shape global_count in_form per_example",
+    "deserialize",
+    but="FunctionLoss aligned check_shape global_count in_form per_example weight_like",
 )

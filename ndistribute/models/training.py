@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from ndistribute.data.agreement import check_alike
 from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
-from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgressBar
-from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
+from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
+from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer
@@ -53,7 +53,7 @@ class Trainer(TrainingSteps):
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: int = 1,
+        validation_freq: int | Collection[int] = 1,
     ) -> History:
         """Train the model, and return the metrics of each epoch.
 
@@ -72,11 +72,11 @@ class Trainer(TrainingSteps):
             class_weight: the weight of the examples of each label; others have weight 1.
             sample_weight: the weight of each example, for arrays.
             initial_epoch: the number of the first epoch.
-            steps_per_epoch: the steps of an epoch; the next one continues there in the dataset.
-                None means all batches.
+            steps_per_epoch: the steps of an epoch; the next one continues there in the dataset, or
+                begins anew where that has ended. None means all batches.
             validation_steps: the steps of a validation; None means all batches.
             validation_batch_size: the batch size of `validation_data`; None means `batch_size`.
-            validation_freq: after how many epochs to validate.
+            validation_freq: after how many epochs to validate, or after which, counted from 1.
 
         Raises:
             RuntimeError: the model is not compiled, or `fit` was called inside a replica.
@@ -84,49 +84,71 @@ class Trainer(TrainingSteps):
         """
         self._check_compiled("fit")
         _batches.check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
-        _batches.check_counts(1, steps_per_epoch=steps_per_epoch, validation_freq=validation_freq)
+        _batches.check_counts(1, steps_per_epoch=steps_per_epoch)
+        every = validation_freq
+        if not isinstance(every, Collection):
+            _batches.check_counts(1, validation_freq=every)
+            every = range(every, epochs + 1, every)
         if validation_split:
             if validation_data is not None:
                 raise ValueError("pass validation_data or validation_split, not both.")
             parts = _batches.split(x, y, sample_weight, validation_split)
             (x, y, sample_weight), validation_data = parts
-        scored = None if validation_data is None else _batches.validation_parts(validation_data)
-        if scored is not None and scored[1] is not None:  # A dataset has its batches.
-            validation_batch_size = validation_batch_size or batch_size
+        sizes = validation_batch_size or batch_size, validation_steps
+        scored = _batches.for_validation(validation_data, *sizes)
         with self.strategy.scope(), ExitStack() as on_exit:
             data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            history, progress = History(), ProgressBar(verbose if self.strategy.is_chief else 0)
-            called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
+            called = self._callbacks(callbacks, epochs, steps, verbose)
+            self.history = History()
+            called.add(ProgbarLogger(verbose), first=True)
+            called.add(self.history)
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
             if schedules_steps(self.strategy):
                 chief = on_exit.enter_context(closing(Chief(self, x, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
-            on_exit.callback(called.call, "on_train_end", {})
+            position.validates = scored is not None
+            self._train(epochs, called, run_epoch, scored or {}, every)
+        return self.history  # type: ignore[no-any-return]
+
+    def _train(
+        self,
+        epochs: int,
+        called: Callbacks,
+        run_epoch: Callable[..., None],
+        scored: Mapping[str, Any],
+        validated: Collection[int],
+    ) -> None:
+        """Make the remaining epochs, of which some are validated by `evaluate`."""
+        position, logs = self.position, dict[str, Any]()
+        try:
             called.call("on_train_begin", {})
-            while position.epoch < epochs and not (self.stop_training or position.exhausted):
+            while position.epoch < epochs and not self.stop_training:
                 if not position.step:
                     self.reset_metrics()
                 called.call("on_epoch_begin", position.epoch, {})
                 run_epoch(called)
-                if position.exhausted and not position.step:
+                if position.exhausted:
                     break
                 epoch, logs = position.epoch, self._results()
-                if scored is not None and not (epoch + 1) % validation_freq:
-                    options = validation_batch_size, validation_steps, called
-                    logs |= self._validate(scored, *options, prefix="val_")
+                if scored and epoch + 1 in validated:
+                    scores = self.evaluate(**scored, callbacks=called)
+                    logs |= {f"val_{name}": value for name, value in scores.items()}
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
-            self._finish(position)
-        return history
+            self.optimizer.finalize_variable_values(self.trainable_variables)
+            position.finished = True
+        finally:
+            called.call("on_train_end", logs)
 
-    def _finish(self, position: TrainingPosition) -> None:
-        self.optimizer.finalize_variable_values(self.trainable_variables)
-        position.finished = True
+    def _show(self, verbose: int | str, logs: Mapping[str, Any], prefix: str = "") -> None:
+        progress = ProgbarLogger(verbose)
+        progress.set_model(self)
+        progress.show_line(logs, prefix)
 
     def evaluate(
         self,
@@ -136,7 +158,7 @@ class Trainer(TrainingSteps):
         verbose: int | str = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Iterable[Callback] | Callback | None = None,
+        callbacks: Callbacks | Iterable[Callback] | Callback | None = None,
         return_dict: bool = False,
     ) -> Any:
         """Return the loss and the metrics over data.
@@ -155,10 +177,26 @@ class Trainer(TrainingSteps):
             A list of the loss and the metrics, or the loss alone without metrics, or a dict.
         """
         self._check_compiled("evaluate")
+        _batches.check_counts(1, steps=steps)
+        called = self._callbacks(callbacks, 1, steps, verbose)
         with self.strategy.scope():
-            called = self._callbacks(callbacks, 1, steps, verbose)
-            logs = self._validate((x, y, sample_weight), batch_size, steps, called)
-        ProgressBar(verbose if self.strategy.is_chief else 0).show_line(logs)
+            data = _batches.batches_of(x, y, sample_weight, batch_size)
+            self._make_ready(data)
+            self.reset_metrics()
+            made, end = 0, called.overriding("on_test_batch_end")
+            called.call("on_test_begin", {})
+            for batch in itertools.islice(self._distributed(data), steps):
+                called.call("on_test_batch_begin", made, {})
+                self._run("_test_step", batch)
+                self._end_batch(end, made)
+                made += 1
+            if not made:
+                raise ValueError(NO_BATCHES.format("evaluate"))
+            if steps is not None and made < steps:
+                warn_of_end("evaluate", made, f"steps={steps}")
+            logs = self._results()
+            called.call("on_test_end", logs)
+        self._show(verbose, logs)
         return _as_asked(logs, return_dict)
 
     def train_on_batch(
@@ -168,6 +206,7 @@ class Trainer(TrainingSteps):
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
+        reset_metrics: bool = True,
     ) -> Any:
         """Make a step with one batch of arrays; return its loss and metrics, as `evaluate` does.
 
@@ -179,31 +218,39 @@ class Trainer(TrainingSteps):
             sample_weight: the weight of each example.
             class_weight: the weight of the examples of each label.
             return_dict: whether to return a dict by the metrics' names.
+            reset_metrics: whether the metrics forget the batches before this one first.
         """
         data = x, y, sample_weight
-        return self._on_batch("_train_step", data, return_dict, class_weight)
+        return self._on_batch("_train_step", data, return_dict, reset_metrics, class_weight)
 
     def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+        reset_metrics: bool = True,
     ) -> Any:
         """Return the loss and the metrics of one batch of arrays; see `train_on_batch`."""
-        return self._on_batch("_test_step", (x, y, sample_weight), return_dict)
+        return self._on_batch("_test_step", (x, y, sample_weight), return_dict, reset_metrics)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Return the predictions for one batch of arrays."""
         return self.predict(x, max(1, _batches.rows_of(_batches.as_arrays(x))))
 
-    def _on_batch(self, step: str, parts: Any, return_dict: bool, weights: Any = None) -> Any:
+    def _on_batch(
+        self, step: str, parts: Any, return_dict: bool, resets: bool, weights: Any = None
+    ) -> Any:
         self._check_compiled(step)
         with self.strategy.scope():
             rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
             x, y, weight = parts
             data = _batches.batches_of(x, y, weight, rows, class_weight=weights)
-            self._build_from(data)
+            self._make_ready(data)
             if step == "_train_step":
                 self._begin(range(1), [], data, {})
-            self._renew_steps()
-            self.reset_metrics()
+            if resets:
+                self.reset_metrics()
             for batch in self._distributed(data):
                 self._run(step, batch)
             return _as_asked(self._results(), return_dict)
@@ -231,11 +278,9 @@ class Trainer(TrainingSteps):
             callbacks: `Callback` objects, the same on every worker.
         """
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
-        progress = ProgressBar(verbose if strategy.is_chief else 0)
         with strategy.scope():
             data = _batches.batches_of(x, batch_size=batch_size)
-            self._build_from(data)
-            self._renew_steps()
+            self._make_ready(data)
             parts: list[Any] = []
             called.call("on_predict_begin", {})
             for batch in itertools.islice(self._distributed(data), steps):
@@ -253,7 +298,7 @@ class Trainer(TrainingSteps):
             called.call("on_predict_end", {})
         if not parts:
             raise ValueError(NO_BATCHES.format("predict"))
-        progress.show_line({}, f"Predicted {len(parts)} batches.")
+        self._show(verbose, {}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
     def _begin(
@@ -292,9 +337,8 @@ class Trainer(TrainingSteps):
         self.position.begin_epoch(dataset, steps)
         position = self.position
         while position.step != steps and not self.stop_training:
-            batch = next(position.iterator, None)
+            batch = position.next_batch(dataset, steps)
             if batch is None:
-                position.check_used(steps)
                 return
             for call in begin:
                 call(position.step, {})
@@ -335,52 +379,21 @@ class Trainer(TrainingSteps):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
         position = dataclasses.replace(self.position, callbacks=(), iterator=None)
-        return {**vars(self), "position": position, "_steps": {}, "_parts_of_steps": ()}
+        kept = {**vars(self), "position": position, "history": None}
+        return {**kept, "_steps": {}, "_parts_of_steps": ()}
 
-    def _callbacks(
-        self,
-        callbacks: Any,
-        epochs: int,
-        steps: int | None,
-        verbose: Any,
-        before: Sequence[Callback] = (),
-        after: Sequence[Callback] = (),
-    ) -> Callbacks:
+    def _callbacks(self, callbacks: Any, epochs: int, steps: int | None, verbose: Any) -> Callbacks:
         if isinstance(callbacks, Callbacks):
             return callbacks
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
         known = steps if steps is not None and steps >= 0 else None
         params = {"epochs": epochs, "steps": known, "verbose": verbose}
-        return Callbacks([*before, *callbacks, *after], self, params)
+        return Callbacks(callbacks, self, params)
 
-    def _validate(
-        self,
-        data: tuple[Any, Any, Any],
-        batch_size: int | None,
-        steps: int | None,
-        called: Callbacks,
-        prefix: str = "",
-    ) -> dict[str, float]:
-        """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
-        _batches.check_counts(1, steps=steps)
-        batches = _batches.batches_of(*data, batch_size)
-        self._build_from(batches)
+    def _make_ready(self, data: Dataset) -> None:
+        """Create the variables of all layers, and the steps if the model has changed."""
+        self._build_from(data)
         self._renew_steps()
-        self.reset_metrics()
-        made, end = 0, called.overriding("on_test_batch_end")
-        called.call("on_test_begin", {})
-        for batch in itertools.islice(self._distributed(batches), steps):
-            called.call("on_test_batch_begin", made, {})
-            self._run("_test_step", batch)
-            self._end_batch(end, made)
-            made += 1
-        if not made:
-            raise ValueError(NO_BATCHES.format("evaluate"))
-        if steps is not None and made < steps:
-            warn_of_end("evaluate", made, f"steps={steps}")
-        logs = self._results()
-        called.call("on_test_end", logs)
-        return {f"{prefix}{name}": value for name, value in logs.items()}
 
     def _defines_call(self) -> bool:
         return type(self).call is not Layer.call
@@ -403,13 +416,18 @@ class Trainer(TrainingSteps):
                 self._name_outputs(self.output_names or self._objective.names)
         self.position.penalized = [layer for layer in self.walk() if layer.penalties()]
 
-    def on_any_worker(self, flag: bool) -> bool:
-        """Return True if a flag is set on any worker; all must call this after the same step."""
-        return on_any_worker(self.strategy, flag)
-
     @by_every_worker
-    def save_weights(self, path: str | os.PathLike[str]) -> Path:
-        """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
+    def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> Path:
+        """Write the variables of all layers, and return the folder; see `Checkpoint.save`.
+
+        Args:
+            path: the path.
+            overwrite: whether there may be something at the path already.
+
+        Raises:
+            FileExistsError: there is.
+        """
+        check_absent(self.strategy, path, overwrite)
         if not self.variables:
             raise RuntimeError(
                 f"save_weights of model {self.name!r}: it has no variables yet, so call it on an "
@@ -422,7 +440,8 @@ class Trainer(TrainingSteps):
         """Set the variables of all layers to what was saved; see `Checkpoint.restore`.
 
         Args:
-            path: a result of `save_weights`, `export`, or ``Checkpoint(model=model).save``.
+            path: a result of `save_weights`, `export`, or ``Checkpoint(model=model).save``, or the
+                path that was passed to one of these, `save` or `ModelCheckpoint`.
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(

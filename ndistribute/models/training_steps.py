@@ -18,6 +18,7 @@ from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.devices import as_array, to_host
 from ndistribute.errors import TracingError
 from ndistribute.jit.function import Function
 from ndistribute.jit.identity import Identities
@@ -27,7 +28,7 @@ from ndistribute.models import loss_forms
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.compiled_losses import Objective, names_of, untold
-from ndistribute.models.layers.layer import Layer, build_for, leaves
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
 from ndistribute.variables import Variable
@@ -53,9 +54,10 @@ class TrainingSteps(Layer):
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None
+        self.history: Any = None  # What the last `fit` returned.
         self.loss: Any = None
         self.compiled: dict[str, Any] | None = None
-        """The arguments of `compile` but the optimizer, once it was called."""
+        """The losses, metrics and their weights that `compile` got."""
         self._objective: Any = None
         self.position = TrainingPosition(0)
         self._jit_compile = False
@@ -96,7 +98,7 @@ class TrainingSteps(Layer):
         """
         for part in (
             optimizer,
-            *(each for _, each in leaves("", (loss, metrics, weighted_metrics))),
+            *(each for _, each in tree.leaves("", (loss, metrics, weighted_metrics))),
         ):
             if isinstance(part, type):
                 name = part.__name__
@@ -116,13 +118,8 @@ class TrainingSteps(Layer):
                         f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
                         "sum by the number of examples: leave it out, or define train_step."
                     )
-            self.compiled = {
-                "loss": loss,
-                "metrics": metrics,
-                "loss_weights": loss_weights,
-                "weighted_metrics": weighted_metrics,
-                "jit_compile": jit_compile,
-            }
+            self.compiled = {"loss": loss, "loss_weights": loss_weights}
+            self.compiled |= {"metrics": metrics, "weighted_metrics": weighted_metrics}
             self._objective = None
             named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
             like = named[0] if named else self.loss
@@ -147,14 +144,8 @@ class TrainingSteps(Layer):
     def _name_outputs(self, names: Sequence[str]) -> None:
         """Make the metrics for outputs of some names, if they are not those that there are."""
         if self._objective is None or self._objective.names != list(names):
-            parts = (self.compiled or {}).get
-            self._objective = Objective(
-                names,
-                self.loss,
-                parts("loss_weights"),
-                parts("metrics"),
-                parts("weighted_metrics"),
-            )
+            parts: dict[str, Any] = self.compiled or {}
+            self._objective = Objective(names, **parts | {"loss": self.loss})
 
     @property
     def metrics(self) -> list[_metrics.Metric]:
@@ -162,7 +153,7 @@ class TrainingSteps(Layer):
         compiled = [] if self._objective is None else self._objective.named.values()
         kinds = (_metrics.Metric, list, tuple, dict)
         nests = [v for layer in self.walk() for v in vars(layer).values() if isinstance(v, kinds)]
-        held = [value for _, value in leaves("", nests) if isinstance(value, _metrics.Metric)]
+        held = [value for _, value in tree.leaves("", nests) if isinstance(value, _metrics.Metric)]
         return list({id(metric): metric for metric in (*compiled, *held)}.values())
 
     @property
@@ -250,7 +241,9 @@ class TrainingSteps(Layer):
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return the values of all metrics, by name."""
-        return {name: metric.result() for name, metric in self._named_metrics().items()}
+        values = {name: metric.result() for name, metric in self._named_metrics().items()}
+        parts = [v if isinstance(v, Mapping) else {name: v} for name, v in values.items()]
+        return {name: value for part in parts for name, value in part.items()}
 
     def reset_metrics(self) -> None:
         """Forget all examples; called before each epoch and each evaluation."""
@@ -439,21 +432,29 @@ class TrainingSteps(Layer):
         if self.position.logs is None and self.position.shown is None:
             self.position.shown = self._named_metrics()
         logs = self.position.shown if self.position.logs is None else self.position.logs
-        return {name: self._number(each, "local_result") for name, each in logs.items()}
+        return self._numbers(logs, "local_result")
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
         if self.position.logs is None:
-            return self.get_metrics_result()
-        return {name: self._number(each, "result") for name, each in self.position.logs.items()}
+            return self._numbers(self._named_metrics(), "result")
+        return self._numbers(self.position.logs, "result")
 
-    def _number(self, each: Any, of_metric: str) -> float:
-        """Return the value of a metric, or the mean of a number over replicas."""
-        if isinstance(each, _metrics.Metric):
-            return float(getattr(each, of_metric)())
-        if of_metric == "result":
-            return float(self.strategy.reduce("mean", each))
-        return float(np.mean([float(value) for value in self.strategy.local_results(each)]))
+    def _numbers(self, logs: Mapping[str, Any], of_metric: str) -> dict[str, Any]:
+        """Return the values of metrics, or the mean of a number over replicas, by name."""
+        numbers: dict[str, Any] = {}
+        for name, each in logs.items():
+            if isinstance(each, _metrics.Metric):
+                value = getattr(each, of_metric)()
+            elif of_metric == "result":
+                value = self.strategy.reduce("mean", each)
+            else:
+                value = np.mean([float(value) for value in self.strategy.local_results(each)])
+            parts = value if isinstance(value, Mapping) else {name: value}
+            for key, part in parts.items():
+                number = to_host(as_array(part))
+                numbers[key] = number if number.ndim else float(number)
+        return numbers
 
     def _rows_of_step(self, batch: Any) -> int | None:
         """Return the number of examples of all replicas, if all are in this process."""

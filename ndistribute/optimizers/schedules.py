@@ -7,20 +7,21 @@ of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from ndistribute.exports import export as _export
+from ndistribute.names import deserializing, named
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The base class of schedules, which are dataclasses called with the number of steps made.
+    """The base class of schedules, which are called with the number of steps made.
 
-    A `name` changes nothing.
+    A subclass is a dataclass, or defines `get_config`, too. A `name` changes nothing.
     """
 
     name: str | None = field(default=None, kw_only=True, repr=False)
@@ -29,9 +30,38 @@ class LearningRateSchedule:
         """Return the learning rate of the step after `step` steps."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__.")
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that create an equal schedule, by name."""
+        if "__dataclass_fields__" not in vars(type(self)):
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} cannot be written: define get_config, or make it a dataclass."
+            )
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new schedule for what `get_config` returned."""
+        return cls(**config)
+
 
 @dataclass(frozen=True)
-class ExponentialDecay(LearningRateSchedule):
+class _Decay(LearningRateSchedule):
+    """The base class of schedules that decay by a rate every so many steps."""
+
+    initial_learning_rate: Any
+    decay_steps: Any
+    decay_rate: Any
+    staircase: bool = False
+
+    def part(self, step: Any) -> Any:
+        """Return how many times the rate has decayed."""
+        part = step / self.decay_steps
+        return np.floor(part) if self.staircase else part
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(_Decay):
     """A rate that is multiplied by a factor every so many steps.
 
     Args:
@@ -44,15 +74,8 @@ class ExponentialDecay(LearningRateSchedule):
     0.25
     """
 
-    initial_learning_rate: Any
-    decay_steps: Any
-    decay_rate: Any
-    staircase: bool = False
-
     def __call__(self, step: Any) -> Any:
-        power = step / self.decay_steps
-        exponent = np.floor(power) if self.staircase else power
-        return _plain(self.initial_learning_rate * self.decay_rate**exponent)
+        return _plain(self.initial_learning_rate * self.decay_rate ** self.part(step))
 
 
 @dataclass(frozen=True)
@@ -91,7 +114,7 @@ class CosineDecay(LearningRateSchedule):
 
 
 @dataclass(frozen=True)
-class InverseTimeDecay(LearningRateSchedule):
+class InverseTimeDecay(_Decay):
     """A rate that is divided by a number that grows by the same amount in each step.
 
     Args:
@@ -104,15 +127,8 @@ class InverseTimeDecay(LearningRateSchedule):
     0.5
     """
 
-    initial_learning_rate: Any
-    decay_steps: Any
-    decay_rate: Any
-    staircase: bool = False
-
     def __call__(self, step: Any) -> Any:
-        part = step / self.decay_steps
-        part = np.floor(part) if self.staircase else part
-        return _plain(self.initial_learning_rate / (1 + self.decay_rate * part))
+        return _plain(self.initial_learning_rate / (1 + self.decay_rate * self.part(step)))
 
 
 @dataclass(frozen=True)
@@ -211,4 +227,10 @@ def _plain(rate: Any) -> Any:
     return rate.item() if is_number else rate
 
 
-_export(vars())
+NAMED = {
+    kind.__name__: kind
+    for kind in (*LearningRateSchedule.__subclasses__(), *_Decay.__subclasses__())
+    if kind is not _Decay
+}
+deserialize = deserializing(lambda config: named(NAMED, config, "schedule"))
+_export(vars(), "deserialize")

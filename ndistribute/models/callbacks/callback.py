@@ -1,4 +1,4 @@
-"""The base class of callbacks, and those that only report: `ProgressBar` shows how far `fit` is."""
+"""The base class of callbacks, and those that only report, such as `ProgbarLogger`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ndistribute.mistakes import Explaining
 
 Logs = Mapping[str, float]
@@ -20,7 +22,7 @@ class Callback(Explaining):
 
     Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
-    Methods for a beginning, and `on_train_end`, get empty logs.
+    Methods for a beginning get empty logs, and `on_train_end` those of the last epoch.
 
     Attributes:
         model: the model that is fitted, evaluated or predicts.
@@ -117,13 +119,19 @@ class Callbacks:
     def __init__(
         self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]
     ) -> None:
-        self.members = list(callbacks)
-        for member in self.members:
-            if not isinstance(member, Callback):
-                raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
-            member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
-            member.set_model(model)
-            member.set_params(params)
+        self.members: list[Callback] = []
+        self._model, self._params = model, params
+        for member in callbacks:
+            self.add(member)
+
+    def add(self, member: Callback, first: bool = False) -> None:
+        """Add a callback, as the last or as the first one."""
+        if not isinstance(member, Callback):
+            raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
+        member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
+        member.set_model(self._model)
+        member.set_params(self._params)
+        self.members.insert(0 if first else len(self.members), member)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a method of each.
@@ -199,7 +207,7 @@ def steps_of(freq: str | int, argument: str = "save_freq") -> int:
 _RUNNING = "{elapsed}<{remaining}"
 
 
-class ProgressBar(Callback):
+class ProgbarLogger(Callback):
     """Shows the metrics during an epoch and at its end.
 
     Args:
@@ -207,12 +215,17 @@ class ProgressBar(Callback):
             tqdm is missing), 2 for a line an epoch.
     """
 
-    def __init__(self, verbose: int | str) -> None:
+    def __init__(self, verbose: int | str = 1) -> None:
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
         self.verbose = 1 if verbose == "auto" else int(verbose)
         self._bar: Any = None
         self._began = 0.0
+
+    def set_model(self, model: Any) -> None:
+        """Set `model`; only the chief shows anything."""
+        super().set_model(model)
+        self.verbose = self.verbose if model.strategy.is_chief else 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Open the bar."""
@@ -258,7 +271,7 @@ class ProgressBar(Callback):
 
 
 def _shown(logs: Logs) -> str:
-    return " - ".join(f"{name}: {_number(value)}" for name, value in logs.items())
+    return " - ".join(f"{name}: {_number(float(np.mean(v)))}" for name, v in logs.items())
 
 
 def _wrapped(text: str, columns: int) -> str:

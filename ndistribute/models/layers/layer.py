@@ -27,8 +27,8 @@ from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.metrics import Mean
-from ndistribute.models.names import snake_case
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
+from ndistribute.names import snake_case
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
@@ -356,11 +356,6 @@ class Layer(Explaining):
                 yield held
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """Return a new layer for what `get_config` returned; `load` calls this, too."""
-        return cls(**config)
-
-    @classmethod
     def assembled(cls, config: Mapping[str, Any]) -> Any:
         """Return a new layer for a configuration; a model has the layers in it themselves."""
         return cls.from_config(config)
@@ -393,7 +388,7 @@ class Layer(Explaining):
     def _own(self) -> Iterator[tuple[str, Any]]:
         """Yield the path and value of each layer and variable in the attributes of this layer."""
         held = {name: value for name, value in vars(self).items() if name != "_arguments"}
-        for path, value in leaves("", held):
+        for path, value in tree.leaves("", held):
             if isinstance(value, Layer | Variable):
                 yield path, value
 
@@ -537,15 +532,6 @@ def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return np.zeros((0, *np.shape(value)[1:]), dtype)
-
-
-def leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects in a nest of lists, tuples and dicts, by path."""
-    if not isinstance(nest, Mapping | list | tuple):
-        yield path, nest
-        return
-    for name, value in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
-        yield from leaves(f"{path}/{name}" if path else str(name), value)
 
 
 _numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()

@@ -2,14 +2,18 @@
 from typing import Any
 
 from ndistribute.compat.tf.keras.utils import experimental as experimental
+CustomObjectScope: Any
 from ndistribute.models.sidecar import SidecarEvaluator as _SidecarEvaluator
 SidecarEvaluator = _SidecarEvaluator
 array_to_img: Any
+custom_object_scope: Any
+get_custom_objects: Any
 image_dataset_from_directory: Any
 img_to_array: Any
 load_img: Any
 pad_sequences: Any
 plot_model: Any
+register_keras_serializable: Any
 save_img: Any
 set_random_seed: Any
 text_dataset_from_directory: Any
