@@ -22,6 +22,7 @@ from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.mistakes import accepting
 from ndistribute.models.layers import Layer
+from ndistribute.models.masks import detach_mask, mask_of
 from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.numpy_functions import ArrayMethods
 from ndistribute.values import DistributedValues
@@ -67,6 +68,18 @@ class _Shaped:
     def set_shape(self, shape: Any) -> None:
         """Raise ValueError if this is not the shape; None stands for any length."""
         self.get_shape().merged(Shape(shape))
+
+    @property
+    def _keras_mask(self) -> Any:
+        mask = mask_of(self)
+        if mask is None:
+            raise AttributeError("the tensor has no mask.")
+        return mask
+
+    @_keras_mask.deleter
+    def _keras_mask(self) -> None:
+        if mask_of(self) is not None:
+            detach_mask(self)
 
 
 class Tensor(_Shaped, np.ndarray[Any, Any]):

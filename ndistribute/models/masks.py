@@ -33,3 +33,8 @@ def mask_of(array: Any) -> Any:
     """
     entry = _masks.get(id(untrack(array))) if _masks else None
     return None if entry is None else entry[1]
+
+
+def detach_mask(array: Any) -> None:
+    """Let an array have no mask."""
+    _masks.pop(id(untrack(array)), None)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ndistribute.compat import tf
+from ndistribute.models.masks import attach_mask
 
 keras = tf.keras
 layers = keras.layers
@@ -127,3 +128,21 @@ def test_data_to_download_can_be_imported_and_says_what_to_use() -> None:
 
     with pytest.raises(AttributeError, match="nothing is downloaded"):
         datasets.mnist  # noqa: B018
+
+
+def test_a_mask_can_be_read_and_taken_away() -> None:
+    embedded = tf.constant(layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]])))
+    with pytest.raises(AttributeError, match="no mask"):
+        embedded._keras_mask  # noqa: B018
+    attach_mask(embedded, np.array([[True, False]]))
+    assert embedded._keras_mask.tolist() == [[True, False]]
+    del embedded._keras_mask
+    assert not hasattr(embedded, "_keras_mask")
+    with pytest.raises(AttributeError):
+        del embedded._keras_mask
+
+
+def test_no_initializer_is_the_usual_one_of_weights() -> None:
+    dense = layers.Dense(2, kernel_initializer=None, bias_initializer=None)
+    dense(np.ones((1, 3), np.float32))
+    assert all(np.ptp(weight) > 0 for weight in dense.get_weights())
