@@ -78,8 +78,7 @@ class _Shaped:
 
     @_keras_mask.deleter
     def _keras_mask(self) -> None:
-        if mask_of(self) is not None:
-            detach_mask(self)
+        detach_mask(self)
 
 
 class Tensor(_Shaped, np.ndarray[Any, Any]):

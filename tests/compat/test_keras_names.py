@@ -138,8 +138,6 @@ def test_a_mask_can_be_read_and_taken_away() -> None:
     assert embedded._keras_mask.tolist() == [[True, False]]
     del embedded._keras_mask
     assert not hasattr(embedded, "_keras_mask")
-    with pytest.raises(AttributeError):
-        del embedded._keras_mask
 
 
 def test_no_initializer_is_the_usual_one_of_weights() -> None:
