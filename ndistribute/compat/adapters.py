@@ -446,7 +446,6 @@ def get_replica_context() -> Any:
 
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
-    "activation": lambda name: functools.partial(layers.Activation, name),
     "binary": lambda operation: unary(binary(operation)),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),

@@ -6,9 +6,14 @@ losses and metrics are found in a table of each kind.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from ndistribute.context import get_strategy
 
 
 def snake_case(name: str) -> str:
@@ -41,3 +46,17 @@ def named(table: Mapping[str, Any], name: Any, kind: str, /, **options: Any) -> 
         names = ", ".join(table)
         raise ValueError(f"unknown {kind} {name!r}: use one of {names}.") from None
     return entry(**options) if isinstance(entry, type) else entry
+
+
+_numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+
+
+def numbered(kind: str) -> str:
+    """Return a class name in snake case, with a number from the second of a strategy on.
+
+    So the names are the same in all processes that run the same program.
+    """
+    label = snake_case(kind)
+    numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
+    number = next(numbers[label])
+    return f"{label}_{number}" if number else label

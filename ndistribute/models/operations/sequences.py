@@ -1,7 +1,7 @@
 """Recurrent layers as one operation: a loop over time forward, and one back.
 
 A time step computes one product of all weights with the input and the last output. The gates of all
-steps are kept for the way back. A `RecurrentCell` is the arithmetic of one step: `plain` in NumPy's
+steps are kept for the way back. A `RecurrentStep` is the arithmetic of one step: `plain` in NumPy's
 functions, for second derivatives, other activations and compiled steps; `forward` and `backward` on
 the buffers of a `RecurrentRun`.
 
@@ -31,7 +31,7 @@ _LINEAR = InPlace(lambda y: None, lambda g, y: g, lambda x: x)
 
 
 @dataclass(frozen=True)
-class RecurrentCell:
+class RecurrentStep:
     """The step of a simple recurrent layer, and the base class of the others."""
 
     activation: Callable[[Any], Any]
@@ -64,7 +64,7 @@ class RecurrentCell:
         return None
 
 
-class LSTMCell(RecurrentCell):
+class LSTMStep(RecurrentStep):
     """The step of an LSTM, whose product has the blocks: input, forget, output, candidate."""
 
     gates = 4
@@ -105,7 +105,7 @@ class LSTMCell(RecurrentCell):
         return None
 
 
-class GRUCell(RecurrentCell):
+class GRUStep(RecurrentStep):
     """The step of a GRU, whose product has the blocks: update, reset, candidate of both parts."""
 
     gates = 3
@@ -142,7 +142,7 @@ class GRUCell(RecurrentCell):
         return kept
 
 
-class GRUResetBeforeCell(RecurrentCell):
+class GRUResetBeforeStep(RecurrentStep):
     """The step of a GRU that resets the state before its product, by many operations."""
 
     gates = 3
@@ -166,11 +166,11 @@ class RecurrentRun:
     bias and the last output for each example; the gradient of all weights is one product.
     """
 
-    def __init__(self, x: Array, weights: Sequence[Any], initial: Any, mask: Any, cell: Any):
-        self.xp, self.cell, self.shapes = array_namespace(x), cell, [np.shape(w) for w in weights]
-        self.act, self.gate = (rule or _LINEAR for rule in cell.rules())
+    def __init__(self, x: Array, weights: Sequence[Any], initial: Any, mask: Any, step: Any):
+        self.xp, self.step, self.shapes = array_namespace(x), step, [np.shape(w) for w in weights]
+        self.act, self.gate = (rule or _LINEAR for rule in step.rules())
         batch, steps, self.features = x.shape
-        self.units, blocks = len(weights[1]), len(cell.order)
+        self.units, blocks = len(weights[1]), len(step.order)
         width = self.features + 1 + self.units
 
         def empty(*shape: int) -> Array:
@@ -181,7 +181,7 @@ class RecurrentRun:
         self.inputs[:, self.features] = 1
         self.outputs = self.inputs[:, -self.units :]
         self.gates = empty(steps, blocks * self.units, batch)
-        has_cells = cell.states == 2  # And the activations of their new values.
+        has_cells = step.states == 2  # And the activations of their new values.
         self.memo = empty(steps * has_cells, self.units, batch)
         self.cells = empty((steps + 1) * has_cells, self.units, batch)
         for place, first in zip((self.outputs[0], *self.cells[:1]), initial, strict=True):
@@ -192,7 +192,7 @@ class RecurrentRun:
         self.results = [empty(batch, steps, self.units), *(each.T for each in self.cells[-1:])]
         for t in range(steps):
             self.xp.matmul(self.weights.T, self.inputs[t], out=self.gates[t])
-            h = cell.forward(self, t, self.gates[t])
+            h = step.forward(self, t, self.gates[t])
             if self.counts is not None:
                 h = self.xp.where(self.counts[t], h, self.outputs[t])
                 for new, last in zip(self.cells[t + 1 : t + 2], self.cells[t : t + 1], strict=True):
@@ -231,7 +231,7 @@ class RecurrentRun:
             None if shape == () else xp.empty(shape, d.dtype) for shape in self.shapes
         ]
         self._copy(total, parts, lambda ours, theirs: theirs.__setitem__(..., ours))
-        return [of_x, *parts, *[dh.T, dc.T][: self.cell.states]]
+        return [of_x, *parts, *[dh.T, dc.T][: self.step.states]]
 
     def _step_back(self, t: int, d: Array, dh: Array, dc: Array) -> tuple[Array, Array]:
         """Write the gradient of a step's product, and return those of the last states."""
@@ -239,7 +239,7 @@ class RecurrentRun:
         if self.counts is not None:
             passed = [self.xp.where(self.counts[t], 0, each) for each in (dh, dc)]
             dh, dc = dh - passed[0], dc - passed[1]
-        more = self.cell.backward(self, t, d, dh, dc)
+        more = self.step.backward(self, t, d, dh, dc)
         dh = self.weights[-self.units :] @ d
         if more is not None:
             dh += more
@@ -250,7 +250,7 @@ class RecurrentRun:
         n, k = self.units, self.features
         kernel, recurrent, bias = weights
         biases = [None, None] if bias is None else [*bias] if bias.ndim == 2 else [bias, None]
-        for column, places in enumerate(self.cell.order):
+        for column, places in enumerate(self.step.order):
             block = packed[:, column * n : (column + 1) * n]
             sides = (block[:k], kernel), (block[-n:], recurrent)
             for place, (part, weight), vector in zip(places, sides, biases, strict=True):
@@ -267,7 +267,7 @@ def _plain(
     recurrent: Any,
     bias: Any,
     *initial: Any,
-    cell: RecurrentCell,
+    step: RecurrentStep,
     mask: Any,
     **_: Any,
 ) -> list[Any]:
@@ -279,15 +279,15 @@ def _plain(
     outputs = []
     for t in range(x.shape[1]):
         counts = None if mask is None else mask[:, t, None]
-        states = _next(cell, z[:, t], states, recurrent, bias, counts)
+        states = _next(step, z[:, t], states, recurrent, bias, counts)
         outputs.append(states[0])
     return [np.stack(outputs, axis=1), *states[1:]]
 
 
 def _next(
-    cell: RecurrentCell, z: Any, states: Any, recurrent: Any, bias: Any, counts: Any
+    step: RecurrentStep, z: Any, states: Any, recurrent: Any, bias: Any, counts: Any
 ) -> list[Any]:
-    new = cell.plain(z, states, recurrent, bias)
+    new = step.plain(z, states, recurrent, bias)
     if counts is None:
         return list(new)
     return [np.where(counts, each, last) for each, last in zip(new, states, strict=True)]
@@ -300,15 +300,15 @@ def _run(
     recurrent: Any,
     bias: Any,
     *initial: Any,
-    cell: RecurrentCell,
+    step: RecurrentStep,
     mask: Any,
     wants_x: bool,
 ) -> Any:
     if hasattr(kernel, "on_device"):
-        return _run_of_jax((x, kernel, recurrent, bias, *initial), cell, mask)
+        return _run_of_jax((x, kernel, recurrent, bias, *initial), step, mask)
     dtype, x, kernel = operands(as_array(x), as_array(kernel))
     others = [None if a is None else wide(as_array(a)) for a in (recurrent, bias, *initial)]
-    run = RecurrentRun(x, (kernel, *others[:2]), others[2:], mask, cell)
+    run = RecurrentRun(x, (kernel, *others[:2]), others[2:], mask, step)
 
     def joint(g: Any) -> list[Any]:
         gradients = run.gradients(g[0], g[1] if len(g) > 1 else None, wants_x)
@@ -318,7 +318,7 @@ def _run(
     return [result.astype(dtype, copy=False) for result in run.results], joint
 
 
-def _run_of_jax(arguments: Sequence[Any], cell: RecurrentCell, mask: Any) -> Any:
+def _run_of_jax(arguments: Sequence[Any], step: RecurrentStep, mask: Any) -> Any:
     """Return the results and the rule for a compiled step, whose loop is one of XLA."""
     kind, jax = type(arguments[1]), jax_module()
 
@@ -328,7 +328,7 @@ def _run_of_jax(arguments: Sequence[Any], cell: RecurrentCell, mask: Any) -> Any
     def function(x: Any, kernel: Any, recurrent: Any, bias: Any, *initial: Any) -> Any:
         def body(states: Any, now: Any) -> Any:
             z, counts = boxed(now)
-            new = _next(cell, z, boxed(states), boxed(recurrent), boxed(bias), counts)
+            new = _next(step, z, boxed(states), boxed(recurrent), boxed(bias), counts)
             values = [each.value for each in new]
             return values, values[0]
 
@@ -360,7 +360,7 @@ def recurrent(
     bias: Any,
     initial: Sequence[Any],
     *,
-    cell: RecurrentCell,
+    step: RecurrentStep,
     mask: Any,
 ) -> list[Any]:
     """Return the output of each time step, and the last state but the output.
@@ -371,11 +371,11 @@ def recurrent(
         weights: those of the output of the step before.
         bias: a vector, or two in rows, for the features and for the output; None: none.
         initial: the states before the first step; None: zeros.
-        cell: the arithmetic of a step.
+        step: the arithmetic of a time step.
         mask: booleans of shape ``(batch, time)``; where they are False, the states stay.
     """
-    options: Any = {"cell": cell, "mask": mask, "wants_x": is_tracked(as_operand(x))}
-    has_rules = None not in cell.rules()
+    options: Any = {"step": step, "mask": mask, "wants_x": is_tracked(as_operand(x))}
+    has_rules = None not in step.rules()
     return (_run if has_rules or hasattr(as_array(kernel), "on_device") else _plain)(
         x, kernel, weights, bias, *initial, **options
     )
