@@ -27,7 +27,7 @@ from ndistribute.models.operations.rows import in_place, operands, wide
 Order = tuple[tuple[int | None, int | None], ...]
 # What the gradients of some steps may take: half of the cache of a core.
 _CHANGE_BYTES = 1 << 20
-_LINEAR = InPlace(lambda y: None, lambda g, y: g, lambda x: x)
+_LINEAR = InPlace(lambda y: None, lambda g, y, out=None: np.positive(g, out=out), lambda x: x)
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class RecurrentStep:
         """Return the new states from the input's part of the gates and the last states."""
         return (self.activation(z + states[0] @ recurrent),)
 
-    def forward(self, run: RecurrentRun, t: int, z: Array) -> Array:
-        """Return the output of a step from the product, which becomes the gates."""
+    def forward(self, run: RecurrentRun, t: int, z: Array, h: Array) -> None:
+        """Write the output of a step, from the product, which becomes the gates."""
         run.act.apply(z)
-        return z
+        h[...] = z
 
     def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         """Write the gradient of the product, from those of the output and of the cell's state.
 
         Returns what else the gradient of the last output has; that of the cell changes in place.
         """
-        d[...] = run.act.before(dh, run.gates[t])
+        run.act.before(dh, run.gates[t], out=d)
         return None
 
 
@@ -77,7 +77,7 @@ class LSTMStep(RecurrentStep):
         new = gate(f.T) * c + gate(i.T) * self.activation(g.T)
         return gate(o.T) * self.activation(new), new
 
-    def forward(self, run: RecurrentRun, t: int, z: Array) -> Array:
+    def forward(self, run: RecurrentRun, t: int, z: Array, h: Array) -> None:
         n = 3 * run.units
         run.gate.apply(z[:n])
         run.act.apply(z[n:])
@@ -87,7 +87,7 @@ class LSTMStep(RecurrentStep):
         c += np.multiply(i, g, out=bent)
         bent[...] = c
         run.act.apply(bent)
-        return o * bent
+        np.multiply(o, bent, out=h)
 
     def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         z, n = run.gates[t], 3 * run.units
@@ -99,8 +99,8 @@ class LSTMStep(RecurrentStep):
         np.multiply(dc, run.cells[t], out=df)
         np.multiply(dh, run.memo[t], out=do)
         np.multiply(dc, i, out=dg)
-        d[:n] = run.gate.before(d[:n], z[:n])
-        dg[...] = run.act.before(dg, g)
+        run.gate.before(d[:n], z[:n], out=d[:n])
+        run.act.before(dg, g, out=dg)
         dc *= f
         return None
 
@@ -119,15 +119,14 @@ class GRUStep(RecurrentStep):
         g = self.activation(z[:, n:] + r * m[:, n:])
         return (u * h + (1 - u) * g,)
 
-    def forward(self, run: RecurrentRun, t: int, z: Array) -> Array:
+    def forward(self, run: RecurrentRun, t: int, z: Array, h: Array) -> None:
         run.gate.apply(z[: 2 * run.units])
         u, r, g, m = _blocks(z, 4)
         g += r * m
         run.act.apply(g)
-        new = run.outputs[t] - g
-        new *= u
-        new += g
-        return new
+        np.subtract(run.outputs[t], g, out=h)
+        h *= u
+        h += g
 
     def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         z, n = run.gates[t], 2 * run.units
@@ -135,10 +134,10 @@ class GRUStep(RecurrentStep):
         du, dr, dg, dm = _blocks(d, 4)
         np.multiply(dh, run.outputs[t] - g, out=du)
         kept = dh * u
-        dg[...] = run.act.before(dh - kept, g)
+        run.act.before(dh - kept, g, out=dg)
         np.multiply(dg, m, out=dr)
         np.multiply(dg, r, out=dm)
-        d[:n] = run.gate.before(d[:n], z[:n])
+        run.gate.before(d[:n], z[:n], out=d[:n])
         return kept
 
 
@@ -192,34 +191,30 @@ class RecurrentRun:
         self.results = [empty(batch, steps, self.units), *(each.T for each in self.cells[-1:])]
         for t in range(steps):
             self.xp.matmul(self.weights.T, self.inputs[t], out=self.gates[t])
-            h = step.forward(self, t, self.gates[t])
+            step.forward(self, t, self.gates[t], self.outputs[t + 1])
             if self.counts is not None:
-                h = self.xp.where(self.counts[t], h, self.outputs[t])
-                for new, last in zip(self.cells[t + 1 : t + 2], self.cells[t : t + 1], strict=True):
-                    new[...] = self.xp.where(self.counts[t], new, last)
-            self.outputs[t + 1] = h
-            self.results[0][:, t] = h.T
+                for states in (self.outputs, self.cells)[: step.states]:
+                    states[t + 1] = self.xp.where(self.counts[t], states[t + 1], states[t])
+            self.results[0][:, t] = self.outputs[t + 1].T
 
     def gradients(self, of_steps: Any, of_cell: Any, wants_x: bool) -> list[Any]:
         """Return the gradients of the input, the weights and the first states."""
         xp, (steps, width, batch) = self.xp, self.gates.shape
-        d = xp.empty_like(self.gates[0])
-        dh, dc = xp.zeros((2, self.units, batch), d.dtype)
+        dh, dc = xp.zeros((2, self.units, batch), self.gates.dtype)
         if of_cell is not None:
             dc += of_cell.T
         total = xp.zeros_like(self.weights)
-        of_x = xp.empty((batch, steps, self.features), d.dtype) if wants_x else None
+        of_x = xp.empty((batch, steps, self.features), dh.dtype) if wants_x else None
         # The gradients of some steps stay in the cache until their product is added.
-        count = max(1, _CHANGE_BYTES // max(1, d.nbytes))
+        count = max(1, _CHANGE_BYTES // max(1, self.gates[0].nbytes))
         for stop in range(steps, 0, -count):
             start = max(0, stop - count)
-            change = xp.empty((width, stop - start, batch), d.dtype)
+            change = xp.empty((stop - start, width, batch), dh.dtype)
             for t in range(stop - 1, start - 1, -1):
                 if of_steps is not None:
                     dh += of_steps[:, t].T
-                dh, dc = self._step_back(t, d, dh, dc)
-                change[:, t - start] = d
-            rows = change.reshape(width, -1)
+                dh, dc = self._step_back(t, change[t - start], dh, dc)
+            rows = change.transpose(1, 0, 2).reshape(width, -1)
             inputs = self.inputs[start:stop].transpose(1, 0, 2).reshape(len(total), -1)
             total += inputs @ rows.T
             if of_x is not None:
@@ -228,7 +223,7 @@ class RecurrentRun:
                     2, 1, 0
                 )
         parts: list[Any] = [
-            None if shape == () else xp.empty(shape, d.dtype) for shape in self.shapes
+            None if shape == () else xp.empty(shape, dh.dtype) for shape in self.shapes
         ]
         self._copy(total, parts, lambda ours, theirs: theirs.__setitem__(..., ours))
         return [of_x, *parts, *[dh.T, dc.T][: self.step.states]]
