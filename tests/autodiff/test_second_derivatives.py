@@ -44,6 +44,14 @@ def around(name, inner, *args):
     return build
 
 
+def state_of(name):
+    def build():
+        layer = getattr(nd.layers, name)(2, return_state=True, dtype="float64")
+        return layer, lambda x: layer(x)[-1]
+
+    return build
+
+
 ACTIVATIONS = "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh".split()
 MERGING = "Add Average Concatenate Maximum Minimum Multiply Subtract".split()
 SMALL = (2, 3, 3, 2)
@@ -106,6 +114,7 @@ LAYERS = {
     "SimpleRNN": (layer_of("SimpleRNN", 2), SEQUENCES),
     "LSTM": (layer_of("LSTM", 2, return_sequences=True), SEQUENCES),
     "LSTM of another activation": (layer_of("LSTM", 2, activation="softplus"), SEQUENCES),
+    "LSTM by its state": (state_of("LSTM"), SEQUENCES),
     "GRU": (layer_of("GRU", 2), SEQUENCES),
     "GRU that resets before": (layer_of("GRU", 2, reset_after=False, go_backwards=True), SEQUENCES),
     "Masking": (layer_of("Masking"), SEQUENCES),

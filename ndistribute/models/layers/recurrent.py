@@ -119,7 +119,7 @@ class SimpleRNNCell(Layer):
         kept = dropout_factors(x, (x.shape[0], 1, x.shape[2]), self.dropout) if training else None
         weights = x if kept is None else x * kept, self.kernel, self.recurrent_kernel, self.bias
         states = [s if s is None else as_operand(s).astype(x.dtype) for s in states]
-        y, *others = operations.recurrent(*weights, states, step=self.step, mask=mask)
+        y, *others = operations.recurrent(*weights, *states, step=self.step, mask=mask)
         return y, [y[:, -1], *others]
 
 

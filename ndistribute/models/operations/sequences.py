@@ -11,6 +11,7 @@ Representations using RNN Encoder-Decoder", 2014.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array, jax_module
 from ndistribute.models.activations import InPlace, linear
+from ndistribute.models.operations.images import differentiated
 from ndistribute.models.operations.rows import in_place, operands, wide
 
 Order = tuple[tuple[int | None, int | None], ...]
@@ -256,124 +258,82 @@ class RecurrentRun:
                         copy(block[k], vector[columns])
 
 
-def _plain(
-    x: Any,
-    kernel: Any,
-    recurrent: Any,
-    bias: Any,
-    *initial: Any,
-    step: RecurrentStep,
-    mask: Any,
-    **_: Any,
-) -> list[Any]:
-    z = x @ kernel
-    if bias is not None:
-        z = z + (bias[0] if bias.ndim == 2 else bias)
+def _plain(x: Any, *weights: Any, step: RecurrentStep, mask: Any, **_: Any) -> list[Any]:
+    kernel, recurrent, bias, *states = weights
+    z = _of_inputs(x, kernel, bias)
     shape = x.shape[0], recurrent.shape[0]
-    states = [zeros(z, shape) if first is None else first for first in initial]
+    states = [zeros(z, shape) if first is None else first for first in states]
     outputs = []
     for t in range(x.shape[1]):
         counts = None if mask is None else mask[:, t, None]
-        states = _next(step, z[:, t], states, recurrent, bias, counts)
+        states = _next(step, counts, z[:, t], states, recurrent, bias)
         outputs.append(states[0])
     return [np.stack(outputs, axis=1), *states[1:]]
 
 
-def _next(
-    step: RecurrentStep, z: Any, states: Any, recurrent: Any, bias: Any, counts: Any
-) -> list[Any]:
-    new = step.plain(z, states, recurrent, bias)
+def _of_inputs(x: Any, kernel: Any, bias: Any) -> Any:
+    """Return the part of the gates that no state changes."""
+    return x @ kernel if bias is None else x @ kernel + (bias[0] if bias.ndim == 2 else bias)
+
+
+def _next(step: RecurrentStep, counts: Any, z: Any, states: Any, *weights: Any) -> list[Any]:
+    new = step.plain(z, states, *weights)
     if counts is None:
         return list(new)
     return [np.where(counts, each, last) for each, last in zip(new, states, strict=True)]
 
 
-@fused(lambda *args, **options: _plain(*args, **options)[0])
-def _run(
-    x: Any,
-    kernel: Any,
-    recurrent: Any,
-    bias: Any,
-    *initial: Any,
-    step: RecurrentStep,
-    mask: Any,
-    wants_x: bool,
-) -> Any:
+@fused(_plain)
+def _run(x: Any, kernel: Any, *others: Any, step: RecurrentStep, mask: Any, wants_x: bool) -> Any:
     if hasattr(kernel, "on_device"):
-        return _run_of_jax((x, kernel, recurrent, bias, *initial), step, mask)
+        scan = functools.partial(_scan_of_jax, type(kernel), step, mask)
+        return differentiated(scan, x, kernel, *others)
     dtype, x, kernel = operands(as_array(x), as_array(kernel))
-    others = [None if a is None else wide(as_array(a)) for a in (recurrent, bias, *initial)]
-    run = RecurrentRun(x, (kernel, *others[:2]), others[2:], mask, step)
+    rest = [None if array is None else wide(as_array(array)) for array in others]
+    run = RecurrentRun(x, (kernel, *rest[:2]), rest[2:], mask, step)
 
     def joint(g: Any) -> list[Any]:
         gradients = run.gradients(g[0], g[1] if len(g) > 1 else None, wants_x)
-        arguments = zip((x, kernel, *others), gradients, strict=True)
+        arguments = zip((x, kernel, *rest), gradients, strict=True)
         return [None if argument is None else change for argument, change in arguments]
 
     return [result.astype(dtype, copy=False) for result in run.results], joint
 
 
-def _run_of_jax(arguments: Sequence[Any], step: RecurrentStep, mask: Any) -> Any:
-    """Return the results and the rule for a compiled step, whose loop is one of XLA."""
-    kind, jax = type(arguments[1]), jax_module()
+def _scan_of_jax(box: Any, step: RecurrentStep, mask: Any, x: Any, *weights: Any) -> list[Any]:
+    """Return the results in a compiled step, whose loop is one of XLA."""
+    (kernel, recurrent, bias, *initial), jax = weights, jax_module()
+    boxed = functools.partial(jax.tree.map, box)
 
-    def boxed(values: Any) -> Any:
-        return jax.tree.map(kind, values)
+    def body(states: Any, now: Any) -> Any:
+        z, counts = boxed(now)
+        new = _next(step, counts, z, boxed(states), boxed(recurrent), boxed(bias))
+        values = [each.value for each in new]
+        return values, values[0]
 
-    def function(x: Any, kernel: Any, recurrent: Any, bias: Any, *initial: Any) -> Any:
-        def body(states: Any, now: Any) -> Any:
-            z, counts = boxed(now)
-            new = _next(step, z, boxed(states), boxed(recurrent), boxed(bias), counts)
-            values = [each.value for each in new]
-            return values, values[0]
-
-        z = jax.numpy.swapaxes(x @ kernel, 0, 1)
-        if bias is not None:
-            z = z + (bias[0] if bias.ndim == 2 else bias)
-        zero = jax.numpy.zeros((x.shape[0], recurrent.shape[0]), z.dtype)
-        first = [zero if each is None else each for each in initial]
-        counts = None if mask is None else getattr(mask, "value", mask).T[..., None]
-        states, outputs = jax.lax.scan(body, first, (z, counts))
-        return [jax.numpy.swapaxes(outputs, 0, 1), *states[1:]]
-
-    results, pull = jax.vjp(function, *(getattr(each, "value", each) for each in arguments))
-
-    def joint(g: Any) -> list[Any]:
-        whole = [
-            jax.numpy.zeros_like(result) if change is None else getattr(change, "value", change)
-            for result, change in zip(results, g, strict=True)
-        ]
-        return [None if change is None else kind(change) for change in pull(whole)]
-
-    return [kind(result) for result in results], joint
+    z = jax.numpy.swapaxes(_of_inputs(x, kernel, bias), 0, 1)
+    zero = jax.numpy.zeros((x.shape[0], recurrent.shape[0]), z.dtype)
+    first = [zero if each is None else each for each in initial]
+    counts = None if mask is None else getattr(mask, "value", mask).T[..., None]
+    states, outputs = jax.lax.scan(body, first, (z, counts))
+    return [jax.numpy.swapaxes(outputs, 0, 1), *states[1:]]
 
 
-def recurrent(
-    x: Any,
-    kernel: Any,
-    weights: Any,
-    bias: Any,
-    initial: Sequence[Any],
-    *,
-    step: RecurrentStep,
-    mask: Any,
-) -> list[Any]:
+def recurrent(*arguments: Any, step: RecurrentStep, mask: Any) -> list[Any]:
     """Return the output of each time step, and the last state but the output.
 
     Args:
-        x: an array of shape ``(batch, time, features)``.
-        kernel: the weights of the features, with all gates on the last axis.
-        weights: those of the output of the step before.
-        bias: a vector, or two in rows, for the features and for the output; None: none.
-        initial: the states before the first step; None: zeros.
+        arguments: an array of shape ``(batch, time, features)``; the weights of the features, with
+            all gates on the last axis; those of the output of the step before; a bias, or two in
+            rows, for the features and for the output, or None; and the states before the first
+            step, None for zeros.
         step: the arithmetic of a time step.
         mask: booleans of shape ``(batch, time)``; where they are False, the states stay.
     """
+    x, kernel, *_ = arguments
     options: Any = {"step": step, "mask": mask, "wants_x": is_tracked(as_operand(x))}
-    has_rules = None not in step.rules()
-    return (_run if has_rules or hasattr(as_array(kernel), "on_device") else _plain)(
-        x, kernel, weights, bias, *initial, **options
-    )
+    is_one = None not in step.rules() or hasattr(as_array(kernel), "on_device")
+    return (_run if is_one else _plain)(*arguments, **options)
 
 
 def _blocks(rows: Any, count: int) -> list[Any]:
