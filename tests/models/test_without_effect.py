@@ -54,6 +54,21 @@ def test_penalties_of_outputs_and_of_weights_are_part_of_the_loss(jit_compile):
         layers.Dense(2, kernel_constraint=abs)
 
 
+def test_a_penalty_of_outputs_does_not_depend_on_replicas():
+    def trained(strategy):
+        with strategy.scope():
+            dense = layers.Dense(2, activity_regularizer="l2", kernel_initializer="ones")
+            model = nd.Sequential([dense])
+            model.compile(optimizers.SGD(0.1), "mse")
+        history = model.fit(np.arange(12.0).reshape(3, 4), Y[:3], 3, 2, verbose=0).history
+        return [*model.get_weights(), history["loss"]]
+
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
+        pairs = zip(trained(both), trained(nd.get_strategy()), strict=True)
+    for ours, expected in pairs:
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
 def test_a_model_may_choose_what_it_trains():
     class Head(nd.Model):
         def __init__(self):

@@ -1,13 +1,15 @@
-"""What layers check of their arguments, and the random numbers that they draw."""
+"""What layers check and make of their arguments: numbers, dtypes, and random numbers to drop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.dtypes import dtype_named, kind_of
+from ndistribute.models.masks import with_mask_of
 
 Pair = int | Sequence[int]
 
@@ -62,10 +64,29 @@ def lengths(value: Pair, what: str, rank: int) -> tuple[int, ...]:
     return tuple(positive(each, what) for each in values)
 
 
-def padding_of(padding: str, kind: str, *others: str) -> str:
-    """Return the name of a padding in lower case, which must be a known one."""
-    name = str(padding).lower()
-    if name not in ("valid", "same", *others):
-        known = " or ".join(map(repr, ("valid", "same", *others)))
-        raise ValueError(f"{kind}: padding must be {known}, got {padding!r}.")
-    return name
+def one_of(value: Any, what: str, known: Iterable[Any]) -> Any:
+    """Return a value, which must be a known one."""
+    names = [*known]
+    if value not in names:
+        raise ValueError(f"{what} must be one of {names}, got {value!r}.")
+    return value
+
+
+def dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return the dtypes of the variables and of the computation."""
+    name = policy if isinstance(policy, str) else np.dtype(policy).name
+    mixed = name.removeprefix("mixed_")
+    if mixed not in ("float16", "bfloat16", "float32", "float64"):
+        raise ValueError(
+            f"a layer's dtype must be float16, bfloat16, float32, float64, mixed_float16 or "
+            f"mixed_bfloat16, got {policy!r}."
+        )
+    computing = dtype_named(mixed)
+    return (computing if mixed == name else np.dtype(np.float32)), computing
+
+
+def cast_floats(dtype: np.dtype[Any], value: Any) -> Any:
+    """Return an array of floats in a dtype; other values are returned unchanged."""
+    present = getattr(value, "dtype", None)
+    stays = present is None or present == dtype or kind_of(present) != "f"
+    return value if stays else with_mask_of(value.astype(dtype), value)

@@ -12,7 +12,7 @@ from ndistribute.autodiff import softmax, untrack
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.exports import export as _export
 from ndistribute.models import operations
-from ndistribute.models.layers.arguments import dropout_factors, positive, rate_of
+from ndistribute.models.layers.arguments import dropout_factors, one_of, positive, rate_of
 from ndistribute.models.layers.core import Dense
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.masks import mask_of
@@ -173,9 +173,8 @@ class Attention(Layer):
     ) -> None:
         super().__init__(**options)
         kind = type(self).__name__
-        if score_mode not in ("dot", "concat"):
-            raise ValueError(f"{kind}: score_mode must be 'dot' or 'concat', got {score_mode!r}.")
-        self.use_scale, self.score_mode = bool(use_scale), score_mode
+        self.use_scale = bool(use_scale)
+        self.score_mode = one_of(score_mode, f"{kind}: score_mode", ("dot", "concat"))
         self.dropout = rate_of(dropout, f"{kind}: dropout")
         self.scale: Any = None
         self.concat_score_weight: Any = None

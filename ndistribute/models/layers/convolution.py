@@ -10,7 +10,7 @@ import numpy as np
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.exports import export as _export
 from ndistribute.models import activations, operations
-from ndistribute.models.layers.arguments import Pair, as_floats, lengths, padding_of, positive
+from ndistribute.models.layers.arguments import Pair, as_floats, lengths, one_of, positive
 from ndistribute.models.layers.core import KernelLayer
 from ndistribute.models.layers.layer import Layer
 
@@ -56,7 +56,8 @@ class Conv2D(KernelLayer):
         self.filters = positive(filters, f"{kind}: filters")
         self.kernel_size = lengths(kernel_size, f"{kind}: kernel_size", rank)
         self.strides = lengths(strides, f"{kind}: strides", rank)
-        self.padding = padding_of(padding, kind, *(["causal"] if rank == 1 else []))
+        known = "valid", "same", *(["causal"] if rank == 1 else [])
+        self.padding = one_of(str(padding).lower(), f"{kind}: padding", known)
         self.dilation_rate = lengths(dilation_rate, f"{kind}: dilation_rate", rank)
         self.groups = positive(groups, f"{kind}: groups")
         if self.filters % self.groups:
@@ -253,7 +254,7 @@ class MaxPool2D(SpatialLayer):
         self.pool_size = lengths(pool_size, f"{kind}: pool_size", self._rank)
         steps = self.pool_size if strides is None else strides
         self.strides = lengths(steps, f"{kind}: strides", self._rank)
-        self.padding = padding_of(padding, kind)
+        self.padding = one_of(str(padding).lower(), f"{kind}: padding", ("valid", "same"))
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels)``."""

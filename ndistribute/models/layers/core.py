@@ -24,6 +24,7 @@ import numpy as np
 
 from ndistribute.autodiff import softmax
 from ndistribute.context import current_trace, get_replica_context, part_of
+from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
 from ndistribute.models import activations, operations
 from ndistribute.models.layers.arguments import as_floats, dropout_factors, positive, rate_of
@@ -424,6 +425,30 @@ class Embedding(Layer):
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return where the input is not 0, if `mask_zero`."""
         return inputs != 0 if self.mask_zero else None
+
+
+class Masking(Layer):
+    """A layer that masks the time steps all of whose features have one value, and sets them to 0.
+
+    Args:
+        mask_value: the value.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Masking(9.0)(np.array([[[1.0, 9.0], [9.0, 9.0]]])).tolist()
+    [[[1.0, 9.0], [0.0, 0.0]]]
+    """
+
+    def __init__(self, mask_value: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.mask_value = mask_value
+
+    def call(self, inputs: Any) -> Any:
+        """Return the input, with 0 where it is masked."""
+        return inputs * self.compute_mask(inputs)[..., None].astype(inputs.dtype)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return where a feature has another value."""
+        return (as_array(inputs) != self.mask_value).any(axis=-1)
 
 
 class _ParallelDense(Dense):

@@ -20,9 +20,10 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.context import get_replica_context
 from ndistribute.devices import copy_to
-from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, regularizers
+from ndistribute.models.layers.arguments import cast_floats, dtypes_of
+from ndistribute.models.losses import global_count
 from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
 from ndistribute.models.metrics import Mean
 from ndistribute.models.names import numbered
@@ -130,7 +131,7 @@ class Layer(Explaining):
         if input_dim is not None:
             input_shape = (input_dim,)
         self._example_shape = None if input_shape is None else (*input_shape,)
-        self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
+        self.dtype, self.compute_dtype = dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
         self._means: dict[str, Mean] = {}  # Of `add_metric`.
         self.input_spec: Any = None
@@ -227,7 +228,7 @@ class Layer(Explaining):
             return self._recorded[-1].outputs
         inputs = args[0] if args else None
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
-            cast = functools.partial(_cast, self.compute_dtype)
+            cast = functools.partial(cast_floats, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
         if not self.built or self.fixes_last_axis:
             self._prepare(args)
@@ -246,8 +247,7 @@ class Layer(Explaining):
                 kwargs["mask"] = mask
             outputs = self.call(*args, **kwargs)
             if self.activity_regularizer is not None:
-                for y in tree.flatten(outputs):
-                    self.add_loss(self.activity_regularizer(y) / max(1, y.shape[0]))
+                self._penalize(outputs)
             like = inputs[0] if isinstance(inputs, tuple | list) and inputs else inputs
             if not outer[0] and isinstance(like, np.ndarray) and hasattr(like, "numpy"):
                 # A kind of array with more methods came in, and comes out.
@@ -388,6 +388,14 @@ class Layer(Explaining):
                 f"for {last[0]} features on the last axis."
             )
 
+    def _penalize(self, outputs: Any) -> None:
+        """Add the penalty of the outputs, for each example of all replicas, to the loss."""
+        replica = get_replica_context()
+        replicas = 1 if replica is None else replica.num_replicas_in_sync
+        for y in tree.flatten(outputs):
+            share = replicas / global_count(y.shape[0])
+            self.add_loss(self.activity_regularizer(y) * share)  # type: ignore[misc]
+
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
         return [penalty() for penalty in self._penalized]
@@ -503,28 +511,8 @@ def set_dtype_policy(policy: Any) -> None:
     ('float32', 'float16')
     >>> set_dtype_policy("float32")
     """
-    _dtypes_of(policy)
+    dtypes_of(policy)
     Layer.policy = policy
-
-
-def _dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return the dtypes of the variables and of the computation."""
-    name = policy if isinstance(policy, str) else np.dtype(policy).name
-    mixed = name.removeprefix("mixed_")
-    if mixed not in ("float16", "bfloat16", "float32", "float64"):
-        raise ValueError(
-            f"a layer's dtype must be float16, bfloat16, float32, float64, mixed_float16 or "
-            f"mixed_bfloat16, got {policy!r}."
-        )
-    computing = dtype_named(mixed)
-    return (computing if mixed == name else np.dtype(np.float32)), computing
-
-
-def _cast(dtype: np.dtype[Any], value: Any) -> Any:
-    """Return an array of floats in a dtype; other values are returned unchanged."""
-    present = getattr(value, "dtype", None)
-    stays = present is None or present == dtype or kind_of(present) != "f"
-    return value if stays else with_mask_of(value.astype(dtype), value)
 
 
 def _viewed(kind: Any, value: Any) -> Any:

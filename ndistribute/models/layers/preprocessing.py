@@ -19,7 +19,7 @@ import numpy as np
 from ndistribute.context import current_trace
 from ndistribute.exports import export as _export
 from ndistribute.models import operations
-from ndistribute.models.layers.arguments import as_floats, positive, random_generator
+from ndistribute.models.layers.arguments import as_floats, one_of, positive, random_generator
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.symbolic import describes
 
@@ -137,12 +137,8 @@ class _Counting(Layer):
 
     def __init__(self, output_mode: str, **options: Any) -> None:
         super().__init__(**options)
-        if output_mode not in self._modes:
-            raise ValueError(
-                f"{type(self).__name__}: output_mode must be one of {[*self._modes]}, got "
-                f"{output_mode!r}."
-            )
-        self.output_mode = output_mode
+        what = f"{type(self).__name__}: output_mode"
+        self.output_mode = one_of(output_mode, what, self._modes)
 
     def _encoded(self, indices: Any, count: int, weights: Any = None) -> Any:
         """Return numbers, or a vector for each, or one for the numbers on the last axis."""
@@ -465,11 +461,8 @@ class TextVectorization(StringLookup):
             ("standardize", standardize, _STANDARDS),
             ("split", split, _SPLITS),
         ):
-            if not (value is None or callable(value) or value in known):
-                raise ValueError(
-                    f"TextVectorization: {what} must be None, a function, or one of {[*known]}, "
-                    f"got {value!r}."
-                )
+            if not callable(value):
+                one_of(value, f"TextVectorization: {what}, unless a function,", (None, *known))
         self.standardize, self.split = standardize, split
         self.output_sequence_length = output_sequence_length
         counts = range(1, ngrams + 1) if isinstance(ngrams, int) else ngrams

@@ -23,7 +23,13 @@ from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
 from ndistribute.models import activations, operations
 from ndistribute.models.functional import cloned
-from ndistribute.models.layers.arguments import as_floats, dropout_factors, positive, rate_of
+from ndistribute.models.layers.arguments import (
+    as_floats,
+    dropout_factors,
+    one_of,
+    positive,
+    rate_of,
+)
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.names import numbered
@@ -484,12 +490,11 @@ class Bidirectional(Layer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if merge_mode not in _MERGES:
-            raise ValueError(f"merge_mode must be one of {[*_MERGES]}, got {merge_mode!r}.")
         if backward_layer is None:
             config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
             backward_layer = type(layer).from_config(cloned(config, {}))
-        self.forward_layer, self.merge_mode = layer, merge_mode
+        self.merge_mode = one_of(merge_mode, "Bidirectional: merge_mode", _MERGES)
+        self.forward_layer = layer
         self.backward_layer = backward_layer
         for name in ("return_sequences", "return_state"):
             if getattr(layer, name) != getattr(self.backward_layer, name):
@@ -568,30 +573,6 @@ class TimeDistributed(Layer):
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the time steps: those in which something counts."""
         return mask if mask is None or mask.ndim < 3 else mask.any(axis=tuple(range(2, mask.ndim)))
-
-
-class Masking(Layer):
-    """A layer that masks the time steps all of whose features have one value, and sets them to 0.
-
-    Args:
-        mask_value: the value.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> Masking(9.0)(np.array([[[1.0, 9.0], [9.0, 9.0]]])).tolist()
-    [[[1.0, 9.0], [0.0, 0.0]]]
-    """
-
-    def __init__(self, mask_value: float = 0.0, **options: Any) -> None:
-        super().__init__(**options)
-        self.mask_value = mask_value
-
-    def call(self, inputs: Any) -> Any:
-        """Return the input, with 0 where it is masked."""
-        return inputs * self.compute_mask(inputs)[..., None].astype(inputs.dtype)
-
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return where a feature has another value."""
-        return (as_array(inputs) != self.mask_value).any(axis=-1)
 
 
 _export(vars())

@@ -11,7 +11,7 @@ from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.arguments import lengths, random_generator
+from ndistribute.models.layers.arguments import lengths, one_of, random_generator
 from ndistribute.models.layers.convolution import SpatialLayer, check_axes
 from ndistribute.models.layers.layer import Layer
 
@@ -187,9 +187,7 @@ class RandomFlip(_ImageLayer):
 
     def __init__(self, mode: str = "horizontal_and_vertical", **options: Any) -> None:
         super().__init__(**options)
-        if mode not in self._axes:
-            raise ValueError(f"RandomFlip: mode must be one of {[*self._axes]}, got {mode!r}.")
-        self.mode = mode
+        self.mode = one_of(mode, "RandomFlip: mode", self._axes)
 
     def _changed(self, images: Any, training: bool) -> Any:
         for axis in self._axes[self.mode] if training else ():
@@ -266,7 +264,7 @@ class Resizing(_ImageLayer):
     ) -> None:
         super().__init__(**options)
         self.height, self.width = lengths((height, width), f"{type(self).__name__}: size", 2)
-        self.interpolation = _one_of(("bilinear", "nearest"), interpolation, self, "interpolation")
+        self.interpolation = one_of(interpolation, f"{self.name}: interpolation", _INTERPOLATIONS)
 
     def _changed(self, images: Any, training: bool) -> Any:
         images = images.astype(self.compute_dtype)
@@ -286,8 +284,8 @@ class _Warp(_ImageLayer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.fill_mode = _one_of(tuple(_FOLDS), fill_mode, self, "fill_mode")
-        self.interpolation = _one_of(("bilinear", "nearest"), interpolation, self, "interpolation")
+        self.fill_mode = one_of(fill_mode, f"{self.name}: fill_mode", _FOLDS)
+        self.interpolation = one_of(interpolation, f"{self.name}: interpolation", _INTERPOLATIONS)
         self.fill_value = float(fill_value)
 
     def _changed(self, images: Any, training: bool) -> Any:
@@ -383,6 +381,7 @@ class RandomTranslation(RandomZoom):
         return y - of_height * images.shape[1], x - of_width * images.shape[2] + 0 * of_height
 
 
+_INTERPOLATIONS = "bilinear", "nearest"
 _FOLDS: dict[str, Callable[[Any, int], Any]] = {
     "reflect": lambda k, n: np.minimum(k % (2 * n), 2 * n - 1 - k % (2 * n)),
     "wrap": lambda k, n: k % n,
@@ -418,13 +417,6 @@ def _range(factor: Any, what: str) -> tuple[float, float]:
     if not isinstance(ends, Sequence) or len(ends) != 2 or ends[0] > ends[1]:
         raise ValueError(f"{what} must be a number, 0 or more, or a pair in order, got {factor!r}.")
     return float(ends[0]), float(ends[1])
-
-
-def _one_of(known: Sequence[str], value: str, layer: Layer, what: str) -> str:
-    if value not in known:
-        kind = type(layer).__name__
-        raise ValueError(f"{kind}: {what} must be one of {[*known]}, got {value!r}.")
-    return value
 
 
 def _sides(value: Sides, what: str) -> tuple[tuple[int, int], ...]:

@@ -99,7 +99,7 @@ from ndistribute.models.layers.normalization import LayerNormalization as _Layer
 LayerNormalization = _LayerNormalization
 from ndistribute.models.layers.core import LeakyReLU as _LeakyReLU
 LeakyReLU = _LeakyReLU
-from ndistribute.models.layers.recurrent import Masking as _Masking
+from ndistribute.models.layers.core import Masking as _Masking
 Masking = _Masking
 from ndistribute.models.layers.convolution import MaxPool1D as _MaxPool1D
 MaxPool1D = _MaxPool1D
