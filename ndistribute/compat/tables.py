@@ -99,8 +99,7 @@ TF2 = """
     AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
     GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
-    text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
-    SyncBatchNormalization
+    .compat.adapters: Input InputLayer=Input SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
     mae=mean_absolute_error mse=mean_squared_error
     .models.losses: deserialize  .names: serialize
@@ -290,9 +289,10 @@ INSTEAD = {
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
     "keras.experimental": "tf.keras.Sequential, or tf.estimator.DNNLinearCombinedEstimator",
     "keras.layers.DenseFeatures": "tf.compat.v1.feature_column.input_layer in a graph",
-    "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
-    "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
-    "keras.layers.RandomRotation": "RandomFlip and RandomCrop, or Pillow in Dataset.map",
+    "keras.preprocessing.text": "tf.keras.layers.TextVectorization",
+    "keras.constraints": "regularizers, or a callback that assigns variables",
+    "keras.layers.Conv3D": "Conv2D of each slice, by TimeDistributed",
+    "keras.layers.ConvLSTM2D": "RNN of a cell of your own, which may call Conv2D",
     "keras.layers.deserialize": "from_config of the class of the layer",
     "keras.layers.serialize": "get_config of the layer",
     "keras.utils.Sequence": "a generator, or Dataset.from_generator",

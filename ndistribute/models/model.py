@@ -91,6 +91,9 @@ class Model(Trainer):
         """Return the outputs; a subclass overrides this."""
         return super().call(inputs) if self._graph is None else self._graph.run(inputs)
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return None: the layers of the model have attached the masks of the outputs."""
+
     def _defines_call(self) -> bool:
         return self._graph is not None or type(self).call is not Model.call
 

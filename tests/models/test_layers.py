@@ -348,7 +348,7 @@ IMAGE = np.zeros((1, 4, 4, 3), np.float32)
         (lambda: layers.Conv2D(3, 3, groups=2), IMAGE, "not a multiple of groups=2"),
         (lambda: layers.Conv2D(4, 3, groups=2), IMAGE, "3 channels are not a multiple of groups=2"),
         (lambda: layers.Conv2D(4, (3, 3, 3)), IMAGE, "kernel_size must be an integer or two"),
-        (lambda: layers.Conv2D(4, 3, padding="full"), IMAGE, "'valid' or 'same', got 'full'"),
+        (lambda: layers.Conv2D(4, 3, padding="full"), IMAGE, r"\['valid', 'same'\], got 'full'"),
         (lambda: layers.Conv2D(4, 5), IMAGE, "does not fit into images of 4 x 4"),
         (lambda: layers.Conv2D(4, 3), IMAGE[0], "images have four axes"),
         (layers.MaxPool2D, IMAGE[..., 0], "images have four axes"),
