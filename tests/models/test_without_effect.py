@@ -51,6 +51,10 @@ def test_penalties_of_outputs_and_of_weights_are_part_of_the_loss(jit_compile):
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="kernel_constraint does not exist here"):
         layers.Dense(2, kernel_constraint=abs)
+    with pytest.raises(TypeError, match="no argument 'recurrent_initialiser': use recurrent_init"):
+        layers.GRU(2, recurrent_initialiser="ones")
+    with pytest.raises(TypeError, match=r"no argument 'seed': call nd\.set_seed"):
+        layers.Dropout(0.5, seed=1)
 
 
 def test_a_penalty_of_outputs_does_not_depend_on_replicas():

@@ -8,6 +8,7 @@ be saved without code.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import itertools
@@ -154,7 +155,11 @@ class Layer(Explaining):
                 what = f"{self.name}: {key}_constraint does not exist here: assign the variable"
                 raise ValueError(f"{what} in a callback's on_train_batch_end, or regularize it.")
         for name in options:
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+            kind, weights = type(self).__name__, [key.removesuffix("_kernel") for key in starts]
+            known = [f"{key}_{what}" for key in weights for what in ("initializer", "regularizer")]
+            if near := difflib.get_close_matches(name, known, 1):
+                raise TypeError(f"{kind} takes no argument {name!r}: use {near[0]}.")
+            raise TypeError(f"{kind} got an unexpected keyword argument {name!r}")
         return starts, penalties
 
     # Methods that a subclass defines.
@@ -384,7 +389,7 @@ class Layer(Explaining):
         """Create the variables, or check that the input has the features that they are for."""
         if not self.built:
             self._build_once(args)
-        last = getattr(self.input_spec, "shape", ())[-1:]
+        last = getattr(self.input_spec, "shape", ())[1:][-1:]
         if last and self.fixes_last_axis and args[0].shape[-1:] != last:
             raise ValueError(
                 f"{self.name}: the input has shape {tuple(args[0].shape)}, but the layer was built "

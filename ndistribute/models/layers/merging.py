@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute.autodiff import untrack
+from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
 from ndistribute.models.layers.layer import Layer
 
@@ -146,11 +148,13 @@ class Concatenate(Merging):
         if mask is None:
             return None
         axes = max(each.ndim for each in mask if each is not None)
-        shapes = [array.shape[:axes] for array in inputs]
-        pairs = zip(shapes, mask, strict=True)
-        masks = [np.ones(shape, bool) if each is None else each for shape, each in pairs]
-        if self.axis % inputs[0].ndim < axes:
-            return np.concatenate(masks, axis=self.axis % inputs[0].ndim)
+        ones, axis = array_namespace(untrack(inputs[0])).ones, self.axis % inputs[0].ndim
+        masks = [
+            ones(array.shape[:axes], bool) if each is None else each
+            for array, each in zip(inputs, mask, strict=True)
+        ]
+        if axis < axes:
+            return np.concatenate(masks, axis=axis)
         return functools.reduce(np.logical_or, masks)
 
 

@@ -187,11 +187,12 @@ class GroupNormalization(LayerNormalization):
 
     def call(self, inputs: Any) -> Any:
         """Return the normalised input."""
-        x = np.asarray(inputs) if self.gamma is None else as_floats(inputs, self.gamma)
+        known = self.gamma if self.gamma is not None else self.beta
+        x = inputs if known is None else as_floats(inputs, known)
         groups = x.shape[-1] if self.groups == -1 else self.groups
-        parts = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
-        parts = np.swapaxes(parts, 1, 2)
-        flat = parts.reshape(*parts.shape[:2], math.prod(parts.shape[2:]))
+        inner, channels = math.prod(x.shape[1:-1]), x.shape[-1] // groups
+        parts = np.swapaxes(x.reshape(x.shape[0], inner, groups, channels), 1, 2)
+        flat = parts.reshape(x.shape[0], groups, inner * channels)
         flat = operations.layer_normalization(flat, None, None, epsilon=self.epsilon)
         y = np.swapaxes(flat.reshape(parts.shape), 1, 2).reshape(x.shape)
         y = y if self.gamma is None else y * as_operand(self.gamma).astype(y.dtype)

@@ -267,9 +267,9 @@ class Resizing(_ImageLayer):
         self.interpolation = one_of(interpolation, f"{self.name}: interpolation", _INTERPOLATIONS)
 
     def _changed(self, images: Any, training: bool) -> Any:
-        images = images.astype(self.compute_dtype)
+        images, xp = images.astype(self.compute_dtype), array_namespace(untrack(images))
         sizes = zip((self.height, self.width), images.shape[1:3], strict=True)
-        y, x = ((np.arange(n) + 0.5) * (length / n) - 0.5 for n, length in sizes)
+        y, x = ((xp.arange(n) + 0.5) * (length / n) - 0.5 for n, length in sizes)
         return _sampled(images, y[None, :, None], x[None, None], self.interpolation)
 
 
