@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ndistribute as nd
+from ndistribute.autodiff import Tracked
+from ndistribute.autodiff.rules.placing import placed
 from ndistribute.compat.signatures import axis_of
 from ndistribute.compat.tensors import convert_to_tensor, inside
 from ndistribute.errors import InvalidArgumentError
@@ -83,19 +85,29 @@ def scatter_nd(indices: Any, updates: Any, shape: Any) -> Any:
     return tensor_scatter_nd_add(np.zeros(axis_of(shape), updates.dtype), indices, updates)
 
 
-def _scatter(write: Any) -> Any:
+def _scatter(write: Any, combine: Any = None) -> Any:
+    """Return a function that writes to a copy, or that combines tracked arrays."""
+
     def call(tensor: Any, indices: Any, updates: Any) -> Any:
+        index, values = places(indices, tensor.shape), convert_to_tensor(updates, tensor.dtype)
+        if combine is not None and (isinstance(tensor, Tracked) or isinstance(values, Tracked)):
+            return combine(tensor, placed(values, tensor.shape, index, combine is _replaced), index)
         result = np.array(tensor)
-        values = np.asarray(convert_to_tensor(updates, result.dtype))
-        write(result, places(indices, result.shape), values)
+        write(result, index, np.asarray(values))
         return result
 
     return call
 
 
-tensor_scatter_nd_update = _scatter(np.ndarray.__setitem__)
-tensor_scatter_nd_add = _scatter(np.add.at)
-tensor_scatter_nd_sub = _scatter(np.subtract.at)
+def _replaced(tensor: Any, updates: Any, index: Any) -> Any:
+    written = np.zeros(tensor.shape, np.bool_)
+    written[index] = True
+    return np.where(written, updates, tensor)
+
+
+tensor_scatter_nd_update = _scatter(np.ndarray.__setitem__, _replaced)
+tensor_scatter_nd_add = _scatter(np.add.at, lambda tensor, updates, _: tensor + updates)
+tensor_scatter_nd_sub = _scatter(np.subtract.at, lambda tensor, updates, _: tensor - updates)
 tensor_scatter_nd_max = _scatter(np.maximum.at)
 tensor_scatter_nd_min = _scatter(np.minimum.at)
 
@@ -183,7 +195,9 @@ def scan(fn: Any, elems: Any, initializer: Any = None) -> Any:
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     """Return the tensor, scaled down if its norm is greater than a bound."""
-    norm = np.sqrt(np.sum(np.square(t), axis=axis_of(axes), keepdims=axes is not None))
+    squares = np.sum(np.square(t), axis=axis_of(axes), keepdims=axes is not None)
+    some = np.greater(squares, 0)  # The root of 0 has no derivative.
+    norm = np.where(some, np.sqrt(np.where(some, squares, np.ones_like(squares))), squares)
     return t * (clip_norm / np.maximum(norm, clip_norm)).astype(t.dtype)
 
 
@@ -284,7 +298,7 @@ def unsorted_segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
         np.asarray(segment_ids),
     )
     kept = rows >= 0  # TensorFlow drops the others.
-    return tensor_scatter_nd_add(totals, rows[kept][:, None], np.asarray(data)[kept])
+    return tensor_scatter_nd_add(totals, rows[kept][:, None], data[kept])
 
 
 def count_nonzero(
@@ -329,13 +343,13 @@ def relu(features: Any) -> Any:
 
 def relu6(features: Any) -> Any:
     """Return the elements, limited to 0 and 6."""
-    return np.clip(features, 0, 6)
+    return np.where(np.less(features, 6), relu(features), np.ones_like(features) * 6)
 
 
 def selu(features: Any) -> Any:
     """Return the scaled exponential linear unit."""
     scale, alpha = 1.0507009873554805, 1.6732632423543772
-    return np.where(features > 0, scale * features, scale * alpha * np.expm1(features))
+    return np.where(features >= 0, scale * features, scale * alpha * np.expm1(features))
 
 
 @nd.custom_gradient

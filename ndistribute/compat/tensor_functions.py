@@ -396,7 +396,7 @@ def _dropout_v1(
 
 dropout_v1 = unary(graphs.dropout, 0), unary(_dropout_v1)
 dropout = unary(_dropout)
-complex_number = unary(lambda real, imag: np.add(real, 1j * np.asarray(imag, real.dtype)))
+complex_number = unary(lambda real, imag: np.add(real, 1j * like(imag, real)))
 in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, targets, k), 2)
 
 

@@ -150,7 +150,8 @@ def _operator(base: type, name: str) -> Any:
             isinstance(other, float) or (divides and self.dtype.itemsize < 4)
         ):
             self, other = self.astype(np.float32), np.float32(other)
-        return as_tensor(method(self, matched(self, other)))
+        other = matched(self, other)
+        return as_tensor(method(self, plain(other) if base is Tracked else other))
 
     return call
 
@@ -164,6 +165,7 @@ def _ufunc(base: Any) -> Any:
     """Return what NumPy's functions call, with arrays of floats in the dtype of the tensor."""
 
     def call(self: Any, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        inputs = tuple(x if isinstance(x, ArrayLike) else plain(x) for x in inputs)
         if self.dtype.kind == "f":
             inputs = tuple(
                 x.astype(self.dtype) if type(x) is np.ndarray and x.dtype.kind == "f" else x

@@ -151,6 +151,33 @@ def test_the_error_function_and_gelu_have_gradients() -> None:
     np.testing.assert_allclose(tape.gradient(unit, value), [0.8674951], rtol=1e-6)
 
 
+GRADIENTS = {
+    "greatest": (lambda v: tf.maximum(v, 0.0), [0, 1, 1]),
+    "least": (lambda v: tf.minimum(0.0, v), [1, 0, 0]),
+    "relu6": (lambda v: tf.nn.relu6(v * 3), [0, 0, 0]),
+    "selu": (lambda v: tf.nn.selu(v), [0.2379328, 1.050701, 1.050701]),
+    "norm of nothing": (lambda v: tf.clip_by_norm(v * 0, 1.0), [0, 0, 0]),
+    "set": (lambda v: tf.tensor_scatter_nd_update(v, [[1]], [5.0]) ** 2, [-4, 0, 4]),
+    "written": (lambda v: tf.tensor_scatter_nd_update(tf.ones([3]), [[0], [2], [1]], v), [1, 1, 1]),
+    "added": (
+        lambda v: tf.tensor_scatter_nd_add(tf.ones([2]), [[1], [1], [0]], v) ** 2,
+        [-2, -2, 6],
+    ),
+    "taken away": (lambda v: tf.tensor_scatter_nd_sub(tf.ones([3]), [[1], [1], [0]], v), [-1] * 3),
+    "segments": (lambda v: tf.math.unsorted_segment_sum(v, [0, -1, 0], 1) ** 2, [0, 0, 0]),
+    "complex": (lambda v: tf.abs(tf.complex(v, v)), [-1.4142135, 0, 1.4142135]),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_tensorflow_where_functions_have_corners(name: str) -> None:
+    function, expected = GRADIENTS[name]
+    variable = tf.Variable([-2.0, 0.0, 2.0])
+    with tf.GradientTape() as tape:
+        result = function(variable)
+    np.testing.assert_allclose(tape.gradient(result, variable), expected, rtol=1e-6)
+
+
 def test_a_tape_that_is_reset_forgets_what_it_recorded() -> None:
     v, w = tf.Variable(2.0), tf.Variable(3.0)
     with tf.GradientTape() as tape:
