@@ -21,6 +21,7 @@ from ndistribute.compat import programs, tensor_functions
 from ndistribute.compat.signatures import (
     adapted,
     binary,
+    counted,
     floating,
     joining,
     nothing,
@@ -478,27 +479,13 @@ def get_replica_context() -> Any:
     return None if context is None else ReplicaTensors(context)
 
 
-def _known(lengths: Any) -> Any:
-    """Return the shape of an array; that of a symbolic one must not have open lengths."""
-    if isinstance(lengths, tuple) and None in lengths:
-        raise TypeError(
-            f"tf.shape of a symbolic tensor of shape {lengths}: use x.shape, -1 in tf.reshape, or "
-            "tf.shape in the call of a layer."
-        )
-    return lengths
-
-
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
     "binary": lambda operation: unary(binary(operation)),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
-    "counted": lambda count: unary(
-        lambda x, out_type=np.int32: (
-            count(x) if isinstance(x, Symbolic) else np.array(_known(count(x)), out_type)
-        )
-    ),
+    "counted": counted,
     "dtype": np.dtype,
     "eagerly": minimizing,
     "file": raising,
@@ -567,6 +554,20 @@ load_model = adapted(
     "compile",
 )
 makedirs = functools.partial(os.makedirs, exist_ok=True)
+
+
+def _unless_there(write: Any) -> Any:
+    """Return a function of two paths that leaves a file which is there as it is."""
+
+    def call(src: Any, dst: Any, overwrite: bool = False) -> None:
+        if not overwrite and os.path.exists(dst):
+            raise FileExistsError(f"{dst} is there already: pass overwrite=True.")
+        write(src, dst)
+
+    return call
+
+
+copy, rename = _unless_there(shutil.copyfile), _unless_there(os.replace)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 
@@ -582,16 +583,6 @@ def save_model(model: Any, filepath: Any, *args: Any, options: Any = None, **key
 
 
 epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
-
-
-class FileOptions:
-    """`CheckpointOptions`, `SaveOptions`, `LoadOptions`: what writes and reads files, all here."""
-
-    def __init__(self, experimental_io_device: Any = None, **options: Any) -> None:
-        wanted = sorted(name for name in options if options[name])
-        if wanted:
-            raise NotImplementedError(f"options of files: {wanted[0]} has no effect here.")
-        self.experimental_io_device = experimental_io_device
 
 
 def do_not_convert(func: Any = None) -> Any:

@@ -53,6 +53,21 @@ def top_k(input: Any, k: int = 1, sorted: bool = True) -> TopK:
     return TopK(np.take_along_axis(input, first, -1), first)
 
 
+def as_text(bytes_or_text: Any, encoding: str = "utf-8") -> str:
+    """Return bytes or text as text."""
+    return bytes_or_text.decode(encoding) if isinstance(bytes_or_text, bytes) else bytes_or_text
+
+
+def as_bytes(bytes_or_text: Any, encoding: str = "utf-8") -> bytes:
+    """Return bytes or text as bytes."""
+    return as_text(bytes_or_text, encoding).encode(encoding)
+
+
+def dynamic_partition(data: Any, partitions: Any, num_partitions: int) -> list[Any]:
+    """Return the rows of each part, in a list."""
+    return [data[np.equal(np.asarray(partitions), part)] for part in range(num_partitions)]
+
+
 def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
     """Return the elements, or slices along an axis, where a mask is true."""
     mask = np.asarray(mask)

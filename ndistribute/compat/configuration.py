@@ -1,4 +1,4 @@
-"""Names of `tf.config` for devices, and of preemption, where arguments or results differ."""
+"""Names of `tf.config` for devices, of preemption and of options, where arguments differ."""
 
 from __future__ import annotations
 
@@ -98,3 +98,13 @@ class PreemptionWatcher:
 def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
     """Return whether there is a GPU."""
     return bool(nd.list_devices("gpu"))
+
+
+class FileOptions:
+    """`CheckpointOptions`, `SaveOptions`, `LoadOptions`: what writes and reads files, all here."""
+
+    def __init__(self, experimental_io_device: Any = None, **options: Any) -> None:
+        wanted = sorted(name for name in options if options[name])
+        if wanted:
+            raise NotImplementedError(f"options of files: {wanted[0]} has no effect here.")
+        self.experimental_io_device = experimental_io_device

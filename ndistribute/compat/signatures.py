@@ -79,6 +79,21 @@ def axis_of(axis: Any) -> Any:
     return tuple(int(number) for number in axis) if several else axis
 
 
+def counted(count: Any) -> Any:
+    """Return a function of the shape of a tensor, whose result has a dtype."""
+
+    def call(x: Any, out_type: Any = np.int32) -> Any:
+        result = count(x)
+        if isinstance(result, tuple) and None in result:
+            raise TypeError(
+                f"tf.shape of a symbolic tensor of shape {result}: use x.shape, -1 in tf.reshape, "
+                "or tf.shape in the call of a layer."
+            )
+        return result if isinstance(x, Symbolic) else np.array(result, out_type)
+
+    return unary(call)
+
+
 def floating(operation: Any) -> Any:
     """Return an operation on a tensor that refuses integers and booleans, as TensorFlow does."""
 

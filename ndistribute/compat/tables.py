@@ -7,17 +7,20 @@ means otherwise.
 from __future__ import annotations
 
 TF2 = """
-[compat]
+[compat] .compat.array_functions: as_bytes as_str=as_text as_text
 [config] .compat.signatures: experimental_connect_to_cluster=nothing
     experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
-    set_soft_device_placement=nothing  .compat.configuration: list_physical_devices=list_devices
-    LogicalDevice LogicalDeviceConfiguration get_logical_device_configuration list_logical_devices
-    set_logical_device_configuration
+    set_soft_device_placement=nothing  .compat.configuration: get_visible_devices=list_devices
+    list_physical_devices=list_devices LogicalDevice LogicalDeviceConfiguration
+    get_logical_device_configuration list_logical_devices set_logical_device_configuration
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
     get_virtual_device_configuration=get_logical_device_configuration
     set_virtual_device_configuration=set_logical_device_configuration
     .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
+[config.optimizer] .compat.signatures: set_experimental_options=nothing set_jit=nothing
+[config.threading] .compat.signatures: set_inter_op_parallelism_threads=nothing
+    set_intra_op_parallelism_threads=nothing
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
@@ -39,11 +42,12 @@ TF2 = """
     stateless_random_flip_left_right=random_flip_left_right
     stateless_random_flip_up_down=random_flip_up_down stateless_random_saturation=random_saturation
 [image.ResizeMethod] text: BILINEAR=bilinear NEAREST_NEIGHBOR=nearest
-[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft rfft
+[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft
+    rfft2d=rfft2
 [strings] .compat.array_functions/unary: length=text_length lower regex_replace split=text_split
     to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
-[version] .compat.tf: VERSION=__version__
+[version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
 [distribute] .compat.adapters: get_replica_context get_strategy  ndistribute: CrossDeviceOps
     DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
     InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
@@ -61,9 +65,9 @@ TF2 = """
     CommunicationOptions  .models: TerminationConfig
     .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
 [distribute.experimental.partitioners] .variables.partitioners: *
-[dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
-    complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8
-    string=str_ uint16 uint32 uint64 uint8
+[dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy: DType=dtype
+    numpy/dtype: bool=bool_ complex128 complex64 double=float64 float16 float32 float64 half=float16
+    int16 int32 int64 int8 string=str_ uint16 uint32 uint64 uint8
 [errors] builtins: OutOfRangeError=StopIteration  .errors: AbortedError CancelledError
     DataLossError=CheckpointCorruptError DeadlineExceededError FailedPreconditionError
     InvalidArgumentError NotFoundError OpError=DistributeError UnavailableError=WorkerLostError
@@ -82,8 +86,8 @@ TF2 = """
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
 [io]
-[io.gfile] os/file: listdir mkdir remove  os.path: exists isdir join  glob: glob
-    builtins/file: GFile=open  .compat.adapters/file: makedirs rmtree
+[io.gfile] os/file: listdir mkdir remove stat walk  os.path: exists isdir join  glob: glob
+    builtins/file: GFile=open  .compat.adapters/file: copy makedirs rename rmtree
 [keras] .compat.adapters: Input Model Sequential
 [keras.activations] .models.activations: * swish=silu
 [keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: epsilon floatx
@@ -138,7 +142,7 @@ TF2 = """
     is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative
     real reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
     asinh=arcsinh atan=arctan atanh=arctanh ceil cos cosh exp expm1 floor log log1p rint sin sinh
-    sqrt tan tanh  numpy/binary: add nextafter truncatemod=fmod
+    sqrt tan tanh  numpy/binary: add nextafter realdiv=divide truncatemod=fmod
     atan2=arctan2 divide equal floordiv=floor_divide floormod=remainder greater greater_equal less
     less_equal logical_and logical_or logical_xor maximum minimum mod=remainder multiply not_equal
     pow=power scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all
@@ -162,14 +166,14 @@ TF2 = """
     stateless_normal stateless_truncated_normal stateless_uniform  ndistribute: set_seed
     .compat.random_numbers/either: normal truncated_normal uniform
 [random.experimental] .compat.random_numbers: Generator get_global_generator
-[saved_model] .compat.adapters: LoadOptions=FileOptions SaveOptions=FileOptions load=load_model
-    save=save_model
+[saved_model] .compat.adapters: load=load_model save=save_model
+    .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
-    CheckpointOptions=FileOptions  .models: list_variables load_checkpoint load_variable
-    .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
+    .compat.configuration: CheckpointOptions=FileOptions  .models: list_variables load_checkpoint
+    load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
 [test] .compat.configuration: is_gpu_available
 [tpu]
@@ -178,18 +182,19 @@ TF2 = """
     ndistribute: VariableAggregation VariableSynchronization stop_gradient  .compat.tensors:
     GradientTape=WatchingTape IndexedSlices Module Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
-    custom_gradient TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number
-    expand_dims fill function gather identity is_tensor one_hot ones range=numbers slice=slice_
-    split squeeze tile transpose unstack where zeros  .compat.tensor_functions/either: cond constant
-    control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
-    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
-    searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
-    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unravel_index unique
-    unique_with_counts  .compat.array_functions/operation: case foldl map_fn meshgrid scan
-    scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip
-    roll zeros_like  numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size
-    numpy: newaxis  .graph.shapes: TensorShape=Shape  builtins: print  .compat.graphs: get_logger
-    .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
+    custom_gradient get_static_value=get_value TensorArray TensorSpec clip_by_global_norm
+    clip_by_value complex=complex_number expand_dims fill function gather identity is_tensor one_hot
+    ones range=numbers slice=slice_ split squeeze tile transpose unstack where zeros
+    .compat.tensor_functions/either: cond constant control_dependencies group no_op numpy_function
+    py_function  .compat.array_functions/unary: argsort boolean_mask dynamic_partition broadcast_to
+    clip_by_norm ensure_shape gather_nd linspace pad saturate_cast searchsorted sequence_mask sort
+    tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min tensor_scatter_nd_sub
+    tensor_scatter_nd_update unravel_index unique unique_with_counts
+    .compat.array_functions/operation: case foldl map_fn meshgrid scan scatter_nd switch_case
+    vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip roll zeros_like
+    numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis
+    .graph.shapes: TensorShape=Shape  builtins: print  time: timestamp=time  .compat.graphs:
+    get_logger  .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
     .compat.programs/program: executing_eagerly  .models.initializers/initializer:
     constant_initializer=Constant ones_initializer=Ones random_normal_initializer=RandomNormal
     random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
@@ -265,6 +270,9 @@ TF1 = """
 INSTEAD = {
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
+    "RegisterGradient": "tf.custom_gradient",
+    "autodiff": "tf.GradientTape, and its jacobian",
+    "bfloat16": "the policy 'mixed_bfloat16' of layers",
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
@@ -307,17 +315,24 @@ INSTEAD = {
     "keras.utils.plot_model": "model.summary()",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
+    "math.digamma": "scipy.special.psi, which has a gradient",
+    "math.erfc": "scipy.special.erfc, which has a gradient",
+    "math.erfinv": "scipy.special.erfinv, which has a gradient",
+    "math.lgamma": "scipy.special.gammaln, which has a gradient",
     "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "nn.rnn_cell": "a model, and tf.keras.estimator.model_to_estimator",
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
+    "random.set_global_generator": "tf.random.set_seed, or a Generator of your own",
     "signal.stft": "SciPy",
     "sparse": "tf.IndexedSlices, or whole arrays",
     "strings.bytes_split": "list(x.numpy().decode())",
     "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
     "strings.unicode_split": "list(x.numpy().decode())",
     "variable_creator_scope": "a function that makes the variables",
+    "summary.trace_export": "the command ndistribute trace",
+    "summary.trace_on": "the command ndistribute trace",
     "train.Example": "arrays in .npz files",
     "train.QueueRunner": "a dataset",
     "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",

@@ -57,6 +57,7 @@ DTYPES = {
     "dropped": (lambda: tf.math.unsorted_segment_sum([1, 2], [-1, 1], 2), "int32", [0, 2]),
     "adjoint": (lambda: tf.matmul(matrix, matrix, adjoint_b=True)[0], "float32", [5, 13]),
     "batches": (lambda: tf.eye(2, batch_shape=[1]), "float32", [[[1, 0], [0, 1]]]),
+    "parts": (lambda: tf.dynamic_partition([1, 2, 3], [0, 1, 0], 2)[0], "int32", [1, 3]),
     "remainder": (lambda: tf.truncatemod(-5, 3), "int32", -2),
     "limited": (lambda: tf.saturate_cast([300.0, -1.0], tf.uint8), "uint8", [255, 0]),
     "long": (lambda: tf.saturate_cast([1e20], tf.int64), "int64", [2**63 - 2**39]),
@@ -155,7 +156,7 @@ GRADIENTS = {
     "greatest": (lambda v: tf.maximum(v, 0.0), [0, 1, 1]),
     "least": (lambda v: tf.minimum(0.0, v), [1, 0, 0]),
     "relu6": (lambda v: tf.nn.relu6(v * 3), [0, 0, 0]),
-    "selu": (lambda v: tf.nn.selu(v), [0.2379328, 1.050701, 1.050701]),
+    "selu": (tf.nn.selu, [0.2379328, 1.050701, 1.050701]),
     "norm of nothing": (lambda v: tf.clip_by_norm(v * 0, 1.0), [0, 0, 0]),
     "set": (lambda v: tf.tensor_scatter_nd_update(v, [[1]], [5.0]) ** 2, [-4, 0, 4]),
     "written": (lambda v: tf.tensor_scatter_nd_update(tf.ones([3]), [[0], [2], [1]], v), [1, 1, 1]),
@@ -249,6 +250,21 @@ def test_what_is_wrong_with_files_are_tensorflows_errors(tmp_path) -> None:
     ):
         with pytest.raises(kind, match=r"/a"):
             call()
+
+
+def test_files_are_copied_and_renamed_unless_there_are_others(tmp_path) -> None:
+    first, second, third = (str(tmp_path / name) for name in "abc")
+    with tf.io.gfile.GFile(first, "w") as file:
+        file.write("text")
+    tf.io.gfile.copy(first, second)
+    tf.io.gfile.rename(second, third)
+    for write in (tf.io.gfile.copy, tf.io.gfile.rename):
+        with pytest.raises(tf.errors.AlreadyExistsError, match="overwrite"):
+            write(first, third)
+    tf.io.gfile.rename(first, third, overwrite=True)
+    assert tf.io.gfile.listdir(str(tmp_path)) == ["c"]
+    assert tf.compat.as_bytes("é") == tf.compat.as_bytes("é".encode())
+    assert tf.compat.as_str(b"a") == tf.compat.as_text("a") == "a"
 
 
 def test_nests_keep_their_structure() -> None:

@@ -35,6 +35,7 @@ from ndistribute.compat.tf import tpu as tpu
 from ndistribute.compat.tf import train as train
 from ndistribute.compat.tf import version as version
 Assert: Any
+DType: Any
 from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
@@ -105,6 +106,7 @@ device: Any
 divide: Any
 divide_no_nan: Any
 double: Any
+dynamic_partition: Any
 einsum: Any
 ensure_shape: Any
 equal: Any
@@ -126,6 +128,7 @@ function: Any
 gather: Any
 gather_nd: Any
 get_logger: Any
+get_static_value: Any
 greater: Any
 greater_equal: Any
 group: Any
@@ -187,6 +190,7 @@ random_uniform_initializer = _random_uniform_initializer
 range: Any
 rank: Any
 real: Any
+realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
@@ -243,6 +247,7 @@ tensor_scatter_nd_sub: Any
 tensor_scatter_nd_update: Any
 tensordot: Any
 tile: Any
+timestamp: Any
 top_k: Any
 transpose: Any
 truediv: Any

@@ -62,6 +62,7 @@ not_equal: Any
 polyval: Any
 pow: Any
 real: Any
+realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any

@@ -45,6 +45,7 @@ AUTO_REUSE: Any
 Assert: Any
 from ndistribute.graph.session import ConfigProto as _ConfigProto
 ConfigProto = _ConfigProto
+DType: Any
 from ndistribute.graph.session import GPUOptions as _GPUOptions
 GPUOptions = _GPUOptions
 from ndistribute.compat.tensors import WatchingTape as _GradientTape
@@ -133,6 +134,7 @@ div: Any
 divide: Any
 divide_no_nan: Any
 double: Any
+dynamic_partition: Any
 einsum: Any
 enable_eager_execution: Any
 enable_v2_behavior: Any
@@ -158,6 +160,7 @@ gather_nd: Any
 get_collection: Any
 get_default_graph: Any
 get_logger: Any
+get_static_value: Any
 get_variable: Any
 get_variable_scope: Any
 global_norm: Any
@@ -239,6 +242,7 @@ random_uniform_initializer: Any
 range: Any
 rank: Any
 real: Any
+realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
@@ -300,6 +304,7 @@ tensor_scatter_nd_sub: Any
 tensor_scatter_nd_update: Any
 tensordot: Any
 tile: Any
+timestamp: Any
 to_float: Any
 to_int32: Any
 to_int64: Any

@@ -11,6 +11,7 @@ ListDirectory: Any
 MakeDirs: Any
 Open: Any
 Remove: Any
+copy: Any
 exists: Any
 glob: Any
 isdir: Any
@@ -19,4 +20,7 @@ listdir: Any
 makedirs: Any
 mkdir: Any
 remove: Any
+rename: Any
 rmtree: Any
+stat: Any
+walk: Any

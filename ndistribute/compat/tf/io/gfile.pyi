@@ -2,6 +2,7 @@
 from typing import Any
 
 GFile: Any
+copy: Any
 exists: Any
 glob: Any
 isdir: Any
@@ -10,4 +11,7 @@ listdir: Any
 makedirs: Any
 mkdir: Any
 remove: Any
+rename: Any
 rmtree: Any
+stat: Any
+walk: Any
