@@ -22,9 +22,12 @@ from ndistribute.compat import programs, tensor_functions
 from ndistribute.compat.signatures import (
     adapted,
     binary,
+    counted,
+    floating,
     joining,
     nothing,
     plainly,
+    raising,
     reduction,
     subclass,
     tensor_if_array,
@@ -32,17 +35,20 @@ from ndistribute.compat.signatures import (
 )
 from ndistribute.compat.tensor_functions import eager_constant
 from ndistribute.compat.tensors import (
+    StandIn,
     WatchingTape,
     as_tensor,
     assignable,
     device_name,
     plain,
     variable_type,
+    weight,
 )
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.mistakes import accepting
 from ndistribute.models import layers
+from ndistribute.models.masks import with_mask_of
 from ndistribute.names import custom_object_scope, deserializing
 from ndistribute.strategies.local import DefaultStrategy
 from ndistribute.tree import flatten, map_leaves
@@ -159,6 +165,7 @@ class Checkpoint(nd.Checkpoint):
         super().write(file_prefix)
         return str(file_prefix)
 
+    @raising
     def restore(self, path: Any, options: Any = None) -> Any:
         if path is not None:
             super().restore(path)
@@ -168,11 +175,35 @@ class Checkpoint(nd.Checkpoint):
     read = restore
 
 
-class Model(models.Model):
-    """A model with the methods of Keras."""
+class WithTensors:
+    """What layers have beside those of this package: weights with methods, tensors as outputs."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
+    def add_weight(self, *args: Any, **options: Any) -> Any:
+        """Return a new variable with TensorFlow's methods; see `add_weight` of layers."""
+        variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
+        kind: Any = type(variable)
+        variable.__class__ = weight(kind)
+        return variable
+
+    def _returned(self, outputs: Any, like: Any) -> Any:
+        return map_leaves(lambda y: with_mask_of(tensor_if_array(y), y), outputs)
+
+
+Layer: Any = StandIn("Layer", (WithTensors, layers.Layer), {"native": layers.Layer})
+
+
+@functools.cache
+def layer(kind: Any) -> Any:
+    """Return a kind of layer that is one of `WithTensors`; others unchanged."""
+    if not (isinstance(kind, type) and issubclass(kind, layers.Layer)):
+        return kind
+    made = type(kind.__name__, (WithTensors, kind), {})
+    layers.Layer.known[kind.__name__] = kind  # Other programs load the native classes.
+    return made
+
+
+class Model(WithTensors, models.Model):
+    """A model with the methods of Keras."""
 
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         kwargs["jit_compile"] = kwargs.get("jit_compile") not in (None, "auto", False)
@@ -217,14 +248,19 @@ class Sequential(Model, models.Sequential):
 
 dataset_iterator = graph.DatasetIterator, iter
 # Other programs load the native classes; `load_model` loads ours.
-layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
+layers.Layer.known.update(Layer=layers.Layer, Model=models.Model, Sequential=models.Sequential)
 
 
 def _classes() -> dict[str, Any]:
     """Return the classes here that are in files of models."""
-    kinds: Any = import_module("ndistribute.compat.tf.keras.optimizers")
-    names = [name for name in kinds.__all__ if name[0].isupper()]
-    return {"Model": Model, "Sequential": Sequential} | {n: getattr(kinds, n) for n in names}
+    known: dict[str, Any] = {"Model": Model, "Sequential": Sequential}
+    for kinds in map(import_module, _KINDS):
+        values = {name: getattr(kinds, name) for name in kinds.__all__}
+        known |= {name: kind for name, kind in values.items() if isinstance(kind, type)}
+    return known
+
+
+_KINDS = "ndistribute.compat.tf.keras.layers", "ndistribute.compat.tf.keras.optimizers"
 
 
 def get_optimizer(identifier: Any) -> Any:
@@ -474,20 +510,20 @@ ADAPTERS: dict[str, Any] = {
     "binary": lambda operation: unary(binary(operation)),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
-    "counted": lambda count: unary(
-        lambda x, out_type=np.int32: (
-            count(x) if isinstance(x, Symbolic) else np.array(count(x), out_type)
-        )
-    ),
+    "counted": counted,
     "dtype": np.dtype,
     "eagerly": minimizing,
+    "file": raising,
+    "floating": lambda operation: unary(floating(operation)),
     "index": lambda find: unary(
         lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type), dimension="axis"
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,
+    "layer": layer,
     "last_axis": lambda operation: unary(
-        lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
+        lambda logits, axis=-1: floating(operation)(logits, -1 if axis is None else axis),
+        dim="axis",
     ),
     "loss": lambda kind: (
         subclass(kind, "dtype", __call__=plainly(kind.__call__))
@@ -538,14 +574,6 @@ Options = subclass(
     nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
-list_devices = adapted(
-    lambda device_type=None: [
-        SimpleNamespace(
-            name=f"/physical_device:{str(device).upper()}", device_type=device.kind.upper()
-        )
-        for device in nd.list_devices(device_type and device_type.lower())
-    ]
-)
 
 
 def _loading(load: Any) -> Any:
@@ -557,15 +585,35 @@ def _loading(load: Any) -> Any:
 
 load_model, model_from_json = _loading(models.load), _loading(models.model_from_json)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
+
+
+def _unless_there(write: Any) -> Any:
+    """Return a function of two paths that leaves a file which is there as it is."""
+
+    def call(src: Any, dst: Any, overwrite: bool = False) -> None:
+        if not overwrite and os.path.exists(dst):
+            raise FileExistsError(f"{dst} is there already: pass overwrite=True.")
+        write(src, dst)
+
+    return call
+
+
+copy, rename = _unless_there(shutil.copyfile), _unless_there(os.replace)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
-save_model = Model.save
+
+
+def save_model(model: Any, filepath: Any, *args: Any, options: Any = None, **keywords: Any) -> None:
+    """Save a model; see `Model.save`."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"save: expected a model of tf.keras, got {type(model).__name__}: save the variables "
+            "of a tf.Module with tf.train.Checkpoint(module=module).write(path)."
+        )
+    model.save(filepath, *args, **keywords)
+
+
 epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
-
-
-def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
-    """Return whether there is a GPU."""
-    return bool(nd.list_devices("gpu"))
 
 
 def do_not_convert(func: Any = None) -> Any:
@@ -574,34 +622,3 @@ def do_not_convert(func: Any = None) -> Any:
 
 
 cardinality = TensorDataset.cardinality
-
-
-def to_categorical(x: Any, num_classes: int | None = None) -> Any:
-    """Return labels as rows with a one; a last axis of length 1 goes."""
-    labels = np.asarray(x).astype(np.int64)
-    if labels.ndim > 1 and labels.shape[-1] == 1:
-        labels = labels[..., 0]
-    return np.eye(num_classes or int(labels.max()) + 1, dtype=np.float32)[labels]
-
-
-def pad_sequences(
-    sequences: Any,
-    maxlen: int | None = None,
-    dtype: Any = "int32",
-    padding: str = "pre",
-    truncating: str = "pre",
-    value: Any = 0.0,
-) -> Any:
-    """Return an array of sequences, cut and filled up at one end to the same length."""
-    for name, end in (("padding", padding), ("truncating", truncating)):
-        if end not in ("pre", "post"):
-            raise ValueError(f"pad_sequences: {name} must be 'pre' or 'post', got {end!r}.")
-    arrays = [np.asarray(sequence) for sequence in sequences]
-    length = max(map(len, arrays), default=0) if maxlen is None else maxlen
-    inner = next((array.shape[1:] for array in arrays if len(array)), ())
-    rows = np.full((len(arrays), length, *inner), value, dtype)
-    for row, array in zip(rows, arrays, strict=True):
-        cut = array[max(len(array) - length, 0) :] if truncating == "pre" else array[:length]
-        start = length - len(cut) if padding == "pre" else 0
-        row[start : start + len(cut)] = cut
-    return rows

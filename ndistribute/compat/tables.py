@@ -7,17 +7,20 @@ means otherwise.
 from __future__ import annotations
 
 TF2 = """
-[compat]
+[compat] .compat.array_functions: as_bytes as_str=as_text as_text
 [config] .compat.signatures: experimental_connect_to_cluster=nothing
     experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
-    set_soft_device_placement=nothing  .compat.adapters: list_physical_devices=list_devices
-    .compat.configuration: LogicalDevice LogicalDeviceConfiguration get_logical_device_configuration
-    list_logical_devices set_logical_device_configuration
+    set_soft_device_placement=nothing  .compat.configuration: get_visible_devices=list_devices
+    list_physical_devices=list_devices LogicalDevice LogicalDeviceConfiguration
+    get_logical_device_configuration list_logical_devices set_logical_device_configuration
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
     get_virtual_device_configuration=get_logical_device_configuration
     set_virtual_device_configuration=set_logical_device_configuration
     .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
+[config.optimizer] .compat.signatures: set_experimental_options=nothing set_jit=nothing
+[config.threading] .compat.signatures: set_inter_op_parallelism_threads=nothing
+    set_intra_op_parallelism_threads=nothing
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
@@ -30,14 +33,23 @@ TF2 = """
 [debugging] numpy/asserting: assert_equal=equal assert_greater=greater
     assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
     assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
-    assert_positive=greater  .compat.signatures: enable_check_numerics=nothing
-    set_log_device_placement=nothing  .compat.tensor_functions: Assert=check_true
-    check_numerics
-[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft rfft
-[strings] numpy.strings/unary: length=str_len lower strip upper
-    .compat.array_functions/unary: to_number
+    assert_positive=greater  .compat.array_functions/unary: assert_rank assert_type
+    .compat.signatures: enable_check_numerics=nothing set_log_device_placement=nothing
+    .compat.tensor_functions: Assert=check_true  .compat.tensor_functions/unary:
+    assert_all_finite=check_numerics check_numerics
+[image] .compat.image_functions/unary: * stateless_random_brightness=random_brightness
+    stateless_random_contrast=random_contrast stateless_random_crop=random_crop
+    stateless_random_flip_left_right=random_flip_left_right
+    stateless_random_flip_up_down=random_flip_up_down stateless_random_saturation=random_saturation
+    .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
+    decode_png=decode_image
+[image.ResizeMethod] text: BILINEAR=bilinear NEAREST_NEIGHBOR=nearest
+[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft
+    rfft2d=rfft2
+[strings] .compat.array_functions/unary: length=text_length lower regex_replace split=text_split
+    to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
-[version] .compat.tf: VERSION=__version__
+[version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
 [distribute] .compat.adapters: get_replica_context get_strategy  ndistribute: CrossDeviceOps
     DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
     InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
@@ -55,12 +67,13 @@ TF2 = """
     CommunicationOptions  .models: TerminationConfig
     .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
 [distribute.experimental.partitioners] .variables.partitioners: *
-[dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
-    complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8
-    string=str_ uint16 uint32 uint64 uint8
-[errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
-    .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
-    InvalidArgumentError NotFoundError OpError=OperationError
+[dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy: DType=dtype
+    numpy/dtype: bool=bool_ complex128 complex64 double=float64 float16 float32 float64 half=float16
+    int16 int32 int64 int8 string=str_ uint16 uint32 uint64 uint8
+[errors] builtins: OutOfRangeError=StopIteration  .errors: AbortedError CancelledError
+    DataLossError=CheckpointCorruptError DeadlineExceededError FailedPreconditionError
+    InvalidArgumentError NotFoundError OpError=DistributeError UnavailableError=WorkerLostError
+    UnauthenticatedError=AuthenticationError  .compat.op_errors: *
 [estimator] .estimator: BinaryClassHead=binary_class_head DNNClassifier DNNEstimator
     DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor
     Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
@@ -74,12 +87,10 @@ TF2 = """
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
-[image] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
-    decode_png=decode_image
 [io] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
     decode_png=decode_image read_file
-[io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
-    .compat.adapters: makedirs rmtree
+[io.gfile] os/file: listdir mkdir remove stat walk  os.path: exists isdir join  glob: glob
+    builtins/file: GFile=open  .compat.adapters/file: copy makedirs rename rmtree
 [keras] .compat.adapters: Input Model Sequential
 [keras.applications]
 [keras.datasets]
@@ -95,11 +106,11 @@ TF2 = """
 [keras.estimator] .estimator: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
     glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
-[keras.layers] .models.layers: * AveragePooling1D=AveragePool1D
+[keras.layers] .models.layers/layer: * AveragePooling1D=AveragePool1D
     AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
     GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
-    .compat.adapters: Input InputLayer=Input SyncBatchNormalization
+    .compat.adapters: Input InputLayer=Input Layer SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
     mae=mean_absolute_error mse=mean_squared_error
     .models.losses: deserialize  .names: serialize
@@ -118,12 +129,12 @@ TF2 = """
 [keras.preprocessing] .compat.files: image_dataset_from_directory text_dataset_from_directory
     timeseries_dataset_from_array
 [keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
-[keras.preprocessing.sequence] .compat.adapters: pad_sequences
+[keras.preprocessing.sequence] .compat.array_functions: pad_sequences
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
     register_keras_serializable
-    .compat.adapters: pad_sequences to_categorical  .compat.files: array_to_img
+    .compat.array_functions: pad_sequences to_categorical  .compat.files: array_to_img
     image_dataset_from_directory img_to_array load_img plot_model save_img
     text_dataset_from_directory timeseries_dataset_from_array
 [keras.utils.experimental] .models.batches: DatasetCreator
@@ -131,69 +142,76 @@ TF2 = """
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] .compat.array_functions/unary: band_part diag diag_part l2_normalize logdet lstsq
-    matrix_transpose matvec normalize svd tensor_diag=diag tensor_diag_part=diag_part
-    numpy/operation: einsum  numpy/binary: tensordot  numpy/unary: trace
-    numpy.linalg/unary: cholesky det eigh eigvalsh inv pinv qr slogdet  numpy.linalg/binary: cross
-    solve  .compat.tensor_functions: eye global_norm matmul norm
-[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod divide_no_nan
-    erf l2_normalize log_sigmoid reduce_euclidean_norm=euclidean_norm rsqrt segment_sum softsign
-    squared_difference top_k unsorted_segment_sum  .compat.array_functions/operation: polyval
-    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs acos=arccos acosh=arccosh angle
-    asin=arcsin asinh=arcsinh atan=arctan atanh=arctanh ceil conj cos cosh exp expm1 floor imag
-    invert_permutation=argsort is_finite=isfinite is_inf=isinf is_nan=isnan log log1p logical_not
-    negative real reciprocal rint round sign sin sinh sqrt square tan tanh  numpy/binary: add
+[linalg] .compat.array_functions/unary: band_part diag diag_part logdet lstsq matrix_transpose
+    matvec tensor_diag tensor_diag_part trace
+    .compat.array_functions/floating: l2_normalize normalize svd
+    numpy/operation: einsum  numpy/binary: tensordot
+    numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
+    numpy.linalg/binary: cross solve  .compat.tensor_functions: eye global_norm matmul norm
+[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod cumsum
+    divide_no_nan invert_permutation segment_sum squared_difference top_k unsorted_segment_sum
+    .compat.array_functions/floating: erf l2_normalize log_sigmoid
+    reduce_euclidean_norm=euclidean_norm rsqrt softsign  .compat.array_functions/operation: polyval
+    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs angle conj imag
+    is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative
+    real reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
+    asinh=arcsinh atan=arctan atanh=arctanh ceil cos cosh exp expm1 floor log log1p rint sin sinh
+    sqrt tan tanh  numpy/binary: add nextafter realdiv=divide truncatemod=fmod
     atan2=arctan2 divide equal floordiv=floor_divide floormod=remainder greater greater_equal less
     less_equal logical_and logical_or logical_xor maximum minimum mod=remainder multiply not_equal
     pow=power scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all
     reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std
     reduce_sum=sum reduce_variance=var  numpy/index: argmax argmin
-    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/unary: softplus
-    .models.nn/unary: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n cumsum in_top_k
+    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/floating: softplus
+    .models.nn/floating: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n in_top_k
     .compat.graphs/operation: zero_fraction
-[nest] .tree: flatten map_structure=map_leaves pack_sequence_as=unflatten
-[nn] .compat.array_functions/unary: batch_normalization l2_normalize log_sigmoid moments relu6 selu
-    softsign top_k  .models.activations/unary: elu softplus  .models.nn/unary: gelu relu sigmoid
-    silu swish=silu  numpy/unary: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
+[nest] .compat.nests: *
+[nn] .compat.array_functions/unary: moments relu relu6 top_k  .compat.array_functions/floating:
+    batch_normalization gelu l2_normalize log_sigmoid selu softsign
+    .models.activations/floating: elu softplus  .models.nn/floating: sigmoid silu swish=silu
+    numpy/floating: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
     in_top_k l2_loss leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
     softmax_cross_entropy_with_logits=softmax_loss
     sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/operation: avg_pool
     avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
-    .models.losses: compute_average_loss scale_regularization_loss
+    .models.losses/loss: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator poisson shuffle
-    stateless_normal stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal
-    truncated_normal uniform
+    stateless_normal stateless_truncated_normal stateless_uniform  ndistribute: set_seed
+    .compat.random_numbers/either: normal truncated_normal uniform
+[random.experimental] .compat.random_numbers: Generator get_global_generator
 [saved_model] .compat.adapters: load=load_model save=save_model
+    .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
-    .models: list_variables load_checkpoint load_variable
-    .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
+    .compat.configuration: CheckpointOptions=FileOptions  .models: list_variables load_checkpoint
+    load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
-[test] .compat.adapters: is_gpu_available
+[test] .compat.configuration: is_gpu_available
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
-    ndistribute: IndexedSlices VariableAggregation VariableSynchronization stop_gradient
-    .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor custom_gradient
+    ndistribute: VariableAggregation VariableSynchronization stop_gradient  .compat.tensors:
+    GradientTape=WatchingTape IndexedSlices Module Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
-    TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number expand_dims fill
-    gather identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile
-    transpose unstack where zeros  .compat.functions: function
-    .compat.tensor_functions/either: cond constant control_dependencies group no_op numpy_function
-    py_function  .compat.array_functions/unary:
-    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad repeat
-    reverse roll searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
-    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unique unique_with_counts
+    custom_gradient get_static_value=get_value TensorArray TensorSpec clip_by_global_norm
+    clip_by_value complex=complex_number expand_dims fill gather identity is_tensor one_hot
+    ones range=numbers slice=slice_ split squeeze tile transpose unstack where zeros
+    .compat.functions: function  .compat.tensor_functions/either: cond constant
+    control_dependencies group no_op numpy_function
+    py_function  .compat.array_functions/unary: argsort boolean_mask dynamic_partition broadcast_to
+    clip_by_norm ensure_shape gather_nd linspace pad saturate_cast searchsorted sequence_mask sort
+    tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min tensor_scatter_nd_sub
+    tensor_scatter_nd_update unravel_index unique unique_with_counts
     .compat.array_functions/operation: case foldl map_fn meshgrid scan scatter_nd switch_case
-    vectorized_map=map_fn  numpy/unary: ones_like reshape unravel_index zeros_like  numpy/joining:
-    concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes:
-    TensorShape=Shape  builtins: print  .compat.graphs: get_logger  .compat.programs: init_scope
-    .compat.graphs/program: device name_scope while_loop  .compat.programs/program:
-    executing_eagerly  .models.initializers/initializer: constant_initializer=Constant
-    ones_initializer=Ones random_normal_initializer=RandomNormal
+    vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip roll zeros_like
+    numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis
+    .graph.shapes: TensorShape=Shape  builtins: print  time: timestamp=time  .compat.graphs:
+    get_logger  .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
+    .compat.programs/program: executing_eagerly  .models.initializers/initializer:
+    constant_initializer=Constant ones_initializer=Ones random_normal_initializer=RandomNormal
     random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
@@ -212,8 +230,8 @@ TF1 = """
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
     LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
     TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
-[gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob
-    os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
+[gfile] .compat.tf.io.gfile: *  builtins/file: FastGFile=open Open=open  glob: Glob=glob
+    os/file: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
     .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
 [layers] .compat.layers/graph: AveragePooling2D BatchNormalization Conv2D Dense Dropout Flatten
     MaxPooling2D average_pooling2d batch_normalization conv2d dense dropout flatten max_pooling2d
@@ -267,6 +285,9 @@ TF1 = """
 INSTEAD = {
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
+    "RegisterGradient": "tf.custom_gradient",
+    "autodiff": "tf.GradientTape, and its jacobian",
+    "bfloat16": "the policy 'mixed_bfloat16' of layers",
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
@@ -284,6 +305,8 @@ INSTEAD = {
     "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
+    "image.adjust_hue": "Pillow in Dataset.map",
+    "image.rgb_to_hsv": "Pillow in Dataset.map",
     "io.parse_single_example": "arrays, or Dataset.from_files with a reader",
     "keras.applications.*": "layers, and load_weights: nothing is downloaded",
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
@@ -299,15 +322,24 @@ INSTEAD = {
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
+    "math.digamma": "scipy.special.psi, which has a gradient",
+    "math.erfc": "scipy.special.erfc, which has a gradient",
+    "math.erfinv": "scipy.special.erfinv, which has a gradient",
+    "math.lgamma": "scipy.special.gammaln, which has a gradient",
     "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "nn.rnn_cell": "a model, and tf.keras.estimator.model_to_estimator",
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
+    "random.set_global_generator": "tf.random.set_seed, or a Generator of your own",
     "signal.stft": "SciPy",
     "sparse": "tf.IndexedSlices, or whole arrays",
-    "strings.join": "str.join, or + of tensors of text",
-    "strings.split": "str.split of x.numpy().decode()",
+    "strings.bytes_split": "list(x.numpy().decode())",
+    "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
+    "strings.unicode_split": "list(x.numpy().decode())",
+    "variable_creator_scope": "a function that makes the variables",
+    "summary.trace_export": "the command ndistribute trace",
+    "summary.trace_on": "the command ndistribute trace",
     "train.Example": "arrays in .npz files",
     "train.QueueRunner": "a dataset",
     "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",

@@ -35,11 +35,12 @@ from ndistribute.compat.tf import tpu as tpu
 from ndistribute.compat.tf import train as train
 from ndistribute.compat.tf import version as version
 Assert: Any
+DType: Any
 from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
-from ndistribute.indexed_slices import IndexedSlices as _IndexedSlices
+from ndistribute.compat.tensors import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
 from ndistribute.compat.tensors import Module as _Module
 Module = _Module
@@ -105,6 +106,7 @@ device: Any
 divide: Any
 divide_no_nan: Any
 double: Any
+dynamic_partition: Any
 einsum: Any
 ensure_shape: Any
 equal: Any
@@ -126,6 +128,7 @@ function: Any
 gather: Any
 gather_nd: Any
 get_logger: Any
+get_static_value: Any
 greater: Any
 greater_equal: Any
 group: Any
@@ -165,6 +168,7 @@ multiply: Any
 name_scope: Any
 negative: Any
 newaxis: Any
+nextafter: Any
 no_op: Any
 norm: Any
 not_equal: Any
@@ -186,6 +190,7 @@ random_uniform_initializer = _random_uniform_initializer
 range: Any
 rank: Any
 real: Any
+realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
@@ -205,6 +210,7 @@ rint: Any
 roll: Any
 round: Any
 rsqrt: Any
+saturate_cast: Any
 scalar_mul: Any
 scan: Any
 scatter_nd: Any
@@ -241,9 +247,11 @@ tensor_scatter_nd_sub: Any
 tensor_scatter_nd_update: Any
 tensordot: Any
 tile: Any
+timestamp: Any
 top_k: Any
 transpose: Any
 truediv: Any
+truncatemod: Any
 uint16: Any
 uint32: Any
 uint64: Any

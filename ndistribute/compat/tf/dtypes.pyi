@@ -1,6 +1,7 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+DType: Any
 as_dtype: Any
 bool: Any
 cast: Any

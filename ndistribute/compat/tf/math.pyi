@@ -57,10 +57,12 @@ minimum: Any
 mod: Any
 multiply: Any
 negative: Any
+nextafter: Any
 not_equal: Any
 polyval: Any
 pow: Any
 real: Any
+realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
@@ -93,5 +95,6 @@ tan: Any
 tanh: Any
 top_k: Any
 truediv: Any
+truncatemod: Any
 unsorted_segment_sum: Any
 zero_fraction: Any

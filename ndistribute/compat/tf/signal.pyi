@@ -6,4 +6,6 @@ fft2d: Any
 ifft: Any
 ifft2d: Any
 irfft: Any
+irfft2d: Any
 rfft: Any
+rfft2d: Any

@@ -1,4 +1,5 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+GIT_VERSION: Any
 VERSION: Any

@@ -45,13 +45,14 @@ AUTO_REUSE: Any
 Assert: Any
 from ndistribute.graph.session import ConfigProto as _ConfigProto
 ConfigProto = _ConfigProto
+DType: Any
 from ndistribute.graph.session import GPUOptions as _GPUOptions
 GPUOptions = _GPUOptions
 from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
-from ndistribute.indexed_slices import IndexedSlices as _IndexedSlices
+from ndistribute.compat.tensors import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
 from ndistribute.compat.graphs import InteractiveSession as _InteractiveSession
 InteractiveSession = _InteractiveSession
@@ -133,6 +134,7 @@ div: Any
 divide: Any
 divide_no_nan: Any
 double: Any
+dynamic_partition: Any
 einsum: Any
 enable_eager_execution: Any
 enable_v2_behavior: Any
@@ -158,6 +160,7 @@ gather_nd: Any
 get_collection: Any
 get_default_graph: Any
 get_logger: Any
+get_static_value: Any
 get_variable: Any
 get_variable_scope: Any
 global_norm: Any
@@ -214,6 +217,7 @@ name_scope: Any
 neg: Any
 negative: Any
 newaxis: Any
+nextafter: Any
 no_op: Any
 norm: Any
 not_equal: Any
@@ -238,6 +242,7 @@ random_uniform_initializer: Any
 range: Any
 rank: Any
 real: Any
+realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
@@ -259,6 +264,7 @@ rint: Any
 roll: Any
 round: Any
 rsqrt: Any
+saturate_cast: Any
 scalar_mul: Any
 scalar_summary: Any
 scan: Any
@@ -298,6 +304,7 @@ tensor_scatter_nd_sub: Any
 tensor_scatter_nd_update: Any
 tensordot: Any
 tile: Any
+timestamp: Any
 to_float: Any
 to_int32: Any
 to_int64: Any
@@ -307,6 +314,7 @@ transpose: Any
 truediv: Any
 truncated_normal: Any
 truncated_normal_initializer: Any
+truncatemod: Any
 uint16: Any
 uint32: Any
 uint64: Any

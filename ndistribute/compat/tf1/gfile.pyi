@@ -11,11 +11,16 @@ ListDirectory: Any
 MakeDirs: Any
 Open: Any
 Remove: Any
+copy: Any
 exists: Any
 glob: Any
 isdir: Any
 join: Any
 listdir: Any
 makedirs: Any
+mkdir: Any
 remove: Any
+rename: Any
 rmtree: Any
+stat: Any
+walk: Any

@@ -257,9 +257,7 @@ class Layer(Explaining):
             if self.activity_regularizer is not None:
                 self._penalize(outputs)
             like = inputs[0] if isinstance(inputs, tuple | list) and inputs else inputs
-            if not outer[0] and isinstance(like, np.ndarray) and hasattr(like, "numpy"):
-                # A kind of array with more methods came in, and comes out.
-                outputs = tree.map_leaves(functools.partial(_viewed, type(like)), outputs)
+            outputs = outputs if outer[0] else self._returned(outputs, like)
             if any(each is None for each in tree.flatten(mask_of(outputs))):
                 attach_mask(outputs, self.compute_mask(inputs, mask))
             return outputs
@@ -300,6 +298,12 @@ class Layer(Explaining):
         if penalty is not None:
             self._penalized.append(functools.partial(penalty, variable))
         return variable
+
+    def _returned(self, outputs: Any, like: Any) -> Any:
+        """Return outputs as a kind of array with more methods, if such an array came in."""
+        if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
+            return outputs
+        return tree.map_leaves(functools.partial(_viewed, type(like)), outputs)
 
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this layer and of its layers by path, each once.

@@ -2,11 +2,16 @@
 from typing import Any
 
 GFile: Any
+copy: Any
 exists: Any
 glob: Any
 isdir: Any
 join: Any
 listdir: Any
 makedirs: Any
+mkdir: Any
 remove: Any
+rename: Any
 rmtree: Any
+stat: Any
+walk: Any

@@ -93,7 +93,7 @@ from ndistribute.models.layers.recurrent import LSTMCell as _LSTMCell
 LSTMCell = _LSTMCell
 from ndistribute.models.layers.core import Lambda as _Lambda
 Lambda = _Lambda
-from ndistribute.models.layers.layer import Layer as _Layer
+from ndistribute.compat.adapters import Layer as _Layer
 Layer = _Layer
 from ndistribute.models.layers.normalization import LayerNormalization as _LayerNormalization
 LayerNormalization = _LayerNormalization
