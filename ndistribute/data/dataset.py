@@ -365,6 +365,23 @@ class Dataset:
         keep = function(predicate, "filter: predicate")
         return type(self)(transformations.selected(self._node, "filter", keep))
 
+    def ignore_errors(self, log_warning: bool = False) -> Dataset:
+        """Return a dataset without the elements for which a function has raised an error.
+
+        Without it, such an error is raised, and the iterator goes on with the next element if it is
+        asked for one. Errors of sources, such as files, are not ignored.
+
+        Args:
+            log_warning: whether to log each error.
+
+        Raises:
+            ValueError: the last method was not `map`, `filter` or one that elements pass singly.
+
+        >>> [float(x) for x in Dataset.range(3).map(lambda x: 2 / int(x)).ignore_errors()]
+        [2.0, 1.0]
+        """
+        return type(self)(transformations.without_errors(self._node, bool(log_warning)))
+
     def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches: `n` successive elements stacked along a new first axis.
 

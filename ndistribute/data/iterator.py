@@ -33,6 +33,9 @@ class ElementIterator:
     def __iter__(self) -> ElementIterator:
         return self
 
+    def __del__(self) -> None:
+        self._epoch.threads.close()
+
     def get_next(self) -> Element:
         """Return the next element, as `next` does; this is its name in TensorFlow."""
         return next(self)
@@ -51,9 +54,15 @@ class ElementIterator:
         """Return the position: the seeds of the shuffles, and the number of elements so far.
 
         Raises:
-            ValueError: the elements are of a loader, which this iterator cannot take back.
+            ValueError: the elements are of a loader, which this iterator cannot take back, or a
+                function has failed for an element.
         """
         check_resumable(self._node, None, "state_dict")
+        if self._epoch.failed:
+            raise ValueError(
+                f"state_dict: {', '.join(self._epoch.failed.values())} has failed for an element, "
+                "which no count has. Call ignore_errors() after it to leave such elements out."
+            )
         number = next(self._numbers)
         self._number(self._elements, number)
         return {

@@ -28,10 +28,10 @@ def interleaved(
 ) -> Node:
     """Return a node of blocks of elements of the datasets that a function returns, in turns."""
     method = "flat_map" if cycle == 1 else "interleave"
-    call = explained(f"{method}: map_func", fn)
     seeds = seeded(method, None)
 
     def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:
+        call = explained(f"{method}: map_func", fn)
         for number, element in enumerate(child.iterate(epoch)):
             node = getattr(dataset := call(element), "_node", None)
             if not isinstance(node, Node):

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +90,8 @@ class Epoch:
     shard: tuple[int, int] = (0, 1)  # Which shard of the files is read, of how many.
     threads: Threads = field(default_factory=Threads)  # Those to stop at the end.
     loaded: int = 0  # The number of batches before the state that a loader has loaded.
+    # The functions that raised for an element, by the input of their step.
+    failed: dict[Node, str] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:
@@ -117,7 +119,9 @@ class Epoch:
     def inside(self, node: Node, seed: ShuffleSeed, number: int) -> Epoch:
         """Return the epoch of a dataset that a function returned for element `number`."""
         seeds = {each: each.under(seed, place) for place, each in enumerate(seeds_of(node))}
-        return Epoch(seeds, (seed.iteration, *self.path, number), threads=self.threads)
+        return replace(
+            self, seeds=seeds, path=(seed.iteration, *self.path, number), shard=(0, 1), loaded=0
+        )
 
     def frozen(self) -> Epoch:
         """Return this epoch for a node that produces the same elements in every epoch."""
@@ -175,6 +179,8 @@ class Node:
 
     name: str  # The call that created it.
     chunks: Callable[[Epoch, int], Iterator[Chunk]]  # Yields the elements from a number on.
+    # Yields them singly, and goes on after an error in a function of the user.
+    singly: Callable[[Epoch, int], Iterator[Element]] | None = None
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
     seeds: SeedCounter | None = None  # Of a shuffle.
@@ -189,6 +195,19 @@ class Node:
     def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **new: Any) -> Node:
         """Return a node after this one, with the same spec unless `new` contains another."""
         return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **new})
+
+    def singly_then(
+        self, name: str, singly: Callable[[Epoch, int], Iterator[Element]], **new: Any
+    ) -> Node:
+        """Return a node after this one whose elements come singly."""
+        return self.then(name, lambda *at: zip(singly(*at)), singly=singly, **new)
+
+    @property
+    def surviving(self) -> set[Node]:
+        """The inputs of the steps that go on after an error in a function of theirs."""
+        if self.singly is None:
+            return set()
+        return set(self.inputs).union(*(before.surviving for before in self.inputs))
 
     @functools.cached_property
     def contents(self) -> list[str]:
@@ -224,6 +243,8 @@ class Node:
 
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         """Yield the elements one at a time, starting at number `start`."""
+        if self.singly is not None:
+            return self.singly(epoch, start)
         return chain.from_iterable(self.chunks(epoch, start))
 
 
@@ -234,16 +255,36 @@ def from_first(
     return lambda epoch, start: drop(zip(values(epoch)), start)
 
 
+def beyond(values: Iterator[Element], count: int) -> Iterator[Element]:
+    """Return an iterator without its first `count` elements, which goes on after an error."""
+    return chain(islice(values, count, count), values) if count else values
+
+
 def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:
-    """Return the elements of one epoch; its threads stop when it ends or nothing refers to it."""
+    """Return the elements of one epoch, at whose end its threads stop."""
+    failed = False
 
     def chunks() -> Iterator[Chunk]:
+        nonlocal failed
         try:
             yield from node.chunks(epoch, start)
+        except BaseException:
+            failed = True
+            raise
         finally:
             epoch.threads.close()
 
-    return chain.from_iterable(chunks())
+    def parts() -> Iterator[Iterator[Element]]:
+        yield node.iterate(epoch, start) if node.singly else chain.from_iterable(chunks())
+        epoch.threads.close()
+        if failed or not epoch.failed.keys() <= node.surviving:
+            raise RuntimeError(
+                "the iteration has ended with an error, and what comes after it was not read. To "
+                "leave elements out for which a function fails, call ignore_errors() directly "
+                "after that map or filter."
+            )
+
+    return chain.from_iterable(parts())
 
 
 def upstream(node: Node) -> list[Node]:

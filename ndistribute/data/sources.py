@@ -76,7 +76,7 @@ def generated(
         )
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        values = map(as_element, islice(make(*args), start, None))
+        values = map(elements.copied, islice(make(*args), start, None))
         return zip(values if like is None else map(_conform, values, repeat(like)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)

@@ -6,6 +6,7 @@ Nodes that call a user's function process elements one at a time.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +19,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.context import current_seed
 from ndistribute.data import elements, pipeline, sources
-from ndistribute.data.elements import (
-    Chunk,
-    Element,
-    Rows,
-    as_element,
-    drop,
-    join,
-    pick,
-    read_only,
-)
+from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, join, pick, read_only
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
     ElementSpec,
@@ -35,11 +27,14 @@ from ndistribute.data.pipeline import (
     LeafSpec,
     Node,
     SeedCounter,
+    beyond,
     from_first,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
 from ndistribute.mistakes import explain_read_only
+
+_log = logging.getLogger("ndistribute")
 
 Combine = Callable[[Sequence[Chunk]], Element]
 
@@ -50,6 +45,9 @@ _AUTOTUNED_DEPTH = 2
 
 _ENDLESS = "repeat()"
 
+# Where an error has the node for an element of which a function raised it.
+_CHILD = "_ndistribute_child"
+
 # The random indices drawn at once: enough to spread NumPy's call overhead, but few enough that the
 # first batch of an epoch waits less than a millisecond.
 _DRAWN = 8192
@@ -57,53 +55,106 @@ _DRAWN = 8192
 
 def mapped(child: Node, fn: Callable[..., Any], num_parallel_calls: int | None) -> Node:
     """Return a node that applies a user's function to each element."""
-    call = explained("map: fn", fn, produces=True)
 
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
+    def values(epoch: Epoch, start: int) -> Iterator[Element]:
+        call = explained("map: fn", fn, epoch, child, produces=True)
         source = child.iterate(epoch, start)
         if num_parallel_calls is None:
-            return zip(map(call, source))
+            return map(call, source)
         threads = num_parallel_calls if num_parallel_calls != AUTOTUNE else os.cpu_count() or 1
         if any(step.runs_user_code for step in upstream(child)):
             # Resources that user code upstream opened may be usable on one thread only.
             source = Ahead(source, threads, epoch.threads)
-        return zip(Ahead(source, threads, epoch.threads, call, threads))
+        return Ahead(source, threads, epoch.threads, call, threads)
 
     name = f"map({pipeline.name_of(fn)})"
     # A function may return a batch for an element that is not one, such as a number.
     spec = ElementSpec(child.spec.cardinality, batched=child.spec.batched or None)
-    return child.then(name, chunks, spec=spec, runs_user_code=True)
+    return child.singly_then(name, values, spec=spec, runs_user_code=True)
 
 
-def explained(what: str, fn: Callable[..., Any], produces: bool = False) -> Callable[..., Any]:
+def explained(
+    what: str,
+    fn: Callable[..., Any],
+    epoch: Epoch | None = None,
+    child: Node | None = None,
+    produces: bool = False,
+) -> Callable[..., Any]:
     """Return the function that calls `fn` with an element, or with the items of a tuple.
 
-    It explains mistakes of `fn` where Python or NumPy cannot. If it `produces` elements, what `fn`
-    returns becomes one; a list is several arrays, as a tuple is.
+    It explains mistakes of `fn` where Python or NumPy cannot, and notes in the epoch, and in the
+    error, that it failed for an element of `child`. If it `produces` elements, what `fn` returns
+    becomes one; a list is several arrays, as a tuple is.
     """
 
     def call(element: Element) -> Any:
+        nonlocal fn
         try:
             value = fn(*element) if type(element) is tuple else fn(element)
-        except StopIteration as error:
-            raise RuntimeError(f"{what} raised StopIteration, which ends an iteration.") from error
-        except ValueError as error:
+            if not produces or isinstance(value, np.generic):
+                return value
+            return as_element(tuple(value) if type(value) is list else value)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                fn = _interrupted  # The next call would skip this element.
+                raise
             explain_read_only(error)
-            raise
-        if not produces:
-            return value
-        return as_element(tuple(value) if type(value) is list else value)
+            wrong: Exception = error
+            if isinstance(error, StopIteration):
+                wrong = RuntimeError(f"{what} raised StopIteration, which ends an iteration.")
+                wrong.__cause__ = error
+            if epoch is not None and child is not None:
+                epoch.failed[child] = what
+                vars(wrong)[_CHILD] = child
+            raise wrong from wrong.__cause__
 
     return call
 
 
+def _interrupted(*_: Any) -> Any:
+    raise RuntimeError(
+        "the iteration was interrupted in an element, which would be left out: iterate anew, or "
+        "load the state of this iterator into a new one."
+    )
+
+
+def without_errors(child: Node, log_warning: bool) -> Node:
+    """Return a node without the elements for which a function of the user raises."""
+    if not child.surviving:
+        raise ValueError(
+            f"ignore_errors: {child.name} cannot go on after an error in a function before it. "
+            "Call ignore_errors() directly after the map or filter that may fail."
+        )
+
+    def values(epoch: Epoch) -> Iterator[Element]:
+        failed: dict[Node, str] = {}
+        source = child.iterate(replace(epoch, failed=failed))
+        while True:
+            try:
+                yield from source
+                return
+            except Exception as error:
+                if vars(error).get(_CHILD) not in child.surviving:
+                    epoch.failed.update(failed)
+                    raise
+                if log_warning:
+                    _log.warning("an element is left out, since it failed", exc_info=True)
+
+    spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
+    return child.then("ignore_errors()", from_first(values), spec=spec)
+
+
 def selected(child: Node, method: str, predicate: Callable[..., Any]) -> Node:
     """Return a node of the elements that `filter` or `take_while` keeps."""
-    keep = explained(f"{method}: predicate", predicate)
     select: Callable[..., Iterator[Element]] = {"filter": filter, "take_while": takewhile}[method]
-    return child.then(
+
+    def values(epoch: Epoch, start: int) -> Iterator[Element]:
+        keep = explained(f"{method}: predicate", predicate, epoch, child)
+        return beyond(select(keep, child.iterate(epoch)), start)
+
+    return child.singly_then(
         f"{method}({pipeline.name_of(predicate)})",
-        from_first(lambda epoch: select(keep, child.iterate(epoch))),
+        values,
         spec=replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY),
         runs_user_code=True,
         positional=select is takewhile,
@@ -115,21 +166,25 @@ def scanned(child: Node, initial: Element, fn: Callable[..., Any]) -> Node:
 
     The state is not saved: an iteration that starts later computes it from the first element on.
     """
-    call = explained("scan: scan_func", fn)
 
-    def results(epoch: Epoch) -> Iterator[Element]:
+    def values(epoch: Epoch, start: int) -> Iterator[Element]:
+        call = explained("scan: scan_func", fn, epoch, child)
         state = read_only(initial)  # A function may change a nest, but no array in it.
-        for element in child.iterate(epoch):
+
+        def step(element: Element) -> Element:
+            nonlocal state
             result = call((state, element))
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise TypeError(f"scan: scan_func must return (state, output), got {result!r}.")
-            state, output = map(as_element, result)
-            check_state("scan: scan_func", initial, state)
-            yield output
+            following, output = map(as_element, result)
+            check_state("scan: scan_func", initial, following)
+            state = following
+            return output
 
-    spec = ElementSpec(child.spec.cardinality)
-    name, chunks = f"scan({pipeline.name_of(fn)})", from_first(results)
-    return child.then(name, chunks, spec=spec, runs_user_code=True, positional=True)
+        return beyond(map(step, child.iterate(epoch)), start)
+
+    spec, name = ElementSpec(child.spec.cardinality), f"scan({pipeline.name_of(fn)})"
+    return child.singly_then(name, values, spec=spec, runs_user_code=True, positional=True)
 
 
 def check_state(what: str, initial: Element, state: Element) -> None:
@@ -241,13 +296,11 @@ def prefetched(child: Node, depth: int) -> Node:
     """
     waits = child.spec.batched is not False or any(step.runs_user_code for step in upstream(child))
 
-    def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        if depth == 0 or not waits:
-            return child.chunks(epoch, start)
-        most = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
-        return zip(Ahead(child.iterate(epoch, start), most, epoch.threads))
-
-    return child.then(f"prefetch({depth})", chunks)
+    name = f"prefetch({depth})"
+    if depth == 0 or not waits:
+        return child.then(name, child.chunks, singly=child.singly)
+    most = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
+    return child.singly_then(name, lambda *at: Ahead(child.iterate(*at), most, at[0].threads))
 
 
 def sliced(child: Node, name: str, start: int = 0, stop: int | None = None, step: int = 1) -> Node:
