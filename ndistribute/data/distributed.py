@@ -18,8 +18,8 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
+from ndistribute.data.combining import in_rounds
 from ndistribute.data.dataset import as_dataset
-from ndistribute.data.nesting import in_rounds
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
 from ndistribute.data.pipeline import (
     UNKNOWN_CARDINALITY,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,9 +21,16 @@ from ndistribute.data.elements import Chunk, Element, as_shape, checksum, drop
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
 from ndistribute.devices import as_array
+from ndistribute.mistakes import accepting
+
+T = TypeVar("T")
+Chunks: TypeAlias = "Callable[[Epoch, int], Iterator[Chunk]]"
+Singly: TypeAlias = "Callable[[Epoch, int], Iterator[Element]]"
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
+
+ENDLESS = "repeat()"  # The name of the node of endless repetitions.
 
 
 class ShuffleSeed(NamedTuple):
@@ -178,9 +185,9 @@ class Node:
     """A node of a pipeline, and its inputs."""
 
     name: str  # The call that created it.
-    chunks: Callable[[Epoch, int], Iterator[Chunk]]  # Yields the elements from a number on.
+    chunks: Chunks  # Yields the elements from a number on.
     # Yields them singly, and goes on after an error in a function of the user.
-    singly: Callable[[Epoch, int], Iterator[Element]] | None = None
+    singly: Singly | None = None
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
     seeds: SeedCounter | None = None  # Of a shuffle.
@@ -192,15 +199,13 @@ class Node:
     # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
 
-    def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **new: Any) -> Node:
+    def then(self, name: str, chunks: Chunks, **new: Any) -> Node:
         """Return a node after this one, with the same spec unless `new` contains another."""
         return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **new})
 
-    def singly_then(
-        self, name: str, singly: Callable[[Epoch, int], Iterator[Element]], **new: Any
-    ) -> Node:
-        """Return a node after this one whose elements come singly."""
-        return self.then(name, lambda *at: zip(singly(*at)), singly=singly, **new)
+    def like(self, change: Callable[[LeafSpec], Any]) -> Any:
+        """Return the spec of the elements with changed leaves; None if it is unknown."""
+        return None if self.spec.like is None else tree.map_leaves(change, self.spec.like)
 
     @property
     def surviving(self) -> set[Node]:
@@ -248,9 +253,33 @@ class Node:
         return chain.from_iterable(self.chunks(epoch, start))
 
 
-def from_first(
-    values: Callable[[Epoch], Iterator[Element]],
-) -> Callable[[Epoch, int], Iterator[Chunk]]:
+class Pipeline:
+    """What has the node of a dataset; the base of the classes of methods that add a node to it."""
+
+    __slots__ = ("__weakref__", "_node")
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def _then(self, name: str, chunks: Chunks, **new: Any) -> Self:
+        return type(self)(self._node.then(name, chunks, **new))
+
+    def _singly(self, name: str, singly: Singly, **new: Any) -> Self:
+        """Return a dataset whose elements come singly."""
+        return self._then(name, lambda *at: zip(singly(*at)), singly=singly, **new)
+
+
+def named(cls: type[T]) -> type[T]:
+    """Let the methods of a class take the keyword `name` of TensorFlow, which changes nothing."""
+    for name, method in list(vars(cls).items()):
+        function = getattr(method, "__func__", method)  # Of a class method.
+        if callable(function) and not name.startswith("_"):
+            taking: Any = accepting("name")(function)
+            setattr(cls, name, taking if function is method else classmethod(taking))
+    return cls
+
+
+def from_first(values: Callable[[Epoch], Iterator[Element]]) -> Chunks:
     """Return the `chunks` of a node whose elements are always produced from the first on."""
     return lambda epoch, start: drop(zip(values(epoch)), start)
 
@@ -293,6 +322,19 @@ def upstream(node: Node) -> list[Node]:
     for before in node.inputs:
         nodes.update(dict.fromkeys(upstream(before)))
     return [*nodes, node]
+
+
+def exact_length(node: Node) -> int:
+    """Return the number of elements in an epoch, or that it is unknown.
+
+    An endless repetition may be of nothing, and a worker may read a part of the files.
+    """
+    for step in upstream(node):
+        if step.files is not None:  # A worker may read a part of them.
+            return UNKNOWN_CARDINALITY
+        if step.name == ENDLESS and step.inputs[0].spec.cardinality == UNKNOWN_CARDINALITY:
+            return UNKNOWN_CARDINALITY
+    return node.spec.cardinality
 
 
 def seeds_of(node: Node) -> list[SeedCounter]:

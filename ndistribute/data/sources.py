@@ -22,7 +22,8 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
-from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, from_first
+from ndistribute.data.shuffling import seeded
 
 Reader = Callable[[str], Any]
 
@@ -56,6 +57,19 @@ def numbers(values: range, dtype: Any = np.int64) -> Node:
     columns = [values if np.dtype(dtype) == np.int64 else np.array(values, dtype)]
     rows = Rows(0, [(columns, range(len(values)))])
     return _of_rows(repr(values), rows, LeafSpec(np.dtype(dtype), ()))
+
+
+def random_numbers(seed: int | None, differs: bool) -> Node:
+    """Return a node of endless random integers."""
+    seeds = seeded("random", seed)
+
+    def values(epoch: Epoch) -> Iterator[Element]:
+        rng = epoch.generator(seeds, differs)
+        while True:
+            yield from rng.integers(1 << 32, size=1024)
+
+    spec = ElementSpec(pipeline.INFINITE_CARDINALITY, False, like=LeafSpec(np.dtype(np.int64), ()))
+    return Node(name="random()", chunks=from_first(values), spec=spec, seeds=seeds)
 
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
