@@ -6,6 +6,7 @@ The tables of names refer to what is here: a name to a class, and an adapter to 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import shutil
 import sys
@@ -49,7 +50,8 @@ from ndistribute.values import DistributedValues
 def tensors(nest: Any) -> Any:
     """Return copies of arrays and lists of numbers, in tuples and dicts."""
     if isinstance(nest, tuple):
-        return tuple(map(tensors, nest))
+        items = tuple(map(tensors, nest))
+        return type(nest)(*items) if hasattr(nest, "_fields") else items
     if isinstance(nest, dict):
         return {key: tensors(value) for key, value in nest.items()}
     return plain(eager_constant(nest))
@@ -100,6 +102,7 @@ class TensorDataset(nd.Dataset):
 
 TextLineDataset = functools.partial(nd.data.text_lines, kind=TensorDataset)
 make_csv_dataset = functools.partial(nd.data.make_csv_dataset, kind=TensorDataset)
+CsvDataset = functools.partial(nd.data.csv_rows, kind=TensorDataset)
 
 
 class Restored(SimpleNamespace):
@@ -544,6 +547,21 @@ def do_not_convert(func: Any = None) -> Any:
 
 
 cardinality = TensorDataset.cardinality
+get_single_element = TensorDataset.get_single_element
+Counter = TensorDataset.counter
+
+
+def _applied(method: str) -> Any:
+    """Return a function whose result `Dataset.apply` takes instead of a method of the dataset."""
+    return lambda *args, **options: operator.methodcaller(method, *args, **options)
+
+
+assert_cardinality = _applied("assert_cardinality")
+bucket_by_sequence_length = _applied("bucket_by_sequence_length")
+group_by_window = _applied("group_by_window")
+ignore_errors = _applied("ignore_errors")
+rejection_resample = _applied("rejection_resample")
+unique = _applied("unique")
 
 
 def to_categorical(x: Any, num_classes: int | None = None) -> Any:

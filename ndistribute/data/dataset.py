@@ -22,6 +22,14 @@ from ndistribute.data.options import function, integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, describe, named
 from ndistribute.data.transformations import Transforming
 
+_INSTEAD = {
+    "options": "InputOptions where the dataset is distributed, or with_options",
+    "ragged_batch": "padded_batch",
+    "snapshot": "save(path) once, then Dataset.load(path)",
+    "sparse_batch": "padded_batch",
+}
+"""What to use instead of methods that only TensorFlow has."""
+
 
 @named
 class Dataset(Transforming, Batching, Combining):
@@ -152,6 +160,16 @@ class Dataset(Transforming, Batching, Combining):
         return cls(sources.numbers(range(*bounds), output_type))
 
     @classmethod
+    def counter(cls, start: int = 0, step: int = 1, dtype: Any = np.int64) -> Dataset:
+        """Return an endless dataset of numbers: `start`, ``start + step``, and so on.
+
+        >>> [int(x) for x in Dataset.counter(5, step=2).take(2)]
+        [5, 7]
+        """
+        first, distance = integer(start, "counter: start"), integer(step, "counter: step")
+        return cls(sources.counted(first, distance, np.dtype(dtype)))
+
+    @classmethod
     def random(
         cls, seed: int | None = None, rerandomize_each_iteration: bool | None = None
     ) -> Dataset:
@@ -253,6 +271,11 @@ class Dataset(Transforming, Batching, Combining):
             what = "infinite" if known == INFINITE_CARDINALITY else "unknown"
             raise TypeError(f"the length of this dataset is {what}: use cardinality().")
         return known
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSTEAD:
+            raise AttributeError(f"Dataset has no {name}: use {_INSTEAD[name]}.")
+        return object.__getattribute__(self, name)  # Raises Python's own error.
 
     def __bool__(self) -> bool:
         return True

@@ -9,7 +9,6 @@ data takes part with empty batches until all workers have finished.
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.combining import in_rounds
 from ndistribute.data.dataset import as_dataset
+from ndistribute.data.iterator import TensorFlowIterator
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
 from ndistribute.data.pipeline import (
     UNKNOWN_CARDINALITY,
@@ -205,7 +205,7 @@ def _spec_of_steps(node: Node, sharding: Sharding, topology: Topology) -> Any:
     return tree.map_leaves(part, node.element_like)
 
 
-class DistributedIterator(Iterator[Any]):
+class DistributedIterator(TensorFlowIterator):
     """An iterator over a `DistributedDataset`, whose state can be saved and restored.
 
     >>> import numpy as np
@@ -262,14 +262,6 @@ class DistributedIterator(Iterator[Any]):
     def element_spec(self) -> Any:
         """What each step has; see `DistributedDataset`."""
         return _spec_of_steps(self._node, self._progress.sharding, self._topology)
-
-    def get_next(self) -> Any:
-        """Return the next batch, as `next` does; this is its name in TensorFlow."""
-        return next(self)
-
-    def get_next_as_optional(self) -> OptionalBatch:
-        """Return the next batch, or the end of the input, without an exception."""
-        return OptionalBatch(tuple(itertools.islice(self, 1)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
@@ -388,31 +380,6 @@ class DistributedIterator(Iterator[Any]):
                 f"this is worker {number}. Each worker has its own loader here: save a state on "
                 "every worker, and load that one."
             )
-
-
-class OptionalBatch:
-    """A batch of an iterator, or none at its end, with the methods of TensorFlow's optionals.
-
-    Args:
-        batches: a tuple with the batch, or an empty one.
-    """
-
-    def __init__(self, batches: tuple[Any, ...]) -> None:
-        self._batches = batches
-
-    def has_value(self) -> bool:
-        """Return True if there is a batch."""
-        return bool(self._batches)
-
-    def get_value(self) -> Any:
-        """Return the batch.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if not self._batches:
-            raise ValueError("the input has ended: call has_value() before get_value().")
-        return self._batches[0]
 
 
 def loader_of(node: Node) -> Any:

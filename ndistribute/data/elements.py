@@ -344,7 +344,10 @@ def _leaf(array: Any) -> Leaf:
     if array.dtype == object and any(isinstance(v, list | tuple | np.ndarray) for v in array.flat):
         raise _not_rectangular()
     if array.dtype == object and array.ndim == 0:
-        kind = type(array[()]).__name__
+        item = array[()]
+        if isinstance(item, str | bytes):
+            return np.str_(item) if isinstance(item, str) else np.bytes_(item)
+        kind = type(item).__name__
         raise TypeError(f"a leaf of a dataset's element is a {kind}: it needs arrays or numbers.")
     return array[()] if array.ndim == 0 else array
 

@@ -9,10 +9,12 @@ workers, so that the workers can divide the files.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
 
@@ -59,6 +61,16 @@ def numbers(values: range, dtype: Any = np.int64) -> Node:
     return _of_rows(repr(values), rows, LeafSpec(np.dtype(dtype), ()))
 
 
+def counted(start: int, step: int, dtype: np.dtype[Any]) -> Node:
+    """Return a node of endless numbers."""
+
+    def chunks(epoch: Epoch, first: int) -> Iterator[Chunk]:
+        return zip(map(dtype.type, itertools.count(start + first * step, step)))
+
+    spec = ElementSpec(pipeline.INFINITE_CARDINALITY, False, like=LeafSpec(dtype, ()))
+    return Node(name=f"counter({start}, {step})", chunks=chunks, spec=spec)
+
+
 def random_numbers(seed: int | None, differs: bool) -> Node:
     """Return a node of endless random integers."""
     seeds = seeded("random", seed)
@@ -90,8 +102,8 @@ def generated(
         )
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        values = map(elements.copied, islice(make(*args), start, None))
-        return zip(values if like is None else map(_conform, values, repeat(like)))
+        conform = elements.copied if like is None else functools.partial(_conform, specs=like)
+        return zip(map(conform, islice(make(*args), start, None)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
     name = f"from_generator({pipeline.name_of(make)})"
@@ -201,14 +213,22 @@ def _spec_of(leaf: Any) -> LeafSpec:
     return LeafSpec(np.dtype(leaf.dtype), tuple(leaf.shape))
 
 
-def _conform(element: Element, specs: Any) -> Element:
-    """Return an element cast to the dtypes of a signature, after checking its shapes."""
-    if not tree.same_structure(element, specs):
+def _conform(value: Any, specs: Any) -> Element:
+    """Return the element for a value, cast to the dtypes of a signature, which gives its nest."""
+    try:
+        parts = map(_as_leaf, tree.flatten_up_to(specs, value))
+        leaves = list(map(elements.copied, parts))
+    except ValueError:
         raise ValueError(
-            f"from_generator: the generator yielded {element!r}, whose structure differs from that "
+            f"from_generator: the generator yielded {value!r}, whose structure differs from that "
             f"of output_signature, {specs!r}."
-        )
-    return tree.map_leaves(_conform_leaf, element, specs)
+        ) from None
+    return tree.unflatten(specs, list(map(_conform_leaf, leaves, tree.flatten(specs))))
+
+
+def _as_leaf(value: Any) -> Any:
+    """Return a value for one leaf: a tuple is the rows of an array there."""
+    return np.array(value) if isinstance(value, tuple) else value
 
 
 def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:

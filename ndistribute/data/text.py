@@ -156,6 +156,51 @@ def make_csv_dataset(
     return batches.prefetch(AUTOTUNE if prefetch_buffer_size is None else prefetch_buffer_size)
 
 
+def csv_rows(
+    filenames: Any,
+    record_defaults: Sequence[Any],
+    compression_type: str | None = None,
+    buffer_size: int | None = None,
+    header: bool = False,
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    select_cols: Sequence[int] | None = None,
+    *,
+    kind: type[Dataset] = Dataset,
+) -> Dataset:
+    """Return a dataset of the rows of CSV files: tuples of cells.
+
+    Args:
+        filenames: one or several paths or patterns.
+        record_defaults: see `column_defaults` of `make_csv_dataset`.
+        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        buffer_size: of each file, in bytes; Python chooses it, so it changes nothing.
+        header: whether to leave out the first line of each file.
+        field_delim: between cells.
+        use_quote_delim: whether a cell in double quotes may contain the delimiter.
+        na_value: the text of an empty cell, besides no text.
+        select_cols: the numbers of the columns to read; None reads all.
+        kind: the class of the dataset.
+
+    >>> rows = csv_rows("tests/data/cars.csv", ["", 0, 0.0], header=True)
+    >>> [(str(name), int(doors), float(price)) for name, doors, price in rows]
+    [('ant', 3, 9.5), ('bee', 5, 12.0)]
+    """
+    opener = _opener("csv_rows", compression_type, "utf-8")
+    quoting = csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE
+    reader = CsvReader(opener, quoting, field_delim, header, frozenset(["", na_value]))
+    with reader.rows_of(sources.matching(filenames, "csv_rows")[0]) as (first, rows):
+        names = [f"column {place}" for place, _ in enumerate(first or next(rows, ()))]
+    places = range(len(names)) if select_cols is None else select_cols
+    if len(record_defaults) != len(places):
+        raise ValueError(
+            f"csv_rows: {len(record_defaults)} record_defaults, but it reads {len(places)} columns."
+        )
+    read = replace(reader, names=names, places=places, defaults=record_defaults)
+    return kind(sources.files(filenames, lambda path: tuple(read(path).values())))
+
+
 def _opener(what: str, compression: str | None, encoding: str) -> Callable[[str], Any]:
     """Return the function that opens a text file with a compression."""
     name = compression or ""

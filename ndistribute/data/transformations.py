@@ -372,6 +372,21 @@ class Transforming(Pipeline):
             raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
         return self._then("with_options(...)", self._node.chunks, options=options)
 
+    def unique(self) -> Self:
+        """Return a dataset of the elements, which are numbers or text, without repetitions.
+
+        >>> from ndistribute.data import Dataset
+        >>> [int(x) for x in Dataset.from_tensor_slices([3, 1, 3]).unique()]
+        [3, 1]
+        """
+        child = self._node
+
+        def values(epoch: Epoch) -> Iterator[Element]:
+            return iter(dict.fromkeys(child.iterate(epoch)))
+
+        spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
+        return self._then("unique()", from_first(values), spec=spec, positional=True)
+
     def rejection_resample(
         self,
         class_func: Callable[..., Any],

@@ -1,5 +1,7 @@
 """Input, devices, resolvers and checkpoints by TensorFlow's names, with TensorFlow's arguments."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -130,3 +132,19 @@ def test_the_first_argument_of_an_experimental_strategy_is_the_communication():
 def test_what_makes_operations_for_each_replica_says_what_to_write(name):
     with pytest.raises(NotImplementedError, match="experimental_distribute_dataset"):
         getattr(tf.distribute.MirroredStrategy(), name)(print)
+
+
+def test_functions_for_apply_do_what_methods_do():
+    experimental = tf.data.experimental
+    numbers = tf.data.Dataset.range(6)
+    assert numbers.apply(experimental.assert_cardinality(6)).cardinality() == 6
+    failing = numbers.map(lambda x: 1 // (2 - int(x.numpy())))
+    ignoring = failing.apply(experimental.ignore_errors())
+    assert [int(x) for x in ignoring.as_numpy_iterator()] == [0, 1, -1, -1, -1]
+    grouped = experimental.group_by_window(lambda x: x % 2, lambda key, rows: rows.batch(3), 3)
+    assert [x.numpy().tolist() for x in numbers.apply(grouped)] == [[0, 2, 4], [1, 3, 5]]
+    assert experimental.get_single_element(numbers.take(1)).numpy() == 0
+    assert [x.numpy() for x in experimental.Counter(3).take(2)] == [3, 4]
+    Pair = collections.namedtuple("Pair", "x y")
+    (pair,) = tf.data.Dataset.from_tensor_slices(Pair([1], [2]))
+    assert (pair.x.numpy(), pair.y.numpy()) == (1, 2)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ndistribute.data import Dataset, InputOptions
+from ndistribute.data import Dataset, InputOptions, csv_rows
 from tests.data.workers import cpus, distribute, on_workers, pieces_of, raised, rows_of
 
 
@@ -210,3 +210,46 @@ def test_an_interrupt_leaves_no_element_out(batched):
     resumed = iter(dataset)
     resumed.load_state_dict(state)
     assert lists(resumed) == expected
+
+
+def test_numbers_are_counted_endlessly_and_what_comes_again_is_left_out():
+    counter = Dataset.counter(5, -2, np.float32)
+    assert [x.item() for x in counter.skip(1).take(3)] == [3.0, 1.0, -1.0]
+    assert (counter.cardinality(), repr(counter.element_spec)) == (-1, "float32[]")
+    assert list(Dataset.from_tensor_slices(["b", "a", "b"]).unique()) == ["b", "a"]
+    optional = iter(Dataset.range(1))
+    assert optional.get_next_as_optional().get_value() == 0
+    assert not optional.get_next_as_optional().has_value()
+
+
+def test_a_signature_says_what_is_one_array():
+    def pairs():
+        yield (1,), [(2, 3), (4, 5)]
+
+    signature = (np.zeros(1, np.int8), np.zeros((2, 2), np.float32))
+    (element,) = Dataset.from_generator(pairs, output_signature=signature)
+    assert [(leaf.dtype.name, leaf.tolist()) for leaf in element] == [
+        ("int8", [1]),
+        ("float32", [[2, 3], [4, 5]]),
+    ]
+
+
+def test_methods_that_only_tensorflow_has_are_refused_with_what_to_use():
+    for name, instead in (("snapshot", "Dataset.load"), ("ragged_batch", "padded_batch")):
+        with pytest.raises(AttributeError, match=f"has no {name}: use .*{instead}"):
+            getattr(Dataset.range(2), name)
+    with pytest.raises(ValueError, match=r"save\(path\)"):
+        Dataset.range(2).cache("file")
+    with pytest.raises(AttributeError, match="no attribute 'bach'"):
+        Dataset.range(2).bach(2)
+
+
+def test_the_rows_of_csv_files_are_tuples_of_cells_with_defaults(tmp_path):
+    path = tmp_path / "cells.csv"
+    path.write_text("1,2,x\n,5,\n")
+    rows = [tuple(cell.item() for cell in row) for row in csv_rows(path, [9, np.float32, "y"])]
+    assert rows == [(1, 2.0, "x"), (9, 5.0, "y")]
+    columns = csv_rows(path, [8, 9], header=True, select_cols=[1, 0])
+    assert [tuple(map(int, row)) for row in columns] == [(5, 9)]
+    with pytest.raises(ValueError, match="2 record_defaults, but it reads 3 columns"):
+        csv_rows(path, [8, 9])
