@@ -6,9 +6,7 @@ ahead. So an iteration that starts later produces the earlier elements again, an
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, compress, islice, repeat, zip_longest
 from typing import Any, Self, cast
 
@@ -19,16 +17,7 @@ from ndistribute.data import pipeline, sources
 from ndistribute.data.calls import explained
 from ndistribute.data.elements import Chunk, Element, Rows, drop
 from ndistribute.data.options import function, integer
-from ndistribute.data.pipeline import (
-    ElementSpec,
-    Epoch,
-    Node,
-    Pipeline,
-    SeedCounter,
-    exact_length,
-    from_first,
-    named,
-)
+from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded
 
@@ -36,7 +25,7 @@ CYCLE_LENGTH = 16
 """The inputs of `interleave` that are open at once by default; the same on every machine."""
 
 
-@named
+@pipeline.named
 class Combining(Pipeline):
     """The methods of a dataset that read several datasets.
 
@@ -73,9 +62,9 @@ class Combining(Pipeline):
         [(0, 5), (1, 6)]
         """
         first = integer(start, "enumerate: start")
-        pairs = _zipped((0, 1), (sources.numbers(range(first, sys.maxsize)), self._node))
-        spec = replace(pairs.spec, cardinality=self._node.spec.cardinality)
-        return self._then(f"enumerate({first or ''})", pairs.chunks, spec=spec, positional=True)
+        pairs = _zipped((0, 1), (sources.counted(first), self._node))
+        name = f"enumerate({first or ''})"
+        return self._then(name, pairs.chunks, spec=pairs.spec, positional=True)
 
     def concatenate(self, dataset: Any) -> Self:
         """Return a dataset of these elements, followed by those of another dataset.
@@ -85,7 +74,7 @@ class Combining(Pipeline):
         [0, 1, 5, 6]
         """
         first, second = inputs = (self._node, node_of(dataset))
-        known, unknown = exact_length(first), pipeline.UNKNOWN_CARDINALITY
+        known, unknown = pipeline.exact_length(first), pipeline.UNKNOWN_CARDINALITY
 
         def both(epoch: Epoch, start: int) -> Iterator[Chunk]:
             if not 0 <= known <= start:
@@ -279,7 +268,7 @@ def in_rounds(parts: tuple[Node, ...]) -> Node:
 
     lengths = [part.spec.cardinality for part in parts]
     known = min(lengths) if min(lengths) < 0 else max(lengths) * len(parts)
-    spec, chunks = common_spec(known, parts), from_first(values)
+    spec, chunks = common_spec(known, parts), pipeline.from_first(values)
     return Node(name="in_rounds", chunks=chunks, inputs=parts, spec=spec, positional=True)
 
 
@@ -338,7 +327,7 @@ def _directed(
     directions: Node,
     stops: bool,
     choose: Callable[[Epoch], Iterator[Any]],
-    seeds: SeedCounter | None = None,
+    seeds: pipeline.SeedCounter | None = None,
 ) -> Node:
     def values(epoch: Epoch) -> Iterator[Element]:
         sources = {at: part.iterate(epoch.branch(at)) for at, part in enumerate(parts)}
@@ -358,7 +347,7 @@ def _directed(
     inputs = (*parts, directions)
     endless = all(each.spec.cardinality == pipeline.INFINITE_CARDINALITY for each in inputs)
     known = pipeline.INFINITE_CARDINALITY if endless else pipeline.UNKNOWN_CARDINALITY
-    spec, chunks = common_spec(known, parts), from_first(values)
+    spec, chunks = common_spec(known, parts), pipeline.from_first(values)
     return Node(name=name, chunks=chunks, inputs=inputs, spec=spec, seeds=seeds, positional=True)
 
 

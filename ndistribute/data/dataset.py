@@ -166,8 +166,8 @@ class Dataset(Transforming, Batching, Combining):
         >>> [int(x) for x in Dataset.counter(5, step=2).take(2)]
         [5, 7]
         """
-        first, distance = integer(start, "counter: start"), integer(step, "counter: step")
-        return cls(sources.counted(first, distance, np.dtype(dtype)))
+        node = sources.counted(integer(start, "counter: start"), integer(step, "counter: step"))
+        return cls(node) if np.dtype(dtype) == np.int64 else cls(node).map(np.dtype(dtype).type)
 
     @classmethod
     def random(

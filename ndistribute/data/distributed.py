@@ -420,5 +420,4 @@ def _default_depth(node: Node, devices: Sequence[Device]) -> int:
     computes on both cores 0 to 10 % more. Arrays on the CPU involve no waiting, so they use no
     thread; a user's function may read files.
     """
-    waits = any(step.runs_user_code for step in upstream(node))
-    return 2 if waits or any(device.kind != "cpu" for device in devices) else 0
+    return 2 if node.calls_user or any(device.kind != "cpu" for device in devices) else 0

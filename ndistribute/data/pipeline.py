@@ -199,9 +199,10 @@ class Node:
     # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
 
-    def then(self, name: str, chunks: Chunks, **new: Any) -> Node:
-        """Return a node after this one, with the same spec unless `new` contains another."""
-        return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **new})
+    @property
+    def calls_user(self) -> bool:
+        """Whether a step runs code of the user, or reads files, to produce an element."""
+        return any(step.runs_user_code for step in upstream(self))
 
     def like(self, change: Callable[[LeafSpec], Any]) -> Any:
         """Return the spec of the elements with changed leaves; None if it is unknown."""
@@ -262,7 +263,9 @@ class Pipeline:
         self._node = node
 
     def _then(self, name: str, chunks: Chunks, **new: Any) -> Self:
-        return type(self)(self._node.then(name, chunks, **new))
+        """Return a dataset with another node, of the same spec unless `new` has another."""
+        facts = {"inputs": (self._node,), "spec": self._node.spec, **new}
+        return type(self)(Node(name=name, chunks=chunks, **facts))
 
     def _singly(self, name: str, singly: Singly, **new: Any) -> Self:
         """Return a dataset whose elements come singly."""

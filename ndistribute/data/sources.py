@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice
@@ -61,14 +60,11 @@ def numbers(values: range, dtype: Any = np.int64) -> Node:
     return _of_rows(repr(values), rows, LeafSpec(np.dtype(dtype), ()))
 
 
-def counted(start: int, step: int, dtype: np.dtype[Any]) -> Node:
+def counted(start: int, step: int = 1) -> Node:
     """Return a node of endless numbers."""
-
-    def chunks(epoch: Epoch, first: int) -> Iterator[Chunk]:
-        return zip(map(dtype.type, itertools.count(start + first * step, step)))
-
-    spec = ElementSpec(pipeline.INFINITE_CARDINALITY, False, like=LeafSpec(dtype, ()))
-    return Node(name=f"counter({start}, {step})", chunks=chunks, spec=spec)
+    node = numbers(range(start, start + step * (1 << 62), step))
+    spec = dataclasses.replace(node.spec, cardinality=pipeline.INFINITE_CARDINALITY)
+    return dataclasses.replace(node, name=f"counter({start}, {step})", spec=spec)
 
 
 def random_numbers(seed: int | None, differs: bool) -> Node:
@@ -301,18 +297,17 @@ def _read_npz(path: str) -> dict[str, npt.NDArray[Any]]:
 
 def _read_csv(path: str) -> npt.NDArray[np.float64]:
     """Return the numbers of a CSV file; a first line without any number is a header."""
-    with open(path, encoding="utf-8-sig") as lines:
-        first = next(lines, "")
-        header = not any(map(_is_number, first.split(",")))
-        rows = [line for line in ([] if header else [first]) + list(lines) if line.strip()]
-    if header:
-        _check_header(path, first.partition("#")[0].strip())
+    with open(path, encoding="utf-8-sig") as file:
+        lines = list(enumerate(file, 1))
+    if header := not any(map(_is_number, lines[0][1].split(",") if lines else ())):
+        _check_header(path, lines[0][1].partition("#")[0].strip() if lines else "")
+    rows = [(number, line) for number, line in lines[header:] if line.strip()]
     if not rows:
         return np.empty((0, 0))
     try:
-        return np.loadtxt(rows, delimiter=",", ndmin=2)
+        return np.loadtxt([line for _, line in rows], delimiter=",", ndmin=2)
     except ValueError as error:
-        raise ValueError(_fault_of_csv(path, header) or f"{path}: {error}") from error
+        raise ValueError(_fault_of_csv(path, rows) or f"{path}: {error}") from error
 
 
 def _check_header(path: str, line: str) -> None:
@@ -324,22 +319,21 @@ def _check_header(path: str, line: str) -> None:
         raise ValueError(f"{path}, line 1: {line!r} {what}, so it is not a header. {_CORRECT_CSV}")
 
 
-def _fault_of_csv(path: str, header: bool) -> str | None:
+def _fault_of_csv(path: str, lines: Iterable[tuple[int, str]]) -> str | None:
     """Return a message about the first line that is not a row of numbers; None without one."""
     width = 0
-    with open(path, encoding="utf-8-sig") as lines:
-        for number, line in islice(enumerate(lines, 1), int(header), None):
-            cells = line.partition("#")[0].split(",")
-            if not "".join(cells).strip():
-                continue
-            where = f"{path}, line {number}:"
-            for column, cell in enumerate(cells, 1):
-                if not _is_number(cell):
-                    what = f"column {column} is {cell.strip()!r}, which is not a number."
-                    return f"{where} {what} {_CORRECT_CSV}"
-            width = width or len(cells)
-            if len(cells) != width:
-                return f"{where} {len(cells)} column(s), but the lines before it have {width}."
+    for number, line in lines:
+        cells = line.partition("#")[0].split(",")
+        if not "".join(cells).strip():
+            continue
+        where = f"{path}, line {number}:"
+        for column, cell in enumerate(cells, 1):
+            if not _is_number(cell):
+                what = f"column {column} is {cell.strip()!r}, which is not a number."
+                return f"{where} {what} {_CORRECT_CSV}"
+        if width and len(cells) != width:
+            return f"{where} {len(cells)} column(s), but the lines before it have {width}."
+        width = len(cells)
     return None
 
 

@@ -20,17 +20,7 @@ from ndistribute.data import pipeline
 from ndistribute.data.calls import CHILD, check_state, explained
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, read_only
 from ndistribute.data.options import InputOptions, function, integer
-from ndistribute.data.pipeline import (
-    ElementSpec,
-    Epoch,
-    Node,
-    Pipeline,
-    beyond,
-    exact_length,
-    from_first,
-    named,
-    upstream,
-)
+from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded, through_buffer
 
@@ -42,7 +32,7 @@ AUTOTUNE = -1
 _AUTOTUNED_DEPTH = 2
 
 
-@named
+@pipeline.named
 class Transforming(Pipeline):
     """The methods of a dataset that do something to its elements.
 
@@ -75,7 +65,7 @@ class Transforming(Pipeline):
             if calls is None:
                 return map(call, source)
             threads = calls if calls != AUTOTUNE else os.cpu_count() or 1
-            if any(step.runs_user_code for step in upstream(child)):
+            if child.calls_user:
                 # Resources that user code upstream opened may be usable on one thread only.
                 source = Ahead(source, threads, epoch.threads)
             return Ahead(source, threads, epoch.threads, call, threads)
@@ -109,7 +99,7 @@ class Transforming(Pipeline):
 
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
             keep = explained(what, predicate, epoch, child)
-            return beyond(select(keep, child.iterate(epoch)), start)
+            return pipeline.beyond(select(keep, child.iterate(epoch)), start)
 
         return self._singly(
             f"{method}({pipeline.name_of(predicate)})",
@@ -144,7 +134,7 @@ class Transforming(Pipeline):
                 state = following
                 return output
 
-            return beyond(map(step, child.iterate(epoch)), start)
+            return pipeline.beyond(map(step, child.iterate(epoch)), start)
 
         spec, name = ElementSpec(child.spec.cardinality), f"scan({pipeline.name_of(scan_func)})"
         return self._singly(name, values, spec=spec, runs_user_code=True, positional=True)
@@ -199,7 +189,7 @@ class Transforming(Pipeline):
                         _log.warning("an element is left out, since it failed", exc_info=True)
 
         spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-        return self._then("ignore_errors()", from_first(values), spec=spec)
+        return self._then("ignore_errors()", pipeline.from_first(values), spec=spec)
 
     def shuffle(
         self,
@@ -246,7 +236,7 @@ class Transforming(Pipeline):
         name = pipeline.ENDLESS if times == -1 else f"repeat({times})"
         if 0 in (known, times):
             return self._sliced(name, stop=0)
-        exact = exact_length(child)
+        exact = pipeline.exact_length(child)
         differ = bool(pipeline.seeds_of(child))
 
         def repetitions(epoch: Epoch, first: int, start: int) -> Iterator[Chunk]:
@@ -360,7 +350,9 @@ class Transforming(Pipeline):
         child, depth = self._node, integer(n, "prefetch: n", -1)
         name = f"prefetch({depth})"
         # Rows of arrays need no thread, because only a later `batch` gathers their data.
-        waits = child.spec.batched is not False or any(at.runs_user_code for at in upstream(child))
+        waits = child.spec.batched is not False or any(
+            at.runs_user_code for at in pipeline.upstream(child)
+        )
         if depth == 0 or not waits:
             return self._then(name, child.chunks, singly=child.singly)
         most = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
@@ -382,10 +374,14 @@ class Transforming(Pipeline):
         child = self._node
 
         def values(epoch: Epoch) -> Iterator[Element]:
-            return iter(dict.fromkeys(child.iterate(epoch)))
+            seen = set[Any]()
+            for element in child.iterate(epoch):
+                if element not in seen:
+                    seen.add(element)
+                    yield element
 
         spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-        return self._then("unique()", from_first(values), spec=spec, positional=True)
+        return self._then("unique()", pipeline.from_first(values), spec=spec, positional=True)
 
     def rejection_resample(
         self,
@@ -431,7 +427,7 @@ class Transforming(Pipeline):
 
         name = f"rejection_resample({pipeline.name_of(class_func)})"
         options = {"spec": ElementSpec(), "seeds": seeds, "runs_user_code": True}
-        return self._then(name, from_first(values), **options)
+        return self._then(name, pipeline.from_first(values), **options)
 
     def assert_cardinality(self, expected_cardinality: int) -> Self:
         """Return this dataset with a known number of elements.
