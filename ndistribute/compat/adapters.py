@@ -68,6 +68,11 @@ def _of_elements(function: Any) -> Any:
     return call if callable(function) else function
 
 
+def _numpy(leaf: Any) -> Any:
+    is_text = getattr(getattr(leaf, "dtype", None), "kind", "") == "U"
+    return as_tensor(leaf).numpy() if is_text else leaf
+
+
 class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
@@ -83,7 +88,10 @@ class TensorDataset(nd.Dataset):
     reduce = unary(nd.Dataset.reduce, 0)
 
     _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
-    as_numpy_iterator = lambda self: ElementIterator(self._node)  # noqa: E731
+
+    def as_numpy_iterator(self) -> Any:
+        """Return an iterator over arrays; text is bytes, as in `numpy()` of tensors."""
+        return ElementIterator(self._node, functools.partial(map_leaves, _numpy))
 
     def make_one_shot_iterator(self) -> Any:
         """Return an iterator whose `get_next` gives tensors of a graph."""

@@ -115,9 +115,7 @@ class Combining(Pipeline):
         >>> sorted(int(x) for x in both)
         [0, 1, 5, 6]
         """
-        parts = tuple(map(node_of, datasets))
-        if not parts:
-            raise ValueError("sample_from_datasets: datasets should not be empty.")
+        parts = _parts(datasets, "sample_from_datasets")
         if not isinstance(weights, Pipeline):
             shares = np.ones(len(parts)) if weights is None else np.asarray(weights, float)
             _check_weights(shares, len(parts))
@@ -158,8 +156,8 @@ class Combining(Pipeline):
         >>> [int(x) for x in Dataset.choose_from_datasets(parts, Dataset.range(2).repeat())]
         [0, 5, 1, 6]
         """
-        name, parts, choices = "choose_from_datasets", tuple(map(node_of, datasets)), choice_dataset
-        choose = node_of(choices)
+        name, choose = "choose_from_datasets", node_of(choice_dataset)
+        parts = _parts(datasets, name)
         return cls(_directed(name, parts, choose, stop_on_empty_dataset, choose.iterate))
 
     def flat_map(self, map_func: Callable[..., Any]) -> Self:
@@ -238,6 +236,13 @@ class Combining(Pipeline):
 def node_of(source: Any) -> Node:
     """Return the node of a dataset, or of a re-iterable collection of batches."""
     return source._node if isinstance(source, Pipeline) else sources.iterable(source)
+
+
+def _parts(datasets: Sequence[Any], method: str) -> tuple[Node, ...]:
+    parts = tuple(map(node_of, datasets))
+    if not parts:
+        raise ValueError(f"{method}: datasets should not be empty.")
+    return parts
 
 
 def _in_turns(sources: Iterator[Iterator[Element]], cycle: int, block: int) -> Iterator[Element]:

@@ -28,6 +28,7 @@ from ndistribute.data.pipeline import (
     Node,
     check_resumable,
     describe,
+    ended_with_error,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
@@ -229,7 +230,7 @@ class DistributedIterator(TensorFlowIterator):
         self._own = self._progress
         self._loader = loader_of(node)
         self._loader_state: Any = None  # After the consumer's step, if the loader is ahead of it.
-        self._over = False
+        self._over = self._failed = False
         self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
         self._source: Iterator[PipelineStep] | None = None
@@ -243,15 +244,16 @@ class DistributedIterator(TensorFlowIterator):
                 "strategy.run(step, args=(batch,))."
             )
         if self._over:
-            raise StopIteration
+            raise ended_with_error() if self._failed else StopIteration
         try:
             if self._source is None:
                 self._source = self._open()
             step = next(self._source, None)
             if step is None:
                 raise StopIteration
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._failed = not isinstance(error, StopIteration)
             raise
         for shard, position in step.reached.items():
             self._progress.positions[shard] = position
@@ -310,7 +312,7 @@ class DistributedIterator(TensorFlowIterator):
         seeds = progress.seeds[self._first_shard]
         self._epoch = Epoch.resume(self._node, seeds)
         self._source = self._loader_state = None
-        self._over = False
+        self._over = self._failed = False
         self._used_up.clear()
         if loader is not None:
             self._loader.load_state_dict(loader["state"])

@@ -287,6 +287,15 @@ def from_first(values: Callable[[Epoch], Iterator[Element]]) -> Chunks:
     return lambda epoch, start: drop(zip(values(epoch)), start)
 
 
+def ended_with_error() -> RuntimeError:
+    """Return what to raise instead of the end of an iteration that an error has ended before."""
+    return RuntimeError(
+        "the iteration has ended with an error, and what comes after it was not read. To leave "
+        "elements out for which a function fails, call ignore_errors() directly after that map or "
+        "filter."
+    )
+
+
 def beyond(values: Iterator[Element], count: int) -> Iterator[Element]:
     """Return an iterator without its first `count` elements, which goes on after an error."""
     return chain(islice(values, count, count), values) if count else values
@@ -310,11 +319,7 @@ def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         yield node.iterate(epoch, start) if node.singly else chain.from_iterable(chunks())
         epoch.threads.close()
         if failed or not epoch.failed.keys() <= node.surviving:
-            raise RuntimeError(
-                "the iteration has ended with an error, and what comes after it was not read. To "
-                "leave elements out for which a function fails, call ignore_errors() directly "
-                "after that map or filter."
-            )
+            raise ended_with_error()
 
     return chain.from_iterable(parts())
 

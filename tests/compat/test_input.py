@@ -145,6 +145,8 @@ def test_functions_for_apply_do_what_methods_do():
     assert [x.numpy().tolist() for x in numbers.apply(grouped)] == [[0, 2, 4], [1, 3, 5]]
     assert experimental.get_single_element(numbers.take(1)).numpy() == 0
     assert [x.numpy() for x in experimental.Counter(3).take(2)] == [3, 4]
+    words = tf.data.Dataset.from_tensor_slices(["a", "bc"])
+    assert list(words.as_numpy_iterator()) == [b"a", b"bc"]
     Pair = collections.namedtuple("Pair", "x y")
     (pair,) = tf.data.Dataset.from_tensor_slices(Pair([1], [2]))
     assert (pair.x.numpy(), pair.y.numpy()) == (1, 2)

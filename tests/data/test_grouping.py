@@ -234,6 +234,12 @@ def test_a_signature_says_what_is_one_array():
     ]
 
 
+def test_nothing_to_choose_from_is_refused():
+    for choose in (Dataset.sample_from_datasets, Dataset.choose_from_datasets):
+        with pytest.raises(ValueError, match="datasets should not be empty"):
+            choose([], Dataset.range(2))
+
+
 def test_methods_that_only_tensorflow_has_are_refused_with_what_to_use():
     for name, instead in (("snapshot", "Dataset.load"), ("ragged_batch", "padded_batch")):
         with pytest.raises(AttributeError, match=f"has no {name}: use .*{instead}"):
