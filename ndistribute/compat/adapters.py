@@ -564,12 +564,9 @@ def _applied(method: str) -> Any:
     return lambda *args, **options: operator.methodcaller(method, *args, **options)
 
 
-assert_cardinality = _applied("assert_cardinality")
-bucket_by_sequence_length = _applied("bucket_by_sequence_length")
-group_by_window = _applied("group_by_window")
-ignore_errors = _applied("ignore_errors")
-rejection_resample = _applied("rejection_resample")
-unique = _applied("unique")
+assert_cardinality, ignore_errors = map(_applied, ["assert_cardinality", "ignore_errors"])
+group_by_window, rejection_resample = map(_applied, ["group_by_window", "rejection_resample"])
+bucket_by_sequence_length, unique = map(_applied, ["bucket_by_sequence_length", "unique"])
 
 
 def to_categorical(x: Any, num_classes: int | None = None) -> Any:

@@ -90,9 +90,10 @@ class ElementIterator(TensorFlowIterator):
                 function has failed for an element.
         """
         check_resumable(self._node, None, "state_dict")
-        if self._epoch.failed:
+        left_out = self._epoch.failed.keys() & self._node.surviving
+        if left_out:
             raise ValueError(
-                f"state_dict: {', '.join(self._epoch.failed.values())} has failed for an element, "
+                f"state_dict: {self._epoch.failed[left_out.pop()]} has failed for an element, "
                 "which no count has. Call ignore_errors() after it to leave such elements out."
             )
         number = next(self._numbers)

@@ -97,8 +97,8 @@ class Epoch:
     shard: tuple[int, int] = (0, 1)  # Which shard of the files is read, of how many.
     threads: Threads = field(default_factory=Threads)  # Those to stop at the end.
     loaded: int = 0  # The number of batches before the state that a loader has loaded.
-    # The functions that raised for an element, by the input of their step.
-    failed: dict[Node, str] = field(default_factory=dict)
+    # The functions that raised for an element, by the input of their step; None for a source.
+    failed: dict[Node | None, str] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:
@@ -129,6 +129,14 @@ class Epoch:
         return replace(
             self, seeds=seeds, path=(seed.iteration, *self.path, number), shard=(0, 1), loaded=0
         )
+
+    def watching(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks of a source, and note an error, after which it gives no more."""
+        try:
+            yield from chunks
+        except Exception:
+            self.failed[None] = "the source"
+            raise
 
     def frozen(self) -> Epoch:
         """Return this epoch for a node that produces the same elements in every epoch."""

@@ -175,7 +175,7 @@ class Transforming(Pipeline):
             )
 
         def values(epoch: Epoch) -> Iterator[Element]:
-            failed: dict[Node, str] = {}
+            failed: dict[Node | None, str] = {}
             source = child.iterate(replace(epoch, failed=failed))
             while True:
                 try:

@@ -169,11 +169,15 @@ def test_an_error_of_a_source_is_not_ignored(caplog):
         raise OSError("disk")
 
     dataset = Dataset.from_generator(numbers).map(fail_at(1))
-    iterator = iter(dataset.ignore_errors(log_warning=True))
-    assert [int(next(iterator)), int(next(iterator))] == [0, 2]
-    assert "bad 1" in caplog.text
-    with pytest.raises(OSError, match="disk"):
-        next(iterator)
+    for rest in (lambda dataset: dataset, lambda dataset: dataset.map(lambda x: x)):
+        iterator = iter(rest(dataset.ignore_errors(log_warning=True)))
+        assert [int(next(iterator)), int(next(iterator))] == [0, 2]
+        assert "bad 1" in caplog.text
+        with pytest.raises(OSError, match="disk"):
+            next(iterator)
+        assert iterator.state_dict()["count"] == 2
+        with pytest.raises(RuntimeError, match="ended with an error"):
+            next(iterator)
 
 
 def test_a_parallel_map_calls_the_function_on_several_threads_at_once():
