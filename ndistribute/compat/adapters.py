@@ -65,7 +65,7 @@ def _of_elements(function: Any) -> Any:
         with programs.init_scope():
             return function(*map_leaves(as_tensor, element))
 
-    return call if callable(function) else function
+    return call
 
 
 def _numpy(leaf: Any) -> Any:
@@ -77,20 +77,16 @@ class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")
-    map = adapted(
-        lambda self, fn, *args, **kw: nd.Dataset.map(self, _of_elements(fn), *args, **kw),
-        "deterministic",
-        map_func="fn",
-    )
-    filter = adapted(lambda self, predicate: nd.Dataset.filter(self, _of_elements(predicate)))
+    map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
     cardinality = unary(lambda self: np.int64(nd.Dataset.cardinality(self)), 0)
     reduce = unary(nd.Dataset.reduce, 0)
 
     _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
+    _function = staticmethod(lambda fn, what: _of_elements(nd.Dataset._function(fn, what)))
 
     def as_numpy_iterator(self) -> Any:
-        """Return an iterator over arrays; text is bytes, as in `numpy()` of tensors."""
+        """Return an iterator over arrays; text is bytes, as `numpy()` of tensors gives it."""
         return ElementIterator(self._node, functools.partial(map_leaves, _numpy))
 
     def make_one_shot_iterator(self) -> Any:
@@ -506,7 +502,7 @@ BY_PROGRAM: dict[str, Any] = {
     "variable": variable_type,
 }
 Input = adapted(layers.Input, input_shape="shape", batch_input_shape="batch_shape")
-_HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
+_HARMLESS = {"deterministic", "experimental_deterministic", "experimental_slack"}
 """Options of datasets that concern speed alone: the elements always come in order."""
 
 
@@ -518,9 +514,12 @@ def _set_option(options: Any, name: str, value: Any) -> None:
     options.__post_init__()
 
 
+_PARTS = dict.fromkeys(  # Of speed alone, which take any option.
+    ["autotune", "experimental_optimization", "threading"], property(lambda _: SimpleNamespace())
+)
 _itself = property(lambda self: self)
 Options = subclass(
-    nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
+    nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, **_PARTS
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
 list_devices = adapted(

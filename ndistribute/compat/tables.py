@@ -277,6 +277,7 @@ INSTEAD = {
     "io.decode_image": "Pillow in Dataset.map",
     "io.decode_jpeg": "Pillow in Dataset.map",
     "io.TFRecordWriter": "Dataset.save",
+    "io.decode_csv": "tf.data.experimental.CsvDataset",
     "io.parse_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
     "io.parse_single_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
     "io.serialize_tensor": "numpy.save",

@@ -16,7 +16,7 @@ from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.calls import explained
 from ndistribute.data.elements import Chunk, Element, Rows, drop
-from ndistribute.data.options import function, integer
+from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
     ElementSpec,
     Epoch,
@@ -219,7 +219,10 @@ class Batching(Pipeline):
         if (window_size is None) is (window_size_func is None):
             raise ValueError("group_by_window: pass either window_size or window_size_func.")
         child, make, what = self._node, type(self), "group_by_window: key_func"
-        size_of, key_of = window_size_func or (lambda _: window_size), function(key_func, what)
+        size_of, key_of = (
+            window_size_func or (lambda _: window_size),
+            self._function(key_func, what),
+        )
 
         def windows(epoch: Epoch) -> Iterator[Element]:
             call, groups, sizes = explained(what, key_of), defaultdict[Any, Any](list), {}

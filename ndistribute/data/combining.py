@@ -16,7 +16,7 @@ from ndistribute import tree
 from ndistribute.data import pipeline, sources
 from ndistribute.data.calls import explained
 from ndistribute.data.elements import Chunk, Element, Rows, drop
-from ndistribute.data.options import function, integer
+from ndistribute.data.options import integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded
@@ -203,7 +203,7 @@ class Combining(Pipeline):
         self, method: str, fn: Callable[..., Any], cycle: int, block: int, reads_ahead: bool
     ) -> Self:
         what = f"{method}: map_func"
-        child, fn, seeds = self._node, function(fn, what), seeded(method, None)
+        child, fn, seeds = self._node, self._function(fn, what), seeded(method, None)
 
         def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:
             call = explained(what, fn)

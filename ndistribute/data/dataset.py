@@ -18,7 +18,7 @@ from ndistribute.data.calls import check_state, explained
 from ndistribute.data.combining import Combining, node_of
 from ndistribute.data.elements import as_element, read_only
 from ndistribute.data.iterator import ElementIterator
-from ndistribute.data.options import function, integer
+from ndistribute.data.options import integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, describe, named
 from ndistribute.data.transformations import Transforming
 
@@ -227,7 +227,7 @@ class Dataset(Transforming, Batching, Combining):
         6
         """
         what = "reduce: reduce_func"
-        call = explained(what, function(reduce_func, what), produces=True)
+        call = explained(what, self._function(reduce_func, what), produces=True)
         initial = state = read_only(as_element(initial_state))
         for element in self:
             state = call((state, element))

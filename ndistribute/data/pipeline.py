@@ -275,6 +275,13 @@ class Pipeline:
         facts = {"inputs": (self._node,), "spec": self._node.spec, **new}
         return type(self)(Node(name=name, chunks=chunks, **facts))
 
+    @staticmethod
+    def _function(fn: Any, what: str) -> Callable[..., Any]:
+        """Return a function of the user for elements, after checking that it is one."""
+        if not callable(fn):
+            raise TypeError(f"{what} must be a function, got {fn!r}.")
+        return fn  # type: ignore[no-any-return]
+
     def _singly(self, name: str, singly: Singly, **new: Any) -> Self:
         """Return a dataset whose elements come singly."""
         return self._then(name, lambda *at: zip(singly(*at)), singly=singly, **new)

@@ -142,6 +142,7 @@ def has_state(loader: Any) -> bool:
 
 def matching(paths: Any, what: str = "from_files") -> tuple[str, ...]:
     """Return the paths of files, in the order of the patterns and sorted for each."""
+    paths = paths.tolist() if hasattr(paths, "tolist") else paths  # Of a tensor or an array.
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
         names = tuple(path for item in several for path in _matches(os.fspath(item), what))

@@ -59,10 +59,9 @@ def text_lines(
     ['name,doors,price', 'ant,3,9.5', 'bee,5,12']
     """
     read = functools.partial(_lines_of, open_text=_opener("text_lines", compression_type, "utf-8"))
-    paths = filenames.tolist() if hasattr(filenames, "tolist") else filenames
-    if not isinstance(paths, Dataset) and num_parallel_reads is None:
-        return kind(sources.files(paths, read))
-    names = paths if isinstance(paths, Dataset) else kind(sources.listed(paths))
+    if not isinstance(filenames, Dataset) and num_parallel_reads is None:
+        return kind(sources.files(filenames, read))
+    names = filenames if isinstance(filenames, Dataset) else kind(sources.listed(filenames))
     return names.interleave(
         lambda path: kind(sources.files(str(path), read)),
         cycle_length=num_parallel_reads or 1,
@@ -86,8 +85,11 @@ def make_csv_dataset(
     shuffle_buffer_size: int = 10_000,
     shuffle_seed: int | None = None,
     prefetch_buffer_size: int | None = None,
+    num_parallel_reads: int | None = None,
+    sloppy: bool = False,
     num_rows_for_inference: int | None = 100,
     compression_type: str | None = None,
+    ignore_errors: bool = False,
     encoding: str = "utf-8",
     *,
     kind: type[Dataset] = Dataset,
@@ -112,8 +114,12 @@ def make_csv_dataset(
         shuffle_buffer_size: see `Dataset.shuffle`.
         shuffle_seed: see `Dataset.shuffle`.
         prefetch_buffer_size: see `Dataset.prefetch`; None means `AUTOTUNE`.
+        num_parallel_reads: changes nothing: files are read whole, one after another.
+        sloppy: changes nothing: the order is always the same.
         num_rows_for_inference: the number of rows that the dtypes are inferred from; None, all.
         compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        ignore_errors: whether to leave out rows with too many or too few cells, or with cells that
+            do not fit their column, instead of raising an error.
         encoding: of the text.
         kind: the class of the dataset.
 
@@ -141,7 +147,7 @@ def make_csv_dataset(
     places = sorted(names.index(each) if isinstance(each, str) else each for each in wanted)
     if label_name is not None and label_name not in [names[place] for place in places]:
         raise ValueError(f"make_csv_dataset: label_name {label_name!r} is not among {names}.")
-    reader = replace(reader, names=names, places=places, label=label_name)
+    reader = replace(reader, names=names, places=places, label=label_name, ignores=ignore_errors)
     defaults = column_defaults
     if defaults is None:
         defaults = reader.inferred(paths, num_rows_for_inference)
@@ -227,15 +233,25 @@ class CsvReader:
     places: Sequence[int] = ()  # Of the columns that are read.
     label: str | None = None
     defaults: Sequence[Any] = ()  # Of the columns that are read.
+    ignores: bool = False  # Whether rows that do not fit are left out.
 
     def __call__(self, path: str) -> Any:
         with self.rows_of(path) as (_, rows):
-            table = list(rows)
-        columns = {
+            table = [row for row in rows if not self.ignores or self._fits(row)]
+        columns = self._columns(table)
+        return columns if self.label is None else (columns, columns.pop(self.label))
+
+    def _columns(self, table: Sequence[Sequence[str]]) -> dict[str, Any]:
+        return {
             (name := self.names[place]): self._column(name, [row[place] for row in table], default)
             for place, default in zip(self.places, self.defaults, strict=True)
         }
-        return columns if self.label is None else (columns, columns.pop(self.label))
+
+    def _fits(self, row: Sequence[str]) -> bool:
+        try:
+            return bool(self._columns([row]))
+        except ValueError:
+            return False
 
     def inferred(self, paths: Sequence[str], count: int | None) -> list[Any]:
         """Return a default for each column that is read, of the type that some rows fit."""
@@ -255,6 +271,8 @@ class CsvReader:
     def _whole(self, path: str, rows: Any) -> Iterator[list[str]]:
         for row in filter(None, rows):
             if self.names and len(row) != len(self.names):
+                if self.ignores:
+                    continue
                 raise ValueError(
                     f"{path}, line {rows.line_num}: {len(row)} cell(s), but there are "
                     f"{len(self.names)} columns."

@@ -19,7 +19,7 @@ import numpy as np
 from ndistribute.data import pipeline
 from ndistribute.data.calls import CHILD, check_state, explained
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, read_only
-from ndistribute.data.options import InputOptions, function, integer
+from ndistribute.data.options import InputOptions, integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded, through_buffer
@@ -55,7 +55,7 @@ class Transforming(Pipeline):
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
         [0, 2, 4]
         """
-        calls, child, fn = num_parallel_calls, self._node, function(fn, "map: fn")
+        calls, child, fn = num_parallel_calls, self._node, self._function(fn, "map: fn")
         if calls is not None and calls != AUTOTUNE:
             calls = integer(calls, "map: num_parallel_calls", 1)
 
@@ -95,7 +95,7 @@ class Transforming(Pipeline):
 
     def _selected(self, method: str, predicate: Callable[..., Any], select: Any) -> Self:
         what, child = f"{method}: predicate", self._node
-        predicate = function(predicate, what)
+        predicate = self._function(predicate, what)
 
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
             keep = explained(what, predicate, epoch, child)
@@ -117,7 +117,7 @@ class Transforming(Pipeline):
         [0, 1, 3, 6]
         """
         what, child, initial = "scan: scan_func", self._node, as_element(initial_state)
-        scan_func = function(scan_func, what)
+        scan_func = self._function(scan_func, what)
 
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
             # The state is not saved: an iteration that starts later computes it from the first
@@ -146,7 +146,7 @@ class Transforming(Pipeline):
         >>> [int(x) for x in Dataset.range(5).apply(lambda dataset: dataset.skip(3))]
         [3, 4]
         """
-        result = function(transformation_func, "apply: transformation_func")(self)
+        result = Pipeline._function(transformation_func, "apply: transformation_func")(self)
         if not isinstance(result, Pipeline):
             raise TypeError(f"apply: transformation_func must return a Dataset, got {result!r}.")
         return result  # type: ignore[return-value]
@@ -407,7 +407,7 @@ class Transforming(Pipeline):
         [(2, 2), (2, 5), (2, 8)]
         """
         what, child = "rejection_resample: class_func", self._node
-        class_func, seeds = function(class_func, what), seeded("rejection_resample", seed)
+        class_func, seeds = self._function(class_func, what), seeded("rejection_resample", seed)
         target = np.asarray(target_dist, float)
         known = np.full(target.shape, 10.0) if initial_dist is None else np.array(initial_dist)
         if target.ndim != 1 or known.shape != target.shape or not target.any():

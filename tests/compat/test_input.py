@@ -145,6 +145,12 @@ def test_functions_for_apply_do_what_methods_do():
     assert [x.numpy().tolist() for x in numbers.apply(grouped)] == [[0, 2, 4], [1, 3, 5]]
     assert experimental.get_single_element(numbers.take(1)).numpy() == 0
     assert [x.numpy() for x in experimental.Counter(3).take(2)] == [3, 4]
+    scanned = numbers.scan(tf.constant(0), lambda state, x: (state + tf.cast(x, tf.int32), x))
+    assert scanned.take_while(lambda x: x.numpy() < 3).as_numpy_iterator().get_next() == 0
+    assert list(numbers.flat_map(lambda x: tf.data.Dataset.range(x.numpy() % 2))) == [0, 0, 0]
+    options = tf.data.Options()
+    options.autotune.enabled = options.experimental_slack = True
+    assert len(numbers.with_options(options)) == 6
     words = tf.data.Dataset.from_tensor_slices(["a", "bc"])
     assert list(words.as_numpy_iterator()) == [b"a", b"bc"]
     Pair = collections.namedtuple("Pair", "x y")

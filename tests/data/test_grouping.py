@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ndistribute.data import Dataset, InputOptions, csv_rows
+from ndistribute.data import Dataset, InputOptions, csv_rows, make_csv_dataset
 from tests.data.workers import cpus, distribute, on_workers, pieces_of, raised, rows_of
 
 
@@ -253,9 +253,20 @@ def test_methods_that_only_tensorflow_has_are_refused_with_what_to_use():
 def test_the_rows_of_csv_files_are_tuples_of_cells_with_defaults(tmp_path):
     path = tmp_path / "cells.csv"
     path.write_text("1,2,x\n,5,\n")
-    rows = [tuple(cell.item() for cell in row) for row in csv_rows(path, [9, np.float32, "y"])]
+    rows = csv_rows(np.array(str(path)), [9, np.float32, "y"])
+    rows = [tuple(cell.item() for cell in row) for row in rows]
     assert rows == [(1, 2.0, "x"), (9, 5.0, "y")]
     columns = csv_rows(path, [8, 9], header=True, select_cols=[1, 0])
     assert [tuple(map(int, row)) for row in columns] == [(5, 9)]
     with pytest.raises(ValueError, match="2 record_defaults, but it reads 3 columns"):
         csv_rows(path, [8, 9])
+
+
+def test_rows_of_a_csv_file_that_do_not_fit_are_left_out_if_told_so(tmp_path):
+    path = tmp_path / "cells.csv"
+    path.write_text("a,b\n1,2\n3\nx,4\n5,6\n")
+    options = {"column_defaults": [0, 0], "num_epochs": 1, "shuffle": False}
+    (batch,) = make_csv_dataset(path, 9, ignore_errors=True, num_parallel_reads=2, **options)
+    assert {name: column.tolist() for name, column in batch.items()} == {"a": [1, 5], "b": [2, 6]}
+    with pytest.raises(ValueError, match="line 3"):
+        list(make_csv_dataset(path, 9, **options))
