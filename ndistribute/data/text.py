@@ -31,6 +31,7 @@ def _decompressed(path: str) -> io.BytesIO:
         return io.BytesIO(zlib.decompress(file.read()))
 
 
+_QUOTING = (csv.QUOTE_NONE, csv.QUOTE_MINIMAL)
 _OPENERS: dict[str, Callable[[str], Any]] = {
     "": functools.partial(open, mode="rb"),
     "GZIP": gzip.open,
@@ -131,32 +132,22 @@ def make_csv_dataset(
     ({'name': array(['ant', 'bee'], dtype='<U3'), 'doors': array([3, 5], dtype=int32)},
      array([ 9.5, 12. ], dtype=float32))
     """
-    paths = sources.matching(file_pattern, "make_csv_dataset")
-    reader = CsvReader(
-        _opener("make_csv_dataset", compression_type, encoding),
-        csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
-        field_delim,
-        header,
-        frozenset(["", na_value]),
-    )
+    what, paths = "make_csv_dataset", sources.matching(file_pattern, "make_csv_dataset")
+    opener = _opener(what, compression_type, encoding)
+    reader = CsvReader(opener, _QUOTING[bool(use_quote_delim)], field_delim, header, na_value)
     with reader.rows_of(paths[0]) as (first, _):
         names = list(column_names or first or ())
     if not names:
-        raise ValueError("make_csv_dataset: without a header, pass column_names.")
+        raise ValueError(f"{what}: without a header, pass column_names.")
     wanted = range(len(names)) if select_columns is None else select_columns
     places = sorted(names.index(each) if isinstance(each, str) else each for each in wanted)
     if label_name is not None and label_name not in [names[place] for place in places]:
-        raise ValueError(f"make_csv_dataset: label_name {label_name!r} is not among {names}.")
+        raise ValueError(f"{what}: label_name {label_name!r} is not among {names}.")
     reader = replace(reader, names=names, places=places, label=label_name, ignores=ignore_errors)
     defaults = column_defaults
     if defaults is None:
         defaults = reader.inferred(paths, num_rows_for_inference)
-    if len(defaults) != len(places):
-        raise ValueError(
-            f"make_csv_dataset: {len(defaults)} column_defaults, but it reads {len(places)} "
-            "column(s)."
-        )
-    rows = kind(sources.files(paths, replace(reader, defaults=defaults)))
+    rows = kind(sources.files(paths, reader.filling(defaults, f"{what}: column_defaults")))
     rows = rows.shuffle(shuffle_buffer_size, shuffle_seed) if shuffle else rows
     batches = rows.repeat(num_epochs).batch(batch_size, drop_remainder=num_epochs is None)
     return batches.prefetch(AUTOTUNE if prefetch_buffer_size is None else prefetch_buffer_size)
@@ -194,16 +185,12 @@ def csv_rows(
     [('ant', 3, 9.5), ('bee', 5, 12.0)]
     """
     opener = _opener("csv_rows", compression_type, "utf-8")
-    quoting = csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE
-    reader = CsvReader(opener, quoting, field_delim, header, frozenset(["", na_value]))
+    reader = CsvReader(opener, _QUOTING[bool(use_quote_delim)], field_delim, header, na_value)
     with reader.rows_of(sources.matching(filenames, "csv_rows")[0]) as (first, rows):
         names = [f"column {place}" for place, _ in enumerate(first or next(rows, ()))]
     places = range(len(names)) if select_cols is None else select_cols
-    if len(record_defaults) != len(places):
-        raise ValueError(
-            f"csv_rows: {len(record_defaults)} record_defaults, but it reads {len(places)} columns."
-        )
-    read = replace(reader, names=names, places=places, defaults=record_defaults)
+    reader = replace(reader, names=names, places=places)
+    read = reader.filling(record_defaults, "csv_rows: record_defaults")
     return kind(sources.files(filenames, lambda path: tuple(read(path).values())))
 
 
@@ -228,7 +215,7 @@ class CsvReader:
     quoting: Any
     delimiter: str
     header: bool
-    missing: frozenset[str]  # The texts of empty cells.
+    missing: str  # The text of an empty cell, besides no text.
     names: Sequence[str] = ()  # Of all columns.
     places: Sequence[int] = ()  # Of the columns that are read.
     label: str | None = None
@@ -240,6 +227,14 @@ class CsvReader:
             table = [row for row in rows if not self.ignores or self._fits(row)]
         columns = self._columns(table)
         return columns if self.label is None else (columns, columns.pop(self.label))
+
+    def filling(self, defaults: Sequence[Any], what: str) -> CsvReader:
+        """Return this reader with defaults for empty cells, after checking their number."""
+        if len(defaults) != len(self.places):
+            raise ValueError(
+                f"{what} has {len(defaults)} values for {len(self.places)} columns that are read."
+            )
+        return replace(self, defaults=defaults)
 
     def _columns(self, table: Sequence[Sequence[str]]) -> dict[str, Any]:
         return {
@@ -283,7 +278,7 @@ class CsvReader:
         is_kind = isinstance(default, type | np.dtype)
         value = np.empty(0, default) if is_kind else np.asarray(default).reshape(-1)
         for row, cell in enumerate(cells):
-            if cell in self.missing:
+            if cell in ("", self.missing):
                 if not value.size:
                     raise ValueError(
                         f"column {name!r} is empty in row {row + 1}: give it a value in "
@@ -297,7 +292,7 @@ class CsvReader:
             raise ValueError(f"column {name!r}: {error}") from error
 
     def _type_of(self, cells: Sequence[str]) -> Any:
-        known = np.array([cell for cell in cells if cell not in self.missing], np.str_)
+        known = np.array([cell for cell in cells if cell not in ("", self.missing)], np.str_)
         for kind in _TYPES if known.size else ():
             with contextlib.suppress(ValueError, OverflowError):
                 if not np.isinf(known.astype(kind)).any():

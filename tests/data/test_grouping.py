@@ -258,7 +258,7 @@ def test_the_rows_of_csv_files_are_tuples_of_cells_with_defaults(tmp_path):
     assert rows == [(1, 2.0, "x"), (9, 5.0, "y")]
     columns = csv_rows(path, [8, 9], header=True, select_cols=[1, 0])
     assert [tuple(map(int, row)) for row in columns] == [(5, 9)]
-    with pytest.raises(ValueError, match="2 record_defaults, but it reads 3 columns"):
+    with pytest.raises(ValueError, match="record_defaults has 2 values for 3 columns"):
         csv_rows(path, [8, 9])
 
 
