@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import shutil
 import sys
@@ -58,7 +59,8 @@ from ndistribute.values import DistributedValues
 def tensors(nest: Any) -> Any:
     """Return copies of arrays and lists of numbers, in tuples and dicts."""
     if isinstance(nest, tuple):
-        return tuple(map(tensors, nest))
+        items = tuple(map(tensors, nest))
+        return type(nest)(*items) if hasattr(nest, "_fields") else items
     if isinstance(nest, dict):
         return {key: tensors(value) for key, value in nest.items()}
     return plain(eager_constant(nest))
@@ -72,7 +74,12 @@ def _of_elements(function: Any) -> Any:
         with programs.init_scope():
             return function(*map_leaves(as_tensor, element))
 
-    return call if callable(function) else function
+    return call
+
+
+def _numpy(leaf: Any) -> Any:
+    is_text = getattr(getattr(leaf, "dtype", None), "kind", "") == "U"
+    return as_tensor(leaf).numpy() if is_text else leaf
 
 
 class NumpyIterator(ElementIterator):
@@ -87,18 +94,17 @@ class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")
-    map = adapted(
-        lambda self, fn, *args, **kw: nd.Dataset.map(self, _of_elements(fn), *args, **kw),
-        "deterministic",
-        map_func="fn",
-    )
-    filter = adapted(lambda self, predicate: nd.Dataset.filter(self, _of_elements(predicate)))
+    map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
     cardinality = unary(lambda self: np.int64(nd.Dataset.cardinality(self)), 0)
     reduce = unary(nd.Dataset.reduce, 0)
 
     _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
-    as_numpy_iterator = lambda self: NumpyIterator(self._node)  # noqa: E731
+    _function = staticmethod(lambda fn, what: _of_elements(nd.Dataset._function(fn, what)))
+
+    def as_numpy_iterator(self) -> Any:
+        """Return an iterator over arrays; text is bytes, as `numpy()` of tensors gives it."""
+        return NumpyIterator(self._node, functools.partial(map_leaves, _numpy))
 
     def make_one_shot_iterator(self) -> Any:
         """Return an iterator whose `get_next` gives tensors of a graph."""
@@ -117,6 +123,7 @@ class TensorDataset(nd.Dataset):
 
 TextLineDataset = functools.partial(nd.data.text_lines, kind=TensorDataset)
 make_csv_dataset = functools.partial(nd.data.make_csv_dataset, kind=TensorDataset)
+CsvDataset = functools.partial(nd.data.csv_rows, kind=TensorDataset)
 
 
 class Restored(SimpleNamespace):
@@ -557,7 +564,7 @@ BY_PROGRAM: dict[str, Any] = {
     "variable": variable_type,
 }
 Input = adapted(layers.Input, input_shape="shape", batch_input_shape="batch_shape")
-_HARMLESS = {"deterministic", "experimental_deterministic", "private_threadpool_size"}
+_HARMLESS = {"deterministic", "experimental_deterministic", "experimental_slack"}
 """Options of datasets that concern speed alone: the elements always come in order."""
 
 
@@ -569,9 +576,12 @@ def _set_option(options: Any, name: str, value: Any) -> None:
     options.__post_init__()
 
 
+_PARTS = dict.fromkeys(  # Of speed alone, which take any option.
+    ["autotune", "experimental_optimization", "threading"], property(lambda _: SimpleNamespace())
+)
 _itself = property(lambda self: self)
 Options = subclass(
-    nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
+    nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, **_PARTS
 )
 SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
 
@@ -622,3 +632,15 @@ def do_not_convert(func: Any = None) -> Any:
 
 
 cardinality = TensorDataset.cardinality
+get_single_element = TensorDataset.get_single_element
+Counter = TensorDataset.counter
+
+
+def _applied(method: str) -> Any:
+    """Return a function whose result `Dataset.apply` takes instead of a method of the dataset."""
+    return lambda *args, **options: operator.methodcaller(method, *args, **options)
+
+
+assert_cardinality, ignore_errors = map(_applied, ["assert_cardinality", "ignore_errors"])
+group_by_window, rejection_resample = map(_applied, ["group_by_window", "rejection_resample"])
+bucket_by_sequence_length, unique = map(_applied, ["bucket_by_sequence_length", "unique"])

@@ -24,7 +24,9 @@ TF2 = """
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
-    .compat.adapters: cardinality make_csv_dataset  ndistribute: AutoShardPolicy
+    .compat.adapters: Counter CsvDataset assert_cardinality bucket_by_sequence_length cardinality
+    get_single_element group_by_window ignore_errors make_csv_dataset rejection_resample unique
+    ndistribute: AutoShardPolicy
 [bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
     numpy/unary: invert
 [autograph] .compat.signatures: set_verbosity=nothing
@@ -291,7 +293,9 @@ INSTEAD = {
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
-    "data.TFRecordDataset": "arrays, or Dataset.from_files with a reader",
+    "data.TFRecordDataset": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "data.experimental.dense_to_ragged_batch": "Dataset.padded_batch",
+    "data.experimental.snapshot": "Dataset.save once, then Dataset.load",
     "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.BoostedTreesClassifier": "sklearn.ensemble.HistGradientBoostingClassifier",
     "estimator.BoostedTreesRegressor": "sklearn.ensemble.HistGradientBoostingRegressor",
@@ -307,7 +311,11 @@ INSTEAD = {
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image.adjust_hue": "Pillow in Dataset.map",
     "image.rgb_to_hsv": "Pillow in Dataset.map",
-    "io.parse_single_example": "arrays, or Dataset.from_files with a reader",
+    "io.TFRecordWriter": "Dataset.save",
+    "io.decode_csv": "tf.data.experimental.CsvDataset",
+    "io.parse_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "io.parse_single_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "io.serialize_tensor": "numpy.save",
     "keras.applications.*": "layers, and load_weights: nothing is downloaded",
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
     "keras.experimental": "tf.keras.Sequential, or tf.estimator.DNNLinearCombinedEstimator",
@@ -320,6 +328,8 @@ INSTEAD = {
     "keras.layers.serialize": "get_config of the layer",
     "keras.utils.Sequence": "a generator, or Dataset.from_generator",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
+    "keras.utils.Progbar": "the progress bar of model.fit, or print",
+    "keras.utils.split_dataset": "Dataset.take and Dataset.skip",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
     "math.digamma": "scipy.special.psi, which has a gradient",
@@ -340,7 +350,7 @@ INSTEAD = {
     "variable_creator_scope": "a function that makes the variables",
     "summary.trace_export": "the command ndistribute trace",
     "summary.trace_on": "the command ndistribute trace",
-    "train.Example": "arrays in .npz files",
+    "train.Example": "Dataset.save, or arrays in .npz files",
     "train.QueueRunner": "a dataset",
     "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",
     "train.SessionManager": "tf.compat.v1.train.MonitoredTrainingSession, or Supervisor",

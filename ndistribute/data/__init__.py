@@ -14,6 +14,7 @@ from ndistribute.data.options import InputReplicationMode as InputReplicationMod
 from ndistribute.data.options import Topology as Topology
 from ndistribute.data.pipeline import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from ndistribute.data.pipeline import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
+from ndistribute.data.text import csv_rows as csv_rows
 from ndistribute.data.text import make_csv_dataset as make_csv_dataset
 from ndistribute.data.text import text_lines as text_lines
 from ndistribute.data.transformations import AUTOTUNE as AUTOTUNE

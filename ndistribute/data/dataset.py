@@ -6,22 +6,33 @@ check their arguments and add a node to the pipeline. The nodes produce the elem
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute import tree
-from ndistribute.data import nesting, sources, transformations
+from ndistribute.data import saved, sources
+from ndistribute.data.batching import Batching
+from ndistribute.data.calls import check_state, explained
+from ndistribute.data.combining import Combining, node_of
 from ndistribute.data.elements import as_element, read_only
 from ndistribute.data.iterator import ElementIterator
-from ndistribute.data.options import InputOptions, function, integer
-from ndistribute.data.pipeline import INFINITE_CARDINALITY, Node, describe
-from ndistribute.mistakes import accepting
+from ndistribute.data.options import integer
+from ndistribute.data.pipeline import INFINITE_CARDINALITY, describe, named
+from ndistribute.data.transformations import Transforming
+
+_INSTEAD = {
+    "options": "InputOptions where the dataset is distributed, or with_options",
+    "ragged_batch": "padded_batch",
+    "snapshot": "save(path) once, then Dataset.load(path)",
+    "sparse_batch": "padded_batch",
+}
+"""What to use instead of methods that only TensorFlow has."""
 
 
-class Dataset:
+@named
+class Dataset(Transforming, Batching, Combining):
     """A sequence of elements, each a nest of NumPy arrays.
 
     Create one with a ``from_...`` method or `range`; the other methods return new datasets. Over
@@ -37,12 +48,9 @@ class Dataset:
     [(2, 28, 28), (2, 28, 28), (1, 28, 28)]
     """
 
-    __slots__ = ("__weakref__", "_node")
+    __slots__ = ()
     #: Applied to each element of an iteration; None leaves it unchanged.
     _convert: ClassVar[Any] = None
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
 
     @classmethod
     def from_tensors(cls, tensors: Any) -> Dataset:
@@ -134,7 +142,7 @@ class Dataset:
         Raises:
             ValueError: no file matches.
 
-        >>> names = Dataset.list_files("ndistribute/data/s*.py", shuffle=False)
+        >>> names = Dataset.list_files("ndistribute/data/s[ot]*.py", shuffle=False)
         >>> [str(path) for path in names]
         ['ndistribute/data/sources.py', 'ndistribute/data/steps.py']
         """
@@ -152,144 +160,65 @@ class Dataset:
         return cls(sources.numbers(range(*bounds), output_type))
 
     @classmethod
-    def zip(cls, *args: Any, datasets: Any = None) -> Dataset:
-        """Return a dataset of nests with one element of each dataset, until the shortest ends.
+    def counter(cls, start: int = 0, step: int = 1, dtype: Any = np.int64) -> Dataset:
+        """Return an endless dataset of numbers: `start`, ``start + step``, and so on.
 
-        Args:
-            *args: the datasets, or a nest of them.
-            datasets: the nest, if it is passed by name.
-
-        >>> [(int(x), int(y)) for x, y in Dataset.zip(Dataset.range(2), Dataset.range(5, 9))]
-        [(0, 5), (1, 6)]
+        >>> [int(x) for x in Dataset.counter(5, step=2).take(2)]
+        [5, 7]
         """
-        nest = (args if len(args) > 1 else args[0]) if args else datasets
-        if nest is None or not (parts := tree.flatten(nest)):
-            raise ValueError("zip needs at least one dataset, for example zip(images, labels).")
-        like = tree.unflatten(nest, range(len(parts)))
-        return cls(transformations.zipped(like, tuple(as_dataset(part)._node for part in parts)))
+        node = sources.counted(integer(start, "counter: start"), integer(step, "counter: step"))
+        return cls(node) if np.dtype(dtype) == np.int64 else cls(node).map(np.dtype(dtype).type)
 
     @classmethod
-    def sample_from_datasets(
-        cls,
-        datasets: Sequence[Any],
-        weights: Sequence[float] | Dataset | None = None,
-        seed: int | None = None,
-        stop_on_empty_dataset: bool = False,
-        rerandomize_each_iteration: bool | None = None,
+    def random(
+        cls, seed: int | None = None, rerandomize_each_iteration: bool | None = None
     ) -> Dataset:
-        """Return a dataset that takes each element from a dataset drawn at random.
+        """Return an endless dataset of random integers below 2 ** 32.
 
         Args:
-            datasets: of elements of one structure.
-            weights: the probability of each dataset, up to a factor, or a dataset of these, one
-                for each draw; None means equal ones.
-            seed: of the draws; see `shuffle`.
-            stop_on_empty_dataset: whether to end where a drawn dataset has ended, instead of
-                drawing again.
-            rerandomize_each_iteration: whether each iteration draws anew.
+            seed: see `shuffle`.
+            rerandomize_each_iteration: whether each iteration has other numbers.
 
-        >>> both = Dataset.sample_from_datasets([Dataset.range(2), Dataset.range(5, 7)], seed=1)
-        >>> sorted(int(x) for x in both)
-        [0, 1, 5, 6]
+        >>> len({int(x) for x in Dataset.random(seed=4).take(10)})
+        10
         """
-        parts = tuple(as_dataset(each)._node for each in datasets)
-        if not parts:
-            raise ValueError("sample_from_datasets: datasets should not be empty.")
-        if not isinstance(weights, Dataset):
-            shares = np.ones(len(parts)) if weights is None else np.asarray(weights, float)
-            nesting.check_weights(shares, len(parts))
-            parts = tuple(itertools.compress(parts, shares)) or (cls.range(0)._node,)
-            weights = cls.from_tensors(shares[shares > 0] if any(shares) else [1.0]).repeat()
-        again = bool(rerandomize_each_iteration)
-        return cls(nesting.sampled(parts, weights._node, seed, stop_on_empty_dataset, again))
+        return cls(sources.random_numbers(seed, bool(rerandomize_each_iteration)))
 
     @classmethod
-    def choose_from_datasets(
-        cls, datasets: Sequence[Any], choice_dataset: Any, stop_on_empty_dataset: bool = True
-    ) -> Dataset:
-        """Return a dataset that takes each element from the dataset with the next number.
+    def load(cls, path: Any) -> Dataset:
+        """Return the dataset of the elements that `save` wrote to a file."""
+        return cls(saved.source(os.fspath(path)))
 
-        Args:
-            datasets: of elements of one structure.
-            choice_dataset: a dataset of numbers of these datasets.
-            stop_on_empty_dataset: whether to end where a chosen dataset has ended, instead of
-                taking the next number.
+    def save(self, path: Any) -> None:
+        """Write the elements of one iteration to a file, whole or not at all; `load` reads it.
 
-        >>> parts = [Dataset.range(2), Dataset.range(5, 7)]
-        >>> [int(x) for x in Dataset.choose_from_datasets(parts, Dataset.range(2).repeat())]
-        [0, 5, 1, 6]
+        Raises:
+            ValueError: the dataset is endless, or its elements are not all of one structure.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Dataset.range(3).map(lambda x: {"x": x}).save(f"{folder}/numbers")
+        ...     [int(element["x"]) for element in Dataset.load(f"{folder}/numbers")]
+        [0, 1, 2]
         """
-        parts = tuple(as_dataset(each)._node for each in datasets)
-        return cls(nesting.chosen(parts, as_dataset(choice_dataset)._node, stop_on_empty_dataset))
+        if self.cardinality() == INFINITE_CARDINALITY:
+            raise ValueError("save: the dataset is endless: call take(count) before.")
+        saved.write(os.fspath(path), ElementIterator(self._node))
 
-    def map(self, fn: Callable[..., Any], num_parallel_calls: int | None = None) -> Dataset:
-        """Return a dataset of ``fn(element)``, or of ``fn(*element)`` for tuples.
+    def get_single_element(self) -> Any:
+        """Return the element of a dataset that has only one.
 
-        Args:
-            fn: returns a nest of arrays or numbers; a list means the tuple of its items.
-            num_parallel_calls: the number of threads that call `fn`; `AUTOTUNE` means one per core,
-                None no thread. The order of the elements stays the same.
+        Raises:
+            ValueError: it has none, or several.
 
-        >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
-        [0, 2, 4]
+        >>> Dataset.range(3).batch(3).get_single_element()
+        array([0, 1, 2])
         """
-        if num_parallel_calls is not None and num_parallel_calls != transformations.AUTOTUNE:
-            num_parallel_calls = integer(num_parallel_calls, "map: num_parallel_calls", 1)
-        call = function(fn, "map: fn")
-        return type(self)(transformations.mapped(self._node, call, num_parallel_calls))
-
-    def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
-        """Return a dataset of the elements of the datasets that a function returns.
-
-        A shuffle in those datasets without a seed gets one from the seeds of this dataset, so an
-        iteration can be resumed.
-
-        >>> [int(x) for x in Dataset.range(4).flat_map(Dataset.range)]
-        [0, 0, 1, 0, 1, 2]
-        """
-        call = function(map_func, "flat_map: map_func")
-        return type(self)(nesting.interleaved(self._node, call))
-
-    def interleave(
-        self,
-        map_func: Callable[..., Dataset],
-        cycle_length: int | None = None,
-        block_length: int | None = None,
-        num_parallel_calls: int | None = None,
-        deterministic: bool | None = None,
-    ) -> Dataset:
-        """Return a dataset of elements that the datasets of a function take turns to give.
-
-        Args:
-            map_func: returns a dataset for an element; see `flat_map`.
-            cycle_length: the number of datasets that are open at once; None means 16.
-            block_length: the number of successive elements of each; None means 1.
-            num_parallel_calls: anything but None lets a thread read each open dataset ahead.
-            deterministic: the order is always the same, so this changes nothing.
-
-        >>> [int(x) for x in Dataset.range(2, 5).interleave(Dataset.range, 2)]
-        [0, 0, 1, 1, 2, 0, 1, 2, 3]
-        """
-        default = nesting.CYCLE_LENGTH
-        cycle = default if cycle_length in (None, -1) else cycle_length
-        return type(self)(
-            nesting.interleaved(
-                self._node,
-                function(map_func, "interleave: map_func"),
-                integer(cycle, "interleave: cycle_length", 1),
-                integer(1 if block_length is None else block_length, "interleave: block_length", 1),
-                num_parallel_calls is not None,
-            )
-        )
-
-    def scan(self, initial_state: Any, scan_func: Callable[..., Any]) -> Dataset:
-        """Return a dataset of the outputs of ``state, output = scan_func(state, element)``.
-
-        >>> [int(x) for x in Dataset.range(4).scan(0, lambda total, x: (total + x, total + x))]
-        [0, 1, 3, 6]
-        """
-        call = function(scan_func, "scan: scan_func")
-        return type(self)(transformations.scanned(self._node, as_element(initial_state), call))
+        several = list(self.take(2))
+        if len(several) != 1:
+            kind = "several elements" if several else "no element"
+            raise ValueError(f"get_single_element: the dataset has {kind}, not one.")
+        return several[0]
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return the last state of ``state = reduce_func(state, element)`` for all elements.
@@ -298,243 +227,12 @@ class Dataset:
         6
         """
         what = "reduce: reduce_func"
-        call = transformations.explained(what, function(reduce_func, what), produces=True)
+        call = explained(what, self._function(reduce_func, what), produces=True)
         initial = state = read_only(as_element(initial_state))
         for element in self:
             state = call((state, element))
-            transformations.check_state(what, initial, state)
+            check_state(what, initial, state)
         return state
-
-    def take_while(self, predicate: Callable[..., Any]) -> Dataset:
-        """Return a dataset of the elements before the first whose ``predicate(element)`` is false.
-
-        >>> [int(x) for x in Dataset.range(5).take_while(lambda x: x < 2)]
-        [0, 1]
-        """
-        keep = function(predicate, "take_while: predicate")
-        return type(self)(transformations.selected(self._node, "take_while", keep))
-
-    def enumerate(self, start: int = 0) -> Dataset:
-        """Return a dataset of pairs: a number, which counts from `start` on, and an element.
-
-        >>> [(int(i), int(x)) for i, x in Dataset.range(5, 7).enumerate()]
-        [(0, 5), (1, 6)]
-        """
-        first = integer(start, "enumerate: start")
-        return type(self)(transformations.numbered(self._node, first))
-
-    def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return the dataset that a function returns for this one.
-
-        >>> [int(x) for x in Dataset.range(5).apply(lambda dataset: dataset.skip(3))]
-        [3, 4]
-        """
-        result = function(transformation_func, "apply: transformation_func")(self)
-        if not isinstance(result, Dataset):
-            raise TypeError(f"apply: transformation_func must return a Dataset, got {result!r}.")
-        return result
-
-    def window(
-        self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
-    ) -> Dataset:
-        """Return a dataset of windows: datasets of `size` elements.
-
-        For elements that are nests, a window is a nest with one dataset for each leaf.
-
-        Args:
-            size: the number of elements of a window.
-            shift: the distance between the first elements of windows; None means `size`.
-            stride: the distance between the elements of a window.
-            drop_remainder: whether to drop last windows of fewer than `size` elements.
-
-        >>> [[int(x) for x in window] for window in Dataset.range(5).window(3, shift=2)]
-        [[0, 1, 2], [2, 3, 4], [4]]
-        """
-        length = integer(size, "window: size", 1)
-        steps = integer(length if shift is None else shift, "window: shift", 1)
-        stride = integer(stride, "window: stride", 1)
-        make = type(self)
-        return make(nesting.windowed(self._node, length, steps, stride, bool(drop_remainder), make))
-
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """Return a dataset of the elements for which ``predicate(element)`` is true.
-
-        >>> [int(x) for x in Dataset.range(5).filter(lambda x: x % 2)]
-        [1, 3]
-        """
-        keep = function(predicate, "filter: predicate")
-        return type(self)(transformations.selected(self._node, "filter", keep))
-
-    def batch(self, n: int, drop_remainder: bool = False) -> Dataset:
-        """Return a dataset of batches: `n` successive elements stacked along a new first axis.
-
-        Args:
-            n: the number of elements per batch.
-            drop_remainder: whether to drop a last batch of fewer than `n` elements.
-
-        >>> list(Dataset.range(3).batch(2))
-        [array([0, 1]), array([2])]
-        """
-        size = integer(n, "batch: n", 1)
-        return type(self)(transformations.batched(self._node, size, bool(drop_remainder)))
-
-    def padded_batch(
-        self,
-        batch_size: int,
-        padded_shapes: Any = None,
-        padding_values: Any = None,
-        drop_remainder: bool = False,
-    ) -> Dataset:
-        """Return a dataset of batches whose elements are padded to one shape.
-
-        Args:
-            batch_size: the number of elements per batch.
-            padded_shapes: a nest of shapes; None, also as a length, means the longest of the batch.
-            padding_values: a nest of values to pad with, or one for all; None means zeros.
-            drop_remainder: whether to drop a last batch of fewer than `batch_size` elements.
-
-        >>> import numpy as np
-        >>> next(iter(Dataset.range(1, 4).map(np.arange).padded_batch(3, padding_values=-1)))
-        array([[ 0, -1, -1],
-               [ 0,  1, -1],
-               [ 0,  1,  2]])
-        """
-        size = integer(batch_size, "padded_batch: batch_size", 1)
-        dropped = bool(drop_remainder)
-        return type(self)(
-            transformations.padded(self._node, size, padded_shapes, padding_values, dropped)
-        )
-
-    def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Dataset:
-        """Return a dataset of the rows of these batches in batches of another size.
-
-        Args:
-            batch_size: the number of rows per batch, or several that take turns.
-            drop_remainder: whether to drop a last batch of fewer rows.
-
-        >>> [batch.tolist() for batch in Dataset.range(6).batch(3).rebatch([1, 2])]
-        [[0], [1, 2], [3], [4, 5]]
-        """
-        sizes = batch_size if isinstance(batch_size, Sequence) else [batch_size]
-        checked = tuple(integer(size, "rebatch: batch_size", 0) for size in sizes)
-        if not any(checked):
-            raise ValueError(f"rebatch: batch_size must have a number above 0, got {batch_size!r}.")
-        return type(self)(transformations.rebatched(self._node, checked, bool(drop_remainder)))
-
-    def unbatch(self) -> Dataset:
-        """Return a dataset of the rows of all batches.
-
-        >>> [int(x) for x in Dataset.range(3).batch(2).unbatch()]
-        [0, 1, 2]
-        """
-        return type(self)(transformations.unbatched(self._node))
-
-    def shuffle(
-        self,
-        buffer_size: int,
-        seed: int | None = None,
-        reshuffle_each_iteration: bool | None = True,
-    ) -> Dataset:
-        """Return a dataset of the elements in random order.
-
-        Args:
-            buffer_size: the number of buffered elements, from which each next one is drawn. A full
-                permutation needs at least the size of the dataset.
-            seed: the same seed gives the same sequence of orders in every run. None derives a seed
-                from `set_seed`, or uses a random one if `set_seed` was not called.
-            reshuffle_each_iteration: whether each iteration and repetition uses another order; None
-                means True.
-
-        >>> dataset = Dataset.range(4).shuffle(4, seed=0)
-        >>> sorted(int(x) for x in dataset)
-        [0, 1, 2, 3]
-        """
-        size = integer(buffer_size, "shuffle: buffer_size", 1)
-        reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
-        return type(self)(transformations.shuffled(self._node, size, seed, reshuffles))
-
-    def repeat(self, count: int | None = None) -> Dataset:
-        """Return a dataset of the elements repeated `count` times; forever if it is None or -1.
-
-        >>> [int(x) for x in Dataset.range(2).repeat(2)]
-        [0, 1, 0, 1]
-        """
-        times = -1 if count is None else integer(count, "repeat: count", -1)
-        return type(self)(transformations.repeated(self._node, None if times == -1 else times))
-
-    def take(self, count: int) -> Dataset:
-        """Return a dataset of the first `count` elements; of all elements if `count` is -1.
-
-        >>> [int(x) for x in Dataset.range(5).take(2)]
-        [0, 1]
-        """
-        times = integer(count, "take: count", -1)
-        if times == -1:
-            return self
-        return type(self)(transformations.sliced(self._node, f"take({times})", stop=times))
-
-    def skip(self, count: int) -> Dataset:
-        """Return a dataset without the first `count` elements; an empty one if `count` is -1.
-
-        >>> [int(x) for x in Dataset.range(5).skip(3)]
-        [3, 4]
-        """
-        start = integer(count, "skip: count", -1)
-        if start == -1:
-            return self.take(0)
-        return type(self)(transformations.sliced(self._node, f"skip({start})", start))
-
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return a dataset of every `num_shards`-th element, starting at element `index`.
-
-        >>> [int(x) for x in Dataset.range(5).shard(2, 1)]
-        [1, 3]
-        """
-        shards = integer(num_shards, "shard: num_shards", 1)
-        first = integer(index, "shard: index", below=shards)
-        name = f"shard({shards}, {first})"
-        return type(self)(transformations.sliced(self._node, name, first, step=shards))
-
-    def concatenate(self, dataset: Any) -> Dataset:
-        """Return a dataset of these elements, followed by those of another dataset.
-
-        >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(5, 7))]
-        [0, 1, 5, 6]
-        """
-        return type(self)(transformations.concatenated(self._node, as_dataset(dataset)._node))
-
-    def cache(self, filename: str = "") -> Dataset:
-        """Return a dataset that keeps the elements of its first complete iteration in memory.
-
-        Args:
-            filename: must be empty: elements are kept in memory only.
-
-        >>> calls = []
-        >>> dataset = Dataset.range(2).map(lambda x: calls.append(x) or x).cache()
-        >>> _ = list(dataset), list(dataset)
-        >>> len(calls)
-        2
-        """
-        if filename:
-            raise ValueError(
-                f"cache: elements are kept in memory, not in the file {filename!r}. Leave filename "
-                "out, or write arrays with np.save and read them with from_files."
-            )
-        return type(self)(transformations.cached(self._node))
-
-    def prefetch(self, n: int) -> Dataset:
-        """Return a dataset of which a thread prepares `n` elements ahead; 2 for `AUTOTUNE`.
-
-        >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
-        [0, 1, 4]
-        """
-        return type(self)(transformations.prefetched(self._node, integer(n, "prefetch: n", -1)))
-
-    def with_options(self, options: InputOptions) -> Dataset:
-        """Return this dataset with defaults for the `options` of `distribute_dataset`."""
-        if not isinstance(options, InputOptions):
-            raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
-        return type(self)(self._node.then("with_options(...)", self._node.chunks, options=options))
 
     @property
     def element_spec(self) -> Any:
@@ -574,15 +272,13 @@ class Dataset:
             raise TypeError(f"the length of this dataset is {what}: use cardinality().")
         return known
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSTEAD:
+            raise AttributeError(f"Dataset has no {name}: use {_INSTEAD[name]}.")
+        return object.__getattribute__(self, name)  # Raises Python's own error.
+
     def __bool__(self) -> bool:
         return True
-
-
-for _name, _method in list(vars(Dataset).items()):
-    _function = getattr(_method, "__func__", _method)  # Of a class method.
-    if callable(_function) and not _name.startswith("_"):
-        _named: Any = accepting("name")(_function)
-        setattr(Dataset, _name, _named if _function is _method else classmethod(_named))
 
 
 def as_dataset(source: Any) -> Dataset:
@@ -595,4 +291,4 @@ def as_dataset(source: Any) -> Dataset:
     >>> as_dataset([np.arange(2), np.arange(1)]).cardinality()
     2
     """
-    return source if isinstance(source, Dataset) else Dataset(sources.iterable(source))
+    return source if isinstance(source, Dataset) else Dataset(node_of(source))

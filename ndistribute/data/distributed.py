@@ -9,7 +9,6 @@ data takes part with empty batches until all workers have finished.
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +17,9 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.context import current_frame
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
+from ndistribute.data.combining import in_rounds
 from ndistribute.data.dataset import as_dataset
-from ndistribute.data.nesting import in_rounds
+from ndistribute.data.iterator import TensorFlowIterator
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
 from ndistribute.data.pipeline import (
     UNKNOWN_CARDINALITY,
@@ -28,6 +28,7 @@ from ndistribute.data.pipeline import (
     Node,
     check_resumable,
     describe,
+    ended_with_error,
     upstream,
 )
 from ndistribute.data.prefetch import Ahead
@@ -205,7 +206,7 @@ def _spec_of_steps(node: Node, sharding: Sharding, topology: Topology) -> Any:
     return tree.map_leaves(part, node.element_like)
 
 
-class DistributedIterator(Iterator[Any]):
+class DistributedIterator(TensorFlowIterator):
     """An iterator over a `DistributedDataset`, whose state can be saved and restored.
 
     >>> import numpy as np
@@ -229,7 +230,7 @@ class DistributedIterator(Iterator[Any]):
         self._own = self._progress
         self._loader = loader_of(node)
         self._loader_state: Any = None  # After the consumer's step, if the loader is ahead of it.
-        self._over = False
+        self._over = self._failed = False
         self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
         self._source: Iterator[PipelineStep] | None = None
@@ -243,15 +244,16 @@ class DistributedIterator(Iterator[Any]):
                 "strategy.run(step, args=(batch,))."
             )
         if self._over:
-            raise StopIteration
+            raise ended_with_error() if self._failed else StopIteration
         try:
             if self._source is None:
                 self._source = self._open()
             step = next(self._source, None)
             if step is None:
                 raise StopIteration
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._failed = not isinstance(error, StopIteration)
             raise
         for shard, position in step.reached.items():
             self._progress.positions[shard] = position
@@ -262,14 +264,6 @@ class DistributedIterator(Iterator[Any]):
     def element_spec(self) -> Any:
         """What each step has; see `DistributedDataset`."""
         return _spec_of_steps(self._node, self._progress.sharding, self._topology)
-
-    def get_next(self) -> Any:
-        """Return the next batch, as `next` does; this is its name in TensorFlow."""
-        return next(self)
-
-    def get_next_as_optional(self) -> OptionalBatch:
-        """Return the next batch, or the end of the input, without an exception."""
-        return OptionalBatch(tuple(itertools.islice(self, 1)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
@@ -318,7 +312,7 @@ class DistributedIterator(Iterator[Any]):
         seeds = progress.seeds[self._first_shard]
         self._epoch = Epoch.resume(self._node, seeds)
         self._source = self._loader_state = None
-        self._over = False
+        self._over = self._failed = False
         self._used_up.clear()
         if loader is not None:
             self._loader.load_state_dict(loader["state"])
@@ -390,31 +384,6 @@ class DistributedIterator(Iterator[Any]):
             )
 
 
-class OptionalBatch:
-    """A batch of an iterator, or none at its end, with the methods of TensorFlow's optionals.
-
-    Args:
-        batches: a tuple with the batch, or an empty one.
-    """
-
-    def __init__(self, batches: tuple[Any, ...]) -> None:
-        self._batches = batches
-
-    def has_value(self) -> bool:
-        """Return True if there is a batch."""
-        return bool(self._batches)
-
-    def get_value(self) -> Any:
-        """Return the batch.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if not self._batches:
-            raise ValueError("the input has ended: call has_value() before get_value().")
-        return self._batches[0]
-
-
 def loader_of(node: Node) -> Any:
     """Return the loader that a pipeline consists of, if it has a state; None otherwise."""
     while node.options is not None:
@@ -453,5 +422,4 @@ def _default_depth(node: Node, devices: Sequence[Device]) -> int:
     computes on both cores 0 to 10 % more. Arrays on the CPU involve no waiting, so they use no
     thread; a user's function may read files.
     """
-    waits = any(step.runs_user_code for step in upstream(node))
-    return 2 if waits or any(device.kind != "cpu" for device in devices) else 0
+    return 2 if node.calls_user or any(device.kind != "cpu" for device in devices) else 0

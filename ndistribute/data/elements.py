@@ -29,9 +29,9 @@ IntArray = npt.NDArray[np.int64]
 Positions = range | IntArray
 Chunk: TypeAlias = "Rows | Sequence[Element]"
 
-# The rows gathered at once when single elements are iterated over. This spreads the cost of a
-# gather, and an element that the user keeps retains at most this many rows in memory.
-_ROWS_PER_GATHER = 64
+# The rows gathered at once when single elements are iterated over; more if they have fewer bytes.
+# This spreads the cost of a gather, and an element that the user keeps retains no more.
+_ROWS_PER_GATHER, _BYTES_PER_GATHER = 64, 1 << 16
 
 
 # A checksum reads at most this many pieces of an array, of at most this many bytes: 256 MiB, at 1
@@ -78,10 +78,23 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
             f"a {type(value).__name__} is a table, not an array. Pass {COLUMNS_OF_FRAME} for one "
             "array per column, or frame.to_numpy() for one array of all columns."
         )
+    if isinstance(value, bytes):
+        return np.bytes_(value)
     try:
-        return _leaf(as_array(value))
+        return _leaf(_array_of(value) if type(value) is list else as_array(value))
     except ValueError as error:
         raise _not_rectangular() from error
+
+
+def copied(value: Any) -> Element:
+    """Return the element for a value whose arrays its maker may use again."""
+
+    def copy_of(leaf: Leaf) -> Leaf:
+        kept = isinstance(leaf, np.generic) or not hasattr(leaf, "flags")
+        return leaf if kept or not getattr(leaf.flags, "writeable", True) else leaf.copy()
+
+    element = as_element(value)
+    return element if isinstance(element, np.generic) else tree.map_leaves(copy_of, element)
 
 
 def read_only(element: Element) -> Element:
@@ -237,8 +250,11 @@ class Rows:
         return chain.from_iterable(self._pieces())
 
     def _pieces(self) -> Iterator[Iterator[Element]]:
-        for first in range(0, len(self), _ROWS_PER_GATHER):
-            yield unstack(self[first : first + _ROWS_PER_GATHER].gather())
+        columns = [column for columns, _ in self._parts for column in columns]
+        row = sum(8 if isinstance(column, range) else column[:1].nbytes for column in columns)
+        size = max(_ROWS_PER_GATHER, _BYTES_PER_GATHER // max(1, row))
+        for first in range(0, len(self), size):
+            yield unstack(self[first : first + size].gather())
 
     def pick(self, indices: IntArray) -> Rows:
         """Return the rows at the given indices of these rows."""
@@ -327,7 +343,27 @@ def _indices(positions: Positions) -> IntArray:
 def _leaf(array: Any) -> Leaf:
     if array.dtype == object and any(isinstance(v, list | tuple | np.ndarray) for v in array.flat):
         raise _not_rectangular()
+    if array.dtype == object and array.ndim == 0:
+        item = array[()]
+        if isinstance(item, str | bytes):
+            return np.str_(item) if isinstance(item, str) else np.bytes_(item)
+        kind = type(item).__name__
+        raise TypeError(f"a leaf of a dataset's element is a {kind}: it needs arrays or numbers.")
     return array[()] if array.ndim == 0 else array
+
+
+def _array_of(items: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return an array of items; one of objects for bytes that end with a zero, which NumPy cuts."""
+    array = np.array(items)
+    if array.dtype.kind == "S" and any(item.endswith(b"\0") for item in items):
+        return np.array(items, object)
+    if (
+        array.dtype.kind in "SU"
+        and array.ndim == 1
+        and not all(isinstance(item, str | bytes) for item in items)
+    ):
+        raise TypeError(f"text and numbers do not make one array: {list(items[:3])!r}...")
+    return array
 
 
 def _not_rectangular() -> ValueError:
@@ -375,7 +411,7 @@ def _alike(first: Any, element: Any) -> bool:
 
 def _stack_leaf(column: Sequence[Leaf]) -> npt.NDArray[Any]:
     try:
-        return np.array(column) if isinstance(column[0], np.generic) else np.stack(column)
+        return _array_of(column) if isinstance(column[0], np.generic) else np.stack(column)
     except ValueError as error:
         shapes = ", ".join(sorted({str(np.shape(leaf)) for leaf in column}))
         raise ValueError(

@@ -3,14 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import compress, count
+from itertools import compress, count, islice
 from typing import Any
 
 from ndistribute.data.elements import Element
 from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, check_resumable, run
 
 
-class ElementIterator:
+class OptionalBatch:
+    """A batch of an iterator, or none at its end, with the methods of TensorFlow's optionals.
+
+    Args:
+        batches: a tuple with the batch, or an empty one.
+    """
+
+    def __init__(self, batches: tuple[Any, ...]) -> None:
+        self._batches = batches
+
+    def has_value(self) -> bool:
+        """Return True if there is a batch."""
+        return bool(self._batches)
+
+    def get_value(self) -> Any:
+        """Return the batch.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self._batches:
+            raise ValueError("the input has ended: call has_value() before get_value().")
+        return self._batches[0]
+
+
+class TensorFlowIterator(Iterator[Any]):
+    """An iterator with the methods of TensorFlow's."""
+
+    __slots__ = ()
+
+    def get_next(self) -> Any:
+        """Return the next element, as `next` does."""
+        return next(self)
+
+    def get_next_as_optional(self) -> OptionalBatch:
+        """Return the next element, or the end of the input, without an exception."""
+        return OptionalBatch(tuple(islice(self, 1)))
+
+
+class ElementIterator(TensorFlowIterator):
     """An iterator over the elements of a dataset; a checkpoint may have it.
 
     >>> from ndistribute.data import Dataset
@@ -30,12 +69,8 @@ class ElementIterator:
         self._node, self._convert = node, convert
         self._begin(Epoch.begin(node))
 
-    def __iter__(self) -> ElementIterator:
-        return self
-
-    def get_next(self) -> Element:
-        """Return the next element, as `next` does; this is its name in TensorFlow."""
-        return next(self)
+    def __del__(self) -> None:
+        self._epoch.threads.close()
 
     @property
     def element_spec(self) -> Any:
@@ -51,9 +86,16 @@ class ElementIterator:
         """Return the position: the seeds of the shuffles, and the number of elements so far.
 
         Raises:
-            ValueError: the elements are of a loader, which this iterator cannot take back.
+            ValueError: the elements are of a loader, which this iterator cannot take back, or a
+                function has failed for an element.
         """
         check_resumable(self._node, None, "state_dict")
+        left_out = self._epoch.failed.keys() & self._node.surviving
+        if left_out:
+            raise ValueError(
+                f"state_dict: {self._epoch.failed[left_out.pop()]} has failed for an element, "
+                "which no count has. Call ignore_errors() after it to leave such elements out."
+            )
         number = next(self._numbers)
         self._number(self._elements, number)
         return {

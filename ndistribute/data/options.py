@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,10 +229,3 @@ def integer(value: Any, what: str, lowest: int | None = None, below: int | None 
     if lowest is not None and number < lowest:
         raise ValueError(f"{what} must be at least {lowest}, got {number}.")
     return number
-
-
-def function(value: Any, what: str) -> Callable[..., Any]:
-    """Return an argument after checking that it is callable; raise a TypeError otherwise."""
-    if not callable(value):
-        raise TypeError(f"{what} must be a function, got {value!r}.")
-    return value  # type: ignore[no-any-return]

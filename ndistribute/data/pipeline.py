@@ -11,8 +11,8 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,9 +21,16 @@ from ndistribute.data.elements import Chunk, Element, as_shape, checksum, drop
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
 from ndistribute.devices import as_array
+from ndistribute.mistakes import accepting
+
+T = TypeVar("T")
+Chunks: TypeAlias = "Callable[[Epoch, int], Iterator[Chunk]]"
+Singly: TypeAlias = "Callable[[Epoch, int], Iterator[Element]]"
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
+
+ENDLESS = "repeat()"  # The name of the node of endless repetitions.
 
 
 class ShuffleSeed(NamedTuple):
@@ -90,6 +97,8 @@ class Epoch:
     shard: tuple[int, int] = (0, 1)  # Which shard of the files is read, of how many.
     threads: Threads = field(default_factory=Threads)  # Those to stop at the end.
     loaded: int = 0  # The number of batches before the state that a loader has loaded.
+    # The functions that raised for an element, by the input of their step; None for a source.
+    failed: dict[Node | None, str] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:
@@ -117,7 +126,17 @@ class Epoch:
     def inside(self, node: Node, seed: ShuffleSeed, number: int) -> Epoch:
         """Return the epoch of a dataset that a function returned for element `number`."""
         seeds = {each: each.under(seed, place) for place, each in enumerate(seeds_of(node))}
-        return Epoch(seeds, (seed.iteration, *self.path, number), threads=self.threads)
+        return replace(
+            self, seeds=seeds, path=(seed.iteration, *self.path, number), shard=(0, 1), loaded=0
+        )
+
+    def watching(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks of a source, and note an error, after which it gives no more."""
+        try:
+            yield from chunks
+        except Exception:
+            self.failed[None] = "the source"
+            raise
 
     def frozen(self) -> Epoch:
         """Return this epoch for a node that produces the same elements in every epoch."""
@@ -174,7 +193,9 @@ class Node:
     """A node of a pipeline, and its inputs."""
 
     name: str  # The call that created it.
-    chunks: Callable[[Epoch, int], Iterator[Chunk]]  # Yields the elements from a number on.
+    chunks: Chunks  # Yields the elements from a number on.
+    # Yields them singly, and goes on after an error in a function of the user.
+    singly: Singly | None = None
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
     seeds: SeedCounter | None = None  # Of a shuffle.
@@ -186,9 +207,21 @@ class Node:
     # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
 
-    def then(self, name: str, chunks: Callable[[Epoch, int], Iterator[Chunk]], **new: Any) -> Node:
-        """Return a node after this one, with the same spec unless `new` contains another."""
-        return Node(**{"name": name, "chunks": chunks, "inputs": (self,), "spec": self.spec, **new})
+    @property
+    def calls_user(self) -> bool:
+        """Whether a step runs code of the user, or reads files, to produce an element."""
+        return any(step.runs_user_code for step in upstream(self))
+
+    def like(self, change: Callable[[LeafSpec], Any]) -> Any:
+        """Return the spec of the elements with changed leaves; None if it is unknown."""
+        return None if self.spec.like is None else tree.map_leaves(change, self.spec.like)
+
+    @property
+    def surviving(self) -> set[Node]:
+        """The inputs of the steps that go on after an error in a function of theirs."""
+        if self.singly is None:
+            return set()
+        return set(self.inputs).union(*(before.surviving for before in self.inputs))
 
     @functools.cached_property
     def contents(self) -> list[str]:
@@ -224,26 +257,86 @@ class Node:
 
     def iterate(self, epoch: Epoch, start: int = 0) -> Iterator[Element]:
         """Yield the elements one at a time, starting at number `start`."""
+        if self.singly is not None:
+            return self.singly(epoch, start)
         return chain.from_iterable(self.chunks(epoch, start))
 
 
-def from_first(
-    values: Callable[[Epoch], Iterator[Element]],
-) -> Callable[[Epoch, int], Iterator[Chunk]]:
+class Pipeline:
+    """What has the node of a dataset; the base of the classes of methods that add a node to it."""
+
+    __slots__ = ("__weakref__", "_node")
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def _then(self, name: str, chunks: Chunks, **new: Any) -> Self:
+        """Return a dataset with another node, of the same spec unless `new` has another."""
+        facts = {"inputs": (self._node,), "spec": self._node.spec, **new}
+        return type(self)(Node(name=name, chunks=chunks, **facts))
+
+    @staticmethod
+    def _function(fn: Any, what: str) -> Callable[..., Any]:
+        """Return a function of the user for elements, after checking that it is one."""
+        if not callable(fn):
+            raise TypeError(f"{what} must be a function, got {fn!r}.")
+        return fn  # type: ignore[no-any-return]
+
+    def _singly(self, name: str, singly: Singly, **new: Any) -> Self:
+        """Return a dataset whose elements come singly."""
+        return self._then(name, lambda *at: zip(singly(*at)), singly=singly, **new)
+
+
+def named(cls: type[T]) -> type[T]:
+    """Let the methods of a class take the keyword `name` of TensorFlow, which changes nothing."""
+    for name, method in list(vars(cls).items()):
+        function = getattr(method, "__func__", method)  # Of a class method.
+        if callable(function) and not name.startswith("_"):
+            taking: Any = accepting("name")(function)
+            setattr(cls, name, taking if function is method else classmethod(taking))
+    return cls
+
+
+def from_first(values: Callable[[Epoch], Iterator[Element]]) -> Chunks:
     """Return the `chunks` of a node whose elements are always produced from the first on."""
     return lambda epoch, start: drop(zip(values(epoch)), start)
 
 
+def ended_with_error() -> RuntimeError:
+    """Return what to raise instead of the end of an iteration that an error has ended before."""
+    return RuntimeError(
+        "the iteration has ended with an error, and what comes after it was not read. To leave "
+        "elements out for which a function fails, call ignore_errors() directly after that map or "
+        "filter."
+    )
+
+
+def beyond(values: Iterator[Element], count: int) -> Iterator[Element]:
+    """Return an iterator without its first `count` elements, which goes on after an error."""
+    return chain(islice(values, count, count), values) if count else values
+
+
 def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:
-    """Return the elements of one epoch; its threads stop when it ends or nothing refers to it."""
+    """Return the elements of one epoch, at whose end its threads stop."""
+    failed = False
 
     def chunks() -> Iterator[Chunk]:
+        nonlocal failed
         try:
             yield from node.chunks(epoch, start)
+        except BaseException:
+            failed = True
+            raise
         finally:
             epoch.threads.close()
 
-    return chain.from_iterable(chunks())
+    def parts() -> Iterator[Iterator[Element]]:
+        yield node.iterate(epoch, start) if node.singly else chain.from_iterable(chunks())
+        epoch.threads.close()
+        if failed or not epoch.failed.keys() <= node.surviving:
+            raise ended_with_error()
+
+    return chain.from_iterable(parts())
 
 
 def upstream(node: Node) -> list[Node]:
@@ -252,6 +345,19 @@ def upstream(node: Node) -> list[Node]:
     for before in node.inputs:
         nodes.update(dict.fromkeys(upstream(before)))
     return [*nodes, node]
+
+
+def exact_length(node: Node) -> int:
+    """Return the number of elements in an epoch, or that it is unknown.
+
+    An endless repetition may be of nothing, and a worker may read a part of the files.
+    """
+    for step in upstream(node):
+        if step.files is not None:  # A worker may read a part of them.
+            return UNKNOWN_CARDINALITY
+        if step.name == ENDLESS and step.inputs[0].spec.cardinality == UNKNOWN_CARDINALITY:
+            return UNKNOWN_CARDINALITY
+    return node.spec.cardinality
 
 
 def seeds_of(node: Node) -> list[SeedCounter]:

@@ -9,10 +9,11 @@ workers, so that the workers can divide the files.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
 
@@ -22,7 +23,8 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
-from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, from_first
+from ndistribute.data.shuffling import seeded
 
 Reader = Callable[[str], Any]
 
@@ -58,6 +60,26 @@ def numbers(values: range, dtype: Any = np.int64) -> Node:
     return _of_rows(repr(values), rows, LeafSpec(np.dtype(dtype), ()))
 
 
+def counted(start: int, step: int = 1) -> Node:
+    """Return a node of endless numbers."""
+    node = numbers(range(start, start + step * (1 << 62), step))
+    spec = dataclasses.replace(node.spec, cardinality=pipeline.INFINITE_CARDINALITY)
+    return dataclasses.replace(node, name=f"counter({start}, {step})", spec=spec)
+
+
+def random_numbers(seed: int | None, differs: bool) -> Node:
+    """Return a node of endless random integers."""
+    seeds = seeded("random", seed)
+
+    def values(epoch: Epoch) -> Iterator[Element]:
+        rng = epoch.generator(seeds, differs)
+        while True:
+            yield from rng.integers(1 << 32, size=1024)
+
+    spec = ElementSpec(pipeline.INFINITE_CARDINALITY, False, like=LeafSpec(np.dtype(np.int64), ()))
+    return Node(name="random()", chunks=from_first(values), spec=spec, seeds=seeds)
+
+
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
     spec = ElementSpec(len(rows), batched=False, like=like)
     return Node(
@@ -76,8 +98,8 @@ def generated(
         )
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        values = map(as_element, islice(make(*args), start, None))
-        return zip(values if like is None else map(_conform, values, repeat(like)))
+        conform = elements.copied if like is None else functools.partial(_conform, specs=like)
+        return epoch.watching(zip(map(conform, islice(make(*args), start, None))))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
     name = f"from_generator({pipeline.name_of(make)})"
@@ -107,7 +129,7 @@ def iterable(batches: Any) -> Node:
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         left = islice(batches, start - epoch.loaded, None)
-        return zip(as_element(batch, lists_nest=True) for batch in left)
+        return epoch.watching(zip(as_element(batch, lists_nest=True) for batch in left))
 
     spec, runs = ElementSpec(_length(batches)), not isinstance(batches, Sequence)
     return Node(name=kind, chunks=chunks, spec=spec, loader=batches, runs_user_code=runs)
@@ -120,6 +142,7 @@ def has_state(loader: Any) -> bool:
 
 def matching(paths: Any, what: str = "from_files") -> tuple[str, ...]:
     """Return the paths of files, in the order of the patterns and sorted for each."""
+    paths = paths.tolist() if hasattr(paths, "tolist") else paths  # Of a tensor or an array.
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
         names = tuple(path for item in several for path in _matches(os.fspath(item), what))
@@ -155,7 +178,7 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         number, count = epoch.shard
         read = (_read(path, by) for path, by in parts[number::count])
-        return drop(chain.from_iterable(read), start)
+        return epoch.watching(drop(chain.from_iterable(read), start))
 
     name, spec = f"from_files({len(names)} file(s))", ElementSpec(batched=False)
     return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)
@@ -187,14 +210,22 @@ def _spec_of(leaf: Any) -> LeafSpec:
     return LeafSpec(np.dtype(leaf.dtype), tuple(leaf.shape))
 
 
-def _conform(element: Element, specs: Any) -> Element:
-    """Return an element cast to the dtypes of a signature, after checking its shapes."""
-    if not tree.same_structure(element, specs):
+def _conform(value: Any, specs: Any) -> Element:
+    """Return the element for a value, cast to the dtypes of a signature, which gives its nest."""
+    try:
+        parts = map(_as_leaf, tree.flatten_up_to(specs, value))
+        leaves = list(map(elements.copied, parts))
+    except ValueError:
         raise ValueError(
-            f"from_generator: the generator yielded {element!r}, whose structure differs from that "
+            f"from_generator: the generator yielded {value!r}, whose structure differs from that "
             f"of output_signature, {specs!r}."
-        )
-    return tree.map_leaves(_conform_leaf, element, specs)
+        ) from None
+    return tree.unflatten(specs, list(map(_conform_leaf, leaves, tree.flatten(specs))))
+
+
+def _as_leaf(value: Any) -> Any:
+    """Return a value for one leaf: a tuple is the rows of an array there."""
+    return np.array(value) if isinstance(value, tuple) else value
 
 
 def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:
@@ -267,18 +298,17 @@ def _read_npz(path: str) -> dict[str, npt.NDArray[Any]]:
 
 def _read_csv(path: str) -> npt.NDArray[np.float64]:
     """Return the numbers of a CSV file; a first line without any number is a header."""
-    with open(path, encoding="utf-8-sig") as lines:
-        first = next(lines, "")
-        header = not any(map(_is_number, first.split(",")))
-        rows = [line for line in ([] if header else [first]) + list(lines) if line.strip()]
-    if header:
-        _check_header(path, first.partition("#")[0].strip())
+    with open(path, encoding="utf-8-sig") as file:
+        lines = list(enumerate(file, 1))
+    if header := not any(map(_is_number, lines[0][1].split(",") if lines else ())):
+        _check_header(path, lines[0][1].partition("#")[0].strip() if lines else "")
+    rows = [(number, line) for number, line in lines[header:] if line.strip()]
     if not rows:
         return np.empty((0, 0))
     try:
-        return np.loadtxt(rows, delimiter=",", ndmin=2)
+        return np.loadtxt([line for _, line in rows], delimiter=",", ndmin=2)
     except ValueError as error:
-        raise ValueError(_fault_of_csv(path, header) or f"{path}: {error}") from error
+        raise ValueError(_fault_of_csv(path, rows) or f"{path}: {error}") from error
 
 
 def _check_header(path: str, line: str) -> None:
@@ -290,22 +320,21 @@ def _check_header(path: str, line: str) -> None:
         raise ValueError(f"{path}, line 1: {line!r} {what}, so it is not a header. {_CORRECT_CSV}")
 
 
-def _fault_of_csv(path: str, header: bool) -> str | None:
+def _fault_of_csv(path: str, lines: Iterable[tuple[int, str]]) -> str | None:
     """Return a message about the first line that is not a row of numbers; None without one."""
     width = 0
-    with open(path, encoding="utf-8-sig") as lines:
-        for number, line in islice(enumerate(lines, 1), int(header), None):
-            cells = line.partition("#")[0].split(",")
-            if not "".join(cells).strip():
-                continue
-            where = f"{path}, line {number}:"
-            for column, cell in enumerate(cells, 1):
-                if not _is_number(cell):
-                    what = f"column {column} is {cell.strip()!r}, which is not a number."
-                    return f"{where} {what} {_CORRECT_CSV}"
-            width = width or len(cells)
-            if len(cells) != width:
-                return f"{where} {len(cells)} column(s), but the lines before it have {width}."
+    for number, line in lines:
+        cells = line.partition("#")[0].split(",")
+        if not "".join(cells).strip():
+            continue
+        where = f"{path}, line {number}:"
+        for column, cell in enumerate(cells, 1):
+            if not _is_number(cell):
+                what = f"column {column} is {cell.strip()!r}, which is not a number."
+                return f"{where} {what} {_CORRECT_CSV}"
+        if width and len(cells) != width:
+            return f"{where} {len(cells)} column(s), but the lines before it have {width}."
+        width = len(cells)
     return None
 
 

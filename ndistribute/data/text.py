@@ -31,6 +31,7 @@ def _decompressed(path: str) -> io.BytesIO:
         return io.BytesIO(zlib.decompress(file.read()))
 
 
+_QUOTING = (csv.QUOTE_NONE, csv.QUOTE_MINIMAL)
 _OPENERS: dict[str, Callable[[str], Any]] = {
     "": functools.partial(open, mode="rb"),
     "GZIP": gzip.open,
@@ -59,10 +60,9 @@ def text_lines(
     ['name,doors,price', 'ant,3,9.5', 'bee,5,12']
     """
     read = functools.partial(_lines_of, open_text=_opener("text_lines", compression_type, "utf-8"))
-    paths = filenames.tolist() if hasattr(filenames, "tolist") else filenames
-    if not isinstance(paths, Dataset) and num_parallel_reads is None:
-        return kind(sources.files(paths, read))
-    names = paths if isinstance(paths, Dataset) else kind(sources.listed(paths))
+    if not isinstance(filenames, Dataset) and num_parallel_reads is None:
+        return kind(sources.files(filenames, read))
+    names = filenames if isinstance(filenames, Dataset) else kind(sources.listed(filenames))
     return names.interleave(
         lambda path: kind(sources.files(str(path), read)),
         cycle_length=num_parallel_reads or 1,
@@ -86,8 +86,11 @@ def make_csv_dataset(
     shuffle_buffer_size: int = 10_000,
     shuffle_seed: int | None = None,
     prefetch_buffer_size: int | None = None,
+    num_parallel_reads: int | None = None,
+    sloppy: bool = False,
     num_rows_for_inference: int | None = 100,
     compression_type: str | None = None,
+    ignore_errors: bool = False,
     encoding: str = "utf-8",
     *,
     kind: type[Dataset] = Dataset,
@@ -112,8 +115,12 @@ def make_csv_dataset(
         shuffle_buffer_size: see `Dataset.shuffle`.
         shuffle_seed: see `Dataset.shuffle`.
         prefetch_buffer_size: see `Dataset.prefetch`; None means `AUTOTUNE`.
+        num_parallel_reads: changes nothing: files are read whole, one after another.
+        sloppy: changes nothing: the order is always the same.
         num_rows_for_inference: the number of rows that the dtypes are inferred from; None, all.
         compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        ignore_errors: whether to leave out rows with too many or too few cells, or with cells that
+            do not fit their column, instead of raising an error.
         encoding: of the text.
         kind: the class of the dataset.
 
@@ -125,35 +132,66 @@ def make_csv_dataset(
     ({'name': array(['ant', 'bee'], dtype='<U3'), 'doors': array([3, 5], dtype=int32)},
      array([ 9.5, 12. ], dtype=float32))
     """
-    paths = sources.matching(file_pattern, "make_csv_dataset")
-    reader = CsvReader(
-        _opener("make_csv_dataset", compression_type, encoding),
-        csv.QUOTE_MINIMAL if use_quote_delim else csv.QUOTE_NONE,
-        field_delim,
-        header,
-        frozenset(["", na_value]),
-    )
+    what, paths = "make_csv_dataset", sources.matching(file_pattern, "make_csv_dataset")
+    opener = _opener(what, compression_type, encoding)
+    reader = CsvReader(opener, _QUOTING[bool(use_quote_delim)], field_delim, header, na_value)
     with reader.rows_of(paths[0]) as (first, _):
         names = list(column_names or first or ())
     if not names:
-        raise ValueError("make_csv_dataset: without a header, pass column_names.")
+        raise ValueError(f"{what}: without a header, pass column_names.")
     wanted = range(len(names)) if select_columns is None else select_columns
     places = sorted(names.index(each) if isinstance(each, str) else each for each in wanted)
     if label_name is not None and label_name not in [names[place] for place in places]:
-        raise ValueError(f"make_csv_dataset: label_name {label_name!r} is not among {names}.")
-    reader = replace(reader, names=names, places=places, label=label_name)
+        raise ValueError(f"{what}: label_name {label_name!r} is not among {names}.")
+    reader = replace(reader, names=names, places=places, label=label_name, ignores=ignore_errors)
     defaults = column_defaults
     if defaults is None:
         defaults = reader.inferred(paths, num_rows_for_inference)
-    if len(defaults) != len(places):
-        raise ValueError(
-            f"make_csv_dataset: {len(defaults)} column_defaults, but it reads {len(places)} "
-            "column(s)."
-        )
-    rows = kind(sources.files(paths, replace(reader, defaults=defaults)))
+    rows = kind(sources.files(paths, reader.filling(defaults, f"{what}: column_defaults")))
     rows = rows.shuffle(shuffle_buffer_size, shuffle_seed) if shuffle else rows
     batches = rows.repeat(num_epochs).batch(batch_size, drop_remainder=num_epochs is None)
     return batches.prefetch(AUTOTUNE if prefetch_buffer_size is None else prefetch_buffer_size)
+
+
+def csv_rows(
+    filenames: Any,
+    record_defaults: Sequence[Any],
+    compression_type: str | None = None,
+    buffer_size: int | None = None,
+    header: bool = False,
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    select_cols: Sequence[int] | None = None,
+    *,
+    kind: type[Dataset] = Dataset,
+) -> Dataset:
+    """Return a dataset of the rows of CSV files: tuples of cells.
+
+    Args:
+        filenames: one or several paths or patterns.
+        record_defaults: see `column_defaults` of `make_csv_dataset`.
+        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        buffer_size: of each file, in bytes; Python chooses it, so it changes nothing.
+        header: whether to leave out the first line of each file.
+        field_delim: between cells.
+        use_quote_delim: whether a cell in double quotes may contain the delimiter.
+        na_value: the text of an empty cell, besides no text.
+        select_cols: the numbers of the columns to read; None reads all.
+        kind: the class of the dataset.
+
+    >>> rows = csv_rows("tests/data/cars.csv", ["", 0, 0.0], header=True)
+    >>> [(str(name), int(doors), float(price)) for name, doors, price in rows]
+    [('ant', 3, 9.5), ('bee', 5, 12.0)]
+    """
+    opener = _opener("csv_rows", compression_type, "utf-8")
+    reader = CsvReader(opener, _QUOTING[bool(use_quote_delim)], field_delim, header, na_value)
+    with reader.rows_of(sources.matching(filenames, "csv_rows")[0]) as (first, rows):
+        names = [f"column {place}" for place, _ in enumerate(first or next(rows, ()))]
+    places = range(len(names)) if select_cols is None else select_cols
+    reader = replace(reader, names=names, places=places)
+    read = reader.filling(record_defaults, "csv_rows: record_defaults")
+    return kind(sources.files(filenames, lambda path: tuple(read(path).values())))
 
 
 def _opener(what: str, compression: str | None, encoding: str) -> Callable[[str], Any]:
@@ -177,20 +215,38 @@ class CsvReader:
     quoting: Any
     delimiter: str
     header: bool
-    missing: frozenset[str]  # The texts of empty cells.
+    missing: str  # The text of an empty cell, besides no text.
     names: Sequence[str] = ()  # Of all columns.
     places: Sequence[int] = ()  # Of the columns that are read.
     label: str | None = None
     defaults: Sequence[Any] = ()  # Of the columns that are read.
+    ignores: bool = False  # Whether rows that do not fit are left out.
 
     def __call__(self, path: str) -> Any:
         with self.rows_of(path) as (_, rows):
-            table = list(rows)
-        columns = {
+            table = [row for row in rows if not self.ignores or self._fits(row)]
+        columns = self._columns(table)
+        return columns if self.label is None else (columns, columns.pop(self.label))
+
+    def filling(self, defaults: Sequence[Any], what: str) -> CsvReader:
+        """Return this reader with defaults for empty cells, after checking their number."""
+        if len(defaults) != len(self.places):
+            raise ValueError(
+                f"{what} has {len(defaults)} values for {len(self.places)} columns that are read."
+            )
+        return replace(self, defaults=defaults)
+
+    def _columns(self, table: Sequence[Sequence[str]]) -> dict[str, Any]:
+        return {
             (name := self.names[place]): self._column(name, [row[place] for row in table], default)
             for place, default in zip(self.places, self.defaults, strict=True)
         }
-        return columns if self.label is None else (columns, columns.pop(self.label))
+
+    def _fits(self, row: Sequence[str]) -> bool:
+        try:
+            return bool(self._columns([row]))
+        except ValueError:
+            return False
 
     def inferred(self, paths: Sequence[str], count: int | None) -> list[Any]:
         """Return a default for each column that is read, of the type that some rows fit."""
@@ -210,6 +266,8 @@ class CsvReader:
     def _whole(self, path: str, rows: Any) -> Iterator[list[str]]:
         for row in filter(None, rows):
             if self.names and len(row) != len(self.names):
+                if self.ignores:
+                    continue
                 raise ValueError(
                     f"{path}, line {rows.line_num}: {len(row)} cell(s), but there are "
                     f"{len(self.names)} columns."
@@ -220,7 +278,7 @@ class CsvReader:
         is_kind = isinstance(default, type | np.dtype)
         value = np.empty(0, default) if is_kind else np.asarray(default).reshape(-1)
         for row, cell in enumerate(cells):
-            if cell in self.missing:
+            if cell in ("", self.missing):
                 if not value.size:
                     raise ValueError(
                         f"column {name!r} is empty in row {row + 1}: give it a value in "
@@ -234,7 +292,7 @@ class CsvReader:
             raise ValueError(f"column {name!r}: {error}") from error
 
     def _type_of(self, cells: Sequence[str]) -> Any:
-        known = np.array([cell for cell in cells if cell not in self.missing], np.str_)
+        known = np.array([cell for cell in cells if cell not in ("", self.missing)], np.str_)
         for kind in _TYPES if known.size else ():
             with contextlib.suppress(ValueError, OverflowError):
                 if not np.isinf(known.astype(kind)).any():

@@ -95,8 +95,89 @@ def test_a_map_fails_at_the_element_that_failed(calls):
             next(iterator)
         names = [frame.name for frame in traceback.extract_tb(caught.tb)]
         assert "fails" in names or fn is ends
-        assert list(iterator) == []
+        if fn is fails:
+            assert list(iterator) == [-1] * 4
+        with pytest.raises(StopIteration if fn is fails else error):
+            next(iterator)
+        iterator.close()
         assert all_threads_end()
+
+
+def fail_at(*bad):
+    def check(number):
+        if int(number) in bad:
+            raise ValueError(f"bad {number}")
+        return number
+
+    return check
+
+
+RESUMABLE = {
+    "map": lambda dataset: dataset,
+    "map after map": lambda dataset: dataset.map(lambda x: x),
+    "prefetch": lambda dataset: dataset.prefetch(2),
+    "map on threads": lambda dataset: dataset.map(lambda x: x, num_parallel_calls=3),
+    "filter": lambda dataset: dataset.filter(lambda x: x >= 0),
+    "scan": lambda dataset: dataset.scan(0, lambda state, x: (state, x)),
+}
+
+
+@pytest.mark.parametrize("calls", [None, 3])
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_an_iterator_goes_on_after_an_error_in_a_function_or_leaves_the_element_out(name, calls):
+    numbers = Dataset.range(8).shuffle(3, 1, reshuffle_each_iteration=False)
+    dataset = numbers.map(fail_at(2, 5, 7), num_parallel_calls=calls)
+    iterator, values, errors = iter(RESUMABLE[name](dataset)), [], []
+    for _ in range(8):
+        try:
+            values.append(int(next(iterator)))
+        except ValueError as error:
+            errors.append(str(error))
+    assert sorted(values) == [0, 1, 3, 4, 6]
+    assert sorted(errors) == ["bad 2", "bad 5", "bad 7"]
+    assert not list(iterator)
+    with pytest.raises(ValueError, match="state_dict: map: fn has failed"):
+        iterator.state_dict()
+    ignoring = RESUMABLE[name](dataset.ignore_errors())
+    assert [int(x) for x in ignoring] == values
+    half = iter(ignoring)
+    assert [int(next(half)) for _ in range(3)] == values[:3]
+    rest = iter(ignoring)
+    rest.load_state_dict(half.state_dict())
+    assert [int(x) for x in rest] == values[3:]
+    half.close()
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_an_iteration_that_cannot_go_on_after_an_error_says_so_at_each_attempt(filtered):
+    dataset = Dataset.range(8).map(fail_at(2)).batch(2)
+    dataset = dataset.filter(lambda _: True) if filtered else dataset
+    if not filtered:
+        with pytest.raises(ValueError, match=r"directly after the map or filter"):
+            dataset.ignore_errors()
+    for iterator in (iter(dataset), iter(dataset.ignore_errors() if filtered else dataset)):
+        assert next(iterator).tolist() == [0, 1]
+        with pytest.raises(ValueError, match="bad 2"):
+            next(iterator)
+        with pytest.raises(RuntimeError, match=r"ended with an error.*ignore_errors"):
+            next(iterator)
+
+
+def test_an_error_of_a_source_is_not_ignored(caplog):
+    def numbers():
+        yield from (0, 1, 2)
+        raise OSError("disk")
+
+    dataset = Dataset.from_generator(numbers).map(fail_at(1))
+    for rest in (lambda dataset: dataset, lambda dataset: dataset.map(lambda x: x)):
+        iterator = iter(rest(dataset.ignore_errors(log_warning=True)))
+        assert [int(next(iterator)), int(next(iterator))] == [0, 2]
+        assert "bad 1" in caplog.text
+        with pytest.raises(OSError, match="disk"):
+            next(iterator)
+        assert iterator.state_dict()["count"] == 2
+        with pytest.raises(RuntimeError, match="ended with an error"):
+            next(iterator)
 
 
 def test_a_parallel_map_calls_the_function_on_several_threads_at_once():

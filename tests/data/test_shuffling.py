@@ -12,7 +12,7 @@ from ndistribute import context
 from ndistribute.data import Dataset
 from ndistribute.data.elements import Rows
 from ndistribute.data.pipeline import Epoch
-from ndistribute.data.transformations import _DRAWN, through_buffer
+from ndistribute.data.shuffling import _DRAWN, through_buffer
 
 
 def order_of(dataset):

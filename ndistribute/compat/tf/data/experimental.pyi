@@ -4,7 +4,16 @@ from typing import Any
 AUTOTUNE: Any
 from ndistribute.data.options import AutoShardPolicy as _AutoShardPolicy
 AutoShardPolicy = _AutoShardPolicy
+Counter: Any
+CsvDataset: Any
 INFINITE_CARDINALITY: Any
 UNKNOWN_CARDINALITY: Any
+assert_cardinality: Any
+bucket_by_sequence_length: Any
 cardinality: Any
+get_single_element: Any
+group_by_window: Any
+ignore_errors: Any
 make_csv_dataset: Any
+rejection_resample: Any
+unique: Any
