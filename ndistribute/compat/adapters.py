@@ -613,8 +613,7 @@ copy, rename = _unless_there(shutil.copyfile), _unless_there(os.replace)
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 
 
-def save_model(model: Any, filepath: Any, *args: Any, options: Any = None, **keywords: Any) -> None:
-    """Save a model; see `Model.save`."""
+def _save(model: Any, filepath: Any, *args: Any, options: Any = None, **keywords: Any) -> None:
     if not isinstance(model, Model):
         raise TypeError(
             f"save: expected a model of tf.keras, got {type(model).__name__}: save the variables "
@@ -623,6 +622,7 @@ def save_model(model: Any, filepath: Any, *args: Any, options: Any = None, **key
     model.save(filepath, *args, **keywords)
 
 
+save_model = adapted(_save, obj="model", export_dir="filepath")
 epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
 
 

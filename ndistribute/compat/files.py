@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.compat.adapters import TensorDataset
+from ndistribute.compat.image_functions import resize
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.errors import MissingDependencyError
 
@@ -127,15 +128,9 @@ def image_dataset_from_directory(
         interpolation: ``"bilinear"`` or ``"nearest"``.
         options: see `_of_directory`.
     """
-    if interpolation not in ("bilinear", "nearest"):
-        why = f"'bilinear' or 'nearest', got {interpolation!r}"
-        raise ValueError(f"image_dataset_from_directory: interpolation must be {why}.")
 
     def load(path: str) -> Any:
-        image = img_to_array(load_img(path, color_mode))
-        for axis, length in enumerate(image_size):
-            image = _resized(image, axis, length, interpolation)
-        return image
+        return resize(img_to_array(load_img(path, color_mode)), image_size, interpolation)
 
     return _of_directory(directory, load, _IMAGES, **options)
 
@@ -356,16 +351,3 @@ def plot_model(
     if to_file is not None:
         image.save(to_file)
     return image
-
-
-def _resized(image: Any, axis: int, length: int, how: str) -> Any:
-    """Return an image with another length of an axis."""
-    old = image.shape[axis]
-    places = (np.arange(length) + 0.5) * (old / length)
-    if how == "nearest":
-        return np.take(image, np.minimum(places.astype(int), old - 1), axis)
-    places = np.clip(places - 0.5, 0, old - 1)
-    low = places.astype(int)
-    part = np.moveaxis((places - low).astype(image.dtype)[:, None, None], 0, axis)
-    high = np.minimum(low + 1, old - 1)
-    return np.take(image, low, axis) * (1 - part) + np.take(image, high, axis) * part

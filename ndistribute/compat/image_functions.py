@@ -197,6 +197,36 @@ def total_variation(images: Any) -> Any:
     return np.sum(rows, (-3, -2, -1)) + np.sum(columns, (-3, -2, -1))
 
 
+def sobel_edges(image: Any) -> Any:
+    """Return the change of images along rows and along columns, in a last axis of two."""
+    borders = ((0, 0),) * (image.ndim - 3) + ((1, 1), (1, 1), (0, 0))
+    padded = np.pad(image, borders, "reflect")
+    changes = []
+    for along, across in ((-3, -2), (-2, -3)):
+        ends = [np.take(padded, np.arange(k, k + image.shape[along]), along) for k in (0, 2)]
+        parts = [
+            np.take(ends[1] - ends[0], np.arange(k, k + image.shape[across]), across)
+            for k in range(3)
+        ]
+        changes.append(parts[0] + 2 * parts[1] + parts[2])
+    return np.stack(changes, -1)
+
+
+def resize_with_pad(
+    image: Any,
+    target_height: int,
+    target_width: int,
+    method: str = "bilinear",
+    antialias: bool = False,
+) -> Any:
+    """Return images of a size, with zeros around them that keep the proportions."""
+    height, width = image.shape[-3:-1]
+    scale = min(target_height / height, target_width / width)
+    size = [min(int(height * scale), target_height), min(int(width * scale), target_width)]
+    image = resize(image, [max(length, 1) for length in size], method, antialias=antialias)
+    return resize_with_crop_or_pad(image, target_height, target_width)
+
+
 def random_crop(value: Any, size: Any, seed: Any = None) -> Any:
     """Return a part of a size, at a random place."""
     free = [old - int(new) for old, new in zip(value.shape, size, strict=True)]

@@ -91,6 +91,13 @@ def _stateless(draw: Any) -> Any:
     return unary(call, 0)
 
 
+def _split(seed: Any, num: int = 2, alg: Any = None) -> Any:
+    return generator(np.asarray(seed)).integers(0, 2**31 - 1, (num, 2), np.int32)
+
+
+split = unary(_split, 0)
+
+
 def _initializing(draw: Any) -> Any:
     """Return a function that also takes a dtype after the shape, as layers call initializers."""
 

@@ -179,9 +179,10 @@ TF2 = """
     .models.losses/loss: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator poisson shuffle
-    stateless_normal stateless_truncated_normal stateless_uniform  ndistribute: set_seed
+    split stateless_normal stateless_truncated_normal stateless_uniform  ndistribute: set_seed
     .compat.random_numbers/either: normal truncated_normal uniform
 [random.experimental] .compat.random_numbers: Generator get_global_generator
+    stateless_split=split
 [saved_model] .compat.adapters: load=load_model save=save_model
     .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush

@@ -383,6 +383,9 @@ def weight(kind: Any) -> Any:
         def numpy(self) -> Any:
             return kind.numpy(self)[()]
 
+        def __getitem__(self, index: Any) -> Any:
+            return as_tensor(kind.__getitem__(self, index))
+
         def __deepcopy__(self, memo: Any) -> Any:
             with self.distribute_strategy.scope():
                 kinds = self.synchronization, self.aggregation
@@ -579,7 +582,8 @@ def convert_to_tensor(
     has_dtype = any(hasattr(each, "dtype") for each in values)
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
-        weak = has_dtype and not any(isinstance(each, list | tuple) for each in values)
+        nested = values is not value or any(isinstance(each, list | tuple) for each in values)
+        weak = has_dtype and not nested
         return as_tensor(array.astype(np.result_type(*values), copy=False) if weak else array)
     kinds = array.dtype.kind, np.dtype(dtype).kind
     if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):

@@ -121,3 +121,25 @@ def test_random_changes_come_from_their_seed() -> None:
 def test_what_images_do_not_do_is_refused(call, message) -> None:
     with pytest.raises((ValueError, NotImplementedError, AttributeError), match=message):
         call()
+
+
+def test_edges_are_the_changes_along_rows_and_columns() -> None:
+    ramp = np.arange(5, dtype=np.float32)[:, None] + 10 * np.arange(4, dtype=np.float32)
+    edges = tf.image.sobel_edges(ramp[None, ..., None]).numpy()
+    assert edges.shape == (1, 5, 4, 1, 2)
+    assert (edges[0, 1:-1, 1:-1, 0] == [8, 80]).all()
+    assert not edges[0, 0, :, 0, 0].any()  # Rows are mirrored at the border.
+    assert not edges[0, :, 0, 0, 1].any()
+
+
+def test_a_resized_image_keeps_its_proportions_between_zeros() -> None:
+    image = tf.image.resize_with_pad(np.ones((2, 4, 1), np.float32), 4, 4).numpy()[..., 0]
+    assert image.tolist() == [[0] * 4, [1] * 4, [1] * 4, [0] * 4]
+
+
+def test_a_seed_is_split_into_seeds() -> None:
+    seeds = tf.random.split((1, 2), num=3)
+    assert seeds.shape == (3, 2)
+    assert (seeds.numpy() == tf.random.split([1, 2], 3).numpy()).all()
+    drawn = [tf.random.stateless_uniform([2], seed).numpy().tolist() for seed in seeds]
+    assert len({*map(tuple, drawn)}) == 3

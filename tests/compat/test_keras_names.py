@@ -144,3 +144,14 @@ def test_no_initializer_is_the_usual_one_of_weights() -> None:
     dense = layers.Dense(2, kernel_initializer=None, bias_initializer=None)
     dense(np.ones((1, 3), np.float32))
     assert all(np.ptp(weight) > 0 for weight in dense.get_weights())
+
+
+def test_parts_of_weights_are_tensors() -> None:
+    dense = layers.Dense(2)
+    dense(tf.ones([1, 3]))
+    assert dense.kernel[:, 0].numpy().tolist() == dense.kernel.numpy()[:, 0].tolist()
+
+
+def test_only_models_are_saved_with_what_they_compute(tmp_path) -> None:
+    with pytest.raises(TypeError, match="save the variables"):
+        tf.saved_model.save(tf.Module(), export_dir=str(tmp_path / "module"))

@@ -26,8 +26,10 @@ random_flip_up_down: Any
 random_saturation: Any
 resize: Any
 resize_with_crop_or_pad: Any
+resize_with_pad: Any
 rgb_to_grayscale: Any
 rot90: Any
+sobel_edges: Any
 stateless_random_brightness: Any
 stateless_random_contrast: Any
 stateless_random_crop: Any

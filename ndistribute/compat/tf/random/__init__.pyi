@@ -11,6 +11,7 @@ normal: Any
 poisson: Any
 set_seed: Any
 shuffle: Any
+split: Any
 stateless_normal: Any
 stateless_truncated_normal: Any
 stateless_uniform: Any

@@ -4,3 +4,4 @@ from typing import Any
 from ndistribute.compat.random_numbers import Generator as _Generator
 Generator = _Generator
 get_global_generator: Any
+stateless_split: Any
