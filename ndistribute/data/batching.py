@@ -14,7 +14,6 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
-from ndistribute.data.calls import explained
 from ndistribute.data.elements import Chunk, Element, Rows, drop
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
@@ -26,6 +25,7 @@ from ndistribute.data.pipeline import (
     from_first,
     named,
 )
+from ndistribute.data.transformations import explained
 
 Combine = Callable[[Sequence[Chunk]], Element]
 

@@ -16,13 +16,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.data import pipeline
-from ndistribute.data.calls import CHILD, check_state, explained
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, read_only
 from ndistribute.data.options import InputOptions, integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded, through_buffer
+from ndistribute.mistakes import explain_read_only
 
 _log = logging.getLogger("ndistribute")
 
@@ -30,6 +31,9 @@ AUTOTUNE = -1
 
 # The depth of prefetch(AUTOTUNE): one element in use, one ready.
 _AUTOTUNED_DEPTH = 2
+
+# Where an error has the node for an element of which a function raised it.
+_CHILD = "_ndistribute_child"
 
 
 @pipeline.named
@@ -182,7 +186,7 @@ class Transforming(Pipeline):
                     yield from source
                     return
                 except Exception as error:
-                    if vars(error).get(CHILD) not in child.surviving:
+                    if vars(error).get(_CHILD) not in child.surviving:
                         epoch.failed.update(failed)
                         raise
                     if log_warning:
@@ -456,6 +460,60 @@ class Transforming(Pipeline):
 
         spec = replace(child.spec, cardinality=wanted)
         return self._then(f"assert_cardinality({wanted})", chunks, spec=spec, positional=True)
+
+
+def explained(
+    what: str,
+    fn: Callable[..., Any],
+    epoch: Epoch | None = None,
+    child: Node | None = None,
+    produces: bool = False,
+) -> Callable[..., Any]:
+    """Return the function that calls `fn` with an element, or with the items of a tuple.
+
+    It explains mistakes of `fn` where Python or NumPy cannot, and notes in the epoch, and in the
+    error, that it failed for an element of `child`. If it `produces` elements, what `fn` returns
+    becomes one; a list is several arrays, as a tuple is.
+    """
+
+    def call(element: Element) -> Any:
+        nonlocal fn
+        try:
+            value = fn(*element) if type(element) is tuple else fn(element)
+            if not produces or isinstance(value, np.generic):
+                return value
+            return as_element(tuple(value) if type(value) is list else value)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                fn = _interrupted  # The next call would skip this element.
+                raise
+            explain_read_only(error)
+            wrong: Exception = error
+            if isinstance(error, StopIteration):
+                wrong = RuntimeError(f"{what} raised StopIteration, which ends an iteration.")
+                wrong.__cause__ = error
+            if epoch is not None and child is not None:
+                epoch.failed[child] = what
+                vars(wrong)[_CHILD] = child
+            raise wrong from wrong.__cause__
+
+    return call
+
+
+def _interrupted(*_: Any) -> Any:
+    raise RuntimeError(
+        "the iteration was interrupted in an element, which would be left out: iterate anew, or "
+        "load the state of this iterator into a new one."
+    )
+
+
+def check_state(what: str, initial: Element, state: Element) -> None:
+    """Raise a TypeError if a function returned a state of another structure."""
+    if not tree.same_structure(initial, state):
+        raise TypeError(
+            f"{what} returned the state {state!r}, whose structure differs from that of "
+            f"initial_state, {initial!r}."
+        )
 
 
 def _every(chunks: Iterator[Chunk], stop: int | None, step: int) -> Iterator[Chunk]:
