@@ -32,7 +32,8 @@ AUTOTUNE = -1
 # The depth of prefetch(AUTOTUNE): one element in use, one ready.
 _AUTOTUNED_DEPTH = 2
 
-# Where an error has the node for an element of which a function raised it.
+# Where an error has the id of the node for an element of which a function raised it; errors are
+# sent to other processes, nodes are not.
 _CHILD = "_ndistribute_child"
 
 
@@ -186,7 +187,7 @@ class Transforming(Pipeline):
                     yield from source
                     return
                 except Exception as error:
-                    if vars(error).get(_CHILD) not in child.surviving:
+                    if vars(error).get(_CHILD) not in map(id, child.surviving):
                         epoch.failed.update(failed)
                         raise
                     if log_warning:
@@ -494,7 +495,7 @@ def explained(
                 wrong.__cause__ = error
             if epoch is not None and child is not None:
                 epoch.failed[child] = what
-                vars(wrong)[_CHILD] = child
+                vars(wrong)[_CHILD] = id(child)
             raise wrong from wrong.__cause__
 
     return call

@@ -1,5 +1,6 @@
 """Threads work ahead within bounds, hand errors over in their place, and always end."""
 
+import pickle
 import subprocess
 import threading
 import traceback
@@ -157,8 +158,9 @@ def test_an_iteration_that_cannot_go_on_after_an_error_says_so_at_each_attempt(f
             dataset.ignore_errors()
     for iterator in (iter(dataset), iter(dataset.ignore_errors() if filtered else dataset)):
         assert next(iterator).tolist() == [0, 1]
-        with pytest.raises(ValueError, match="bad 2"):
+        with pytest.raises(ValueError, match="bad 2") as caught:
             next(iterator)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == "bad 2"
         with pytest.raises(RuntimeError, match=r"ended with an error.*ignore_errors"):
             next(iterator)
 
