@@ -166,7 +166,7 @@ class Transforming(Pipeline):
             log_warning: whether to log each error.
 
         Raises:
-            ValueError: the last method was not `map`, `filter` or one that elements pass singly.
+            ValueError: after a method before, such as `shuffle`, no iterator goes on after an error.
 
         >>> from ndistribute.data import Dataset
         >>> [float(x) for x in Dataset.range(3).map(lambda x: 2 / int(x)).ignore_errors()]
@@ -187,7 +187,7 @@ class Transforming(Pipeline):
                     yield from source
                     return
                 except Exception as error:
-                    if vars(error).get(_CHILD) not in map(id, child.surviving):
+                    if vars(error).get(_CHILD) not in {*map(id, child.surviving)}:
                         epoch.failed.update(failed)
                         raise
                     if log_warning:
@@ -261,7 +261,8 @@ class Transforming(Pipeline):
 
         total = known if known < 0 else known * times
         total = pipeline.INFINITE_CARDINALITY if times == -1 else total
-        return self._then(name, chunks, spec=replace(child.spec, cardinality=total))
+        spec = replace(child.spec, cardinality=total)
+        return self._then(name, chunks, spec=spec, goes_on=child.goes_on)
 
     def take(self, count: int) -> Self:
         """Return a dataset of the first `count` elements; of all elements if `count` is -1.
@@ -308,7 +309,7 @@ class Transforming(Pipeline):
         elif known >= 0 or stop == 0:
             known = len(range(max(0, known))[start:stop:step])
         spec = replace(child.spec, cardinality=known)
-        return self._then(name, chunks, spec=spec, positional=True)
+        return self._then(name, chunks, spec=spec, positional=True, goes_on=child.goes_on)
 
     def cache(self, filename: str = "") -> Self:
         """Return a dataset that keeps the elements of its first complete iteration in memory.
