@@ -14,8 +14,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
-from ndistribute.data.calls import explained
-from ndistribute.data.elements import Chunk, Element, Rows, drop
+from ndistribute.data.elements import Chunk, Element, Failure, Rows, drop
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
     ElementSpec,
@@ -26,6 +25,7 @@ from ndistribute.data.pipeline import (
     from_first,
     named,
 )
+from ndistribute.data.transformations import explained
 
 Combine = Callable[[Sequence[Chunk]], Element]
 
@@ -88,9 +88,11 @@ class Batching(Pipeline):
         self, method: str, size: int, drop_remainder: bool, combine: Combine = elements.batch_of
     ) -> Self:
         child, known = self._node, self._node.spec.cardinality
+        goes_on = child.singly is not None
 
         def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-            return _cut(child.chunks(epoch, start * size), repeat(size), drop_remainder, combine)
+            source = child.chunks(epoch, start * size)
+            return _cut(source, repeat(size), drop_remainder, combine, goes_on)
 
         batches = known // size if drop_remainder else -(-known // size)
         length, like = size if drop_remainder else None, None
@@ -98,7 +100,7 @@ class Batching(Pipeline):
             like = child.like(lambda leaf: leaf.led_by(length))
         spec = ElementSpec(known if known < 0 else batches, True, size, like)
         name = f"{method}({size}{', drop_remainder=True' if drop_remainder else ''})"
-        return self._then(name, chunks, spec=spec)
+        return self._then(name, chunks, spec=spec, goes_on=goes_on)
 
     def unbatch(self) -> Self:
         """Return a dataset of the rows of all batches.
@@ -324,12 +326,27 @@ def _rows_of(child: Node, epoch: Epoch, method: str) -> Iterator[Rows]:
 
 
 def _cut(
-    chunks: Iterator[Chunk], sizes: Iterator[int], drop_remainder: bool, combine: Combine
+    chunks: Iterator[Chunk],
+    sizes: Iterator[int],
+    drop_remainder: bool,
+    combine: Combine,
+    goes_on: bool = False,
 ) -> Iterator[Chunk]:
     """Yield batches of the next numbers of elements; the last may be shorter."""
     pieces: list[Chunk] = []
     missing = next(sizes)
-    for chunk in chunks:
+    while True:
+        try:
+            chunk = next(chunks)
+        except StopIteration:
+            break
+        except Exception as error:
+            if not goes_on:
+                raise
+            yield Failure(error)  # As in TensorFlow, the batch fails, and the next one follows.
+            missing += sum(map(len, pieces))
+            pieces = []
+            continue
         at, length = 0, len(chunk)
         while length - at >= missing:
             pieces.append(chunk[at : at + missing])

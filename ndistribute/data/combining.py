@@ -14,12 +14,12 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import pipeline, sources
-from ndistribute.data.calls import explained
 from ndistribute.data.elements import Chunk, Element, Rows, drop
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded
+from ndistribute.data.transformations import explained
 
 CYCLE_LENGTH = 16
 """The inputs of `interleave` that are open at once by default; the same on every machine."""

@@ -14,13 +14,12 @@ import numpy as np
 
 from ndistribute.data import saved, sources
 from ndistribute.data.batching import Batching
-from ndistribute.data.calls import check_state, explained
 from ndistribute.data.combining import Combining, node_of
 from ndistribute.data.elements import as_element, read_only
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import INFINITE_CARDINALITY, describe, named
-from ndistribute.data.transformations import Transforming
+from ndistribute.data.transformations import Transforming, check_state, explained
 
 _INSTEAD = {
     "options": "InputOptions where the dataset is distributed, or with_options",

@@ -281,6 +281,23 @@ class Rows:
         return tree.unflatten(self._like, leaves)
 
 
+class Failure(Sequence[Element]):
+    """A chunk of one element, which raises an error instead of giving it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, where: Any) -> Any:
+        return self if range(1)[where] else ()
+
+    def __iter__(self) -> Iterator[Element]:
+        raise self._error
+        yield  # An iterator raises when it is asked for an element, and goes on in a chain.
+
+
 def join(chunks: Sequence[Chunk]) -> Chunk:
     """Return several chunks as one; a list of elements if they are rows of different arrays."""
     first = chunks[0] if chunks else []
@@ -355,13 +372,12 @@ def _leaf(array: Any) -> Leaf:
 def _array_of(items: Sequence[Any]) -> npt.NDArray[Any]:
     """Return an array of items; one of objects for bytes that end with a zero, which NumPy cuts."""
     array = np.array(items)
-    if array.dtype.kind == "S" and any(item.endswith(b"\0") for item in items):
-        return np.array(items, object)
-    if (
-        array.dtype.kind in "SU"
-        and array.ndim == 1
-        and not all(isinstance(item, str | bytes) for item in items)
-    ):
+    if array.dtype.kind not in "SU":
+        return array
+    each = np.array(items, object)
+    if any(isinstance(item, bytes) and item.endswith(b"\0") for item in each.flat):
+        return each
+    if not all(isinstance(x, str | bytes) or np.asarray(x).dtype.kind in "SU" for x in each.flat):
         raise TypeError(f"text and numbers do not make one array: {list(items[:3])!r}...")
     return array
 

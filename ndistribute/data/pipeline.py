@@ -196,6 +196,7 @@ class Node:
     chunks: Chunks  # Yields the elements from a number on.
     # Yields them singly, and goes on after an error in a function of the user.
     singly: Singly | None = None
+    goes_on: bool = False  # Passes on errors of its input, and goes on after them.
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
     seeds: SeedCounter | None = None  # Of a shuffle.
@@ -219,7 +220,7 @@ class Node:
     @property
     def surviving(self) -> set[Node]:
         """The inputs of the steps that go on after an error in a function of theirs."""
-        if self.singly is None:
+        if self.singly is None and not self.goes_on:
             return set()
         return set(self.inputs).union(*(before.surviving for before in self.inputs))
 

@@ -16,13 +16,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.data import pipeline
-from ndistribute.data.calls import CHILD, check_state, explained
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, read_only
 from ndistribute.data.options import InputOptions, integer
 from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded, through_buffer
+from ndistribute.mistakes import explain_read_only
 
 _log = logging.getLogger("ndistribute")
 
@@ -30,6 +31,10 @@ AUTOTUNE = -1
 
 # The depth of prefetch(AUTOTUNE): one element in use, one ready.
 _AUTOTUNED_DEPTH = 2
+
+# Where an error has the id of the node for an element of which a function raised it; errors are
+# sent to other processes, nodes are not.
+_CHILD = "_ndistribute_child"
 
 
 @pipeline.named
@@ -161,7 +166,7 @@ class Transforming(Pipeline):
             log_warning: whether to log each error.
 
         Raises:
-            ValueError: the last method was not `map`, `filter` or one that elements pass singly.
+            ValueError: after a method before, such as `shuffle`, no iterator goes on after an error.
 
         >>> from ndistribute.data import Dataset
         >>> [float(x) for x in Dataset.range(3).map(lambda x: 2 / int(x)).ignore_errors()]
@@ -182,7 +187,7 @@ class Transforming(Pipeline):
                     yield from source
                     return
                 except Exception as error:
-                    if vars(error).get(CHILD) not in child.surviving:
+                    if vars(error).get(_CHILD) not in {*map(id, child.surviving)}:
                         epoch.failed.update(failed)
                         raise
                     if log_warning:
@@ -256,7 +261,8 @@ class Transforming(Pipeline):
 
         total = known if known < 0 else known * times
         total = pipeline.INFINITE_CARDINALITY if times == -1 else total
-        return self._then(name, chunks, spec=replace(child.spec, cardinality=total))
+        spec = replace(child.spec, cardinality=total)
+        return self._then(name, chunks, spec=spec, goes_on=child.goes_on)
 
     def take(self, count: int) -> Self:
         """Return a dataset of the first `count` elements; of all elements if `count` is -1.
@@ -303,7 +309,7 @@ class Transforming(Pipeline):
         elif known >= 0 or stop == 0:
             known = len(range(max(0, known))[start:stop:step])
         spec = replace(child.spec, cardinality=known)
-        return self._then(name, chunks, spec=spec, positional=True)
+        return self._then(name, chunks, spec=spec, positional=True, goes_on=child.goes_on)
 
     def cache(self, filename: str = "") -> Self:
         """Return a dataset that keeps the elements of its first complete iteration in memory.
@@ -456,6 +462,60 @@ class Transforming(Pipeline):
 
         spec = replace(child.spec, cardinality=wanted)
         return self._then(f"assert_cardinality({wanted})", chunks, spec=spec, positional=True)
+
+
+def explained(
+    what: str,
+    fn: Callable[..., Any],
+    epoch: Epoch | None = None,
+    child: Node | None = None,
+    produces: bool = False,
+) -> Callable[..., Any]:
+    """Return the function that calls `fn` with an element, or with the items of a tuple.
+
+    It explains mistakes of `fn` where Python or NumPy cannot, and notes in the epoch, and in the
+    error, that it failed for an element of `child`. If it `produces` elements, what `fn` returns
+    becomes one; a list is several arrays, as a tuple is.
+    """
+
+    def call(element: Element) -> Any:
+        nonlocal fn
+        try:
+            value = fn(*element) if type(element) is tuple else fn(element)
+            if not produces or isinstance(value, np.generic):
+                return value
+            return as_element(tuple(value) if type(value) is list else value)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                fn = _interrupted  # The next call would skip this element.
+                raise
+            explain_read_only(error)
+            wrong: Exception = error
+            if isinstance(error, StopIteration):
+                wrong = RuntimeError(f"{what} raised StopIteration, which ends an iteration.")
+                wrong.__cause__ = error
+            if epoch is not None and child is not None:
+                epoch.failed[child] = what
+                vars(wrong)[_CHILD] = id(child)
+            raise wrong from wrong.__cause__
+
+    return call
+
+
+def _interrupted(*_: Any) -> Any:
+    raise RuntimeError(
+        "the iteration was interrupted in an element, which would be left out: iterate anew, or "
+        "load the state of this iterator into a new one."
+    )
+
+
+def check_state(what: str, initial: Element, state: Element) -> None:
+    """Raise a TypeError if a function returned a state of another structure."""
+    if not tree.same_structure(initial, state):
+        raise TypeError(
+            f"{what} returned the state {state!r}, whose structure differs from that of "
+            f"initial_state, {initial!r}."
+        )
 
 
 def _every(chunks: Iterator[Chunk], stop: int | None, step: int) -> Iterator[Chunk]:

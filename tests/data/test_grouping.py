@@ -182,6 +182,10 @@ def test_a_generator_and_bytes_are_not_changed_silently():
     ended = [b"a\0", b"b"]
     (batch,) = Dataset.from_tensor_slices(ended).map(lambda x: x).batch(2)
     assert list(batch) == ended
+    assert Dataset.from_tensors([[b"a\0"], [b"b"]]).get_single_element().tolist() == [
+        [b"a\0"],
+        [b"b"],
+    ]
     with pytest.raises(TypeError, match="text and numbers do not make one array"):
         list(Dataset.range(2).map(lambda x: "a" if x else 1).batch(2))
     with pytest.raises(TypeError, match="is a set: it needs arrays or numbers"):

@@ -1,5 +1,6 @@
 """Threads work ahead within bounds, hand errors over in their place, and always end."""
 
+import pickle
 import subprocess
 import threading
 import traceback
@@ -120,6 +121,30 @@ RESUMABLE = {
     "filter": lambda dataset: dataset.filter(lambda x: x >= 0),
     "scan": lambda dataset: dataset.scan(0, lambda state, x: (state, x)),
 }
+PASSING_ON = {
+    "batch": lambda batches: batches,
+    "take": lambda batches: batches.take(9),
+    "repeat": lambda batches: batches.repeat(1),
+    "prefetch": lambda batches: batches.prefetch(2),
+    "map": lambda batches: batches.map(lambda batch: batch),
+}
+
+
+@pytest.mark.parametrize("calls", [None, 3])
+@pytest.mark.parametrize("name", PASSING_ON)
+def test_a_batch_with_an_element_that_fails_fails_and_the_next_one_follows(name, calls):
+    batches = Dataset.range(9).map(fail_at(1, 5), num_parallel_calls=calls).batch(2)
+    iterator, values, errors = iter(PASSING_ON[name](batches)), [], []
+    for _ in range(5):
+        try:
+            values.append(next(iterator).tolist())
+        except ValueError as error:
+            errors.append(str(error))
+    assert (values, errors) == ([[2, 3], [6, 7], [8]], ["bad 1", "bad 5"]), name
+    assert not list(iterator)
+    with pytest.raises(ValueError, match="state_dict: map: fn has failed"):
+        iterator.state_dict()
+    assert [batch.tolist() for batch in batches.ignore_errors()] == values
 
 
 @pytest.mark.parametrize("calls", [None, 3])
@@ -148,17 +173,28 @@ def test_an_iterator_goes_on_after_an_error_in_a_function_or_leaves_the_element_
     half.close()
 
 
+DYING = {
+    "shuffle": lambda dataset: dataset.shuffle(1),
+    "batches": lambda dataset: dataset.batch(1).batch(1),
+    "unbatch": lambda dataset: dataset.batch(1).unbatch(),
+    "shuffled batches": lambda dataset: dataset.shuffle(1).batch(1),
+    "flat map": lambda dataset: dataset.flat_map(Dataset.from_tensors),
+}
+
+
 @pytest.mark.parametrize("filtered", [False, True])
-def test_an_iteration_that_cannot_go_on_after_an_error_says_so_at_each_attempt(filtered):
-    dataset = Dataset.range(8).map(fail_at(2)).batch(2)
+@pytest.mark.parametrize("name", DYING)
+def test_an_iteration_that_cannot_go_on_after_an_error_says_so_at_each_attempt(name, filtered):
+    dataset = DYING[name](Dataset.range(8).map(fail_at(4)))
     dataset = dataset.filter(lambda _: True) if filtered else dataset
     if not filtered:
         with pytest.raises(ValueError, match=r"directly after the map or filter"):
             dataset.ignore_errors()
     for iterator in (iter(dataset), iter(dataset.ignore_errors() if filtered else dataset)):
-        assert next(iterator).tolist() == [0, 1]
-        with pytest.raises(ValueError, match="bad 2"):
-            next(iterator)
+        assert next(iterator).item() == 0
+        with pytest.raises(ValueError, match="bad 4") as caught:
+            list(iterator)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == "bad 4"
         with pytest.raises(RuntimeError, match=r"ended with an error.*ignore_errors"):
             next(iterator)
 
