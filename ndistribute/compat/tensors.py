@@ -426,9 +426,10 @@ _SCATTERED: dict[str, Any] = {"div": _divided, "mul": np.multiply.at, **_EXTREME
 
 def inside(indices: Any, length: int, where: str = "") -> None:
     """Raise `InvalidArgumentError` if an index is not among those of an axis of a length."""
-    outside = indices[(indices < 0) | (indices >= length)]
-    if outside.size:
-        raise InvalidArgumentError(f"{where}index {np.ravel(outside)[0]} is not in [0, {length}).")
+    array = np.asarray(indices)
+    if array.size and (array.min() < 0 or array.max() >= length):
+        outside = array[(array < 0) | (array >= length)]
+        raise InvalidArgumentError(f"{where}index {outside[0]} is not in [0, {length}).")
 
 
 def _scatter(change: Any) -> Any:
@@ -536,6 +537,8 @@ def convert_to_tensor(
         InvalidArgumentError: it is a tensor of another dtype.
         TypeError: numbers of Python do not fit the dtype, as a fraction does not fit integers.
     """
+    if type(value) is np.ndarray:
+        return as_tensor(value if dtype is None else value.astype(dtype, copy=False))
     if dtype is None and dtype_hint is not None:
         with contextlib.suppress(TypeError, ValueError):
             return convert_to_tensor(value, dtype_hint)
@@ -554,12 +557,13 @@ def convert_to_tensor(
         return as_tensor(value.to_dense())
     if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
         return np.stack([convert_to_tensor(each, dtype) for each in value])
-    values = value if isinstance(value, list | tuple) else [value]
-    has_dtype = any(hasattr(each, "dtype") for each in values)
+    parts = value if isinstance(value, list | tuple) else [value]
+    has_dtype = any(hasattr(part, "dtype") for part in parts)
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
-        weak = has_dtype and not any(isinstance(each, list | tuple) for each in values)
-        return as_tensor(array.astype(np.result_type(*values), copy=False) if weak else array)
+        is_flat = has_dtype and not any(isinstance(part, list | tuple) for part in parts)
+        is_flat = is_flat and parts is value  # Numbers of Python do not widen those with a dtype.
+        return as_tensor(array.astype(np.result_type(*parts), copy=False) if is_flat else array)
     kinds = array.dtype.kind, np.dtype(dtype).kind
     if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):
         raise TypeError(f"{value!r} is no {np.dtype(dtype)}: convert it, or tf.cast the tensor.")
