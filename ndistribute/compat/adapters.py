@@ -23,6 +23,7 @@ from ndistribute.compat.signatures import (
     binary,
     counted,
     floating,
+    index,
     joining,
     nothing,
     plainly,
@@ -482,7 +483,7 @@ def get_replica_context() -> Any:
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(layers.Activation, name),
-    "binary": lambda operation: unary(binary(operation)),
+    "binary": lambda operation: unary(binary(operation), 0),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
     "counted": counted,
@@ -490,9 +491,7 @@ ADAPTERS: dict[str, Any] = {
     "eagerly": minimizing,
     "file": raising,
     "floating": lambda operation: unary(floating(operation)),
-    "index": lambda find: unary(
-        lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type), dimension="axis"
-    ),
+    "index": index,
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,
     "layer": layer,

@@ -6,6 +6,7 @@ Lists and numbers become float32 and int32 tensors; tracked arrays and tensors o
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -26,25 +27,23 @@ from ndistribute.graph.graph import Symbolic
 from ndistribute.models import nn
 from ndistribute.tree import map_leaves
 
-_OPERANDS = frozenset(
-    "a arr coeffs condition diagonal dims elems features fn image images imag indices inp input "
-    "input_ input_tensor inputs labels lengths logits matrix num_rows params real rhs shape "
-    "sorted_sequence start t t_list targets tensor value values x".split()
-)
-"""The names of first arguments, by which they may be passed."""
-
 
 def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> Any:
     """Return a function with TensorFlow's keywords, whose operands and result are tensors.
 
     If the keyword ``name`` is among the ignored ones, it names the result in a graph.
     """
+    try:
+        later = [*inspect.signature(function).parameters][1:]
+    except ValueError:  # Of a function of NumPy's whose only argument is the operand.
+        later = []
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **kwargs: Any) -> Any:
         options = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
-        if operands and not args:
-            args = (options.pop(next(key for key in options if key in _OPERANDS)),)
+        first = [key for key in options if key not in later] if operands and not args else []
+        if first:  # The operand, by whatever name TensorFlow gives it.
+            args = (options.pop(first[0]),)
         tensors = map(convert_to_tensor, args[:operands])
         result = function(*tensors, *args[operands:], **options)
         several = type(result) in (list, tuple) or hasattr(result, "_make")
@@ -94,6 +93,17 @@ def counted(count: Any) -> Any:
     return unary(call)
 
 
+def index(find: Any) -> Any:
+    """Return a function that finds the place of an extreme, which NaN is not."""
+
+    def call(x: Any, axis: Any = 0, output_type: Any = np.int64) -> Any:
+        if isinstance(x, Tensor) and x.dtype.kind == "f" and np.isnan(x).any():
+            x = np.where(np.isnan(x), x.dtype.type(-np.inf if find is np.argmax else np.inf), x)
+        return find(x, 0 if axis is None else axis).astype(output_type)
+
+    return unary(call, dimension="axis")
+
+
 def floating(operation: Any) -> Any:
     """Return an operation on a tensor that refuses integers and booleans, as TensorFlow does."""
 
@@ -137,11 +147,16 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
     return (-np.inf, np.inf) if bounds is None else (bounds.min, bounds.max)
 
 
+_NAMES = "scalar x y a b matrix rhs".split()
+_REVERSED = _NAMES[::-1]
+
+
 def binary(operation: Any) -> Any:
     """Return an operation on two tensors, which may be given by name."""
 
     def call(*args: Any, **options: Any) -> Any:
-        names = [name for name in ("x", "y", "a", "b", "matrix", "rhs") if name in options]
+        order = _REVERSED if operation is np.arctan2 else _NAMES
+        names = [name for name in order if name in options]
         x, y, *more = [*args, *(options.pop(name) for name in names)]
         return operation(like(x, y), like(y, x), *more, **options)
 

@@ -86,7 +86,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
         return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array.copy())[()]
 
     def __getitem__(self, index: Any) -> Any:
-        return as_tensor(super().__getitem__(index))
+        return as_tensor(super().__getitem__(tuple(index) if type(index) is list else index))
 
     def __iter__(self) -> Any:
         return map(self.__getitem__, range(len(self)))
@@ -95,8 +95,9 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
         return str(self.view(np.ndarray))
 
     def __repr__(self) -> str:
-        array = self.view(np.ndarray)[()]
-        return f"<tf.Tensor: shape={self.shape}, dtype={self.dtype}, numpy={array!r}>"
+        array = self.view(np.ndarray)
+        shown = repr(array) if array.ndim else repr(array.item())
+        return f"<tf.Tensor: shape={self.shape}, dtype={self.dtype}, numpy={shown}>"
 
 
 def as_tensor(value: Any) -> Any:
@@ -211,6 +212,9 @@ class TrackedTensor(_Shaped, Tracked):
     shape = property(lambda self: tuple.__new__(Shape, self.value.shape))
 
     __array_ufunc__ = _ufunc(Tracked)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(tuple(index) if type(index) is list else index)
 
     def numpy(self) -> Any:
         return Tracked.numpy(self)[()]
@@ -392,7 +396,7 @@ def flavored(kind: Any) -> Any:
             return as_tensor(kind.tracked_value(self))
 
         def __getitem__(self, index: Any) -> Any:
-            part = kind.__getitem__(self, index)
+            part = kind.__getitem__(self, tuple(index) if type(index) is list else index)
             assign = functools.partial(_assign_part, self, index)
             return assignable(part, assign) if isinstance(part, Tensor) else part
 
@@ -508,16 +512,6 @@ class StandIn(type):
 
     def __subclasscheck__(cls, kind: type) -> bool:
         return super().__subclasscheck__(kind) or issubclass(kind, vars(cls).get("native", ()))
-
-
-def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
-    """Return rows of an array, whose shape need not be known."""
-    values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
-    least = (int(rows.max(initial=-1)) + 1, *values.shape[1:])
-    return nd.IndexedSlices(values, rows, least if dense_shape is None else dense_shape)
-
-
-IndexedSlices = StandIn("IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices})
 
 
 def variable_type(meanings: Any, program: programs.Program) -> type:

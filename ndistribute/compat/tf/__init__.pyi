@@ -40,7 +40,7 @@ from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
-from ndistribute.compat.tensors import IndexedSlices as _IndexedSlices
+from ndistribute.compat.tensor_functions import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
 from ndistribute.compat.tensors import Module as _Module
 Module = _Module
