@@ -120,25 +120,24 @@ def floating(operation: Any) -> Any:
 
 def reduction(operation: Any) -> Any:
     """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
-    least, greatest = operation in (np.max, nn.logsumexp), operation is np.min
-    checked = operation if operation in _OF_INTEGERS else floating(operation)
+    limit, refusing = _OF_NOTHING.get(operation), floating(operation)
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
-        axes, is_bool = axis_of(axis), tensor.dtype == np.bool_
-        if is_bool and operation not in (np.all, np.any):
-            floating(operation)(tensor)
-        if (least or greatest) and isinstance(tensor, Tensor) and not tensor.size:
-            limits = _limits(tensor.dtype)
+        axes, kind = axis_of(axis), "" if tensor.dtype is None else np.dtype(tensor.dtype).kind
+        if limit is not None and isinstance(tensor, Tensor) and not tensor.size:
             shape = np.sum(tensor, axes, keepdims=keepdims).shape
-            return np.full(shape, limits[greatest], tensor.dtype)
-        result = checked(tensor, axis=axes, keepdims=keepdims)
-        whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
-        return result.astype(tensor.dtype) if whole and result.dtype != tensor.dtype else result
+            return np.full(shape, _limits(tensor.dtype)[limit], tensor.dtype)
+        fits = operation in _OF_BOOLEANS or (operation in _OF_INTEGERS and kind != "b")
+        result = (operation if fits else refusing)(tensor, axis=axes, keepdims=keepdims)
+        widened = kind in ("i", "u") and result.dtype != tensor.dtype
+        return result.astype(tensor.dtype) if widened else result
 
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
 
 
-_OF_INTEGERS = np.all, np.any, np.max, np.mean, np.min, np.prod, np.sum
+_OF_BOOLEANS, _OF_INTEGERS = (np.all, np.any), (np.max, np.mean, np.min, np.prod, np.sum)
+_OF_NOTHING = {np.max: 0, nn.logsumexp: 0, np.min: 1}
+"""Which limit of the dtype a reduction of no elements returns."""
 
 
 def _limits(dtype: Any) -> tuple[Any, Any]:
@@ -148,14 +147,13 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
 
 
 _NAMES = "scalar x y a b matrix rhs".split()
-_REVERSED = _NAMES[::-1]
 
 
 def binary(operation: Any) -> Any:
     """Return an operation on two tensors, which may be given by name."""
 
     def call(*args: Any, **options: Any) -> Any:
-        order = _REVERSED if operation is np.arctan2 else _NAMES
+        order = _NAMES[::-1] if operation is np.arctan2 else _NAMES
         names = [name for name in order if name in options]
         x, y, *more = [*args, *(options.pop(name) for name in names)]
         return operation(like(x, y), like(y, x), *more, **options)

@@ -396,7 +396,8 @@ def flavored(kind: Any) -> Any:
             return as_tensor(kind.tracked_value(self))
 
         def __getitem__(self, index: Any) -> Any:
-            part = kind.__getitem__(self, tuple(index) if type(index) is list else index)
+            index = tuple(index) if type(index) is list else index  # As TensorFlow reads lists.
+            part = kind.__getitem__(self, index)
             assign = functools.partial(_assign_part, self, index)
             return assignable(part, assign) if isinstance(part, Tensor) else part
 
@@ -565,12 +566,8 @@ def convert_to_tensor(
 
 
 _DIFFERENTIABLE = Tracked, ArrayLike, Symbolic, SymbolicArray
-_FITTING = {
-    "b": "biufc",
-    "i": "iufc",
-    "u": "iufc",
-    "f": "fc",
-}  # Kinds of dtypes that numbers of Python become.
+# The kinds of dtypes that numbers of Python become.
+_FITTING = {"b": "biufc", "i": "iufc", "u": "iufc", "f": "fc"}
 
 
 class Module(Layer):

@@ -171,6 +171,12 @@ def test_the_shape_of_a_symbolic_tensor_is_known_where_it_has_no_open_length() -
     assert tf.shape(tf.keras.Input((3,), batch_size=2)).numpy().tolist() == [2, 3]
 
 
+def test_a_list_is_one_place_of_a_variable() -> None:
+    variable = tf.Variable(matrix)
+    variable[[1, 0]].assign(9.0)
+    assert variable.numpy().tolist() == [[1, 2], [9, 5]]
+
+
 def test_shapes_are_merged_and_compared() -> None:
     shape = tf.TensorShape([2, None])
     assert shape.merge_with([2, 3]).as_list() == [2, 3]
