@@ -21,6 +21,7 @@ from ndistribute.compat.tensors import convert_to_tensor, inside
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape
+from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 from ndistribute.tree import flatten, map_leaves, unflatten
 
@@ -45,6 +46,25 @@ class TopK(NamedTuple):
 
     values: Any
     indices: Any
+
+
+class Unique(NamedTuple):
+    """What `unique` returns."""
+
+    y: Any
+    idx: Any
+
+
+class UniqueWithCounts(NamedTuple):
+    """What `unique_with_counts` returns."""
+
+    y: Any
+    idx: Any
+    count: Any
+
+
+_looping = accepting("back_prop", "infer_shape", "parallel_iterations", "swap_memory")
+"""What changes the speed of loops alone."""
 
 
 def top_k(input: Any, k: int = 1, sorted: bool = True) -> TopK:
@@ -135,8 +155,7 @@ def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any
 
 def unique(x: Any, out_idx: Any = np.int32) -> Any:
     """Return the different elements in the order of the first of each, and the place of each."""
-    values, places, _ = unique_with_counts(x, out_idx)
-    return values, places
+    return Unique(*unique_with_counts(x, out_idx)[:2])
 
 
 def unique_with_counts(x: Any, out_idx: Any = np.int32) -> Any:
@@ -146,7 +165,7 @@ def unique_with_counts(x: Any, out_idx: Any = np.int32) -> Any:
     _, first, inverse, counts = np.unique(x, True, True, True)
     order = np.argsort(first)
     rank = np.argsort(order).astype(out_idx)
-    return x[first[order]], rank[inverse], counts[order].astype(out_idx)
+    return UniqueWithCounts(x[first[order]], rank[inverse], counts[order].astype(out_idx))
 
 
 def meshgrid(*args: Any, indexing: str = "xy") -> Any:
@@ -167,9 +186,11 @@ def sequence_mask(lengths: Any, maxlen: Any = None, dtype: Any = np.bool_) -> An
     return np.less(np.arange(count), np.asarray(lengths)[..., None]).astype(dtype)
 
 
-def searchsorted(sorted_sequence: Any, values: Any, side: str = "left") -> Any:
+def searchsorted(
+    sorted_sequence: Any, values: Any, side: str = "left", out_type: Any = np.int32
+) -> Any:
     """Return where values belong in a sorted sequence."""
-    return np.searchsorted(sorted_sequence, values, side).astype(np.int32)  # type: ignore[call-overload]
+    return np.searchsorted(sorted_sequence, values, side).astype(out_type)  # type: ignore[call-overload]
 
 
 def broadcast_to(input: Any, shape: Any) -> Any:
@@ -183,6 +204,7 @@ def ensure_shape(x: Any, shape: Any) -> Any:
     return x
 
 
+@_looping
 def map_fn(fn: Any, elems: Any, dtype: Any = None, fn_output_signature: Any = None) -> Any:
     """Return the results of a function for the rows of a nest, stacked."""
     columns = map(convert_to_tensor, flatten(elems))
@@ -190,6 +212,7 @@ def map_fn(fn: Any, elems: Any, dtype: Any = None, fn_output_signature: Any = No
     return map_leaves(lambda *leaves: np.stack(list(map(convert_to_tensor, leaves))), *results)
 
 
+@_looping
 def foldl(fn: Any, elems: Any, initializer: Any = None) -> Any:
     """Return what a function makes of a value and of each row in turn."""
     rows = iter(convert_to_tensor(elems))
@@ -199,13 +222,16 @@ def foldl(fn: Any, elems: Any, initializer: Any = None) -> Any:
     return value
 
 
-def scan(fn: Any, elems: Any, initializer: Any = None) -> Any:
-    """Return all values of `foldl`, stacked."""
+@_looping
+def scan(fn: Any, elems: Any, initializer: Any = None, reverse: bool = False) -> Any:
+    """Return all values of `foldl`, stacked; with `reverse`, from the last row on."""
     elems = convert_to_tensor(elems)
+    elems = elems[::-1] if reverse else elems
     values = [elems[0] if initializer is None else convert_to_tensor(initializer)]
     for row in elems[1:] if initializer is None else elems:
         values.append(fn(values[-1], row))
-    return np.stack(values if initializer is None else values[1:])
+    values = values if initializer is None else values[1:]
+    return np.stack(values[::-1] if reverse else values)
 
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
@@ -289,10 +315,16 @@ def squared_difference(x: Any, y: Any) -> Any:
     return np.square(x - convert_to_tensor(y))
 
 
-def bincount(arr: Any, weights: Any = None, minlength: Any = None, maxlength: Any = None) -> Any:
+def bincount(
+    arr: Any,
+    weights: Any = None,
+    minlength: Any = None,
+    maxlength: Any = None,
+    dtype: Any = np.int32,
+) -> Any:
     """Return how often each number occurs, or the sums of their weights."""
     counts = np.bincount(np.ravel(arr), weights, minlength or 0)[:maxlength]
-    return counts.astype(np.int32 if weights is None else convert_to_tensor(weights).dtype)
+    return counts.astype(dtype if weights is None else convert_to_tensor(weights).dtype)
 
 
 def confusion_matrix(
@@ -436,6 +468,7 @@ def normalize(tensor: Any, ord: Any = "euclidean", axis: Any = None) -> Any:
     return tensor / size, size
 
 
+@accepting("exclusive", "strict")
 def case(pred_fn_pairs: Any, default: Any = None) -> Any:
     """Return the result of the first function whose condition is true."""
     return next((fn for condition, fn in pred_fn_pairs if condition), default)()
@@ -464,7 +497,7 @@ def text_split(input: Any, sep: str | None = None, maxsplit: int = -1) -> Any:
     """Return the words of one text; of several, there would be different numbers."""
     if np.ndim(input):
         raise NotImplementedError("tf.strings.split of several texts is ragged: split each one.")
-    return np.array(str(input).split(sep, maxsplit))
+    return np.array(str(input).split(sep or None, maxsplit))
 
 
 def text_join(inputs: Any, separator: str = "") -> Any:

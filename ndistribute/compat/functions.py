@@ -1,4 +1,4 @@
-"""`tf.function`: a function runs at once, after a check of its arguments if it has a signature.
+"""`tf.Module`, and `tf.function`, which checks the arguments of a function that has a signature.
 
 Python's control flow is that of the program: nothing is traced, unless XLA compiles the function.
 """
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ndistribute.compat.tensors import convert_to_tensor
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.shapes import Shape
 from ndistribute.jit.function import function as jit_function
+from ndistribute.models.layers import Layer
 from ndistribute.tree import map_leaves
 from ndistribute.values import DistributedValues
 
@@ -90,3 +91,22 @@ def _checked(func: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., An
         return func(*bound.args, **bound.kwargs)
 
     return call
+
+
+class Module(Layer):
+    """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
+
+    _uncalled: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name=name)
+
+    @property
+    def submodules(self) -> tuple[Any, ...]:
+        """The modules and layers in this one."""
+        return tuple(self.walk())[1:]
+
+    @classmethod
+    def with_name_scope(cls, method: Any) -> Any:
+        """Return the method itself: names of variables are not changed."""
+        return method

@@ -136,7 +136,7 @@ def local_variables_initializer() -> Any:
 
 def check_layout(data_format: Any, dilations: Any = 1, known: str = "NHWC") -> None:
     """Raise ValueError for what only other libraries compute."""
-    if data_format not in (None, known) or windows(dilations) != (1, 1):
+    if data_format not in (None, known) or windows(dilations or 1) != (1, 1):
         wrong = f"{data_format!r} and {dilations!r}"
         raise ValueError(f"data_format must be {known!r} and dilations 1, got {wrong}.")
 

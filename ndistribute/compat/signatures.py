@@ -6,6 +6,7 @@ Lists and numbers become float32 and int32 tensors; tracked arrays and tensors o
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -26,25 +27,23 @@ from ndistribute.graph.graph import Symbolic
 from ndistribute.models import nn
 from ndistribute.tree import map_leaves
 
-_OPERANDS = frozenset(
-    "a arr coeffs condition diagonal dims elems features fn image images imag indices inp input "
-    "input_ input_tensor inputs labels lengths logits matrix num_rows params real rhs shape "
-    "sorted_sequence start t t_list targets tensor value values x".split()
-)
-"""The names of first arguments, by which they may be passed."""
-
 
 def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> Any:
     """Return a function with TensorFlow's keywords, whose operands and result are tensors.
 
     If the keyword ``name`` is among the ignored ones, it names the result in a graph.
     """
+    try:
+        later = [*inspect.signature(function).parameters][1:]
+    except ValueError:  # Of a function of NumPy's whose only argument is the operand.
+        later = []
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **kwargs: Any) -> Any:
         options = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
-        if operands and not args:
-            args = (options.pop(next(key for key in options if key in _OPERANDS)),)
+        first = [key for key in options if key not in later] if operands and not args else []
+        if first:  # The operand, by whatever name TensorFlow gives it.
+            args = (options.pop(first[0]),)
         tensors = map(convert_to_tensor, args[:operands])
         result = function(*tensors, *args[operands:], **options)
         several = type(result) in (list, tuple) or hasattr(result, "_make")
@@ -94,6 +93,17 @@ def counted(count: Any) -> Any:
     return unary(call)
 
 
+def index(find: Any) -> Any:
+    """Return a function that finds the place of an extreme, which NaN is not."""
+
+    def call(x: Any, axis: Any = 0, output_type: Any = np.int64) -> Any:
+        if isinstance(x, Tensor) and x.dtype.kind == "f" and np.isnan(x).any():
+            x = np.where(np.isnan(x), x.dtype.type(-np.inf if find is np.argmax else np.inf), x)
+        return find(x, 0 if axis is None else axis).astype(output_type)
+
+    return unary(call, dimension="axis")
+
+
 def floating(operation: Any) -> Any:
     """Return an operation on a tensor that refuses integers and booleans, as TensorFlow does."""
 
@@ -110,25 +120,24 @@ def floating(operation: Any) -> Any:
 
 def reduction(operation: Any) -> Any:
     """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
-    least, greatest = operation in (np.max, nn.logsumexp), operation is np.min
-    checked = operation if operation in _OF_INTEGERS else floating(operation)
+    limit, refusing = _OF_NOTHING.get(operation), floating(operation)
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
-        axes, is_bool = axis_of(axis), tensor.dtype == np.bool_
-        if is_bool and operation not in (np.all, np.any):
-            floating(operation)(tensor)
-        if (least or greatest) and isinstance(tensor, Tensor) and not tensor.size:
-            limits = _limits(tensor.dtype)
+        axes, kind = axis_of(axis), "" if tensor.dtype is None else np.dtype(tensor.dtype).kind
+        if limit is not None and isinstance(tensor, Tensor) and not tensor.size:
             shape = np.sum(tensor, axes, keepdims=keepdims).shape
-            return np.full(shape, limits[greatest], tensor.dtype)
-        result = checked(tensor, axis=axes, keepdims=keepdims)
-        whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
-        return result.astype(tensor.dtype) if whole and result.dtype != tensor.dtype else result
+            return np.full(shape, _limits(tensor.dtype)[limit], tensor.dtype)
+        fits = operation in _OF_BOOLEANS or (operation in _OF_INTEGERS and kind != "b")
+        result = (operation if fits else refusing)(tensor, axis=axes, keepdims=keepdims)
+        widened = kind in ("i", "u") and result.dtype != tensor.dtype
+        return result.astype(tensor.dtype) if widened else result
 
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
 
 
-_OF_INTEGERS = np.all, np.any, np.max, np.mean, np.min, np.prod, np.sum
+_OF_BOOLEANS, _OF_INTEGERS = (np.all, np.any), (np.max, np.mean, np.min, np.prod, np.sum)
+_OF_NOTHING = {np.max: 0, nn.logsumexp: 0, np.min: 1}
+"""Which limit of the dtype a reduction of no elements returns."""
 
 
 def _limits(dtype: Any) -> tuple[Any, Any]:
@@ -137,11 +146,15 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
     return (-np.inf, np.inf) if bounds is None else (bounds.min, bounds.max)
 
 
+_NAMES = "scalar x y a b matrix rhs".split()
+
+
 def binary(operation: Any) -> Any:
     """Return an operation on two tensors, which may be given by name."""
 
     def call(*args: Any, **options: Any) -> Any:
-        names = [name for name in ("x", "y", "a", "b", "matrix", "rhs") if name in options]
+        order = _NAMES[::-1] if operation is np.arctan2 else _NAMES
+        names = [name for name in order if name in options]
         x, y, *more = [*args, *(options.pop(name) for name in names)]
         return operation(like(x, y), like(y, x), *more, **options)
 

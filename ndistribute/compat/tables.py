@@ -52,7 +52,7 @@ TF2 = """
     to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
-[distribute] .compat.adapters: get_replica_context get_strategy  ndistribute: CrossDeviceOps
+[distribute] .compat.strategies: get_replica_context get_strategy  ndistribute: CrossDeviceOps
     DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
     InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
     RunOptions Strategy experimental_set_strategy=set_strategy has_strategy in_cross_replica_context
@@ -174,7 +174,7 @@ TF2 = """
     numpy/floating: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
     in_top_k l2_loss leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
     softmax_cross_entropy_with_logits=softmax_loss
-    sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/operation: avg_pool
+    sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/unary: avg_pool
     avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
     .models.losses/loss: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
@@ -196,26 +196,27 @@ TF2 = """
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
-    ndistribute: VariableAggregation VariableSynchronization stop_gradient  .compat.tensors:
-    GradientTape=WatchingTape IndexedSlices Module Tensor convert_to_tensor
+    ndistribute: VariableAggregation VariableSynchronization  ndistribute/unary: stop_gradient
+    .compat.tensors: GradientTape=WatchingTape Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
-    custom_gradient get_static_value=get_value TensorArray TensorSpec clip_by_global_norm
-    clip_by_value complex=complex_number expand_dims fill gather identity is_tensor one_hot
-    ones range=numbers slice=slice_ split squeeze tile transpose unstack where zeros
-    .compat.functions: function  .compat.tensor_functions/either: cond constant
-    control_dependencies group no_op numpy_function
-    py_function  .compat.array_functions/unary: argsort boolean_mask dynamic_partition broadcast_to
-    clip_by_norm ensure_shape gather_nd linspace pad saturate_cast searchsorted sequence_mask sort
-    tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min tensor_scatter_nd_sub
-    tensor_scatter_nd_update unravel_index unique unique_with_counts
-    .compat.array_functions/operation: case foldl map_fn meshgrid scan scatter_nd switch_case
-    vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip roll zeros_like
-    numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis
-    .graph.shapes: TensorShape=Shape  builtins: print  time: timestamp=time  .compat.graphs:
-    get_logger  .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
-    .compat.programs/program: executing_eagerly  .models.initializers/initializer:
-    constant_initializer=Constant ones_initializer=Ones random_normal_initializer=RandomNormal
-    random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
+    IndexedSlices custom_gradient get_static_value=get_value TensorArray TensorSpec
+    clip_by_global_norm clip_by_value complex=complex_number expand_dims fill gather
+    identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack
+    where zeros  .compat.functions: Module function
+    .compat.tensor_functions/either: cond constant control_dependencies group no_op numpy_function
+    py_function  .compat.array_functions/unary: argsort boolean_mask
+    dynamic_partition broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
+    searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
+    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unravel_index unique
+    unique_with_counts  .compat.array_functions/operation: case foldl map_fn meshgrid scan
+    scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip
+    roll zeros_like  numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size
+    numpy: newaxis  .graph.shapes: TensorShape=Shape  builtins: print  time: timestamp=time
+    .compat.graphs: get_logger  .compat.programs: init_scope  .compat.graphs/program: device
+    name_scope while_loop  .compat.programs/program: executing_eagerly
+    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
+    random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
+    zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
 [app] .compat.tf1: flags  .compat.graphs: run

@@ -16,6 +16,7 @@ import ndistribute as nd
 from ndistribute import graph, models
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import graphs
+from ndistribute.compat.array_functions import clip_by_norm
 from ndistribute.compat.random_numbers import generator
 from ndistribute.compat.signatures import (
     adapted,
@@ -29,6 +30,7 @@ from ndistribute.compat.signatures import (
     unary,
 )
 from ndistribute.compat.tensors import (
+    StandIn,
     Tensor,
     as_tensor,
     convert_to_tensor,
@@ -55,7 +57,7 @@ def eager_constant(value: Any, dtype: Any = None, shape: Any = None, name: Any =
     return array.reshape(shape) if array.size > 1 else np.full(shape, array).view(Tensor)
 
 
-def _split(value: Any, n: Any, axis: Any = 0) -> Any:
+def _split(value: Any, n: Any, axis: Any = 0, num: Any = None) -> Any:
     value, axis = (axis, value) if isinstance(value, int) else (value, axis)
     value = convert_to_tensor(value)
     if not np.ndim(n):
@@ -133,8 +135,8 @@ clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
 constant = graph.constant, eager_constant
 
 
-div = unary(binary(lambda x, y: (np.floor_divide if _is_whole(x, y) else np.divide)(x, y)))
-bias_add = unary(lambda value, bias, data_format=None: np.add(value, bias), 2)
+div = unary(binary(lambda x, y: (np.floor_divide if _is_whole(x, y) else np.divide)(x, y)), 0)
+bias_add = unary(lambda value, bias, data_format=None: np.add(value, like(bias, value)))
 
 
 def _eye(num_rows: Any, num_columns: Any = None, batch_shape: Any = (), dtype: Any = None) -> Any:
@@ -231,14 +233,18 @@ def _gather(params: Any, indices: Any, axis: Any = None, batch_dims: int = 0) ->
 gather = unary(_gather, ids="indices")
 
 
-def _embedding_lookup(params: Any, ids: Any, partition_strategy: str = "mod") -> Any:
+def _embedding_lookup(
+    params: Any, ids: Any, partition_strategy: str = "mod", max_norm: Any = None
+) -> Any:
     """Return rows of a table, which is in one part, so that both strategies find the same."""
     tables = params if isinstance(params, list | tuple) else [params]
     if len(tables) != 1:
         raise ValueError(f"embedding_lookup needs one table, got {len(tables)}: concat them.")
     if partition_strategy not in ("mod", "div"):
         raise ValueError(f"partition_strategy must be 'mod' or 'div', got {partition_strategy!r}.")
-    return gather(tables[0], ids)
+    rows = gather(tables[0], ids)
+    axes = range(1 - len(tables[0].shape), 0) if max_norm is not None else ()
+    return clip_by_norm(rows, max_norm, axes) if axes else rows
 
 
 embedding_lookup = adapted(_embedding_lookup, "name", "validate_indices")
@@ -269,6 +275,9 @@ def _matmul(
         return np.swapaxes(x, -1, -2) if transposes or adjoins else x
 
     left, right = like(a, b), like(b, a)
+    if not is_symbolic(left, right) and min(left.ndim, right.ndim) < 2:
+        axes = f"{left.ndim} and {right.ndim}"
+        raise InvalidArgumentError(f"matmul: the operands have {axes} axes: they need 2 or more.")
     return np.matmul(factor(left, transpose_a, adjoint_a), factor(right, transpose_b, adjoint_b))
 
 
@@ -367,7 +376,10 @@ unstack = unary(
         np.take(value, k, axis) for k in range(num or value.shape[axis])
     ]
 )
-transpose = unary(np.transpose, perm="axes")
+transpose = unary(
+    lambda a, axes=None, conjugate=False: np.transpose(np.conj(a) if conjugate else a, axes),
+    perm="axes",
+)
 
 
 def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
@@ -449,6 +461,16 @@ def custom_gradient(f: Any) -> Any:
         return result, gradients
 
     return nd.custom_gradient(call)
+
+
+def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
+    """Return rows of an array, whose shape need not be known."""
+    values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
+    least = (int(rows.max(initial=-1)) + 1, *values.shape[1:])
+    return nd.IndexedSlices(values, rows, least if dense_shape is None else dense_shape)
+
+
+IndexedSlices = StandIn("IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices})
 
 
 def set_value(x: Any, value: Any) -> None:

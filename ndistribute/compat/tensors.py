@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.mistakes import accepting
-from ndistribute.models.layers import Layer
 from ndistribute.models.masks import detach_mask, mask_of
 from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.numpy_functions import ArrayMethods
@@ -98,7 +97,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
         return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array.copy())[()]
 
     def __getitem__(self, index: Any) -> Any:
-        return as_tensor(super().__getitem__(index))
+        return as_tensor(super().__getitem__(tuple(index) if type(index) is list else index))
 
     def __iter__(self) -> Any:
         return map(self.__getitem__, range(len(self)))
@@ -116,8 +115,9 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
         return str(self.view(np.ndarray))
 
     def __repr__(self) -> str:
-        array = self.view(np.ndarray)[()]
-        return f"<tf.Tensor: shape={self.shape}, dtype={self.dtype}, numpy={array!r}>"
+        array = self.view(np.ndarray)
+        shown = repr(array) if array.ndim else repr(array.item())
+        return f"<tf.Tensor: shape={self.shape}, dtype={self.dtype}, numpy={shown}>"
 
 
 def as_tensor(value: Any) -> Any:
@@ -232,6 +232,9 @@ class TrackedTensor(_Shaped, Tracked):
     shape = property(lambda self: tuple.__new__(Shape, self.value.shape))
 
     __array_ufunc__ = _ufunc(Tracked)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(tuple(index) if type(index) is list else index)
 
     def numpy(self) -> Any:
         return Tracked.numpy(self)[()]
@@ -416,6 +419,7 @@ def flavored(kind: Any) -> Any:
             return as_tensor(kind.tracked_value(self))
 
         def __getitem__(self, index: Any) -> Any:
+            index = tuple(index) if type(index) is list else index  # As TensorFlow reads lists.
             part = kind.__getitem__(self, index)
             assign = functools.partial(_assign_part, self, index)
             return assignable(part, assign) if isinstance(part, Tensor) else part
@@ -450,9 +454,10 @@ _SCATTERED: dict[str, Any] = {"div": _divided, "mul": np.multiply.at, **_EXTREME
 
 def inside(indices: Any, length: int, where: str = "") -> None:
     """Raise `InvalidArgumentError` if an index is not among those of an axis of a length."""
-    outside = indices[(indices < 0) | (indices >= length)]
-    if outside.size:
-        raise InvalidArgumentError(f"{where}index {np.ravel(outside)[0]} is not in [0, {length}).")
+    array = np.asarray(indices)
+    if array.size and (array.min() < 0 or array.max() >= length):
+        outside = array[(array < 0) | (array >= length)]
+        raise InvalidArgumentError(f"{where}index {outside[0]} is not in [0, {length}).")
 
 
 def _scatter(change: Any) -> Any:
@@ -533,16 +538,6 @@ class StandIn(type):
         return super().__subclasscheck__(kind) or issubclass(kind, vars(cls).get("native", ()))
 
 
-def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
-    """Return rows of an array, whose shape need not be known."""
-    values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
-    least = (int(rows.max(initial=-1)) + 1, *values.shape[1:])
-    return nd.IndexedSlices(values, rows, least if dense_shape is None else dense_shape)
-
-
-IndexedSlices = StandIn("IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices})
-
-
 def variable_type(meanings: Any, program: programs.Program) -> type:
     """Return the class `tf.Variable` of a program."""
     make = programs.either(meanings, program)
@@ -560,6 +555,8 @@ def convert_to_tensor(
         InvalidArgumentError: it is a tensor of another dtype.
         TypeError: numbers of Python do not fit the dtype, as a fraction does not fit integers.
     """
+    if type(value) is np.ndarray:
+        return as_tensor(value if dtype is None else value.astype(dtype, copy=False))
     if dtype is None and dtype_hint is not None:
         with contextlib.suppress(TypeError, ValueError):
             return convert_to_tensor(value, dtype_hint)
@@ -578,13 +575,13 @@ def convert_to_tensor(
         return as_tensor(value.to_dense())
     if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
         return np.stack([convert_to_tensor(each, dtype) for each in value])
-    values = value if isinstance(value, list | tuple) else [value]
-    has_dtype = any(hasattr(each, "dtype") for each in values)
+    parts = value if isinstance(value, list | tuple) else [value]
+    has_dtype = any(hasattr(part, "dtype") for part in parts)
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
-        nested = values is not value or any(isinstance(each, list | tuple) for each in values)
-        weak = has_dtype and not nested
-        return as_tensor(array.astype(np.result_type(*values), copy=False) if weak else array)
+        is_flat = has_dtype and not any(isinstance(part, list | tuple) for part in parts)
+        is_flat = is_flat and parts is value  # Numbers of Python do not widen those with a dtype.
+        return as_tensor(array.astype(np.result_type(*parts), copy=False) if is_flat else array)
     kinds = array.dtype.kind, np.dtype(dtype).kind
     if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):
         raise TypeError(f"{value!r} is no {np.dtype(dtype)}: convert it, or tf.cast the tensor.")
@@ -592,28 +589,5 @@ def convert_to_tensor(
 
 
 _DIFFERENTIABLE = Tracked, ArrayLike, Symbolic, SymbolicArray
-_FITTING = {
-    "b": "biufc",
-    "i": "iufc",
-    "u": "iufc",
-    "f": "fc",
-}  # Kinds of dtypes that numbers of Python become.
-
-
-class Module(Layer):
-    """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
-
-    _uncalled: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name=name)
-
-    @property
-    def submodules(self) -> tuple[Any, ...]:
-        """The modules and layers in this one."""
-        return tuple(self.walk())[1:]
-
-    @classmethod
-    def with_name_scope(cls, method: Any) -> Any:
-        """Return the method itself: names of variables are not changed."""
-        return method
+# The kinds of dtypes that numbers of Python become.
+_FITTING = {"b": "biufc", "i": "iufc", "u": "iufc", "f": "fc"}

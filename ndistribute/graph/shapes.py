@@ -75,10 +75,20 @@ class Shape(tuple[Any, ...]):
         """Return the lengths that are known here or there, and must agree where both are."""
         if other is None:
             return self
-        pairs = list(zip(self, other, strict=False))
-        if len(self) != len(other) or any(None not in two and two[0] != two[1] for two in pairs):
+        if not self.is_compatible_with(other):
             raise ValueError(f"the shape is {other}, which is not {self}.")
-        return Shape(b if a is None else a for a, b in pairs)
+        return Shape(b if a is None else a for a, b in zip(self, other, strict=True))
+
+    merge_with = assert_is_compatible_with = merged
+
+    def is_compatible_with(self, other: Any) -> bool:
+        """Return whether no length is known to differ."""
+        pairs = list(zip(self, other, strict=False))
+        return len(self) == len(other) and all(None in two or two[0] == two[1] for two in pairs)
+
+    def concatenate(self, other: Any) -> Shape:
+        """Return the lengths of both."""
+        return Shape([*self, *other])
 
     def is_fully_defined(self) -> bool:
         """Return whether all lengths are known."""

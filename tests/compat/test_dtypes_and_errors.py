@@ -15,8 +15,8 @@ DTYPES = {
     "maximum": (lambda: tf.maximum(x, 0), "float32", [1.5, 0]),
     "power": (lambda: tf.pow(x, 2), "float32", [2.25, 4]),
     "where": (lambda: tf.where(x > 0, x, 0), "float32", [1.5, 0]),
-    "list": (lambda: tf.concat([x, [1, 2]], 0), "float32", [1.5, -2, 1, 2]),
-    "numbers": (lambda: tf.concat([[1], [2.5]], 0), "float32", [1, 2.5]),
+    "beside a list": (lambda: tf.concat([x, [1, 2]], 0), "float32", [1.5, -2, 1, 2]),
+    "of numbers": (lambda: tf.concat([[1], [2.5]], 0), "float32", [1, 2.5]),
     "range": (lambda: tf.range(tf.constant(2, tf.int64), 4), "int64", [2, 3]),
     "fractions": (lambda: tf.range(1, 2.5), "float32", [1, 2]),
     "doubles": (lambda: tf.range(tf.constant(2.0, tf.float64)), "float64", [0, 1]),
@@ -29,6 +29,33 @@ DTYPES = {
     "integer mean": (lambda: tf.reduce_mean([-3, -4]), "int32", -3),
     "relu": (lambda: tf.nn.relu([-1, 2]), "int32", [0, 2]),
     "keyword": (lambda: tf.reduce_sum(axis=0, input_tensor=matrix), "float32", [4, 7]),
+    "number first": (lambda: tf.multiply(2, x), "float32", [3, -4]),
+    "of NumPy first": (lambda: tf.multiply(np.float64(2), x), "float32", [3, -4]),
+    "named": (lambda: tf.gather(indices=[1], params=[3, 4]), "int32", [4]),
+    "angle": (lambda: tf.math.atan2(y=1.0, x=2.0), "float32", 0.46364760),
+    "scalar": (lambda: tf.math.scalar_mul(scalar=2.0, x=x), "float32", [3, -4]),
+    "greatest number": (lambda: tf.argmax([1.0, np.nan, 3.0, 2.0]), "int64", 2),
+    "least number": (lambda: tf.argmin([np.nan, 1.0]), "int64", 1),
+    "list": (lambda: matrix[[1, 0]], "float32", 3),
+    "list of a variable": (lambda: tf.Variable(matrix)[[1, 0]], "float32", 3),
+    "biased": (lambda: tf.nn.bias_add(matrix, [1.0, 2.0]), "float32", [[2, 4], [4, 7]]),
+    "bounded rows": (
+        lambda: tf.nn.embedding_lookup(matrix, [0], max_norm=1.0),
+        "float32",
+        [[0.4472136, 0.8944272]],
+    ),
+    "conjugate": (lambda: tf.math.imag(tf.transpose([[1j]], conjugate=True)), "float64", [[-1]]),
+    "counts": (lambda: tf.unique_with_counts([3, 3]).count, "int32", [2]),
+    "different": (lambda: tf.unique([3, 3]).y, "int32", [3]),
+    "backwards": (lambda: tf.scan(tf.add, [1, 2], reverse=True), "int32", [3, 2]),
+    "positions": (lambda: tf.searchsorted([1, 3], [2], out_type=tf.int64), "int64", [1]),
+    "numbers of each": (lambda: tf.math.bincount([1], dtype=tf.int64), "int64", [0, 1]),
+    "pooled": (
+        lambda: tf.nn.max_pool2d(input=tf.ones([1, 2, 2, 1]), ksize=2, strides=2, padding="SAME"),
+        "float32",
+        [[[[1]]]],
+    ),
+    "constant": (lambda: tf.stop_gradient(input=x, name="x"), "float32", [1.5, -2]),
     "loss": (
         lambda: tf.nn.softmax_cross_entropy_with_logits([[1.0, 0.0]], [[0.0, 0.0]]),
         "float32",
@@ -113,6 +140,7 @@ REFUSED = {
     "type": (lambda: tf.debugging.assert_type(x, tf.int32), TypeError, "expected int32"),
     "nothing": (lambda: tf.TensorArray(tf.int32, 1).stack(), ValueError, "no item"),
     "limit": (lambda: tf.random.uniform([1], dtype=tf.int32), ValueError, "maxval"),
+    "vector": (lambda: tf.matmul(matrix, x), ValueError, "2 and 1 axes"),
     "unit": (lambda: tf.strings.length("a", unit="WORD"), ValueError, "unit must be"),
     "ragged": (lambda: tf.strings.split(["a b", "c"]), NotImplementedError, "split each one"),
     "options": (
@@ -141,6 +169,29 @@ def test_the_array_of_a_tensor_is_a_copy() -> None:
 
 def test_the_shape_of_a_symbolic_tensor_is_known_where_it_has_no_open_length() -> None:
     assert tf.shape(tf.keras.Input((3,), batch_size=2)).numpy().tolist() == [2, 3]
+
+
+def test_a_list_is_one_place_of_a_variable() -> None:
+    variable = tf.Variable(matrix)
+    variable[[1, 0]].assign(9.0)
+    assert variable.numpy().tolist() == [[1, 2], [9, 5]]
+
+
+def test_shapes_are_merged_and_compared() -> None:
+    shape = tf.TensorShape([2, None])
+    assert shape.merge_with([2, 3]).as_list() == [2, 3]
+    assert shape.concatenate([4]).as_list() == [2, None, 4]
+    assert shape.rank == 2
+    assert shape.is_compatible_with([2, 5])
+    for other in ([3, 3], [2]):
+        assert not shape.is_compatible_with(other)
+        with pytest.raises(ValueError, match="the shape is"):
+            shape.assert_is_compatible_with(other)
+
+
+def test_a_tensor_is_not_none_and_shows_its_number() -> None:
+    assert (x == None, x != None) == (False, True)  # noqa: E711
+    assert repr(tf.constant(1.5)) == "<tf.Tensor: shape=(), dtype=float32, numpy=1.5>"
 
 
 def test_the_error_function_and_gelu_have_gradients() -> None:

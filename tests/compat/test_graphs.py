@@ -352,7 +352,6 @@ WITHOUT_EFFECT = {
     "assigned": lambda w: w.assign(1.0, when="later"),
     "averages": lambda w: tf.train.SyncReplicasOptimizer(None, 1, variable_averages=print),
     "named": lambda w: tf.summary.FileWriter("logs", filename_suffix="x"),
-    "norm": lambda w: tf.nn.embedding_lookup(np.eye(2), [1], max_norm=0.5),
     "strategy": lambda w: tf.nn.embedding_lookup(w, [1], partition_strategy="other"),
     "protocol": lambda w: tf.train.Server({"local": ["localhost:0"]}, protocol="grpc+verbs"),
     "sessions": lambda w: tf.train.Server(

@@ -52,11 +52,11 @@ from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
-from ndistribute.compat.tensors import IndexedSlices as _IndexedSlices
+from ndistribute.compat.tensor_functions import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
 from ndistribute.compat.graphs import InteractiveSession as _InteractiveSession
 InteractiveSession = _InteractiveSession
-from ndistribute.compat.tensors import Module as _Module
+from ndistribute.compat.functions import Module as _Module
 Module = _Module
 from ndistribute.graph.graph import Operation as _Operation
 Operation = _Operation
