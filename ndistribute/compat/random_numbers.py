@@ -214,3 +214,77 @@ class Generator:
 def get_global_generator() -> Generator:
     """Return a generator that the seed of the program decides; each call returns another one."""
     return Generator.from_seed(generator().integers(0, 2**32, 4))
+
+
+def _candidates(
+    true_classes: Any,
+    num_true: int,
+    num_sampled: int,
+    unique: bool,
+    range_max: int,
+    seed: Any = None,
+) -> Any:
+    """Return classes of which small numbers are likelier, and how often each is expected.
+
+    The class k has the probability ``log((k + 2) / (k + 1)) / log(range_max + 1)``.
+    """
+    classes = np.asarray(true_classes)
+    if classes.shape[1:] != (num_true,) or (unique and num_sampled > range_max):
+        what = f"classes of shape {classes.shape}, num_sampled={num_sampled}"
+        raise ValueError(f"num_true={num_true} and range_max={range_max} do not fit {what}.")
+    rng, most = generator(seed), np.log(range_max + 1)
+    drawn, tries = list[int](), 0
+    while len(drawn) < num_sampled:
+        each, tries = int(np.exp(rng.random() * most)) - 1, tries + 1
+        drawn += [] if unique and each in drawn else [min(each, range_max - 1)]
+
+    def expected(numbers: Any) -> Any:
+        share = np.log((numbers + 2) / (numbers + 1)) / most
+        count = -np.expm1(tries * np.log1p(-share)) if unique else share * num_sampled
+        return as_tensor(np.asarray(count, np.float32))
+
+    sampled = np.array(drawn, np.int64)
+    return as_tensor(sampled), expected(classes), expected(sampled)
+
+
+log_uniform_candidate_sampler = unary(_candidates, 0)
+
+
+def make_sampling_table(size: int, sampling_factor: float = 1e-5) -> Any:
+    """Return the probability to keep each word, which are sorted by how frequent they are."""
+    ranks = np.maximum(np.arange(size), 1)
+    frequencies = 1 / (ranks * (np.log(ranks) + 0.577) + 0.5 - 1 / (12 * ranks))
+    return np.minimum(1, np.sqrt(sampling_factor / frequencies))
+
+
+def skipgrams(
+    sequence: Any,
+    vocabulary_size: int,
+    window_size: int = 4,
+    negative_samples: float = 1.0,
+    shuffle: bool = True,
+    categorical: bool = False,
+    sampling_table: Any = None,
+    seed: Any = None,
+) -> tuple[list[list[int]], list[Any]]:
+    """Return pairs of a word and one near it, and as many as asked with a random word; and labels.
+
+    Labels are 1 for words that are near, and 0; with `categorical` rows with a one. The word 0 is
+    left out, as `sampling_table` leaves out frequent ones: it has the probability to keep each.
+    """
+    rng, words = generator(seed), [int(word) for word in sequence]
+    pairs = [
+        [word, other]
+        for place, word in enumerate(words)
+        if word and (sampling_table is None or sampling_table[word] >= rng.random())
+        for near, other in enumerate(words)
+        if other and 0 < abs(near - place) <= window_size
+    ]
+    labels: list[Any] = [1] * len(pairs)
+    for k in rng.integers(0, len(pairs) or 1, int(len(pairs) * negative_samples)):
+        pairs.append([pairs[k][0], int(rng.integers(1, vocabulary_size))])
+    labels += [0] * (len(pairs) - len(labels))
+    if categorical:
+        labels = [[1 - label, label] for label in labels]
+    order = rng.permutation(len(pairs)) if shuffle else range(len(pairs))
+    return [pairs[k] for k in order], [labels[k] for k in order]

@@ -132,6 +132,7 @@ TF2 = """
     timeseries_dataset_from_array
 [keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.array_functions: pad_sequences
+    .compat.random_numbers: make_sampling_table skipgrams
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
@@ -178,8 +179,9 @@ TF2 = """
     avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
     .models.losses/loss: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
-[random] .compat.random_numbers: Generator categorical gamma get_global_generator poisson shuffle
-    split stateless_normal stateless_truncated_normal stateless_uniform  ndistribute: set_seed
+[random] .compat.random_numbers: Generator categorical gamma get_global_generator
+    log_uniform_candidate_sampler poisson shuffle split stateless_normal
+    stateless_truncated_normal stateless_uniform ndistribute: set_seed
     .compat.random_numbers/either: normal truncated_normal uniform
 [random.experimental] .compat.random_numbers: Generator get_global_generator
     stateless_split=split

@@ -155,3 +155,31 @@ def test_parts_of_weights_are_tensors() -> None:
 def test_only_models_are_saved_with_what_they_compute(tmp_path) -> None:
     with pytest.raises(TypeError, match="save the variables"):
         tf.saved_model.save(tf.Module(), export_dir=str(tmp_path / "module"))
+
+
+def test_skipgrams_are_pairs_of_words_that_are_near() -> None:
+    sequence = keras.preprocessing.sequence
+    pairs, labels = sequence.skipgrams([1, 2, 0, 3], 4, window_size=2, negative_samples=0)
+    assert sorted(pairs) == [[1, 2], [2, 1], [2, 3], [3, 2]]
+    assert labels == [1] * 4
+    pairs, labels = sequence.skipgrams([1, 2, 3], 4, 1, negative_samples=0.5, categorical=True)
+    assert sorted(map(tuple, labels)) == [(0, 1)] * 4 + [(1, 0)] * 2
+    assert all(0 < word < 4 for pair in pairs for word in pair)
+    assert sequence.skipgrams([1, 1], 2, sampling_table=[0, 0]) == ([], [])
+    table = sequence.make_sampling_table(1000)
+    assert table[0] == table[1]
+    assert (np.diff(table[1:]) > 0).all()
+    assert table.max() <= 1
+
+
+def test_candidates_are_drawn_by_their_rank() -> None:
+    drawn, true, expected = tf.random.log_uniform_candidate_sampler([[3]], 1, 5, True, 5, seed=1)
+    assert sorted(drawn.numpy()) == [0, 1, 2, 3, 4]
+    assert (true.shape, expected.shape) == ((1, 1), (5,))
+    many, _, counts = tf.random.log_uniform_candidate_sampler([[0]], 1, 4000, False, 9, seed=2)
+    found = np.bincount(many.numpy(), minlength=9)
+    wanted = 4000 * np.log((np.arange(9) + 2) / (np.arange(9) + 1)) / np.log(10)
+    assert np.allclose(found, wanted, rtol=0.2)
+    assert np.allclose(counts.numpy()[:20], wanted[many.numpy()[:20]], rtol=1e-5)
+    with pytest.raises(ValueError, match="range_max=4"):
+        tf.random.log_uniform_candidate_sampler([[0]], 1, 5, True, 4)

@@ -7,6 +7,7 @@ Generator = _Generator
 categorical: Any
 gamma: Any
 get_global_generator: Any
+log_uniform_candidate_sampler: Any
 normal: Any
 poisson: Any
 set_seed: Any

@@ -1,4 +1,6 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+make_sampling_table: Any
 pad_sequences: Any
+skipgrams: Any
