@@ -166,7 +166,7 @@ class Transforming(Pipeline):
             log_warning: whether to log each error.
 
         Raises:
-            ValueError: after a method before, such as `shuffle`, no iterator can go on.
+            ValueError: no iterator goes on after an error in a method before, such as `shuffle`.
 
         >>> from ndistribute.data import Dataset
         >>> [float(x) for x in Dataset.range(3).map(lambda x: 2 / int(x)).ignore_errors()]
