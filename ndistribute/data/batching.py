@@ -14,7 +14,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
-from ndistribute.data.elements import Chunk, Element, Failure, Rows, drop
+from ndistribute.data.elements import Chunk, Element, FailedChunk, Rows, drop
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
     ElementSpec,
@@ -343,7 +343,7 @@ def _cut(
         except Exception as error:
             if not goes_on:
                 raise
-            yield Failure(error)  # As in TensorFlow, the batch fails, and the next one follows.
+            yield FailedChunk(error)  # As in TensorFlow, the batch fails, and the next one follows.
             missing += sum(map(len, pieces))
             pieces = []
             continue

@@ -281,7 +281,7 @@ class Rows:
         return tree.unflatten(self._like, leaves)
 
 
-class Failure(Sequence[Element]):
+class FailedChunk(Sequence[Element]):
     """A chunk of one element, which raises an error instead of giving it."""
 
     def __init__(self, error: Exception) -> None:
