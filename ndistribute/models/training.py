@@ -101,10 +101,10 @@ class Trainer(TrainingSteps):
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            called = self._callbacks(callbacks, epochs, steps, verbose)
             self.history = History()
-            called.add(ProgbarLogger(verbose), first=True)
-            called.add(self.history)
+            members = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
+            members = [ProgbarLogger(verbose), *members, self.history]
+            called = self._callbacks(members, epochs, steps, verbose)
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
