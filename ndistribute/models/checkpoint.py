@@ -408,9 +408,11 @@ def check_absent(strategy: Any, path: str | os.PathLike[str], overwrite: bool) -
 
 def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
     """Return the folder, tensors and data of the checkpoint in a folder, or the last of a path."""
-    folders = tensor_files.paths(path, NAME) or tensor_files.paths(path.parent, path.name)
+    inside = tensor_files.paths(path, NAME) if path.is_dir() else []
+    folders = inside or tensor_files.paths(path.parent, path.name)
     if not folders and not path.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint {path}.")
+        file = f" {path.name} is a file: those of Keras are not read." if path.exists() else ""
+        raise FileNotFoundError(f"there is no checkpoint {path}.{file}")
     folder = folders[-1] if folders else path
     try:
         return contents_of(tensor_files.read(folder))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from ndistribute.autodiff import untrack
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
+from ndistribute.models.loss_forms import form
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.metrics.metric import joined
 
@@ -32,26 +32,17 @@ class Output:
     metrics: list[tuple[_metrics.Metric, bool]]
 
 
-class _Untold(threading.local):
-    """The loss of a thread's step that is not counted yet: the arguments of `TotalLoss.count`."""
-
-    loss: Any = None
-
-
-untold = _Untold()
-
-
 class TotalLoss(_metrics.Mean):
     """The mean of the loss of a model; what updates it has counted the loss of the step."""
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values, each with its weight."""
-        untold.loss = None
+        form.untold = None
         super().update_state(values, sample_weight)
 
     def count(self, share: Any, rows: float, here: int) -> None:
         """Add a replica's share of the mean over `rows` examples, of which `here` are its own."""
-        untold.loss = None
+        form.untold = None
         self.state.assign_add(joined(untrack(share) * np.float64(rows), here))
 
 

@@ -12,12 +12,13 @@ from ndistribute.context import get_replica_context
 
 
 class _Form(threading.local):
-    """The form in which a thread gets losses; see `as_means`."""
+    """The form in which a thread gets losses, see `as_means`, and the loss that it got last."""
 
     of_gradient: str | None = None  # None: they are shares.
+    untold: Any = None  # What is not counted yet: the arguments of `TotalLoss.count`.
 
 
-_form = _Form()
+form = _Form()
 
 
 @contextlib.contextmanager
@@ -31,23 +32,23 @@ def as_means(of_gradient: str) -> Iterator[None]:
     Args:
         of_gradient: ``"share"`` if the step applies gradients, ``"mean"`` if its caller divides.
     """
-    _form.of_gradient, before = of_gradient, _form.of_gradient
+    form.of_gradient, before = of_gradient, form.of_gradient
     try:
         yield
     finally:
-        _form.of_gradient = before
+        form.of_gradient = before
 
 
 def in_step_of_model() -> bool:
     """Return True inside of a step that a model defines, which `fit` or `evaluate` runs."""
-    return _form.of_gradient is not None
+    return form.of_gradient is not None
 
 
 def in_form(share: Any) -> Any:
     """Return a replica's share of a loss in the form that the step needs; see `as_means`."""
-    replica = None if _form.of_gradient is None else get_replica_context()
+    replica = None if form.of_gradient is None else get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1:
         return share
-    if _form.of_gradient == "mean":
+    if form.of_gradient == "mean":
         return share * replica.num_replicas_in_sync
     return share + untrack(share) * (replica.num_replicas_in_sync - 1)

@@ -481,25 +481,28 @@ class Huber(FunctionLoss):
         super().__init__(huber, delta=delta, **options)
 
 
-class BinaryCrossentropy(FunctionLoss):
+class _Smoothed(FunctionLoss):
+    """The base class of cross-entropies whose labels can be smoothed."""
+
+    _of: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
+    ) -> None:
+        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+        super().__init__(self._of, **parameters, **options)
+
+
+class BinaryCrossentropy(_Smoothed):
     """The cross-entropy of two classes; see `binary_crossentropy`."""
 
-    def __init__(
-        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
-    ) -> None:
-        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
-        super().__init__(binary_crossentropy, **parameters, **options)
-        self.from_logits = from_logits
+    _of = staticmethod(binary_crossentropy)
 
 
-class CategoricalCrossentropy(FunctionLoss):
+class CategoricalCrossentropy(_Smoothed):
     """The cross-entropy of labels as probabilities; see `categorical_crossentropy`."""
 
-    def __init__(
-        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
-    ) -> None:
-        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
-        super().__init__(categorical_crossentropy, **parameters, **options)
+    _of = staticmethod(categorical_crossentropy)
 
 
 class SparseCategoricalCrossentropy(FunctionLoss):

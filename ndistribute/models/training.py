@@ -25,7 +25,7 @@ from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
-from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
+from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer
@@ -101,10 +101,10 @@ class Trainer(TrainingSteps):
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            called = self._callbacks(callbacks, epochs, steps, verbose)
             self.history = History()
-            called.add(ProgbarLogger(verbose), first=True)
-            called.add(self.history)
+            members = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
+            members = [ProgbarLogger(verbose), *members, self.history]
+            called = self._callbacks(members, epochs, steps, verbose)
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
@@ -389,6 +389,10 @@ class Trainer(TrainingSteps):
         known = steps if steps is not None and steps >= 0 else None
         params = {"epochs": epochs, "steps": known, "verbose": verbose}
         return Callbacks(callbacks, self, params)
+
+    def on_any_worker(self, flag: bool) -> bool:
+        """Return True if a flag is set on any worker; all must call this after the same step."""
+        return on_any_worker(self.strategy, flag)
 
     def _make_ready(self, data: Dataset) -> None:
         """Create the variables of all layers, and the steps if the model has changed."""

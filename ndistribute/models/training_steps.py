@@ -27,7 +27,7 @@ from ndistribute.models import batches as _batches
 from ndistribute.models import loss_forms
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
-from ndistribute.models.compiled_losses import Objective, names_of, untold
+from ndistribute.models.compiled_losses import Objective, names_of
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
@@ -226,7 +226,7 @@ class TrainingSteps(Layer):
         rows = _batches.rows_of(y_pred)
         count = _losses.global_count(rows)
         share = self._share(compared, count, _replicas(), regularization_losses)
-        untold.loss = share, count, rows
+        loss_forms.form.untold = share, count, rows
         return loss_forms.in_form(share)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -370,10 +370,10 @@ class TrainingSteps(Layer):
 
     def _logs_of(self, method: str, *args: Any) -> Any:
         """Return the logs that a method of the model returns, and count the loss it computed."""
-        untold.loss = None
+        loss_forms.form.untold = None
         logs = getattr(self, method)(*args)
-        if untold.loss is not None:
-            self._objective.loss.count(*untold.loss)
+        if loss_forms.form.untold is not None:
+            self._objective.loss.count(*loss_forms.form.untold)
         arrays = logs is not None and not isinstance(logs, Mapping)
         if arrays or any(getattr(value, "ndim", 0) for value in (logs or {}).values()):
             raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -203,9 +203,7 @@ class AdamRule(Rule):
         return ("m", "v", "v_max") if self.amsgrad else ("m", "v")
 
     def __post_init__(self) -> None:
-        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {beta}.")
+        _check_below_one(beta_1=self.beta_1, beta_2=self.beta_2)
 
     def rate(self, step: int, learning_rate: float) -> Any:
         # The factor corrects the bias of means that start at zero.
@@ -271,7 +269,6 @@ class AdamWRule(AdamRule):
     """The update rule of `AdamW`."""
 
     name = "adamw"
-    weight_decay: float = field(default=0.004, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -310,8 +307,8 @@ class AdamW(Optimizer):
         amsgrad: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        rule = AdamWRule(beta_1, beta_2, epsilon, amsgrad, weight_decay=weight_decay)
-        super().__init__(rule, learning_rate, **options)
+        rule = AdamWRule(beta_1, beta_2, epsilon, amsgrad)
+        super().__init__(rule, learning_rate, weight_decay=weight_decay, **options)
 
 
 @dataclass(frozen=True)
@@ -455,9 +452,7 @@ class RMSpropRule(Rule):
     centered: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("rho", self.rho), ("momentum", self.momentum)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {value}.")
+        _check_below_one(rho=self.rho, momentum=self.momentum)
 
     @property
     def slot_names(self) -> tuple[str, ...]:
@@ -521,6 +516,12 @@ class RMSprop(Optimizer):
     ) -> None:
         rule = RMSpropRule(rho, momentum, epsilon, centered)
         super().__init__(rule, learning_rate, **options)
+
+
+def _check_below_one(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value}.")
 
 
 # After so many steps the product of the momentums of `Nadam` does not change the rate.

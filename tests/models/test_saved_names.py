@@ -55,6 +55,15 @@ def test_weights_are_read_by_the_very_name_and_take_the_place_of_the_last_ones(t
             save(path, overwrite=False)
 
 
+def test_a_file_of_keras_is_told_apart_from_none(tmp_path):
+    path = tmp_path / "x.weights.h5"
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*h5\.$"):
+        compiled().load_weights(path)
+    path.write_bytes(b"HDF")
+    with pytest.raises(FileNotFoundError, match="is a file: those of Keras are not"):
+        compiled().load_weights(path)
+
+
 def test_a_model_is_saved_without_its_optimizer(tmp_path):
     model = compiled()
     model.fit(X, Y, verbose=0)

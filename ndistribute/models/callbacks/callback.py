@@ -119,19 +119,13 @@ class Callbacks:
     def __init__(
         self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]
     ) -> None:
-        self.members: list[Callback] = []
-        self._model, self._params = model, params
-        for member in callbacks:
-            self.add(member)
-
-    def add(self, member: Callback, first: bool = False) -> None:
-        """Add a callback, as the last or as the first one."""
-        if not isinstance(member, Callback):
-            raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
-        member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
-        member.set_model(self._model)
-        member.set_params(self._params)
-        self.members.insert(0 if first else len(self.members), member)
+        self.members = list(callbacks)
+        for member in self.members:
+            if not isinstance(member, Callback):
+                raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
+            member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
+            member.set_model(model)
+            member.set_params(params)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a method of each.

@@ -233,28 +233,6 @@ class Sums(Metric):
         return to_host(as_array(self.state))
 
 
-class Sum(Sums):
-    """The weighted sum of values.
-
-    >>> metric = Sum()
-    >>> metric.update_state([1.0, 2.0])
-    >>> metric.result()
-    3.0
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name, 1)
-
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Add values, each times its weight."""
-        total, _ = weighted_sum(values, sample_weight)
-        self.state.assign_add(joined(total))
-
-    def result(self) -> float:
-        """Return the sum."""
-        return float(self.sums()[0])
-
-
 class Mean(Sums):
     """The weighted mean of values; 0 before the first.
 
@@ -275,6 +253,20 @@ class Mean(Sums):
         """Return the sum over the count."""
         total, count = self.sums()
         return float(total / count) if count else 0.0
+
+
+class Sum(Mean):
+    """The weighted sum of values.
+
+    >>> metric = Sum()
+    >>> metric.update_state([1.0, 2.0])
+    >>> metric.result()
+    3.0
+    """
+
+    def result(self) -> float:
+        """Return the sum."""
+        return float(self.sums()[0])
 
 
 def joined(*numbers: Any) -> Any:
