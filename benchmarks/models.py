@@ -1,6 +1,7 @@
-"""Steps of models that `fit` trains: an MLP, two convolutional networks and a transformer.
+"""Steps of models that `fit` trains: an MLP, convolutional networks, an LSTM and a transformer.
 
-Keras on TensorFlow has the same models from the same code, PyTorch's loop is written out. All start
+Keras, on TensorFlow and on JAX, has the same models from the same code, PyTorch's loop is written
+out. All start
 from the same weights, and their losses after a few steps are compared before the measurement. The
 first epoch of each `fit` is not counted.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import peer
-from benchmarks.harness import OURS, TF, TORCH, Benchmark, Contender, Group, main
+from benchmarks.harness import JAX, OURS, TF, TORCH, Benchmark, Contender, Group, main
 from benchmarks.machine import facts
 from benchmarks.report import markdown, shown
 from benchmarks.worker import Prepared, strategy_of
@@ -24,7 +25,9 @@ from benchmarks.worker import Prepared, strategy_of
 BATCH, CLASSES, WORDS, LENGTH, WIDTH, HEADS = 64, 10, 1000, 32, 64, 4
 RATE, CHECKED_STEPS = 1e-3, 2
 _CNNS = {"CNN 8x8x1": (8, 1, 16), "CNN 32x32x3": (32, 3, 32)}  # Size, channels, first filters.
-MODELS = ("MLP 784-512-512-10", *_CNNS, "transformer, 2 layers")
+_RESIDUAL, _LSTM, UNITS = "functional CNN 32x32x3", "LSTM of 32 steps", 128
+_IMAGES = {**_CNNS, _RESIDUAL: (32, 3, 16)}
+MODELS = ("MLP 784-512-512-10", *_IMAGES, _LSTM, "transformer, 2 layers")
 
 
 def model_of(lib: Any, name: str) -> Any:
@@ -41,6 +44,18 @@ def model_of(lib: Any, name: str) -> Any:
             parts.append(layers.MaxPool2D(2))
         head = [layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dense(CLASSES)]
         return lib.Sequential([*parts, *head])
+
+    if name == _RESIDUAL:
+        size, channels, filters = _IMAGES[name]
+        x = layers.Input((size, size, channels))
+        y = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        inner = layers.Conv2D(filters, 3, padding="same", activation="relu")(y)
+        pooled = layers.MaxPool2D(4)(layers.add([y, inner]))
+        return lib.Model(x, layers.Dense(CLASSES)(layers.Flatten()(pooled)))
+    if name == _LSTM:
+        return lib.Sequential(
+            [layers.Embedding(WORDS, WIDTH), layers.LSTM(UNITS), layers.Dense(CLASSES)]
+        )
 
     class Block(layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -59,8 +74,8 @@ def model_of(lib: Any, name: str) -> Any:
     return lib.Sequential([embedding, Block(), Block(), layers.Flatten(), layers.Dense(CLASSES)])
 
 
-def torch_model_of(torch: Any, name: str, weights: _Weights) -> Any:
-    """Return the same model of PyTorch, images with the channels first."""
+def _parts_of(torch: Any, name: str) -> list[Any]:
+    """Return the layers of the same model of PyTorch."""
     nn = torch.nn
     if name.startswith("MLP"):
         parts = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
@@ -73,11 +88,25 @@ def torch_model_of(torch: Any, name: str, weights: _Weights) -> Any:
             parts += [conv, nn.ReLU(), nn.MaxPool2d(2)]
         flat = (size // 4) ** 2 * 2 * filters
         parts += [nn.Flatten(), nn.Linear(flat, 64), nn.ReLU(), nn.Linear(64, CLASSES)]
+    elif name == _RESIDUAL:
+        size, channels, filters = _IMAGES[name]
+        parts = [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU()]
+        parts += [_around(torch, nn.Conv2d(filters, filters, 3, padding=1)), nn.MaxPool2d(4)]
+        parts += [nn.Flatten(), nn.Linear((size // 4) ** 2 * filters, CLASSES)]
+    elif name == _LSTM:
+        parts = [nn.Embedding(WORDS, WIDTH), _last(torch, nn.LSTM(WIDTH, UNITS, batch_first=True))]
+        parts.append(nn.Linear(UNITS, CLASSES))
     else:
         options = {"dropout": 0.0, "layer_norm_eps": 1e-3, "batch_first": True}
         blocks = [nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **options) for _ in range(2)]
         parts = [nn.Embedding(WORDS, WIDTH), *blocks, nn.Flatten()]
         parts.append(nn.Linear(LENGTH * WIDTH, CLASSES))
+    return parts
+
+
+def torch_model_of(torch: Any, name: str, weights: _Weights) -> Any:
+    """Return the same model of PyTorch, images with the channels first."""
+    nn, parts = torch.nn, _parts_of(torch, name)
     channels = 0
     with torch.no_grad():
         for part in parts:
@@ -87,11 +116,43 @@ def torch_model_of(torch: Any, name: str, weights: _Weights) -> Any:
             elif isinstance(part, nn.Linear):
                 _fill_dense(torch, part, weights, channels)
                 channels = 0
+            elif hasattr(part, "conv"):
+                _fill_conv(torch, part.conv, weights)
+            elif hasattr(part, "lstm"):
+                _fill_lstm(torch, part.lstm, weights)
             elif isinstance(part, nn.Embedding):
                 part.weight.copy_(torch.from_numpy(weights("embeddings", WORDS, WIDTH)))
             elif isinstance(part, nn.TransformerEncoderLayer):
                 _fill_block(torch, part, weights)
     return nn.Sequential(*parts)
+
+
+def _around(torch: Any, conv: Any) -> Any:
+    """Return a module that adds its input to the rectified result of a convolution."""
+
+    class Around(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x: Any) -> Any:
+            return x + torch.relu(self.conv(x))
+
+    return Around()
+
+
+def _last(torch: Any, lstm: Any) -> Any:
+    """Return a module that returns the last output of an LSTM."""
+
+    class Last(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = lstm
+
+        def forward(self, x: Any) -> Any:
+            return self.lstm(x)[0][:, -1]
+
+    return Last()
 
 
 class _Weights:
@@ -101,7 +162,7 @@ class _Weights:
         self._rng = np.random.default_rng(0)
 
     def __call__(self, kind: str, *shape: int) -> Any:
-        if kind in ("kernel", "embeddings"):
+        if kind.endswith("kernel") or kind == "embeddings":
             return self._rng.normal(0, 0.05, shape).astype(np.float32)
         return np.full(shape, float(kind == "gamma"), np.float32)
 
@@ -122,6 +183,14 @@ def _fill_conv(torch: Any, part: Any, weights: _Weights) -> None:
     part.bias.zero_()
 
 
+def _fill_lstm(torch: Any, part: Any, weights: _Weights) -> None:
+    """Fill the weights, whose gates have the same order in Keras."""
+    for weight, inputs in ((part.weight_ih_l0, part.input_size), (part.weight_hh_l0, UNITS)):
+        weight.copy_(torch.from_numpy(weights("kernel", inputs, 4 * UNITS).T.copy()))
+    part.bias_ih_l0.zero_()
+    part.bias_hh_l0.zero_()
+
+
 def _fill_block(torch: Any, part: Any, weights: _Weights) -> None:
     attention = part.self_attn
     inputs = np.concatenate([weights("kernel", WIDTH, WIDTH) for _ in range(3)], axis=1)
@@ -135,9 +204,9 @@ def data_of(name: str, rows: int) -> tuple[Any, Any]:
     """Return the inputs and the labels of an epoch."""
     rng = np.random.default_rng(1)
     labels = rng.integers(CLASSES, size=rows).astype(np.int64)
-    if name.startswith("transformer"):
+    if name.startswith(("transformer", "LSTM")):
         return rng.integers(WORDS, size=(rows, LENGTH)), labels
-    size, channels, _ = _CNNS.get(name, (0, 0, 0))
+    size, channels, _ = _IMAGES.get(name, (0, 0, 0))
     shape = (size, size, channels) if size else (784,)
     return rng.random((rows, *shape), np.float32), labels
 
@@ -211,6 +280,12 @@ def keras(model: str, strategy: str, steps: int) -> Iterator[Prepared]:
 
 
 @contextmanager
+def keras_on_jax(model: str, strategy: str, steps: int) -> Iterator[Prepared]:
+    """Set up the same `fit` of Keras on JAX, which is always compiled."""
+    yield _fitted(peer.keras_on_jax(), nullcontext(), model, steps)
+
+
+@contextmanager
 def torch(model: str, strategy: str, steps: int) -> Iterator[Prepared]:
     """Set up the same steps in a loop of PyTorch."""
     lib, rank = peer.torch_group()
@@ -258,6 +333,7 @@ _WAYS: dict[str, list[tuple[str, str, str, str, int, int]]] = {
     "one process, 1 thread": [
         ("fit", OURS, "ours", "one", 1, 1),
         ("Keras fit", TF, "keras", "one", 1, 1),
+        ("Keras fit on JAX", JAX, "keras_on_jax", "one", 1, 1),
         ("loop", TORCH, "torch", "one", 1, 1),
     ],
     "one process, 2 threads": [
@@ -277,9 +353,9 @@ _WAYS: dict[str, list[tuple[str, str, str, str, int, int]]] = {
 def _groups(quick: bool) -> list[Group]:
     groups = []
     for model in MODELS:
-        steps = CHECKED_STEPS if quick else (32 if model in _CNNS else 64)
+        steps = CHECKED_STEPS if quick else (32 if model in _IMAGES else 64)
         for title, ways in _WAYS.items():
-            if quick and (title == "one process, 2 threads" or model == "CNN 32x32x3"):
+            if quick and (title == "one process, 2 threads" or "32x32x3" in model):
                 continue
             found = []
             for name, side, maker, strategy, processes, threads in ways:
@@ -298,7 +374,7 @@ def conclude(entries: list[dict[str, Any]]) -> str:
     rows = []
     for one in (entry for entry in entries if entry["side"] == OURS):
         near = {e["side"]: e for e in entries if e["group"] == one["group"] and e["side"] != OURS}
-        sides = [one, near.get(TF), near.get(TORCH)]
+        sides = [one, near.get(TF), near.get(JAX), near.get(TORCH)]
         times = [side["figure"]["median"] for side in near.values()]
         model, _, way = one["group"].rpartition(": ")
         rows.append(
@@ -309,8 +385,9 @@ def conclude(entries: list[dict[str, Any]]) -> str:
                 *(f"{_grown(side):.0f}" if side else "" for side in sides),
             ]
         )
-    head = ["", "ours ms", "Keras ms", "PyTorch ms", "times the better peer"]
-    return markdown([*head, "ours MB", "Keras MB", "PyTorch MB"], rows)
+    names = "ours", "Keras", "Keras on JAX", "PyTorch"
+    head = ["", *(f"{name} ms" for name in names), "times the best peer"]
+    return markdown([*head, *(f"{name} MB" for name in names)], rows)
 
 
 def _grown(entry: dict[str, Any]) -> float:

@@ -6,6 +6,7 @@ lookups compute on the host, such as in `Dataset.map`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -41,6 +42,7 @@ class Normalization(Layer):
     """
 
     fixes_last_axis = True
+    supports_masking = True
 
     def __init__(
         self,
@@ -123,15 +125,7 @@ class GaussianNoise(Layer):
 
 
 class _Counting(Layer):
-    """The base class of layers that turn numbers of categories into vectors, if asked to.
-
-    Args:
-        count: the number of categories.
-        modes: the names of the forms of the result.
-        mode: the form of the result: ``"int"`` for numbers, ``"one_hot"`` for a vector for each
-            number; ``"multi_hot"`` for a 1 for each number on the last axis, ``"count"`` for how
-            often it occurs there, and ``"tf_idf"`` for that times the weight of the number.
-    """
+    """The base class of layers that turn numbers of categories into vectors, if asked to."""
 
     _modes: ClassVar[tuple[str, ...]] = ("int", "one_hot", "multi_hot", "count")
 
@@ -457,12 +451,10 @@ class TextVectorization(StringLookup):
         **options: Any,
     ) -> None:
         super().__init__(max_tokens, mask_token="", output_mode=output_mode, **options)
-        for what, value, known in (
-            ("standardize", standardize, _STANDARDS),
-            ("split", split, _SPLITS),
-        ):
-            if not callable(value):
-                one_of(value, f"TextVectorization: {what}, unless a function,", (None, *known))
+        if not callable(standardize):
+            one_of(standardize, f"{self.name}: standardize, unless a function,", _STANDARDS)
+        if not callable(split):
+            one_of(split, f"{self.name}: split, unless a function,", _SPLITS)
         self.standardize, self.split = standardize, split
         self.output_sequence_length = output_sequence_length
         counts = range(1, ngrams + 1) if isinstance(ngrams, int) else ngrams
@@ -484,34 +476,29 @@ class TextVectorization(StringLookup):
 
     def _rows(self, batch: Any) -> list[list[str]]:
         texts = np.asarray(batch)
-        if texts.ndim > 1 and texts.shape[1:] != (1,) and self.split is not None:
+        if texts.ndim > 1 and texts.shape[1:] != (1,):
             raise ValueError(f"{self.name}: texts have the shape (batch,), got {texts.shape}.")
         words = [_text_of(text) for text in texts.ravel().tolist()]
         if callable(self.standardize):
-            changed = np.asarray(self.standardize(np.array(words, str)))
-            words = [_text_of(text) for text in changed.tolist()]
-        pattern, lowers = _STANDARDS.get(self.standardize, ("", False))
-        words = [re.sub(pattern, "", word.lower() if lowers else word) for word in words]
-        if self.split is None:
-            width = texts.shape[1] if texts.ndim > 1 else 1
-            rows = [words[k : k + width] for k in range(0, len(words), width)]
+            words = np.asarray(self.standardize(np.array(words, str))).tolist()
         else:
-            split = _SPLITS.get(self.split, self.split)
-            rows = [[_text_of(word) for word in split(text)] for text in words]
+            words = [*map(_STANDARDS[self.standardize], words)]
+        split: Any = _SPLITS.get(self.split, self.split)
+        rows = [[_text_of(word) for word in split(_text_of(text))] for text in words]
         return [
             [" ".join(row[k : k + n]) for n in self.ngrams for k in range(len(row) - n + 1)]
             for row in rows
         ]
 
 
-_PUNCTUATION = "[" + re.escape(string.punctuation) + "]"
-_STANDARDS: dict[Any, tuple[str, bool]] = {
-    "lower_and_strip_punctuation": (_PUNCTUATION, True),
-    "strip_punctuation": (_PUNCTUATION, False),
-    "lower": ("", True),
+_stripped = functools.partial(re.compile("[" + re.escape(string.punctuation) + "]").sub, "")
+_STANDARDS: dict[Any, Callable[[str], str]] = {
+    "lower_and_strip_punctuation": lambda text: _stripped(text.lower()),
+    "strip_punctuation": _stripped,
+    "lower": str.lower,
+    None: str,
 }
-"""What is left out, and whether letters become small."""
-_SPLITS: dict[Any, Any] = {"whitespace": str.split, "character": list}
+_SPLITS: dict[Any, Any] = {"whitespace": str.split, "character": list, None: lambda text: [text]}
 
 
 def _refuse_trace(layer: Layer) -> None:

@@ -220,11 +220,8 @@ class StackedRNNCells(Layer):
 
     def call(self, inputs: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the output of the last cell, and the new states of each."""
-        new = []
-        for cell, before in zip(self.cells, states, strict=True):
-            inputs, after = cell(inputs, before)
-            new.append(after)
-        return inputs, new
+        y, new = self.scan(inputs[:, None], states)
+        return y[:, 0], new
 
     def scan(self, inputs: Any, states: Any, **options: Any) -> tuple[Any, list[Any]]:
         """Return the outputs of all time steps, and the last states of each cell."""
@@ -513,19 +510,15 @@ class Bidirectional(Layer):
         """
         half = 0 if initial_state is None else len(initial_state) // 2
         starts = (initial_state[:half], initial_state[half:]) if half else (None, None)
-        both = [
-            each(inputs, initial_state=start, mask=mask)
+        results = [
+            tree.flatten(each(inputs, initial_state=start, mask=mask))
             for each, start in zip((self.forward_layer, self.backward_layer), starts, strict=True)
         ]
-        states = []
-        if self.forward_layer.return_state:
-            states = [state for results in both for state in results[1:]]
-            both = [results[0] for results in both]
-        if self.forward_layer.return_sequences:
-            both[1] = both[1][:, ::-1]
-        merged = _MERGES[self.merge_mode](both)
+        (first, *states), (second, *others) = results
+        second = second[:, ::-1] if self.forward_layer.return_sequences else second
+        merged = _MERGES[self.merge_mode]([first, second])
         joined = merged if isinstance(merged, list) else [merged]
-        return [*joined, *states] if states else merged
+        return [*joined, *states, *others] if states else merged
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the input, if the outputs of all time steps are returned."""
