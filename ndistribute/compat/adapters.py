@@ -18,6 +18,8 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import graph, models
 from ndistribute.compat import programs, tensor_functions
+from ndistribute.compat.keras_functions import keras_operation
+from ndistribute.compat.keras_layers import TensorLayer, tensor_layer
 from ndistribute.compat.signatures import (
     adapted,
     binary,
@@ -157,11 +159,8 @@ class Checkpoint(nd.Checkpoint):
     read = restore
 
 
-class Model(models.Model):
+class Model(TensorLayer, models.Model):
     """A model with the methods of Keras."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return map_leaves(tensor_if_array, super().__call__(*args, **kwargs))
 
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         kwargs["jit_compile"] = kwargs.get("jit_compile") not in (None, "auto", False)
@@ -209,9 +208,11 @@ layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
 
 def _classes() -> dict[str, Any]:
     """Return the classes here that are in files of models."""
-    kinds: Any = import_module("ndistribute.compat.tf.keras.optimizers")
-    names = [name for name in kinds.__all__ if name[0].isupper()]
-    return {"Model": Model, "Sequential": Sequential} | {n: getattr(kinds, n) for n in names}
+    kinds: dict[str, Any] = {"Model": Model, "Sequential": Sequential}
+    for name in ("optimizers", "layers"):
+        module: Any = import_module(f"ndistribute.compat.tf.keras.{name}")
+        kinds |= {each: getattr(module, each) for each in module.__all__}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
 
 
 def get_optimizer(identifier: Any) -> Any:
@@ -446,7 +447,7 @@ def get_replica_context() -> Any:
 
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
-    "activation": lambda name: functools.partial(layers.Activation, name),
+    "activation": lambda name: functools.partial(tensor_layer(layers.Activation), name),
     "binary": lambda operation: unary(binary(operation)),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
@@ -462,6 +463,8 @@ ADAPTERS: dict[str, Any] = {
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,
+    "keras": keras_operation,
+    "layer": tensor_layer,
     "last_axis": lambda operation: unary(
         lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
     ),
@@ -511,7 +514,9 @@ _itself = property(lambda self: self)
 Options = subclass(
     nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
 )
-SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
+SyncBatchNormalization = functools.partial(
+    tensor_layer(layers.BatchNormalization), synchronized=True
+)
 list_devices = adapted(
     lambda device_type=None: [
         SimpleNamespace(
@@ -530,7 +535,8 @@ makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 save_model = Model.save
-epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
+backend, epsilon = (lambda: "tensorflow"), lambda: 1e-7
+floatx, image_data_format = (lambda: "float32"), lambda: "channels_last"
 
 
 def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:

@@ -25,7 +25,9 @@ def generator() -> np.random.Generator:
 
 def seeded(seed: Any) -> np.random.Generator:
     """Return a generator with a seed, or that of `generator` without one."""
-    return generator() if seed is None else np.random.default_rng(seed)
+    if seed is None:
+        return generator()
+    return seed.generator() if hasattr(seed, "generator") else np.random.default_rng(seed)
 
 
 def _normal(shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = None, seed: Any = None) -> Any:

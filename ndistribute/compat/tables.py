@@ -79,18 +79,20 @@ TF2 = """
     .compat.adapters: makedirs rmtree
 [keras] .compat.adapters: Input Model Sequential
 [keras.activations] .models.activations: * swish=silu
-[keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: epsilon floatx
-    image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims
-    gather get_value one_hot ones set_value squeeze zeros  .compat.tf.math: abs argmax cumsum equal
-    exp log max=reduce_max maximum mean=reduce_mean min=reduce_min minimum pow round sigmoid sign
+[keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: backend epsilon
+    floatx image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul
+    expand_dims gather get_value one_hot ones set_value squeeze zeros
+    .compat.tf.math: abs argmax cumsum equal exp log max=reduce_max maximum mean=reduce_mean min=reduce_min minimum pow round sigmoid sign
     softplus sqrt square std=reduce_std sum=reduce_sum tanh  .compat.tf.nn: relu softmax
     .compat.tf.random: random_normal=normal random_uniform=uniform
+[keras.config] .compat.adapters: backend epsilon floatx image_data_format
+    .models.layers: set_floatx=set_dtype_policy
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
     glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
-[keras.layers] .models.layers: * AveragePooling1D=AveragePool1D
+[keras.layers] .models.layers/layer: * AveragePooling1D=AveragePool1D
     AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
     GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
@@ -103,12 +105,32 @@ TF2 = """
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential load_model save_model  .models: clone_model
+[keras.ops] numpy/keras: abs absolute add all any arange argmax argmin argsort average broadcast_to
+    ceil clip concatenate conj conjugate cos cosh count_nonzero cross cumprod cumsum diag diagonal
+    diff digitize divide dot einsum equal exp expand_dims expm1 eye flip floor floor_divide full
+    full_like greater greater_equal hstack isclose isfinite isinf isnan less less_equal linspace log
+    log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor matmul max maximum
+    mean median meshgrid min minimum mod moveaxis multiply nan_to_num ndim negative nonzero
+    not_equal ones ones_like outer pad power prod quantile ravel reciprocal repeat reshape roll
+    round searchsorted sign sin sinh size sort split sqrt square squeeze stack std subtract sum
+    swapaxes take take_along_axis tan tanh tensordot tile trace transpose tri tril triu true_divide
+    var vdot vstack where zeros zeros_like arccos arcsin arctan arctan2
+    numpy.linalg/keras: cholesky det eigh inv norm qr solve svd
+    .compat.tf.nn: elu gelu leaky_relu log_sigmoid log_softmax moments relu relu6 selu sigmoid silu
+    softmax softplus softsign swish  .compat.tf.math: divide_no_nan erf
+    logsumexp=reduce_logsumexp rsqrt segment_sum top_k  .compat.tf: cast cond convert_to_tensor
+    custom_gradient scatter=scatter_nd scatter_update=tensor_scatter_nd_update slice stop_gradient
+    unstack vectorized_map  .compat.keras_functions: binary_crossentropy convert_to_numpy fori_loop
+    in_top_k normalize one_hot shape slice_update while_loop
+    .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
     .compat.adapters: get=get_optimizer
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *
 [keras.preprocessing]
 [keras.preprocessing.sequence] .compat.adapters: pad_sequences
+[keras.random] .compat.tf.random: categorical gamma normal truncated_normal uniform
+    .compat.tensor_functions: dropout  .compat.keras_functions: SeedGenerator randint shuffle
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .compat.adapters: pad_sequences to_categorical

@@ -22,6 +22,7 @@ from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.mistakes import accepting
 from ndistribute.models.layers import Layer
+from ndistribute.models.masks import mask_of
 from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.numpy_functions import ArrayMethods
 from ndistribute.values import DistributedValues
@@ -55,6 +56,7 @@ class _Shaped:
     """What tensors and variables tell of themselves."""
 
     __slots__ = ()
+    _keras_mask = property(mask_of)
 
     def ref(self) -> Reference:
         """Return a reference, which can be a key."""

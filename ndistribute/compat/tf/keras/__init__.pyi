@@ -4,6 +4,7 @@ from typing import Any
 from ndistribute.compat.tf.keras import activations as activations
 from ndistribute.compat.tf.keras import backend as backend
 from ndistribute.compat.tf.keras import callbacks as callbacks
+from ndistribute.compat.tf.keras import config as config
 from ndistribute.compat.tf.keras import estimator as estimator
 from ndistribute.compat.tf.keras import initializers as initializers
 from ndistribute.compat.tf.keras import layers as layers
@@ -11,8 +12,10 @@ from ndistribute.compat.tf.keras import losses as losses
 from ndistribute.compat.tf.keras import metrics as metrics
 from ndistribute.compat.tf.keras import mixed_precision as mixed_precision
 from ndistribute.compat.tf.keras import models as models
+from ndistribute.compat.tf.keras import ops as ops
 from ndistribute.compat.tf.keras import optimizers as optimizers
 from ndistribute.compat.tf.keras import preprocessing as preprocessing
+from ndistribute.compat.tf.keras import random as random
 from ndistribute.compat.tf.keras import regularizers as regularizers
 from ndistribute.compat.tf.keras import utils as utils
 Input: Any

@@ -3,6 +3,7 @@ from typing import Any
 
 abs: Any
 argmax: Any
+backend: Any
 cast: Any
 clear_session: Any
 clip: Any

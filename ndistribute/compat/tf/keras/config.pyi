@@ -1,0 +1,8 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+backend: Any
+epsilon: Any
+floatx: Any
+image_data_format: Any
+set_floatx: Any
