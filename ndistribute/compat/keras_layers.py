@@ -6,10 +6,13 @@ A kind of layer is adapted when its name is first used. Native layers stay as th
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
+import numpy as np
+
 from ndistribute.compat.signatures import tensor_if_array
-from ndistribute.models import layers
+from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
 
@@ -38,11 +41,66 @@ class TensorLayer(layers.Layer):
         return super().add_weight(*args, **options)
 
 
+_RENAMED = {"LeakyReLU": {"alpha": "negative_slope"}}
+"""The names of arguments of Keras 2 in this package, by the class."""
+_ONLY: dict[str, Any] = {
+    "data_format": (None, "channels_last"),
+    "dilation_rate": (1, (1, 1)),
+    "groups": (1,),
+    "time_major": (False,),
+    "unroll": (False, True),
+    "implementation": (0, 1, 2),
+}
+"""The values of arguments of Keras that mean what layers without such an argument do."""
+
+
+def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of this package for those of Keras."""
+    known = {name for base in kind.__mro__ for name in _parameters(base)}
+    renamed = _RENAMED.get(kind.__name__, {})
+    options = {renamed.get(name, name): value for name, value in options.items()}
+    for name, values in _ONLY.items():
+        value = options.get(name, ())
+        if name not in known and (tuple(value) if isinstance(value, list) else value) in values:
+            del options[name]
+    for name in ("batch_input_shape", "batch_shape"):
+        if name in options and name not in known:
+            options["input_shape"] = options.pop(name)[1:]
+    if kind.__name__ == "Embedding":
+        length, weights = options.pop("input_length", None), options.pop("weights", None)
+        if length is not None:
+            options.setdefault("input_shape", (length,))
+        if weights is not None:
+            table: Any = np.asarray(weights[0])
+            options["embeddings_initializer"] = initializers.Constant(table)
+    if kind.__name__ == "Lambda":
+        options.pop("output_shape", None)  # It is found by a call.
+    return options
+
+
+def _parameters(kind: type) -> Any:
+    return inspect.signature(vars(kind)["__init__"]).parameters if "__init__" in vars(kind) else ()
+
+
 @functools.cache
 def tensor_layer(kind: Any) -> Any:
     """Return a kind of layer that returns tensors; other programs load the native one."""
-    if not isinstance(kind, type) or kind is layers.Layer:
-        return TensorLayer if kind is layers.Layer else kind
-    made = type(kind.__name__, (TensorLayer, kind), {"__doc__": kind.__doc__})
+    if kind is layers.Layer:
+        return TensorLayer
+    if not isinstance(kind, type):
+        return kind
+
+    construct: Any = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        options = _arguments(kind, options)
+        if type(self) is made:
+            self._arguments = args, options  # For `get_config`.
+        construct(self, *args, **options)
+
+    made: Any = type(
+        kind.__name__, (TensorLayer, kind), {"__doc__": kind.__doc__, "__init__": init}
+    )
     layers.Layer.known[kind.__name__] = kind
     return made

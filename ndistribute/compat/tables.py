@@ -82,8 +82,9 @@ TF2 = """
 [keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: backend epsilon
     floatx image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul
     expand_dims gather get_value one_hot ones set_value squeeze zeros
-    .compat.tf.math: abs argmax cumsum equal exp log max=reduce_max maximum mean=reduce_mean min=reduce_min minimum pow round sigmoid sign
-    softplus sqrt square std=reduce_std sum=reduce_sum tanh  .compat.tf.nn: relu softmax
+    .compat.tf.math: abs argmax cumsum equal exp log max=reduce_max maximum mean=reduce_mean
+    min=reduce_min minimum pow round sigmoid sign softplus sqrt square std=reduce_std
+    sum=reduce_sum tanh  .compat.tf.nn: relu softmax
     .compat.tf.random: random_normal=normal random_uniform=uniform
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
     .models.layers: set_floatx=set_dtype_policy

@@ -160,10 +160,7 @@ class TrainingSteps(Layer):
     def metrics(self) -> list[_metrics.Metric]:
         """The means of losses, the metrics given to `compile`, and those that layers hold."""
         compiled = [] if self._objective is None else self._objective.named.values()
-        kinds = (_metrics.Metric, list, tuple, dict)
-        nests = [v for layer in self.walk() for v in vars(layer).values() if isinstance(v, kinds)]
-        held = [value for _, value in leaves("", nests) if isinstance(value, _metrics.Metric)]
-        return list({id(metric): metric for metric in (*compiled, *held)}.values())
+        return list({id(each): each for each in (*compiled, *self._held_metrics())}.values())
 
     @property
     def metrics_names(self) -> list[str]:
@@ -275,7 +272,8 @@ class TrainingSteps(Layer):
     def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
         count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
         gradients, logs = self._steps.get("_gradients", self._gradients)(data, count)
-        self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
+        if gradients:  # Not if nothing but statistics is trained.
+            self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
         return logs
 
     def _gradients(self, data: Any, rows: float) -> tuple[list[Any], Any]:

@@ -97,3 +97,62 @@ def test_a_loaded_model_has_layers_of_keras(tmp_path: object) -> None:
     loaded = keras.models.load_model(f"{tmp_path}/model.keras")
     assert isinstance(loaded.layers[0], layers.Dense)
     assert type(nd.models.load(f"{tmp_path}/model.keras").layers[0]) is nd.layers.Dense
+
+
+def test_layers_take_the_arguments_of_keras_that_change_nothing() -> None:
+    x = keras.Input((4, 2))
+    pooled = layers.GlobalAveragePooling1D(data_format="channels_last")(x)
+    slope = layers.LeakyReLU(alpha=0.5)
+    model = keras.Model(x, slope(layers.Lambda(lambda x: -x, output_shape=(2,))(pooled)))
+    np.testing.assert_allclose(model(np.ones((1, 4, 2))), [[-0.5, -0.5]])
+    assert slope.get_config()["negative_slope"] == 0.5
+    assert type(slope).from_config(slope.get_config()).negative_slope == 0.5
+    with pytest.raises(TypeError, match="data_format"):
+        layers.GlobalAveragePooling1D(data_format="channels_first")
+    table = np.arange(6.0).reshape(3, 2)
+    rows = keras.Sequential([layers.Embedding(3, 2, weights=[table], input_length=2)])
+    np.testing.assert_array_equal(rows(np.array([[2, 0]])), [[[4, 5], [0, 1]]])
+    assert rows.output_shape == (None, 2, 2)
+
+
+def test_symbolic_losses_and_metrics_belong_to_their_model() -> None:
+    x = keras.Input((2,))
+    hidden = layers.Dense(2, kernel_initializer="ones", use_bias=False)(x)
+    model = keras.Model(x, hidden)
+    model.add_loss(tf.reduce_mean(hidden) * 10.0)
+    model.add_metric(tf.reduce_max(hidden), name="greatest", aggregation="mean")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    ones = np.ones((4, 2), np.float32)
+    history = model.fit(ones, 2 * ones, verbose=0).history
+    assert (history["loss"], history["greatest"]) == ([20.0], [2.0])
+    np.testing.assert_allclose(model.get_weights()[0], 0.5)
+    model(ones)
+    assert float(sum(model.losses)) == 10.0
+
+
+def test_a_model_without_variables_is_fitted() -> None:
+    class Penalty(layers.Layer):
+        def call(self, inputs: object) -> object:
+            self.add_loss(tf.reduce_sum(inputs))
+            return inputs
+
+    x = keras.Input((3,))
+    model = keras.Model(x, Penalty()(x))
+    model.compile("sgd")
+    assert model.fit(np.ones((2, 3)), np.ones((2, 3)), verbose=0).history["loss"] == [6.0]
+
+
+def test_layers_tell_their_metrics() -> None:
+    class Endpoint(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = keras.metrics.BinaryAccuracy()
+
+        def call(self, labels: object, predicted: object) -> object:
+            self.add_metric(self.accuracy(labels, predicted), name="accuracy")
+            return predicted
+
+    layer = Endpoint()
+    layer(tf.ones((2, 2)), tf.ones((2, 2)))
+    assert layer.metrics[0] is layer.accuracy
+    assert [float(metric.result()) for metric in layer.metrics] == [1.0, 1.0]

@@ -26,7 +26,7 @@ from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
 from ndistribute.models.masks import attach_mask, mask_of
-from ndistribute.models.metrics import Mean
+from ndistribute.models.metrics import Mean, Metric
 from ndistribute.models.names import snake_case
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
 from ndistribute.variables import Variable
@@ -179,6 +179,7 @@ class Layer(Explaining):
     output: Any = Replaceable(lambda layer: layer._first_call("output"))
     input_shape: Any = Replaceable(lambda layer: shapes_of(layer.input))
     output_shape: Any = Replaceable(lambda layer: shapes_of(layer.output))
+    metrics: Any = Replaceable(lambda layer: layer._held_metrics())
     weights: Any = Replaceable(lambda layer: layer.variables)
     trainable_weights: Any = Replaceable(lambda layer: layer.trainable_variables)
     non_trainable_weights: Any = Replaceable(lambda layer: layer.non_trainable_variables)
@@ -340,6 +341,14 @@ class Layer(Explaining):
         if name not in self._means:
             _once(lambda: self._means.setdefault(name, Mean(name)))
         self._means[name].update_state(value)
+
+    def _held_metrics(self) -> list[Metric]:
+        """Return the metrics that this layer and its layers hold, also in lists and dicts."""
+        kinds = (Metric, list, tuple, dict)
+        parts = [item for layer in self.walk() for item in vars(layer).items()]
+        parts.sort(key=lambda item: item[0] == "_means")  # Those of `add_metric` come last.
+        nests = [value for _, value in parts if isinstance(value, kinds)]
+        return [value for _, value in leaves("", nests) if isinstance(value, Metric)]
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
