@@ -54,9 +54,8 @@ def batches_of(
     batch_size: int | None = None,
     shuffle: bool = False,
     class_weight: Mapping[int, float] | None = None,
-    repeat: bool = False,
 ) -> Any:
-    """Return a dataset of batches, from arrays, which may be repeated, or from a dataset."""
+    """Return a dataset of batches, from arrays or from a dataset; see `Trainer.fit`."""
     check_counts(1, batch_size=batch_size)
     if isinstance(x, DatasetCreator):
         x = x.distributed(get_strategy())
@@ -82,7 +81,6 @@ def batches_of(
         if shuffle and rows > 1:
             data = data.shuffle(rows)
         data = data.batch(batch_size or _BATCH)
-        data = data.repeat() if repeat else data
     if class_weight is None:
         return data
     if not isinstance(class_weight, Mapping):

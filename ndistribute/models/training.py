@@ -73,7 +73,7 @@ class Trainer(TrainingSteps):
             sample_weight: the weight of each example, for arrays.
             initial_epoch: the number of the first epoch.
             steps_per_epoch: the steps of an epoch; the next one continues there in the dataset.
-                Arrays are repeated as often as that needs. None means all batches.
+                None means all batches.
             validation_steps: the steps of a validation; None means all batches.
             validation_batch_size: the batch size of `validation_data`; None means `batch_size`.
             validation_freq: after how many epochs to validate.
@@ -85,16 +85,16 @@ class Trainer(TrainingSteps):
         self._check_compiled("fit")
         _batches.check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
         _batches.check_counts(1, steps_per_epoch=steps_per_epoch, validation_freq=validation_freq)
-        parts, how = (x, y, sample_weight), (shuffle, class_weight, bool(steps_per_epoch))
-        if validation_split and validation_data is not None:
-            raise ValueError("pass validation_data or validation_split, not both.")
         if validation_split:
-            parts, validation_data = _batches.split(*parts, validation_split)
+            if validation_data is not None:
+                raise ValueError("pass validation_data or validation_split, not both.")
+            parts = _batches.split(x, y, sample_weight, validation_split)
+            (x, y, sample_weight), validation_data = parts
         scored = None if validation_data is None else _batches.validation_parts(validation_data)
-        if scored and scored[1] is not None:  # Else a dataset, which has its batches.
+        if scored is not None and scored[1] is not None:  # A dataset has its batches.
             validation_batch_size = validation_batch_size or batch_size
         with self.strategy.scope(), ExitStack() as on_exit:
-            data = _batches.batches_of(*parts, batch_size, *how)
+            data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
@@ -102,10 +102,10 @@ class Trainer(TrainingSteps):
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
-            run_epoch: Any = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
+            run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
             if schedules_steps(self.strategy):
-                chief = Chief(self, x, data, steps_per_epoch)
-                run_epoch = on_exit.enter_context(closing(chief)).run_epoch
+                chief = on_exit.enter_context(closing(Chief(self, x, data, steps_per_epoch)))
+                run_epoch = functools.partial(chief.run_epoch)
             on_exit.callback(called.call, "on_train_end", {})
             called.call("on_train_begin", {})
             while position.epoch < epochs and not (self.stop_training or position.exhausted):
@@ -117,8 +117,8 @@ class Trainer(TrainingSteps):
                     break
                 epoch, logs = position.epoch, self._results()
                 if scored is not None and not (epoch + 1) % validation_freq:
-                    counts = validation_batch_size, validation_steps
-                    logs |= self._validate(scored, *counts, called, prefix="val_")
+                    options = validation_batch_size, validation_steps, called
+                    logs |= self._validate(scored, *options, prefix="val_")
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
             self._finish(position)

@@ -372,13 +372,3 @@ def test_workers_refuse_arrays_that_each_has_shuffled_in_its_own_way() -> None:
                 assert f"the {array} is " in message
                 assert "on worker 1" in message
                 assert "AutoShardPolicy.OFF" in message
-
-
-def test_arrays_are_repeated_for_the_steps_of_an_epoch() -> None:
-    model = Sequential([layers.Dense(1)])
-    model.compile("sgd", "mse")
-    seen: list[int] = []
-    counting = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
-    options: Any = {"batch_size": 4, "steps_per_epoch": 3, "epochs": 2, "verbose": 0}
-    model.fit(np.ones((6, 2)), np.ones((6, 1)), callbacks=[counting], **options)
-    assert seen == [0, 1, 2] * 2
