@@ -10,14 +10,12 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
 _INSTEAD = {
-    "add_variable": "pass the number of sums, super().__init__(name, size=n), and use self.state",
-    "add_weight": "pass the number of sums, super().__init__(name, size=n), and use self.state",
     "decay": "pass a schedule, such as learning_rate=optimizers.ExponentialDecay(...)",
     "gradient_accumulation_steps": "use optimizers.GradientAccumulation",
     "loss_scale_factor": "use optimizers.LossScale",
@@ -58,6 +56,11 @@ class Explaining:
             if parameter.kind is parameter.VAR_KEYWORD:
                 config.update(config.pop(parameter.name))
         return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new object for what `get_config` returned; `load` calls this, too."""
+        return cls(**config)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ndistribute.values import PerReplica
@@ -45,6 +45,15 @@ def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
             raise ValueError(f"structures differ: {tree!r} and {other!r}")
     columns = zip(flatten(tree), *map(flatten, others), strict=True)
     return unflatten(tree, [fn(*column) for column in columns])
+
+
+def leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the objects in a nest of lists, tuples and dicts, by path."""
+    if not isinstance(nest, Mapping | list | tuple):
+        yield path, nest
+        return
+    for name, value in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
+        yield from leaves(f"{path}/{name}" if path else str(name), value)
 
 
 def same_structure(left: Tree, right: Tree) -> bool:

@@ -27,6 +27,7 @@ LAYERS = (
         "exports",
         "indexed_slices",
         "mistakes",
+        "names",
         "numpy_functions",
         "ownership",
         "plain",

@@ -191,9 +191,9 @@ strategy.distribute_dataset((np.zeros((4, 2)), np.zeros(4)))
 class Seen(nd.models.metrics.Metric):
     def __init__(self):
         super().__init__()
-        self.total = self.add_weight(name="total", initializer="zeros")
+        self.total = self.add_weight((2,), "zeros")
 Seen()
--> AttributeError: Seen has no add_weight | super().__init__(name, size=n)
+-> TypeError: add_weight | pass shape=(2,) by keyword
 class Forgetful(nd.models.layers.Layer):
     def __init__(self):
         self.factor = 2

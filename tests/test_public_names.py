@@ -46,7 +46,7 @@ OBJECTS = {
     ),
     "optimizer": (
         nd.optimizers.SGD,
-        "apply apply_gradients build finalize_variable_values get_config iterations "
+        "apply apply_gradients build finalize_variable_values from_config get_config iterations "
         "learning_rate minimize name rule scale_loss slots variables",
     ),
     "values": (lambda: nd.PerReplica([1]), "values"),

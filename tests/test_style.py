@@ -50,13 +50,15 @@ VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
 SHARED_CLASSES = {
     **dict.fromkeys(
-        ("BinaryCrossentropy", "CategoricalCrossentropy", "SparseCategoricalCrossentropy"),
+        (
+            *("BinaryCrossentropy", "CategoricalCrossentropy", "SparseCategoricalCrossentropy"),
+            *("CategoricalHinge", "CosineSimilarity", "Hinge", "KLDivergence", "Poisson"),
+            *("MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError"),
+            *("MeanSquaredLogarithmicError", "SquaredHinge"),
+        ),
         "Keras has a loss and a metric of this name",
     ),
     "Checkpoint": "compat: messages begin with it, as in TensorFlow's programs",
-    "MeanAbsolutePercentageError": "Keras has a loss and a metric of this name",
-    "MeanAbsoluteError": "Keras has a loss and a metric of this name",
-    "MeanSquaredError": "Keras has a loss and a metric of this name",
     "Model": "compat: exported files and default names of models contain it",
     "RunOptions": "TensorFlow has options of a session's run and of a strategy's by this name",
     "Sequential": "compat: exported files and default names of models contain it",

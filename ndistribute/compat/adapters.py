@@ -6,10 +6,10 @@ The tables of names refer to what is here: a name to a class, and an adapter to 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import sys
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ndistribute import graph, models
 from ndistribute.compat import programs, tensor_functions
 from ndistribute.compat.keras_functions import keras_operation
 from ndistribute.compat.keras_layers import TensorLayer, tensor_layer
+from ndistribute.compat.keras_objects import get_optimizer
 from ndistribute.compat.signatures import (
     adapted,
     binary,
@@ -42,6 +43,7 @@ from ndistribute.compat.tensors import (
 )
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
+from ndistribute.mistakes import accepting
 from ndistribute.models import layers
 from ndistribute.strategies.local import DefaultStrategy
 from ndistribute.tree import flatten, map_leaves
@@ -169,10 +171,14 @@ class Model(TensorLayer, models.Model):
 
     compile = adapted(_compile)
 
-    def save(self, filepath: Any, overwrite: bool = True, save_format: str = "tf") -> None:
-        if (overwrite, save_format) != (True, "tf"):
-            raise ValueError("save: a model replaces the one there, in one format: give no other.")
-        super().save(filepath)
+    _save = accepting("save_format", "zipped")(models.Model.save)  # There is one format.
+    save = adapted(_save, filepath="path")
+    _save_weights = accepting("save_format", "options")(models.Model.save_weights)
+    save_weights = adapted(_save_weights, filepath="path")
+    fit, evaluate, predict = (
+        accepting("max_queue_size", "use_multiprocessing", "workers")(method)
+        for method in (models.Model.fit, models.Model.evaluate, models.Model.predict)
+    )
 
     def _serve(self, *inputs: Any, **named: Any) -> dict[str, Any]:
         """Return the outputs by their names, for one input or for inputs by name."""
@@ -204,21 +210,6 @@ class Sequential(Model, models.Sequential):
 dataset_iterator = graph.DatasetIterator, iter
 # Other programs load the native classes; `load_model` loads ours.
 layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
-
-
-def _classes() -> dict[str, Any]:
-    """Return the classes here that are in files of models."""
-    kinds: dict[str, Any] = {"Model": Model, "Sequential": Sequential}
-    for name in ("optimizers", "layers"):
-        module: Any = import_module(f"ndistribute.compat.tf.keras.{name}")
-        kinds |= {each: getattr(module, each) for each in module.__all__}
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
-
-
-def get_optimizer(identifier: Any) -> Any:
-    """Return an optimizer for a name; one that is given is returned unchanged."""
-    optimizer = models.optimizers.get(identifier)
-    return _classes()[type(optimizer).__name__]() if isinstance(identifier, str) else optimizer
 
 
 def _holder(optimizer: Any) -> Any:
@@ -445,6 +436,15 @@ def get_replica_context() -> Any:
     return None if context is None else ReplicaTensors(context)
 
 
+def _of_lists(loss: Any) -> Any:
+    """Return a function of labels and predictions that takes lists too; others unchanged."""
+
+    def call(y_true: Any, y_pred: Any, *args: Any, **options: Any) -> Any:
+        return loss(*models.losses.aligned(y_true, y_pred), *args, **options)
+
+    return call if "y_pred" in inspect.signature(loss).parameters else loss
+
+
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "activation": lambda name: functools.partial(tensor_layer(layers.Activation), name),
@@ -469,7 +469,9 @@ ADAPTERS: dict[str, Any] = {
         lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
     ),
     "loss": lambda kind: (
-        subclass(kind, __call__=plainly(kind.__call__)) if isinstance(kind, type) else plainly(kind)
+        subclass(kind, "dtype", __call__=plainly(kind.__call__))
+        if isinstance(kind, type)
+        else plainly(_of_lists(kind))
     ),
     "metric": lambda kind: subclass(
         kind, "dtype", result=adapted(kind.result), update_state=plainly(kind.update_state)
@@ -524,12 +526,6 @@ list_devices = adapted(
         )
         for device in nd.list_devices(device_type and device_type.lower())
     ]
-)
-load_model = adapted(
-    lambda filepath, custom_objects=None: models.load(
-        filepath, _classes() | (custom_objects or {})
-    ),
-    "compile",
 )
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.

@@ -97,15 +97,19 @@ TF2 = """
     AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
     GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
+    .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
     text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
     SyncBatchNormalization
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
+    .models.losses: deserialize  .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
-[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric get
+[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric deserialize get
+    .names: serialize
 [keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
     .models.layers: set_global_policy=set_dtype_policy
-[keras.models] .compat.adapters: Model Sequential load_model save_model  .models: clone_model
+[keras.models] .compat.adapters: Model Sequential save_model
+    .compat.keras_objects: load_model model_from_json  .models: clone_model
 [keras.ops] numpy/keras: abs absolute add all any arange argmax argmin argsort average broadcast_to
     ceil clip concatenate conj conjugate cos cosh count_nonzero cross cumprod cumsum diag diagonal
     diff digitize divide dot einsum equal exp expand_dims expm1 eye flip floor floor_divide full
@@ -125,16 +129,24 @@ TF2 = """
     in_top_k normalize one_hot shape slice_update while_loop
     .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
-    .compat.adapters: get=get_optimizer
+    .compat.keras_objects: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
-[keras.optimizers.schedules] .optimizers.schedules: *
+[keras.optimizers.schedules] .optimizers.schedules: *  .names: serialize
 [keras.preprocessing]
 [keras.preprocessing.sequence] .compat.adapters: pad_sequences
 [keras.random] .compat.tf.random: categorical gamma normal truncated_normal uniform
     .compat.tensor_functions: dropout  .compat.keras_functions: SeedGenerator randint shuffle
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
+[keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
+    deserialize_keras_object=deserialize_object get_registered_object
+    serialize_keras_object=serialize_object
+    .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
+    get_registered_name=registered_name register_keras_serializable
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
-    .compat.adapters: pad_sequences to_categorical
+    .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
+    register_keras_serializable  .compat.adapters: pad_sequences to_categorical
+    .compat.keras_objects: deserialize_keras_object=deserialize_object
+    serialize_keras_object=serialize_object
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -173,7 +185,7 @@ TF2 = """
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator poisson shuffle
     stateless_normal stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal
     truncated_normal uniform
-[saved_model] .compat.adapters: load=load_model save=save_model
+[saved_model] .compat.adapters: save=save_model  .compat.keras_objects: load=load_model
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
@@ -305,10 +317,7 @@ INSTEAD = {
     "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
     "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
     "keras.layers.RandomRotation": "RandomFlip and RandomCrop, or Pillow in Dataset.map",
-    "keras.layers.deserialize": "from_config of the class of the layer",
-    "keras.layers.serialize": "get_config of the layer",
     "keras.utils.Sequence": "a generator, or Dataset.from_generator",
-    "keras.utils.custom_object_scope": "custom_objects of load_model or from_config",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
     "keras.utils.plot_model": "model.summary()",
     "lite": "nd.models.load where the model serves",

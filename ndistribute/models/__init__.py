@@ -19,11 +19,16 @@ from ndistribute.models.checkpoint_reader import list_variables as list_variable
 from ndistribute.models.checkpoint_reader import load_checkpoint as load_checkpoint
 from ndistribute.models.checkpoint_reader import load_variable as load_variable
 from ndistribute.models.export import load as load
+from ndistribute.models.export import model_from_json as model_from_json
 from ndistribute.models.layers.inputs import Input as Input
 from ndistribute.models.model import Model as Model
 from ndistribute.models.model import Sequential as Sequential
 from ndistribute.models.model import clone_model as clone_model
 from ndistribute.models.sidecar import SidecarEvaluator as SidecarEvaluator
+from ndistribute.names import custom_object_scope as custom_object_scope
+from ndistribute.names import get_custom_objects as get_custom_objects
+from ndistribute.names import register_keras_serializable as register_keras_serializable
+from ndistribute.names import serialize as serialize
 
 _export(
     vars(), "activations callbacks initializers layers losses metrics nn optimizers regularizers"

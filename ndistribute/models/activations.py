@@ -18,8 +18,8 @@ from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.devices import Array, as_array
 from ndistribute.exports import export as _export
-from ndistribute.models.names import named, table_of
 from ndistribute.models.symbolic import recordable
+from ndistribute.names import named, table_of
 
 Activation = Callable[[Any], Any]
 # NumPy's loop for a row of zeros takes half the time of that for the number 0, if rows are long.

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
-from ndistribute import tensor_files
+from ndistribute import tensor_files, tree
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.context import current_seed, get_strategy, restore_seed
 from ndistribute.data.sources import has_state
 from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models import contents
-from ndistribute.models.layers.layer import Layer, build_for, leaves
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.optimizers import Optimizer
 from ndistribute.tensor_files import Saved
 from ndistribute.transport.failures import error_of, failure_of
@@ -125,7 +125,8 @@ class Checkpoint:
         same path are kept.
 
         Args:
-            path: the folder's path, to which a number is appended.
+            path: the folder's path, to which a number is appended. One that ends in ``.h5`` or
+                ``.keras`` is that of a folder in which the last checkpoint alone is kept.
 
         Raises:
             OSError: the state could not be written.
@@ -133,7 +134,8 @@ class Checkpoint:
                 variable that is not part of the checkpoint, or JSON cannot represent a state.
         """
         path = Path(path)
-        return Path(by_chief(self.strategy, self.writer(path.parent, path.name)))
+        series = (path, NAME, 1) if path.suffix in _OF_FILES else (path.parent, path.name)
+        return Path(by_chief(self.strategy, self.writer(*series)))
 
     @by_every_worker
     def write(self, path: str | os.PathLike[str]) -> Path:
@@ -342,12 +344,16 @@ class Checkpoint:
         return {name: part._nest if isinstance(part, Checkpoint) else part for name, part in items}
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        for path, leaf in leaves("", self._nest):
+        for path, leaf in tree.leaves("", self._nest):
             if isinstance(leaf, Layer):
                 yield path, leaf
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         return contents.flat("", self._nest, self._saves)
+
+
+NAME = "model"  # Of the checkpoint in a folder that has the very path that was passed.
+_OF_FILES = (".h5", ".keras")  # The ends of such paths.
 
 
 class Weights(Checkpoint):
@@ -372,7 +378,14 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 # Errors of one worker that the others raise as such.
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (CheckpointCorruptError, FileNotFoundError, OSError, PermissionError, ValueError)
+    for kind in (
+        CheckpointCorruptError,
+        FileExistsError,
+        FileNotFoundError,
+        OSError,
+        PermissionError,
+    )
+    + (ValueError,)
 } | {"": DistributeError}
 
 
@@ -382,9 +395,20 @@ def check_keep(count: int | None) -> None:
         raise ValueError(f"max_to_keep must be 1 or more, got {count}.")
 
 
+def check_absent(strategy: Any, path: str | os.PathLike[str], overwrite: bool) -> None:
+    """Raise a `FileExistsError` if there is something at a path that must not be overwritten."""
+
+    def check() -> None:
+        if Path(path).exists() or tensor_files.paths(Path(path).parent, Path(path).name):
+            raise FileExistsError(f"{path} exists: delete it, or pass overwrite=True.")
+
+    if not overwrite:
+        by_chief(strategy, check)
+
+
 def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
     """Return the folder, tensors and data of the checkpoint in a folder, or the last of a path."""
-    folders = tensor_files.paths(path.parent, path.name)
+    folders = tensor_files.paths(path, NAME) or tensor_files.paths(path.parent, path.name)
     if not folders and not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {path}.")
     folder = folders[-1] if folders else path

@@ -19,6 +19,7 @@ from ndistribute.autodiff import untrack
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.masks import attach_mask, mask_of
+from ndistribute.models.metrics.metric import joined
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +52,7 @@ class TotalLoss(_metrics.Mean):
     def count(self, share: Any, rows: float, here: int) -> None:
         """Add a replica's share of the mean over `rows` examples, of which `here` are its own."""
         untold.loss = None
-        self.state.assign_add(_metrics.joined(untrack(share) * np.float64(rows), here))
+        self.state.assign_add(joined(untrack(share) * np.float64(rows), here))
 
 
 class Objective:
@@ -93,14 +94,18 @@ class Objective:
             for weighted, asked in ((w, each) for w in (False, True) for each in lists[w]):
                 metric = _metrics.get(asked, output.loss)
                 output.metrics.append((metric, weighted))
-                self._name(f"{name}_{metric.name}" if several else metric.name, metric)
+                prefix = f"{name}_" if several else ""
+                self._name(prefix, metric, weighted)
 
-    def _name(self, name: str, metric: _metrics.Metric) -> None:
+    def _name(self, prefix: str, metric: _metrics.Metric, weighted: bool) -> None:
+        name = prefix + metric.name
         if any(metric is known for known in self.named.values()):
             raise ValueError(
                 f"compile: metric {metric.name!r} would count several outputs together: pass an "
                 "object for each, such as metrics={'a': [...], 'b': [...]}, or its name."
             )
+        if weighted and name in self.named:
+            name = f"{prefix}weighted_{metric.name}"
         while name in self.named:
             name += "_1"
         self.named[name] = metric
@@ -156,7 +161,8 @@ class Objective:
         """Add a batch to the metrics."""
         for output, labels, predicted, weight in compared:
             for metric, weighted in output.metrics:
-                metric.update_state(labels, untrack(predicted), weight if weighted else None)
+                weights = (weight,) if weighted and weight is not None else ()
+                metric.update_state(labels, untrack(predicted), *weights)
 
 
 def names_of(outputs: Any) -> list[str]:

@@ -14,10 +14,11 @@ import numpy as np
 
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.dtypes import dtype_named
-from ndistribute.models.layers.layer import Layer, leaves
+from ndistribute.models.layers.layer import Layer
 from ndistribute.models.metrics import Metric
 from ndistribute.optimizers import Optimizer
 from ndistribute.plain import Encoder
+from ndistribute.tree import leaves
 from ndistribute.variables import Variable
 from ndistribute.variables.policy import fitted
 
@@ -31,7 +32,7 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
         saves: the attributes of models that count as their parts, besides variables.
     """
     for path, item in leaves(prefix, nest):
-        if isinstance(item, Layer):
+        if isinstance(item, Layer | Metric):
             for name, variable in item.named_variables().items():
                 yield f"{path}/{name}", variable
             parts = {f"{path}/{name}": getattr(item, name, None) for name in saves}
@@ -39,7 +40,7 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
                 if held:
                     yield from flat(part, held, saves)
         else:
-            yield path, item.state if isinstance(item, Metric) else item
+            yield path, item
 
 
 def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set[str]:

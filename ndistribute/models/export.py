@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -16,21 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute import tensor_files
 from ndistribute.context import get_strategy
 from ndistribute.dtypes import dtype_named
-from ndistribute.mistakes import Explaining
 from ndistribute.models import activations, initializers, regularizers
-from ndistribute.models.checkpoint import Checkpoint, Weights, by_chief, read_newest
+from ndistribute.models.checkpoint import NAME, Checkpoint, Weights, by_chief, read_newest
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.losses import Loss
 from ndistribute.models.metrics import Metric
 from ndistribute.models.symbolic import SymbolicArray
+from ndistribute.names import custom_object_scope, get_custom_objects, registered_name
 from ndistribute.numpy_functions import function_named, name_of
-from ndistribute.optimizers import Optimizer, schedules
+from ndistribute.optimizers import Optimizer
+from ndistribute.optimizers.schedules import LearningRateSchedule
 from ndistribute.plain import Encoder
 
-__all__ = ["export", "load"]
+__all__ = ["export", "load", "model_from_json"]
 
 
 def export(
@@ -43,17 +44,18 @@ def export(
             "or call it on an input first."
         )
     path, encoder = Path(path), _Architecture()
-    data = {"model": encoder.encode(model), "input": encoder.encode(model.input_spec)}
-    data["trainable"] = [layer.trainable for layer in model.walk()]
+    data = _described(model, encoder)
     if state is not None and model.compiled is not None:
-        data["compiled"] = encoder.encode(model.compiled | {"optimizer": model.optimizer})
+        data["compiled"] = encoder.encode(model.get_compile_config())
     state = Weights(model=model) if state is None else state
     write = state.writer(path.parent, path.name, max_to_keep, {"architecture": data}, "model")
     return Path(by_chief(model.strategy, write))
 
 
 def load(
-    path: str | os.PathLike[str], custom_objects: Mapping[str, Callable[..., Any]] | None = None
+    path: str | os.PathLike[str],
+    custom_objects: Mapping[str, Callable[..., Any]] | None = None,
+    compile: bool = True,  # noqa: A002 - As in Keras.
 ) -> Any:
     """Return the model that `export` or `save` wrote, in the strategy of the current scope.
 
@@ -61,6 +63,7 @@ def load(
         path: the path that was passed to `save`; the result of `export`, or the path that was
             passed to it, for its last model.
         custom_objects: classes and functions that are not this package's, by name.
+        compile: whether a model that `save` wrote is compiled, with its optimizer and metrics.
 
     Raises:
         FileNotFoundError: there is no model.
@@ -77,18 +80,16 @@ def load(
     >>> bool(np.array_equal(loaded(np.ones((1, 3), np.float32)), y))
     True
     """
-    source, tensors, data = by_chief(get_strategy(), lambda: read_newest(_saved(Path(path))))
+    source, tensors, data = by_chief(get_strategy(), lambda: read_newest(Path(path)))
     if "architecture" not in data:
         raise ValueError(f"{source} is no exported model: write one with model.export(path).")
-    described = data["architecture"]
-    decoder = _Architecture(source, custom_objects)
-    model = decoder.decode(described["model"])
-    if not model.built:
-        model.build_for(decoder.decode(described["input"]))
-    for layer, trainable in zip(model.walk(), described.get("trainable", ()), strict=False):
-        layer.trainable = trainable
-    if "compiled" in described:
-        model.compile(**decoder.decode(described["compiled"]))
+    described, decoder = data["architecture"], _Architecture(source)
+    with custom_object_scope(custom_objects or {}):
+        model = _made(described, decoder)
+        compiled = decoder.decode(described.get("compiled", {})) if compile else {}
+    if compiled:
+        model.compile_from_config(compiled)
+    if model.compiled is not None:
         data.pop("random")  # The generators are those of this program.
         Checkpoint(model=model).load(source, tensors, data)
     else:
@@ -96,14 +97,42 @@ def load(
     return model
 
 
-def save(model: Any, path: str | os.PathLike[str]) -> None:
+def to_json(model: Any) -> str:
+    """Return the architecture of a model as text, without weights; see `model_from_json`."""
+    return json.dumps(_described(model, _Architecture()))
+
+
+def model_from_json(
+    json_string: str, custom_objects: Mapping[str, Callable[..., Any]] | None = None
+) -> Any:
+    """Return a new model for what `Model.to_json` returned, with new weights; see `load`.
+
+    >>> from ndistribute.models import Sequential, layers
+    >>> model = Sequential([layers.Input((3,)), layers.Dense(2)])
+    >>> model_from_json(model.to_json()).count_params()
+    8
+    """
+    with custom_object_scope(custom_objects or {}):
+        return _made(json.loads(json_string), _Architecture("the text"))
+
+
+def _described(model: Any, encoder: _Architecture) -> dict[str, Any]:
+    data = {"model": encoder.encode(model), "input": encoder.encode(model.input_spec)}
+    return data | {"trainable": [layer.trainable for layer in model.walk()]}
+
+
+def _made(described: Mapping[str, Any], decoder: _Architecture) -> Any:
+    model, inputs = decoder.decode(described["model"]), decoder.decode(described["input"])
+    if not model.built and inputs is not None:
+        model.build_for(inputs)
+    for layer, trainable in zip(model.walk(), described.get("trainable", ()), strict=False):
+        layer.trainable = trainable
+    return model
+
+
+def save(model: Any, path: str | os.PathLike[str], include_optimizer: bool = True) -> None:
     """Write a model and its training; see `Model.save`."""
-    export(model, Path(path) / _NAME, 1, Checkpoint(model=model))
-
-
-def _saved(path: Path) -> Path:
-    """Return the path of the model in a folder that `save` wrote; another path unchanged."""
-    return path / _NAME if tensor_files.paths(path, _NAME) else path
+    export(model, Path(path) / NAME, 1, Checkpoint(model=model) if include_optimizer else None)
 
 
 class _Architecture(Encoder):
@@ -121,8 +150,8 @@ class _Architecture(Encoder):
         "a layer, or a function with a name.",
     )
 
-    def __init__(self, source: str = "", custom: Mapping[str, Callable[..., Any]] | None = None):
-        self._source, self._custom = source, custom or {}
+    def __init__(self, source: str = "") -> None:
+        self._source = source
         self._numbers: dict[int, int] = {}  # Of layers that were encoded.
         self._layers: list[Any] = []  # Those that were decoded.
         self._symbols: dict[Any, int] = {}  # The numbers of symbolic arrays that were encoded.
@@ -133,15 +162,10 @@ class _Architecture(Encoder):
             return self._encoded_layer(value, self.name(path))
         if isinstance(value, SymbolicArray):
             return {"symbolic": self._symbols.setdefault(value, len(self._symbols))}
-        if isinstance(value, Explaining):
-            config = value.get_config()
-            if (
-                isinstance(value, Optimizer) and "learning_rate" in config
-            ):  # It may have been changed.
-                config["learning_rate"] = value.learning_rate
-            group = next(name for name, kind in _GROUPS.items() if isinstance(value, kind))
-            node = {"made": type(value).__name__, "group": group}
-            return node | {"config": self.encode_other(config, path)}
+        group = next((name for name, kind in _GROUPS.items() if isinstance(value, kind)), None)
+        if group is not None:
+            node = {"made": registered_name(type(value)), "group": group}
+            return node | {"config": self.encode_other(value.get_config(), path)}
         if isinstance(value, Mapping):
             return {"dict": {k: self.encode(v, (path, k)) for k, v in value.items()}}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -155,7 +179,7 @@ class _Architecture(Encoder):
         if getattr(value, "__name__", "<lambda>") != "<lambda>" and callable(value):
             with contextlib.suppress(TypeError):
                 return {"numpy": name_of(value)}
-            return {"function": value.__name__}
+            return {"function": registered_name(value)}
         return super().encode_other(value, path)
 
     def _encoded_layer(self, layer: Layer, path: str) -> Any:
@@ -167,7 +191,8 @@ class _Architecture(Encoder):
             name: self.encode(value, f"{path or layer.name}.{name}")
             for name, value in layer.get_config().items()
         }
-        return {"layer": type(layer).__name__, "name": layer.name, "config": config}
+        kind = registered_name(type(layer))
+        return {"layer": kind, "name": layer.name, "config": config}
 
     def decode_other(self, tag: str, node: dict[str, Any]) -> Any:
         match node:
@@ -187,7 +212,7 @@ class _Architecture(Encoder):
             case {"made": name, "group": group, "config": config}:
                 module = import_module(f"ndistribute.{group}")
                 table = {each: getattr(module, each) for each in module.__all__}
-                return self._known(table, name)(**self.decode(config))
+                return self._known(table, name).from_config(self.decode(config))
             case {"function": name}:
                 return self._known(activations.NAMED, name)
             case {"object": name, "fields": fields}:
@@ -203,7 +228,7 @@ class _Architecture(Encoder):
         return {name: self.decode(node) for name, node in nodes.items()}
 
     def _known(self, table: Mapping[str, Any], name: str) -> Any:
-        value = self._custom.get(name, table.get(name))
+        value = get_custom_objects().get(name, table.get(name))
         if value is None:
             raise ValueError(
                 f"{self._source} needs {name!r}, which is unknown here: import the module that "
@@ -212,11 +237,11 @@ class _Architecture(Encoder):
         return value
 
 
-_NAME = "model"  # In the folder of a saved model.
-_GROUPS = {"models.losses": Loss, "models.metrics": Metric, "optimizers": Optimizer}
-_KINDS: tuple[Any, ...] = (
-    *initializers.NAMED.values(),
-    *regularizers.NAMED.values(),
-    *(kind for kind in vars(schedules).values() if dataclasses.is_dataclass(kind)),
-)
+_GROUPS: dict[str, type[Any]] = {
+    "models.losses": Loss,
+    "models.metrics": Metric,
+    "optimizers": Optimizer,
+    "optimizers.schedules": LearningRateSchedule,
+}
+_KINDS: tuple[Any, ...] = (*initializers.NAMED.values(), *regularizers.NAMED.values())
 _OBJECTS = {kind.__name__: kind for kind in _KINDS}

@@ -15,7 +15,7 @@ import numpy as np
 
 from ndistribute.context import current_seed
 from ndistribute.exports import export as _export
-from ndistribute.models.names import named, table_of
+from ndistribute.names import named, table_of
 
 Shape = Sequence[int]
 

@@ -24,7 +24,7 @@ from ndistribute.mistakes import Explaining
 from ndistribute.models import operations
 from ndistribute.models.loss_forms import in_form
 from ndistribute.models.masks import mask_of
-from ndistribute.models.names import named, snake_case, table_of
+from ndistribute.names import deserializing, named, snake_case, table_of
 from ndistribute.values import Shown
 
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
@@ -538,8 +538,6 @@ def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:
     Raises:
         ValueError: the name is unknown.
     """
-    if isinstance(loss, str):
-        loss = loss.lower()
     made = named(NAMED, loss, "loss")  # A `Loss` can be called, as a function.
     return made if isinstance(made, Loss) else FunctionLoss(made)
 
@@ -562,7 +560,9 @@ def _log_of(p: Any) -> Any:
     return np.log(np.clip(p, small, 1 - small))
 
 
+deserialize = deserializing(get)
 _export(
     vars(),
+    "deserialize",
     but="FunctionLoss aligned check_shape global_count in_form per_example",
 )

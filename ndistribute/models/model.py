@@ -12,7 +12,8 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.dtypes import kind_of
 from ndistribute.mistakes import accepting
-from ndistribute.models.export import export, save
+from ndistribute.models.checkpoint import check_absent
+from ndistribute.models.export import export, save, to_json
 from ndistribute.models.functional import CallGraph, cloned, connected
 from ndistribute.models.layers.inputs import Input, InputLayer
 from ndistribute.models.layers.layer import Layer, Replaceable
@@ -177,6 +178,10 @@ class Model(Trainer):
     def _made(cls, config: Mapping[str, Any]) -> Any:
         return cls(**(connected(config) if "calls" in config else config))
 
+    def to_json(self) -> str:
+        """Return the architecture as text, without weights: `model_from_json` makes a model."""
+        return to_json(self)
+
     def export(self, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
         """Write the architecture and the weights, and return the folder; see `models.load`.
 
@@ -192,7 +197,9 @@ class Model(Trainer):
         """
         return export(self, path, max_to_keep)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(
+        self, path: str | os.PathLike[str], overwrite: bool = True, include_optimizer: bool = True
+    ) -> None:
         """Write the model with its optimizer, loss and metrics, in place of what is there.
 
         `models.load` returns the model as it is now, so that `fit` continues. As for `export`,
@@ -200,12 +207,16 @@ class Model(Trainer):
 
         Args:
             path: the path of a folder, whose name may end in anything.
+            overwrite: whether there may be something at the path already.
+            include_optimizer: whether to write the optimizer, the loss and metrics too.
 
         Raises:
+            FileExistsError: there is something.
             ValueError: the model is not built, or an argument of a layer, of the optimizer, the
                 loss or a metric cannot be written.
         """
-        save(self, path)
+        check_absent(self.strategy, path, overwrite)
+        save(self, path, include_optimizer)
 
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables.

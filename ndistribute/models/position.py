@@ -25,7 +25,7 @@ class TrainingPosition:
     ahead: int = 0  # The steps beyond these that workers of a chief are making.
     iterator: Any = None  # Over the distributed dataset.
     finished: bool = False  # Whether the training ended as planned.
-    exhausted: bool = False  # Whether the dataset ended before the steps of an epoch.
+    exhausted: bool = False  # Whether the dataset has nothing for an epoch.
     trained: Sequence[Variable] = ()
     penalized: Any = None  # The layers with penalties, once a loop has begun.
     logs: dict[str, Any] | None = None  # What the last step returned, if the model defines it.
@@ -75,13 +75,30 @@ class TrainingPosition:
         self.epoch, self.step = state["epoch"], state["step"]
         self.steps_made, self._restored = state["steps_made"], state["input"]
 
-    def check_used(self, steps: int | None) -> None:
-        """Warn if the dataset ended before the steps of an epoch; if at once, raise ValueError."""
-        if not self.steps_made or (steps is None and not self.step):
-            raise ValueError(NO_BATCHES.format("fit"))
-        if steps is not None:
-            self.exhausted = True
-            warn_of_end(f"epoch {self.epoch + 1}", self.step, f"steps_per_epoch={steps}")
+    def next_batch(self, dataset: Any, steps: int | None) -> Any:
+        """Return the next batch of an epoch, or None at its end.
+
+        An epoch begins anew in a dataset that has ended, and ends where it does, with a warning if
+        steps are left. A dataset that has nothing at all ends the training.
+
+        Args:
+            dataset: see `begin_epoch`.
+            steps: see `begin_epoch`.
+
+        Raises:
+            ValueError: the dataset is empty.
+        """
+        batch = next(self.iterator, None)
+        if batch is None and not self.step and steps is not None:
+            self.iterator = iter(dataset)
+            batch = next(self.iterator, None)
+        if batch is None:
+            if not self.steps_made or (steps is None and not self.step):
+                raise ValueError(NO_BATCHES.format("fit"))
+            if steps is not None:
+                self.exhausted, self.iterator = not self.step, None
+                warn_of_end(f"epoch {self.epoch + 1}", self.step, f"steps_per_epoch={steps}")
+        return batch
 
 
 def warn_of_end(what: str, made: int, asked: str) -> None:

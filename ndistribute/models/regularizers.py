@@ -10,7 +10,7 @@ import numpy as np
 
 from ndistribute.autodiff import custom_gradient
 from ndistribute.autodiff.rules.placing import as_operand
-from ndistribute.models.names import named
+from ndistribute.names import named
 
 __all__ = ["L1", "L2", "Regularizer", "get"]
 

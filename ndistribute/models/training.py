@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from ndistribute.data.agreement import check_alike
 from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
-from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgressBar
-from ndistribute.models.checkpoint import Weights, by_every_worker, on_any_worker
+from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
+from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent, on_any_worker
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer
@@ -53,7 +53,7 @@ class Trainer(TrainingSteps):
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: int = 1,
+        validation_freq: int | Collection[int] = 1,
     ) -> History:
         """Train the model, and return the metrics of each epoch.
 
@@ -72,11 +72,11 @@ class Trainer(TrainingSteps):
             class_weight: the weight of the examples of each label; others have weight 1.
             sample_weight: the weight of each example, for arrays.
             initial_epoch: the number of the first epoch.
-            steps_per_epoch: the steps of an epoch; the next one continues there in the dataset.
-                None means all batches.
+            steps_per_epoch: the steps of an epoch; the next one continues there in the dataset, or
+                begins anew where that has ended. None means all batches.
             validation_steps: the steps of a validation; None means all batches.
             validation_batch_size: the batch size of `validation_data`; None means `batch_size`.
-            validation_freq: after how many epochs to validate.
+            validation_freq: after how many epochs to validate, or after which, counted from 1.
 
         Raises:
             RuntimeError: the model is not compiled, or `fit` was called inside a replica.
@@ -84,7 +84,11 @@ class Trainer(TrainingSteps):
         """
         self._check_compiled("fit")
         _batches.check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
-        _batches.check_counts(1, steps_per_epoch=steps_per_epoch, validation_freq=validation_freq)
+        every = validation_freq
+        if not isinstance(every, Collection):
+            _batches.check_counts(1, validation_freq=every)
+            every = range(every, epochs + 1, every)
+        _batches.check_counts(1, steps_per_epoch=steps_per_epoch)
         if validation_split:
             if validation_data is not None:
                 raise ValueError("pass validation_data or validation_split, not both.")
@@ -98,7 +102,8 @@ class Trainer(TrainingSteps):
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            history, progress = History(), ProgressBar(verbose if self.strategy.is_chief else 0)
+            self.history = history = History()
+            progress = ProgbarLogger(verbose)
             called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
@@ -108,21 +113,26 @@ class Trainer(TrainingSteps):
                 run_epoch = functools.partial(chief.run_epoch)
             on_exit.callback(called.call, "on_train_end", {})
             called.call("on_train_begin", {})
-            while position.epoch < epochs and not (self.stop_training or position.exhausted):
+            while position.epoch < epochs and not self.stop_training:
                 if not position.step:
                     self.reset_metrics()
                 called.call("on_epoch_begin", position.epoch, {})
                 run_epoch(called)
-                if position.exhausted and not position.step:
+                if position.exhausted:
                     break
                 epoch, logs = position.epoch, self._results()
-                if scored is not None and not (epoch + 1) % validation_freq:
+                if scored is not None and epoch + 1 in every:
                     options = validation_batch_size, validation_steps, called
                     logs |= self._validate(scored, *options, prefix="val_")
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
             self._finish(position)
         return history
+
+    def _show(self, verbose: int | str, logs: Mapping[str, Any], prefix: str = "") -> None:
+        progress = ProgbarLogger(verbose)
+        progress.set_model(self)
+        progress.show_line(logs, prefix)
 
     def _finish(self, position: TrainingPosition) -> None:
         self.optimizer.finalize_variable_values(self.trainable_variables)
@@ -158,7 +168,7 @@ class Trainer(TrainingSteps):
         with self.strategy.scope():
             called = self._callbacks(callbacks, 1, steps, verbose)
             logs = self._validate((x, y, sample_weight), batch_size, steps, called)
-        ProgressBar(verbose if self.strategy.is_chief else 0).show_line(logs)
+        self._show(verbose, logs)
         return _as_asked(logs, return_dict)
 
     def train_on_batch(
@@ -168,6 +178,7 @@ class Trainer(TrainingSteps):
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
+        reset_metrics: bool = True,
     ) -> Any:
         """Make a step with one batch of arrays; return its loss and metrics, as `evaluate` does.
 
@@ -179,21 +190,29 @@ class Trainer(TrainingSteps):
             sample_weight: the weight of each example.
             class_weight: the weight of the examples of each label.
             return_dict: whether to return a dict by the metrics' names.
+            reset_metrics: whether the metrics forget the batches before this one first.
         """
         data = x, y, sample_weight
-        return self._on_batch("_train_step", data, return_dict, class_weight)
+        return self._on_batch("_train_step", data, return_dict, reset_metrics, class_weight)
 
     def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+        reset_metrics: bool = True,
     ) -> Any:
         """Return the loss and the metrics of one batch of arrays; see `train_on_batch`."""
-        return self._on_batch("_test_step", (x, y, sample_weight), return_dict)
+        return self._on_batch("_test_step", (x, y, sample_weight), return_dict, reset_metrics)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Return the predictions for one batch of arrays."""
         return self.predict(x, max(1, _batches.rows_of(_batches.as_arrays(x))))
 
-    def _on_batch(self, step: str, parts: Any, return_dict: bool, weights: Any = None) -> Any:
+    def _on_batch(
+        self, step: str, parts: Any, return_dict: bool, resets: bool, weights: Any = None
+    ) -> Any:
         self._check_compiled(step)
         with self.strategy.scope():
             rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
@@ -203,7 +222,8 @@ class Trainer(TrainingSteps):
             if step == "_train_step":
                 self._begin(range(1), [], data, {})
             self._renew_steps()
-            self.reset_metrics()
+            if resets:
+                self.reset_metrics()
             for batch in self._distributed(data):
                 self._run(step, batch)
             return _as_asked(self._results(), return_dict)
@@ -231,7 +251,6 @@ class Trainer(TrainingSteps):
             callbacks: `Callback` objects, the same on every worker.
         """
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
-        progress = ProgressBar(verbose if strategy.is_chief else 0)
         with strategy.scope():
             data = _batches.batches_of(x, batch_size=batch_size)
             self._build_from(data)
@@ -253,7 +272,7 @@ class Trainer(TrainingSteps):
             called.call("on_predict_end", {})
         if not parts:
             raise ValueError(NO_BATCHES.format("predict"))
-        progress.show_line({}, f"Predicted {len(parts)} batches.")
+        self._show(verbose, {}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
     def _begin(
@@ -292,9 +311,8 @@ class Trainer(TrainingSteps):
         self.position.begin_epoch(dataset, steps)
         position = self.position
         while position.step != steps and not self.stop_training:
-            batch = next(position.iterator, None)
+            batch = position.next_batch(dataset, steps)
             if batch is None:
-                position.check_used(steps)
                 return
             for call in begin:
                 call(position.step, {})
@@ -335,7 +353,8 @@ class Trainer(TrainingSteps):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker, without the callbacks and the iterator."""
         position = dataclasses.replace(self.position, callbacks=(), iterator=None)
-        return {**vars(self), "position": position, "_steps": {}, "_parts_of_steps": ()}
+        kept = {**vars(self), "position": position, "history": None}
+        return {**kept, "_steps": {}, "_parts_of_steps": ()}
 
     def _callbacks(
         self,
@@ -408,8 +427,17 @@ class Trainer(TrainingSteps):
         return on_any_worker(self.strategy, flag)
 
     @by_every_worker
-    def save_weights(self, path: str | os.PathLike[str]) -> Path:
-        """Write the variables of all layers, and return the folder; see `Checkpoint.save`."""
+    def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> Path:
+        """Write the variables of all layers, and return the folder; see `Checkpoint.save`.
+
+        Args:
+            path: the path.
+            overwrite: whether there may be something at the path already.
+
+        Raises:
+            FileExistsError: there is.
+        """
+        check_absent(self.strategy, path, overwrite)
         if not self.variables:
             raise RuntimeError(
                 f"save_weights of model {self.name!r}: it has no variables yet, so call it on an "
@@ -422,7 +450,8 @@ class Trainer(TrainingSteps):
         """Set the variables of all layers to what was saved; see `Checkpoint.restore`.
 
         Args:
-            path: a result of `save_weights`, `export`, or ``Checkpoint(model=model).save``.
+            path: a result of `save_weights`, `export`, or ``Checkpoint(model=model).save``, or the
+                path that was passed to one of these, `save` or `ModelCheckpoint`.
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(

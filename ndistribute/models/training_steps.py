@@ -8,6 +8,7 @@ the ones here. This file knows nothing of epochs, datasets and callbacks.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
 from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.devices import as_array, to_host
 from ndistribute.errors import TracingError
 from ndistribute.jit.function import Function
 from ndistribute.jit.identity import Identities
@@ -27,7 +29,7 @@ from ndistribute.models import loss_forms
 from ndistribute.models import losses as _losses
 from ndistribute.models import metrics as _metrics
 from ndistribute.models.compiled_losses import Objective, names_of, untold
-from ndistribute.models.layers.layer import Layer, build_for, leaves
+from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
 from ndistribute.variables import Variable
@@ -53,6 +55,7 @@ class TrainingSteps(Layer):
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None
+        self.history: Any = None  # What the last `fit` returned.
         self.loss: Any = None
         self.compiled: dict[str, Any] | None = None
         """The arguments of `compile` but the optimizer, once it was called."""
@@ -96,7 +99,7 @@ class TrainingSteps(Layer):
         """
         for part in (
             optimizer,
-            *(each for _, each in leaves("", (loss, metrics, weighted_metrics))),
+            *(each for _, each in tree.leaves("", (loss, metrics, weighted_metrics))),
         ):
             if isinstance(part, type):
                 name = part.__name__
@@ -127,6 +130,22 @@ class TrainingSteps(Layer):
             named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
             like = named[0] if named else self.loss
             self._name_outputs(self.output_names or names_of(like))
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Return what `save` writes of `compile`; a model whose `compile` differs defines it."""
+        return {**(self.compiled or {}), "optimizer": self.optimizer}
+
+    def compile_from_config(self, config: Mapping[str, Any]) -> None:
+        """Compile a loaded model with what `get_compile_config` returned.
+
+        A model that defines `compile` alone is not compiled: a warning says so.
+        """
+        owner = next(kind for kind in type(self).__mro__ if "compile" in vars(kind))
+        if owner.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            return self.compile(**config)
+        text = f"{self._called} is not compiled: it defines compile, but not compile_from_config."
+        warnings.warn(text, stacklevel=4)
+        return None
 
     def _check_jit(self, jit_compile: bool) -> None:
         kind = type(self.strategy)
@@ -247,7 +266,9 @@ class TrainingSteps(Layer):
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return the values of all metrics, by name."""
-        return {name: metric.result() for name, metric in self._named_metrics().items()}
+        values = {name: metric.result() for name, metric in self._named_metrics().items()}
+        parts = [v if isinstance(v, Mapping) else {name: v} for name, v in values.items()]
+        return {name: value for part in parts for name, value in part.items()}
 
     def reset_metrics(self) -> None:
         """Forget all examples; called before each epoch and each evaluation."""
@@ -437,21 +458,29 @@ class TrainingSteps(Layer):
         if self.position.logs is None and self.position.shown is None:
             self.position.shown = self._named_metrics()
         logs = self.position.shown if self.position.logs is None else self.position.logs
-        return {name: self._number(each, "local_result") for name, each in logs.items()}
+        return self._numbers(logs, "local_result")
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
         if self.position.logs is None:
-            return self.get_metrics_result()
-        return {name: self._number(each, "result") for name, each in self.position.logs.items()}
+            return self._numbers(self._named_metrics(), "result")
+        return self._numbers(self.position.logs, "result")
 
-    def _number(self, each: Any, of_metric: str) -> float:
-        """Return the value of a metric, or the mean of a number over replicas."""
-        if isinstance(each, _metrics.Metric):
-            return float(getattr(each, of_metric)())
-        if of_metric == "result":
-            return float(self.strategy.reduce("mean", each))
-        return float(np.mean([float(value) for value in self.strategy.local_results(each)]))
+    def _numbers(self, logs: Mapping[str, Any], of_metric: str) -> dict[str, Any]:
+        """Return the values of metrics, or the mean of a number over replicas, by name."""
+        numbers: dict[str, Any] = {}
+        for name, each in logs.items():
+            if isinstance(each, _metrics.Metric):
+                value = getattr(each, of_metric)()
+            elif of_metric == "result":
+                value = self.strategy.reduce("mean", each)
+            else:
+                value = np.mean([float(value) for value in self.strategy.local_results(each)])
+            parts = value if isinstance(value, Mapping) else {name: value}
+            for key, part in parts.items():
+                number = to_host(as_array(part))
+                numbers[key] = number if number.ndim else float(number)
+        return numbers
 
     def _rows_of_step(self, batch: Any) -> int | None:
         """Return the number of examples of all replicas, if all are in this process."""

@@ -10,6 +10,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from ndistribute.devices import Array, array_namespace
+from ndistribute.names import deserializing, named
+from ndistribute.optimizers import schedules
 from ndistribute.optimizers.optimizer import LearningRate, Optimizer
 from ndistribute.update_rules import Rule
 
@@ -525,10 +527,13 @@ class RMSprop(Optimizer):
 _PRODUCT_STEPS = 1000
 _ALL = (Adagrad, Adam, AdamW, Ftrl, Nadam, RMSprop, SGD)
 NAMED: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _ALL}
+_PARTS: dict[str, Any] = NAMED | schedules.NAMED  # What the configuration of one may have.
 
 
 def get(optimizer: str | Optimizer) -> Optimizer:
-    """Return a new optimizer for a name; an `Optimizer` is returned unchanged.
+    """Return a new optimizer for a name, or for what `serialize` returned.
+
+    An `Optimizer` is returned unchanged.
 
     Raises:
         ValueError: the name is unknown.
@@ -538,8 +543,10 @@ def get(optimizer: str | Optimizer) -> Optimizer:
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    try:
-        return NAMED[str(optimizer).lower()]()  # type: ignore[call-arg]
-    except KeyError:
-        names = ", ".join(NAMED)
-        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {names}.") from None
+    made = named(NAMED if isinstance(optimizer, str) else _PARTS, optimizer, "optimizer")
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"an optimizer or its name is needed, got {optimizer!r}.")
+    return made
+
+
+deserialize = deserializing(get)

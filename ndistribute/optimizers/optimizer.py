@@ -23,15 +23,16 @@ from ndistribute import update_rules
 from ndistribute.collective.backend import Update
 from ndistribute.context import current_frame, current_trace, told_apart
 from ndistribute.devices import Array, as_array, copy_to, device_of
-from ndistribute.dtypes import computing_dtype, native
+from ndistribute.dtypes import computing_dtype
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.mistakes import Explaining
 from ndistribute.optimizers.clipping import clipped, one_bound, widened
+from ndistribute.optimizers.pairs import check_home, check_whole, checked_pairs, sum_over
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import Rule
 from ndistribute.values import Shown
-from ndistribute.variables.mirrored import MirroredVariable, divided
+from ndistribute.variables.mirrored import divided
 from ndistribute.variables.policy import VariablePolicy
 from ndistribute.variables.served import CachedShard, Place, ServedVariable, on_host
 from ndistribute.variables.variable import Variable
@@ -220,9 +221,27 @@ class Optimizer(Explaining, Shown):
         if variables:
             self._build(variables)
 
-    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Variable]) -> None:
-        """Update variables by their gradients, as `apply_gradients` does with pairs."""
-        self.apply_gradients(zip(grads, trainable_variables, strict=True))
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that create an equal optimizer, with its learning rate of now."""
+        config = super().get_config()
+        if "learning_rate" in config:
+            rate = self.learning_rate
+            config["learning_rate"] = rate if callable(rate) else float(as_array(rate))
+        return config
+
+    def apply(
+        self, grads: Iterable[Any], trainable_variables: Iterable[Variable] | None = None
+    ) -> None:
+        """Update variables by their gradients, as `apply_gradients` does with pairs.
+
+        Args:
+            grads: a gradient for each variable.
+            trainable_variables: the variables; None: those that `build` got, in their order.
+        """
+        if trainable_variables is None and not self._slots:
+            raise ValueError("apply: pass the variables, or call build(variables) before.")
+        variables = list(self._slots) if trainable_variables is None else trainable_variables
+        self.apply_gradients(zip(grads, variables, strict=True))
 
     @_also_in_graphs
     def apply_gradients(
@@ -244,7 +263,7 @@ class Optimizer(Explaining, Shown):
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
                 changed then. Or the variables' servers do not know the rule.
         """
-        gradients, variables = _checked(grads_and_vars, self._reported)
+        gradients, variables = checked_pairs(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
         if replica is None:
             check_whole(variables, "apply its gradients inside run.")
@@ -316,7 +335,7 @@ class Optimizer(Explaining, Shown):
                 if variable not in self._slots:
                     self._slots[variable] = self._new_slots(variable)
 
-        _check_home(variables)
+        check_home(variables)
         replica, *_ = [variable.replica("update") for variable in variables]
         if all(variable in self._slots for variable in variables):
             return replica
@@ -479,93 +498,6 @@ def _count_step(counter: Any) -> None:
     steps = np.asarray(int(counter) + 1)
     for array in counter.begin_update():
         write_to(array, steps)
-
-
-def _checked(
-    grads_and_vars: Iterable[tuple[Any, Variable]], reported: set[str]
-) -> tuple[list[Any], list[Variable]]:
-    """Return the gradients that are not None and their variables; raise if a pair does not fit."""
-    pairs = list(grads_and_vars)
-    gradients: list[Any] = []
-    variables: list[Variable] = []
-    missing: list[str] = []
-    for pair in pairs:
-        listed = isinstance(pair, (tuple, list))
-        if not listed or len(pair) != 2 or not isinstance(pair[1], Variable):
-            kinds = [type(part).__name__ for part in pair] if listed else type(pair).__name__
-            raise TypeError(
-                f"apply_gradients needs pairs (gradient, variable), got {kinds}: write "
-                "zip(gradients, variables). Nothing has changed."
-            )
-        raw, variable = pair
-        if raw is None:
-            missing.append(variable.name)
-            continue
-        if isinstance(raw, IndexedSlices):
-            values, indices = native(raw.values), native(raw.indices)
-            gradient: Any = IndexedSlices(values, indices, raw.dense_shape)
-        else:
-            gradient = native(as_array(raw))
-        fits = update_rules.can_train(gradient.dtype, variable.dtype)
-        if gradient.shape != variable.shape or not fits:
-            raise ValueError(
-                f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
-                f"{gradient.dtype}, the variable {variable.shape} and {variable.dtype}: the shapes "
-                "must be equal, and both floating, or the variable complex. Nothing has changed."
-            )
-        gradients.append(gradient)
-        variables.append(variable)
-    if len(set(map(id, variables))) < len(variables):
-        raise ValueError("a variable occurs twice: add its gradients first. Nothing has changed.")
-    if not variables:
-        raise ValueError(
-            "no variable has a gradient: check that the loss is computed inside the tape, from "
-            f"the variables {', '.join(map(repr, missing))}."
-            if pairs
-            else "apply_gradients got no pairs: a zip is empty after its first use. Write "
-            "list(zip(gradients, variables)) to use it again."
-        )
-    if not reported.issuperset(missing):
-        with _naming:  # Only the first step and replica logs a name.
-            missing = [name for name in missing if name not in reported]
-            reported.update(missing)
-        if missing:
-            names = ", ".join(missing)
-            _log.warning("no gradient for variable(s) %s: they do not change", names)
-    return gradients, variables
-
-
-def _check_home(variables: Sequence[Any]) -> None:
-    """Raise a `ValueError` if variables cannot be trained, or not together."""
-    here = [variable for variable in variables if not isinstance(variable, ServedVariable)]
-    for variable in here:
-        if not isinstance(variable, MirroredVariable):
-            raise ValueError(
-                f"variable {variable.name!r} is synchronized on read: an optimizer cannot train "
-                "variables with a value per replica. Use synchronization='on_write'."
-            )
-    if here and len(here) < len(variables):
-        raise ValueError(
-            "some of the variables are on parameter servers, "
-            f"{', '.join(repr(v.name) for v in here)} are not: create all variables in the scope "
-            "of one strategy."
-        )
-
-
-def check_whole(variables: Sequence[Any], advice: str) -> None:
-    """Raise a `ValueError` with an advice if a variable is divided among replicas."""
-    for index in divided(variables):
-        raise ValueError(f"variable {variables[index].name!r} is sharded over replicas: {advice}")
-
-
-def sum_over(replica: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Return gradients summed over replicas; those of shards are complete already."""
-    shards, made = divided(variables), list(gradients)
-    shared = [index for index in range(len(made)) if index not in shards]
-    sums = replica.all_reduce("sum", [made[index] for index in shared])
-    for index, total in zip(shared, sums, strict=True):
-        made[index] = total
-    return made
 
 
 # The names of optimizers, each with the strategy of its scope; None: outside such a scope.

@@ -7,20 +7,21 @@ of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from ndistribute.exports import export as _export
+from ndistribute.names import deserializing, named
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The base class of schedules, which are dataclasses called with the number of steps made.
+    """The base class of schedules, which are called with the number of steps made.
 
-    A `name` changes nothing.
+    A subclass is a dataclass, or defines `get_config`, too. A `name` changes nothing.
     """
 
     name: str | None = field(default=None, kw_only=True, repr=False)
@@ -28,6 +29,20 @@ class LearningRateSchedule:
     def __call__(self, step: Any) -> Any:
         """Return the learning rate of the step after `step` steps."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__.")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that create an equal schedule, by name."""
+        if "__dataclass_fields__" not in vars(type(self)):
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} cannot be written: define get_config, or make it a dataclass."
+            )
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a new schedule for what `get_config` returned."""
+        return cls(**config)
 
 
 @dataclass(frozen=True)
@@ -211,4 +226,6 @@ def _plain(rate: Any) -> Any:
     return rate.item() if is_number else rate
 
 
-_export(vars())
+NAMED = {kind.__name__: kind for kind in LearningRateSchedule.__subclasses__()}
+deserialize = deserializing(lambda config: named(NAMED, config, "schedule"))
+_export(vars(), "deserialize")

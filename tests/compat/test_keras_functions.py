@@ -156,3 +156,89 @@ def test_layers_tell_their_metrics() -> None:
     layer(tf.ones((2, 2)), tf.ones((2, 2)))
     assert layer.metrics[0] is layer.accuracy
     assert [float(metric.result()) for metric in layer.metrics] == [1.0, 1.0]
+
+
+def test_objects_of_all_kinds_return_from_dicts() -> None:
+    for made in (
+        layers.Dense(3, activation="relu", kernel_regularizer="l2"),
+        keras.losses.Huber(2.0),
+        keras.metrics.Precision(),
+        keras.optimizers.SGD(0.5),
+        keras.regularizers.L1(0.25),
+        keras.initializers.Constant(2.0),
+    ):
+        config = keras.saving.serialize_keras_object([made, "mse"])
+        again, text = keras.saving.deserialize_keras_object(config)
+        assert type(again) is type(made)
+        assert keras.saving.serialize_keras_object([again, text]) == config
+
+
+@keras.saving.register_keras_serializable("tests")
+class Around(layers.Layer):
+    """A layer around another one, as guides define it."""
+
+    def __init__(self, inner: object, **options: object) -> None:
+        super().__init__(**options)
+        self.inner = inner
+
+    def call(self, inputs: object) -> object:
+        return self.inner(inputs)
+
+    def get_config(self) -> dict:
+        inner = keras.saving.serialize_keras_object(self.inner)
+        return {**super().get_config(), "inner": inner}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "Around":
+        return cls(keras.saving.deserialize_keras_object(config.pop("inner")), **config)
+
+
+def test_a_registered_layer_around_another_is_loaded(tmp_path: object) -> None:
+    model = keras.Sequential([keras.Input((4,)), Around(layers.Dense(2))])
+    model.save(f"{tmp_path}/model.keras")
+    loaded = keras.models.load_model(f"{tmp_path}/model.keras")
+    np.testing.assert_array_equal(loaded(np.ones((1, 4))), model(np.ones((1, 4))))
+    assert isinstance(loaded.layers[0].inner, layers.Dense)
+
+
+class Compiled(keras.Model):
+    """A model whose `compile` takes other arguments than Keras's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, inputs: object) -> object:
+        return self.dense(inputs)
+
+    def compile(self, optimizer: object, loss_fn: object) -> None:
+        super().compile(optimizer, loss_fn)
+        self.loss_fn = loss_fn
+
+
+class Recompiled(Compiled):
+    """One that says how it is compiled when it is loaded."""
+
+    def get_compile_config(self) -> dict:
+        return {"how": self.optimizer, "loss_fn": self.loss_fn}
+
+    def compile_from_config(self, config: dict) -> None:
+        how = keras.utils.deserialize_keras_object(config["how"])
+        self.compile(how, loss_fn=config["loss_fn"])
+
+
+def test_a_model_of_its_own_compile_is_loaded(tmp_path: object) -> None:
+    for kind, path in ((Compiled, f"{tmp_path}/a.keras"), (Recompiled, f"{tmp_path}/b.keras")):
+        model = kind()
+        model.compile(keras.optimizers.SGD(0.25), "mse")
+        model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+        model.save(path)
+        if kind is Compiled:
+            with pytest.warns(UserWarning, match="defines compile, but not compile_from_config"):
+                loaded = keras.models.load_model(path)
+            assert loaded.optimizer is None
+        else:
+            loaded = keras.models.load_model(path)
+            assert float(loaded.optimizer.learning_rate) == 0.25
+            assert loaded.optimizer.iterations == 1
+        np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])

@@ -83,7 +83,7 @@ def fit(model: Model, *used: callbacks.Callback, y: Any = Y) -> Any:
 def saved_steps(path: Any) -> tuple[int, int]:
     """Return the optimizer's steps, and those whose loss was counted, in a checkpoint."""
     _, tensors, _ = read_newest(path)
-    return int(tensors["model/optimizer/iterations"]), int(tensors["model/metrics/0"][1])
+    return int(tensors["model/optimizer/iterations"]), int(tensors["model/metrics/0/state"][1])
 
 
 def test_callbacks_of_a_chief_see_every_step_and_save_its_very_state(chief, tmp_path):

@@ -221,7 +221,7 @@ def test_the_step_breakdown_of_the_timeline_is_shown(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: callbacks.TensorBoard(update_freq="batch"), "update_freq must be 'epoch' or"),
+        (lambda: callbacks.TensorBoard(update_freq="step"), "update_freq must be 'epoch' or"),
         (lambda: callbacks.TensorBoard(histogram_freq=-1), "histogram_freq must be 0 or more"),
         (lambda: png(np.zeros((2, 2))), "an image must be uint8 of shape"),
     ],

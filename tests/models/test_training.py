@@ -130,14 +130,25 @@ def test_a_penalty_counts_once_whatever_the_replicas(strategy):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
-@pytest.mark.parametrize("steps", [5, 6])
-def test_steps_beyond_the_data_warn_and_end_the_training(steps):
+def test_steps_beyond_the_data_warn_and_the_next_epoch_begins_anew(strategy):
+    with strategy.scope():
+        model = classifier(nd.optimizers.SGD(0.0))
+    with pytest.warns(UserWarning, match="epoch 2 ends: the dataset ended after 2 of"):
+        history = model.fit(X, Y, 10, epochs=3, steps_per_epoch=3, shuffle=False, verbose=0)
+    losses = history.history["loss"]
+    assert model.position.steps_made == 8
+    assert losses[0] == pytest.approx(losses[2], abs=1e-12) != losses[1]
+    evenly = model.fit(X, Y, 10, epochs=3, steps_per_epoch=5, verbose=0)
+    assert len(evenly.epoch) == 3  # Without a warning, which would be an error.
+
+
+def test_a_generator_that_has_ended_ends_the_training():
     model = classifier()
-    data = nd.Dataset.from_tensor_slices((X, Y)).batch(10).repeat().take(steps)
+    batches = ((X[start : start + 10], Y[start : start + 10]) for start in range(0, 50, 10))
     with pytest.warns(UserWarning, match="dataset ended after . of steps_per_epoch=3"):
-        history = model.fit(data, epochs=4, steps_per_epoch=3, verbose=0)
+        history = model.fit(batches, epochs=4, steps_per_epoch=3, verbose=0)
     assert history.epoch == [0, 1]
-    assert model.position.steps_made == steps
+    assert model.position.steps_made == 5
     with pytest.warns(UserWarning, match="evaluate ends: .* after 5 of steps=9"):
         model.evaluate(X, Y, 10, 0, steps=9)
 

@@ -1,44 +1,70 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
-from ndistribute.models.metrics import AUC as _AUC
+from ndistribute.models.metrics.counts import AUC as _AUC
 AUC = _AUC
-from ndistribute.models.metrics import Accuracy as _Accuracy
+from ndistribute.models.metrics.means import Accuracy as _Accuracy
 Accuracy = _Accuracy
-from ndistribute.models.metrics import BinaryAccuracy as _BinaryAccuracy
+from ndistribute.models.metrics.means import BinaryAccuracy as _BinaryAccuracy
 BinaryAccuracy = _BinaryAccuracy
-from ndistribute.models.metrics import BinaryCrossentropy as _BinaryCrossentropy
+from ndistribute.models.metrics.means import BinaryCrossentropy as _BinaryCrossentropy
 BinaryCrossentropy = _BinaryCrossentropy
-from ndistribute.models.metrics import CategoricalAccuracy as _CategoricalAccuracy
+from ndistribute.models.metrics.means import CategoricalAccuracy as _CategoricalAccuracy
 CategoricalAccuracy = _CategoricalAccuracy
-from ndistribute.models.metrics import CategoricalCrossentropy as _CategoricalCrossentropy
+from ndistribute.models.metrics.means import CategoricalCrossentropy as _CategoricalCrossentropy
 CategoricalCrossentropy = _CategoricalCrossentropy
-from ndistribute.models.metrics import Mean as _Mean
+from ndistribute.models.metrics.means import CategoricalHinge as _CategoricalHinge
+CategoricalHinge = _CategoricalHinge
+from ndistribute.models.metrics.means import CosineSimilarity as _CosineSimilarity
+CosineSimilarity = _CosineSimilarity
+from ndistribute.models.metrics.counts import FalseNegatives as _FalseNegatives
+FalseNegatives = _FalseNegatives
+from ndistribute.models.metrics.counts import FalsePositives as _FalsePositives
+FalsePositives = _FalsePositives
+from ndistribute.models.metrics.means import Hinge as _Hinge
+Hinge = _Hinge
+from ndistribute.models.metrics.means import KLDivergence as _KLDivergence
+KLDivergence = _KLDivergence
+from ndistribute.models.metrics.means import LogCoshError as _LogCoshError
+LogCoshError = _LogCoshError
+from ndistribute.models.metrics.metric import Mean as _Mean
 Mean = _Mean
-from ndistribute.models.metrics import MeanAbsoluteError as _MeanAbsoluteError
+from ndistribute.models.metrics.means import MeanAbsoluteError as _MeanAbsoluteError
 MeanAbsoluteError = _MeanAbsoluteError
-from ndistribute.models.metrics import MeanAbsolutePercentageError as _MeanAbsolutePercentageError
+from ndistribute.models.metrics.means import MeanAbsolutePercentageError as _MeanAbsolutePercentageError
 MeanAbsolutePercentageError = _MeanAbsolutePercentageError
-from ndistribute.models.metrics import MeanMetric as _MeanMetric
+from ndistribute.models.metrics.means import MeanMetric as _MeanMetric
 MeanMetric = _MeanMetric
-from ndistribute.models.metrics import MeanSquaredError as _MeanSquaredError
+from ndistribute.models.metrics.means import MeanSquaredError as _MeanSquaredError
 MeanSquaredError = _MeanSquaredError
-from ndistribute.models.metrics import Metric as _Metric
+from ndistribute.models.metrics.means import MeanSquaredLogarithmicError as _MeanSquaredLogarithmicError
+MeanSquaredLogarithmicError = _MeanSquaredLogarithmicError
+from ndistribute.models.metrics.metric import Metric as _Metric
 Metric = _Metric
-from ndistribute.models.metrics import Precision as _Precision
+from ndistribute.models.metrics.means import Poisson as _Poisson
+Poisson = _Poisson
+from ndistribute.models.metrics.counts import Precision as _Precision
 Precision = _Precision
-from ndistribute.models.metrics import Recall as _Recall
+from ndistribute.models.metrics.counts import Recall as _Recall
 Recall = _Recall
-from ndistribute.models.metrics import RootMeanSquaredError as _RootMeanSquaredError
+from ndistribute.models.metrics.means import RootMeanSquaredError as _RootMeanSquaredError
 RootMeanSquaredError = _RootMeanSquaredError
-from ndistribute.models.metrics import SparseCategoricalAccuracy as _SparseCategoricalAccuracy
+from ndistribute.models.metrics.means import SparseCategoricalAccuracy as _SparseCategoricalAccuracy
 SparseCategoricalAccuracy = _SparseCategoricalAccuracy
-from ndistribute.models.metrics import SparseCategoricalCrossentropy as _SparseCategoricalCrossentropy
+from ndistribute.models.metrics.means import SparseCategoricalCrossentropy as _SparseCategoricalCrossentropy
 SparseCategoricalCrossentropy = _SparseCategoricalCrossentropy
-from ndistribute.models.metrics import SparseTopKCategoricalAccuracy as _SparseTopKCategoricalAccuracy
+from ndistribute.models.metrics.means import SparseTopKCategoricalAccuracy as _SparseTopKCategoricalAccuracy
 SparseTopKCategoricalAccuracy = _SparseTopKCategoricalAccuracy
-from ndistribute.models.metrics import Sum as _Sum
+from ndistribute.models.metrics.means import SquaredHinge as _SquaredHinge
+SquaredHinge = _SquaredHinge
+from ndistribute.models.metrics.metric import Sum as _Sum
 Sum = _Sum
-from ndistribute.models.metrics import TopKCategoricalAccuracy as _TopKCategoricalAccuracy
+from ndistribute.models.metrics.means import TopKCategoricalAccuracy as _TopKCategoricalAccuracy
 TopKCategoricalAccuracy = _TopKCategoricalAccuracy
+from ndistribute.models.metrics.counts import TrueNegatives as _TrueNegatives
+TrueNegatives = _TrueNegatives
+from ndistribute.models.metrics.counts import TruePositives as _TruePositives
+TruePositives = _TruePositives
+deserialize: Any
 get: Any
+serialize: Any

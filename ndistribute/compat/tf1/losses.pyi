@@ -41,6 +41,7 @@ categorical_crossentropy: Any
 categorical_hinge: Any
 compute_average_loss: Any
 cosine_similarity: Any
+deserialize: Any
 get: Any
 get_regularization_loss: Any
 get_total_loss: Any
@@ -54,6 +55,7 @@ mean_squared_error: Any
 mean_squared_logarithmic_error: Any
 poisson: Any
 scale_regularization_loss: Any
+serialize: Any
 sigmoid_cross_entropy: Any
 softmax_cross_entropy: Any
 sparse_categorical_crossentropy: Any

@@ -4,6 +4,7 @@ from ndistribute.exports import export as _export
 from ndistribute.models.callbacks.callback import Callback as Callback
 from ndistribute.models.callbacks.callback import History as History
 from ndistribute.models.callbacks.callback import LambdaCallback as LambdaCallback
+from ndistribute.models.callbacks.callback import ProgbarLogger as ProgbarLogger
 from ndistribute.models.callbacks.control import EarlyStopping as EarlyStopping
 from ndistribute.models.callbacks.control import LearningRateScheduler as LearningRateScheduler
 from ndistribute.models.callbacks.control import ReduceLROnPlateau as ReduceLROnPlateau

@@ -1,4 +1,4 @@
-"""The base class of callbacks, and those that only report: `ProgressBar` shows how far `fit` is."""
+"""The base class of callbacks, and those that only report, such as `ProgbarLogger`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from ndistribute.mistakes import Explaining
 
@@ -199,7 +201,7 @@ def steps_of(freq: str | int, argument: str = "save_freq") -> int:
 _RUNNING = "{elapsed}<{remaining}"
 
 
-class ProgressBar(Callback):
+class ProgbarLogger(Callback):
     """Shows the metrics during an epoch and at its end.
 
     Args:
@@ -207,12 +209,17 @@ class ProgressBar(Callback):
             tqdm is missing), 2 for a line an epoch.
     """
 
-    def __init__(self, verbose: int | str) -> None:
+    def __init__(self, verbose: int | str = 1) -> None:
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
         self.verbose = 1 if verbose == "auto" else int(verbose)
         self._bar: Any = None
         self._began = 0.0
+
+    def set_model(self, model: Any) -> None:
+        """Set `model`; only the chief shows anything."""
+        super().set_model(model)
+        self.verbose = self.verbose if model.strategy.is_chief else 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Open the bar."""
@@ -258,7 +265,7 @@ class ProgressBar(Callback):
 
 
 def _shown(logs: Logs) -> str:
-    return " - ".join(f"{name}: {_number(value)}" for name, value in logs.items())
+    return " - ".join(f"{name}: {_number(float(np.mean(v)))}" for name, v in logs.items())
 
 
 def _wrapped(text: str, columns: int) -> str:

@@ -58,9 +58,11 @@ class _Saving(Callback):
 
 
 class ModelCheckpoint(_Saving, Monitor):
-    """Saves the model, its optimizer and its metrics as an `nd.Checkpoint`.
+    """Saves the model, its optimizer and its metrics.
 
-    Restore it with ``nd.Checkpoint(model=model).restore(path)``.
+    A path that ends in ``.keras`` or ``.h5`` is one for `models.load`, as of `Model.save`; another
+    one is that of an `nd.Checkpoint`, for ``nd.Checkpoint(model=model).restore(path)``.
+    `load_weights` takes each.
 
     Args:
         filepath: the path, in which ``{epoch}`` (from 1) and names of metrics are replaced, such as
@@ -70,6 +72,7 @@ class ModelCheckpoint(_Saving, Monitor):
         save_weights_only: whether to save the variables of the layers only.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
         save_freq: ``"epoch"``, or a number of steps.
+        initial_value_threshold: what the first epoch has to exceed for `save_best_only`.
     """
 
     @accepting("verbose")
@@ -81,8 +84,10 @@ class ModelCheckpoint(_Saving, Monitor):
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
+        initial_value_threshold: float | None = None,
     ) -> None:
         super().__init__(monitor, mode)
+        self._first = initial_value_threshold
         if save_best_only and save_freq != "epoch":
             raise ValueError(
                 "ModelCheckpoint: save_best_only compares the metrics of epochs, so it needs "
@@ -94,6 +99,11 @@ class ModelCheckpoint(_Saving, Monitor):
         self._every = steps_of(save_freq)
         self._epoch = 0
 
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget the best value."""
+        super().on_train_begin()
+        self.best = self._first
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch, for the path."""
         self._epoch = epoch
@@ -104,6 +114,8 @@ class ModelCheckpoint(_Saving, Monitor):
         path = self.filepath.format(epoch=self._epoch + 1, **logs)
         if self._weights_only:
             self.model.save_weights(path)
+        elif path.endswith((".keras", ".h5")):
+            self.model.save(path)
         else:
             Checkpoint(model=self.model).save(path)
 
@@ -389,7 +401,9 @@ class TensorBoard(Callback):
         histogram_freq: after how many epochs to write histograms of the variables; 0: never.
         write_images: whether to write, as often, the variables with two axes or more as images.
         write_steps_per_second: whether to write the steps in a second of each epoch.
-        update_freq: ``"epoch"``, or after how many steps to write the metrics so far, too.
+        update_freq: ``"epoch"``, ``"batch"``, or after how many steps to write the metrics so far.
+        embeddings_freq: 0, as embeddings are not written.
+        embeddings_metadata: None.
     """
 
     def __init__(
@@ -399,14 +413,21 @@ class TensorBoard(Callback):
         write_images: bool = False,
         write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
+        embeddings_freq: int = 0,
+        embeddings_metadata: None = None,
     ) -> None:
+        if embeddings_freq or embeddings_metadata:
+            raise ValueError(
+                "TensorBoard: embeddings are not written, so embeddings_freq must be 0. Write them "
+                "with np.savetxt, such as layer.embeddings.numpy(), for the projector."
+            )
         if histogram_freq < 0:
             raise ValueError(f"histogram_freq must be 0 or more, got {histogram_freq}.")
         self._directory = Path(log_dir)
         self._histograms = histogram_freq
         self._images = write_images
         self._speed = write_steps_per_second
-        self._every = steps_of(update_freq, "update_freq")
+        self._every = 1 if update_freq == "batch" else steps_of(update_freq, "update_freq")
         self._files: dict[str, EventFile] = {}
         self._spans: dict[str, float] = {}
         self._timer = Timer(steps=1)

@@ -27,8 +27,8 @@ from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.models.metrics import Mean, Metric
-from ndistribute.models.names import snake_case
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
+from ndistribute.names import snake_case
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
@@ -348,7 +348,7 @@ class Layer(Explaining):
         parts = [item for layer in self.walk() for item in vars(layer).items()]
         parts.sort(key=lambda item: item[0] == "_means")  # Those of `add_metric` come last.
         nests = [value for _, value in parts if isinstance(value, kinds)]
-        return [value for _, value in leaves("", nests) if isinstance(value, Metric)]
+        return [value for _, value in tree.leaves("", nests) if isinstance(value, Metric)]
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
@@ -363,11 +363,6 @@ class Layer(Explaining):
             if isinstance(held, Layer) and id(held) not in seen:
                 seen.add(id(held))
                 yield held
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """Return a new layer for what `get_config` returned; `load` calls this, too."""
-        return cls(**config)
 
     @classmethod
     def assembled(cls, config: Mapping[str, Any]) -> Any:
@@ -402,7 +397,7 @@ class Layer(Explaining):
     def _own(self) -> Iterator[tuple[str, Any]]:
         """Yield the path and value of each layer and variable in the attributes of this layer."""
         held = {name: value for name, value in vars(self).items() if name != "_arguments"}
-        for path, value in leaves("", held):
+        for path, value in tree.leaves("", held):
             if isinstance(value, Layer | Variable):
                 yield path, value
 
@@ -546,15 +541,6 @@ def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return np.zeros((0, *np.shape(value)[1:]), dtype)
-
-
-def leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects in a nest of lists, tuples and dicts, by path."""
-    if not isinstance(nest, Mapping | list | tuple):
-        yield path, nest
-        return
-    for name, value in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
-        yield from leaves(f"{path}/{name}" if path else str(name), value)
 
 
 _numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()

@@ -17,6 +17,7 @@ from ndistribute.compat.tf.keras import optimizers as optimizers
 from ndistribute.compat.tf.keras import preprocessing as preprocessing
 from ndistribute.compat.tf.keras import random as random
 from ndistribute.compat.tf.keras import regularizers as regularizers
+from ndistribute.compat.tf.keras import saving as saving
 from ndistribute.compat.tf.keras import utils as utils
 Input: Any
 from ndistribute.compat.adapters import Model as _Model

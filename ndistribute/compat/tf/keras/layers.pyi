@@ -138,9 +138,11 @@ ZeroPadding2D = _ZeroPadding2D
 add: Any
 average: Any
 concatenate: Any
+deserialize: Any
 dot: Any
 maximum: Any
 minimum: Any
 multiply: Any
+serialize: Any
 set_dtype_policy: Any
 subtract: Any

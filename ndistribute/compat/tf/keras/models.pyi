@@ -7,4 +7,5 @@ from ndistribute.compat.adapters import Sequential as _Sequential
 Sequential = _Sequential
 clone_model: Any
 load_model: Any
+model_from_json: Any
 save_model: Any

@@ -20,6 +20,8 @@ from ndistribute.models.callbacks.saving import ModelCheckpoint as _ModelCheckpo
 ModelCheckpoint = _ModelCheckpoint
 from ndistribute.models.callbacks.saving import PreemptionCheckpointHandler as _PreemptionCheckpointHandler
 PreemptionCheckpointHandler = _PreemptionCheckpointHandler
+from ndistribute.models.callbacks.callback import ProgbarLogger as _ProgbarLogger
+ProgbarLogger = _ProgbarLogger
 from ndistribute.models.callbacks.control import ReduceLROnPlateau as _ReduceLROnPlateau
 ReduceLROnPlateau = _ReduceLROnPlateau
 from ndistribute.models.callbacks.saving import TensorBoard as _TensorBoard

@@ -41,6 +41,7 @@ categorical_crossentropy: Any
 categorical_hinge: Any
 compute_average_loss: Any
 cosine_similarity: Any
+deserialize: Any
 get: Any
 hinge: Any
 huber: Any
@@ -52,5 +53,6 @@ mean_squared_error: Any
 mean_squared_logarithmic_error: Any
 poisson: Any
 scale_regularization_loss: Any
+serialize: Any
 sparse_categorical_crossentropy: Any
 squared_hinge: Any

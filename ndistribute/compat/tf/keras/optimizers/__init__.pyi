@@ -23,4 +23,6 @@ from ndistribute.optimizers.algorithms import RMSprop as _RMSprop
 RMSprop = _RMSprop
 from ndistribute.optimizers.algorithms import SGD as _SGD
 SGD = _SGD
+deserialize: Any
 get: Any
+serialize: Any

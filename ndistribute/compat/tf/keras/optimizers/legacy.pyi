@@ -21,6 +21,8 @@ from ndistribute.optimizers.algorithms import RMSprop as _RMSprop
 RMSprop = _RMSprop
 from ndistribute.optimizers.algorithms import SGD as _SGD
 SGD = _SGD
+deserialize: Any
 get: Any
 legacy: Any
 schedules: Any
+serialize: Any

@@ -15,3 +15,5 @@ from ndistribute.optimizers.schedules import PolynomialDecay as _PolynomialDecay
 PolynomialDecay = _PolynomialDecay
 from ndistribute.optimizers.schedules import WarmUp as _WarmUp
 WarmUp = _WarmUp
+deserialize: Any
+serialize: Any

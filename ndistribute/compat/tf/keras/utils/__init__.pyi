@@ -2,8 +2,14 @@
 from typing import Any
 
 from ndistribute.compat.tf.keras.utils import experimental as experimental
+CustomObjectScope: Any
 from ndistribute.models.sidecar import SidecarEvaluator as _SidecarEvaluator
 SidecarEvaluator = _SidecarEvaluator
+custom_object_scope: Any
+deserialize_keras_object: Any
+get_custom_objects: Any
 pad_sequences: Any
+register_keras_serializable: Any
+serialize_keras_object: Any
 set_random_seed: Any
 to_categorical: Any

@@ -1,0 +1,84 @@
+"""Objects of Keras from text, dicts and files: those of `tf.keras`, and not the native ones.
+
+A program may define classes of the same names, which are then those in its files.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import ndistribute as nd
+from ndistribute import models
+from ndistribute.compat.signatures import adapted
+from ndistribute.models import layers
+from ndistribute.names import (
+    custom_object_scope,
+    deserializing,
+    get_custom_objects,
+    named,
+    serialize,
+)
+
+_IN_FILES = "optimizers", "layers", "models"
+
+
+model_from_json = adapted(
+    lambda json_string, custom_objects=None: models.model_from_json(
+        json_string, _classes(*_IN_FILES) | (custom_objects or {})
+    )
+)
+load_model = adapted(
+    lambda filepath, custom_objects=None, **options: models.load(
+        filepath, _classes(*_IN_FILES) | (custom_objects or {}), **options
+    ),
+    "options",
+    "safe_mode",
+)
+
+
+def _classes(*modules: str) -> dict[str, Any]:
+    """Return the classes of namespaces of Keras by name, but those that the program redefines."""
+    kinds: dict[str, Any] = {}
+    for module in modules:
+        names: Any = import_module(f"ndistribute.compat.tf.keras.{module}")
+        kinds |= {name: getattr(names, name) for name in names.__all__}
+    kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
+    known = layers.Layer.known
+    return {name: kind for name, kind in kinds.items() if known.get(name, kind) in kind.__mro__}
+
+
+def get_optimizer(identifier: Any) -> Any:
+    """Return an optimizer for a name; one that is given is returned unchanged."""
+    if isinstance(identifier, nd.optimizers.Optimizer):
+        return identifier
+    kinds = _classes("optimizers")
+    with custom_object_scope({name.lower(): kind for name, kind in kinds.items()}):
+        return models.optimizers.get(identifier)
+
+
+deserialize_optimizer = deserializing(get_optimizer)
+
+
+def serialize_object(obj: Any) -> Any:
+    """Return what `serialize` does; text, numbers and dicts unchanged, and that of a list."""
+    if isinstance(obj, list | tuple):
+        return [serialize_object(each) for each in obj]
+    return serialize(obj) if hasattr(obj, "get_config") or callable(obj) else obj
+
+
+def deserialize_object(config: Any, custom_objects: Any = None) -> Any:
+    """Return a new object for what `serialize_object` returned; other text is unchanged."""
+    if isinstance(config, list):
+        return [deserialize_object(each, custom_objects) for each in config]
+    if not isinstance(config, dict) or "class_name" not in config:
+        return get_registered_object(config, custom_objects) or config
+    kinds = _classes(*_IN_FILES, "losses", "metrics", "initializers", "regularizers")
+    with custom_object_scope(custom_objects or {}):
+        return named(layers.Layer.known | kinds | models.activations.NAMED, config, "object")
+
+
+def get_registered_object(name: Any, custom_objects: Any = None) -> Any:
+    """Return the custom object of a name; None if there is none."""
+    known = get_custom_objects() | (custom_objects or {})
+    return known.get(name) if isinstance(name, str) else None

@@ -1,0 +1,176 @@
+"""Metrics of examples that are positive or not, counted above thresholds of the predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff import untrack
+from ndistribute.context import current_trace
+from ndistribute.devices import array_namespace, as_array, to_host
+from ndistribute.models import activations, losses
+from ndistribute.models.metrics.metric import Sums
+
+
+class _Counted(Sums):
+    """The base class of metrics of positive examples and others, counted above thresholds."""
+
+    def __init__(self, thresholds: Any, name: str | None) -> None:
+        self.thresholds = thresholds
+        self._bounds = np.atleast_1d(np.asarray(thresholds, np.float64))
+        super().__init__(name, (len(self._bounds) + 1, 2))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add the examples of a batch."""
+        y_true, y_pred = untrack(losses.aligned(y_true, y_pred))
+        losses.check_shape(y_true, y_pred.shape)
+        xp = array_namespace(y_pred)
+        weights = xp.ones(y_pred.shape, np.float64)
+        if sample_weight is not None:
+            weight = as_array(sample_weight)
+            weights = weights * weight.reshape(weight.shape + (1,) * (y_pred.ndim - weight.ndim))
+        is_positive = y_true > 0.5
+        kinds = xp.stack([(weights * kind).reshape(-1) for kind in (is_positive, ~is_positive)])
+        bounds = xp.asarray(self._bounds.astype(y_pred.dtype))
+        above = y_pred.reshape(-1, 1) > bounds
+        sums = xp.concatenate([kinds @ above.astype(np.float64), kinds.sum(axis=1)[:, None]], 1).T
+        self.state.assign_add(to_host(sums) if current_trace() is None else sums)
+
+
+class _AtThresholds(_Counted):
+    """The base class of what the counts for thresholds give.
+
+    Args:
+        thresholds: the prediction above which an example is predicted positive; a list of them
+            gives an array of values.
+        name: the name in logs.
+    """
+
+    def __init__(self, thresholds: Any = 0.5, name: str | None = None) -> None:
+        super().__init__(0.5 if thresholds is None else thresholds, name)
+
+    def result(self) -> Any:
+        """Return the value for the threshold, or an array for several."""
+        sums = self.sums()
+        (true_positives, false_positives), totals = sums[:-1].T, sums[-1]
+        values = self.of_counts(true_positives, false_positives, *totals)
+        return values if np.ndim(self.thresholds) else float(values[0])
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        """Return the values for the true and false positives at each threshold, and all examples.
+
+        Args:
+            tp: the examples above each threshold that are positive.
+            fp: those that are not.
+            positive: the number of all positive examples.
+            negative: that of the others.
+        """
+        raise NotImplementedError
+
+
+class Precision(_AtThresholds):
+    """The share of the examples predicted positive that are positive."""
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        return _divided(tp, tp + fp)
+
+
+class Recall(_AtThresholds):
+    """The share of the positive examples that are predicted positive."""
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        return _divided(tp, positive)
+
+
+class TruePositives(_AtThresholds):
+    """The number, or weight, of positive examples that are predicted positive."""
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        return tp
+
+
+class FalsePositives(_AtThresholds):
+    """The number, or weight, of other examples that are predicted positive."""
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        return fp
+
+
+class FalseNegatives(_AtThresholds):
+    """The number, or weight, of positive examples that are not predicted positive."""
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        return positive - tp
+
+
+class TrueNegatives(_AtThresholds):
+    """The number, or weight, of other examples that are not predicted positive."""
+
+    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
+        return negative - fp
+
+
+class AUC(_Counted):
+    """The area under a curve of shares that a threshold from 0 to 1 gives, by trapezoids.
+
+    Args:
+        num_thresholds: the number of thresholds.
+        curve: ``"ROC"``, the share of true positives over that of false positives, or ``"PR"``, the
+            precision over the recall.
+        name: the name in logs.
+        from_logits: whether predictions are logits, else probabilities.
+
+    The area under ``"PR"`` is interpolated as by Davis and Goadrich, "The Relationship Between
+    Precision-Recall and ROC Curves", 2006.
+
+    >>> metric = AUC()
+    >>> metric.update_state(np.array([0, 0, 1, 1]), np.array([0.1, 0.5, 0.3, 0.9]))
+    >>> metric.result()
+    0.75
+    """
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        name: str | None = None,
+        *,
+        from_logits: bool = False,
+    ) -> None:
+        if curve not in ("ROC", "PR") or num_thresholds < 2:
+            raise ValueError(
+                "AUC: curve must be 'ROC' or 'PR', and num_thresholds 2 or more, got "
+                f"{curve!r} and {num_thresholds}."
+            )
+        inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+        super().__init__([-1e-7, *inner, 1 + 1e-7], name)
+        self.curve, self.from_logits = curve, from_logits
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add the examples of a batch."""
+        y_pred = as_array(untrack(y_pred))
+        if self.from_logits:
+            y_pred = activations.sigmoid(y_pred)
+        super().update_state(y_true, y_pred, sample_weight)
+
+    def result(self) -> float:
+        """Return the area."""
+        sums = self.sums()
+        right, wrong = sums[:-1].T
+        if self.curve == "ROC":
+            x, y = _divided(wrong, sums[-1, 1]), _divided(right, sums[-1, 0])
+            return float(np.sum((x[:-1] - x[1:]) * (y[:-1] + y[1:]) / 2))
+        predicted = right + wrong
+        slope = _divided(-np.diff(right), np.maximum(-np.diff(predicted), 0))
+        start = right[1:] - slope * predicted[1:]
+        both = (predicted[:-1] > 0) & (predicted[1:] > 0)
+        ratio = np.where(both, _divided(predicted[:-1], np.maximum(predicted[1:], 0)), 1.0)
+        rise = slope * (-np.diff(right) + start * np.log(ratio))
+        return float(np.sum(_divided(rise, sums[-1, 0])))
+
+
+def _divided(a: Any, b: Any) -> Any:
+    """Return quotients, 0 where the divisor is."""
+    a, b = np.broadcast_arrays(a, b)
+    return np.divide(a, b, out=np.zeros(a.shape), where=b != 0)

@@ -1,0 +1,300 @@
+"""Metrics that are the mean of a function of labels and predictions, and `get`, for all by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ndistribute.autodiff import untrack
+from ndistribute.devices import as_array
+from ndistribute.models import losses
+from ndistribute.models.masks import mask_of
+from ndistribute.models.metrics.counts import AUC, Precision, Recall
+from ndistribute.models.metrics.metric import Mean, Metric
+from ndistribute.names import deserializing, named, snake_case, table_of
+
+
+class MeanMetric(Mean):
+    """The weighted mean of a function of labels and predictions.
+
+    Args:
+        function: returns one value for each example.
+        name: the name in logs; None: the function's name.
+        parameters: passed to the function.
+
+    A function that returns one number for a batch is a `ValueError`: a mean of such numbers depends
+    on the sizes of batches, and on the number of replicas.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str | None = None, **parameters: Any
+    ) -> None:
+        super().__init__(name or function.__name__)
+        self._function, self._parameters = function, parameters
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+        """Add the examples of a batch, but those that the mask of the predictions leaves out."""
+        mask = mask_of(y_pred)
+        labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
+        values = losses.per_example(self._function, labels, predicted, self._parameters)
+        if np.shape(values)[:1] != predicted.shape[:1] or not np.ndim(values):
+            raise ValueError(
+                f"metric {self.name!r} returned an array of shape {np.shape(values)} for "
+                f"{predicted.shape[0]} examples: return one value for each example, whose mean is "
+                "the metric, or write a subclass of nd.metrics.Metric."
+            )
+        if mask is not None:
+            sample_weight = mask if sample_weight is None else _both(mask, sample_weight)
+        super().update_state(values, sample_weight)
+
+
+def sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
+    """Return for each example whether its most probable class is the label, an integer."""
+    return y_pred.argmax(axis=-1) == _squeezed(y_true, y_pred)
+
+
+def categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
+    """Return for each example whether its most probable class is that of the one-hot label."""
+    losses.check_shape(y_true, y_pred.shape)
+    return y_pred.argmax(axis=-1) == y_true.argmax(axis=-1)
+
+
+def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
+    """Return for each prediction whether it is on the label's side of a threshold."""
+    losses.check_shape(y_true, y_pred.shape)
+    return (y_pred > threshold) == (y_true > 0.5)
+
+
+def _both(mask: Any, weight: Any) -> Any:
+    weight = as_array(weight)
+    return mask * weight.reshape(weight.shape + (1,) * (mask.ndim - weight.ndim))
+
+
+def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:
+    best = np.argpartition(-y_pred, min(k, y_pred.shape[-1]) - 1, axis=-1)[..., :k]
+    return (best == _squeezed(y_true, y_pred)[..., None]).any(axis=-1)
+
+
+def _has_among(y_true: Any, y_pred: Any, k: int) -> Any:
+    losses.check_shape(y_true, y_pred.shape)
+    return _is_among(y_true.argmax(axis=-1), y_pred, k)
+
+
+def _is_equal(y_true: Any, y_pred: Any) -> Any:
+    losses.check_shape(y_true, y_pred.shape)
+    return (y_true == y_pred).astype(np.float64)
+
+
+def _squeezed(y_true: Any, y_pred: Any) -> Any:
+    labels = y_true[..., 0] if y_true.shape == (*y_pred.shape[:-1], 1) else y_true
+    losses.check_shape(labels, y_pred.shape[:-1])
+    return labels
+
+
+def _cosine(y_true: Any, y_pred: Any, axis: int = -1) -> Any:
+    return -losses.cosine_similarity(y_true, y_pred, axis)
+
+
+class _OfFunction(MeanMetric):
+    """The base class of means of one function, whose options are keywords; see `MeanMetric`."""
+
+    _of: ClassVar[Callable[..., Any]]
+
+    def __init__(self, name: str | None = None, **options: Any) -> None:
+        inspect.signature(self._of).bind(None, None, **options)
+        super().__init__(self._of, name or snake_case(type(self).__name__), **options)
+
+
+class MeanSquaredError(_OfFunction):
+    """The mean of squared differences."""
+
+    _of = staticmethod(losses.mean_squared_error)
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """The root of the mean of squared differences."""
+
+    def result(self) -> float:
+        """Return the root of the mean."""
+        return float(np.sqrt(super().result()))
+
+
+class MeanAbsoluteError(_OfFunction):
+    """The mean of absolute differences."""
+
+    _of = staticmethod(losses.mean_absolute_error)
+
+
+class MeanAbsolutePercentageError(_OfFunction):
+    """The mean of absolute differences in percent of the labels."""
+
+    _of = staticmethod(losses.mean_absolute_percentage_error)
+
+
+class MeanSquaredLogarithmicError(_OfFunction):
+    """The mean of squared differences of logarithms."""
+
+    _of = staticmethod(losses.mean_squared_logarithmic_error)
+
+
+class CosineSimilarity(_OfFunction):
+    """The mean of the cosine of the angle between labels and predictions; the option is `axis`."""
+
+    _of = staticmethod(_cosine)
+
+
+class KLDivergence(_OfFunction):
+    """The mean divergence of predicted from true probabilities."""
+
+    _of = staticmethod(losses.kl_divergence)
+
+
+class LogCoshError(_OfFunction):
+    """The mean of the logarithm of differences' ``cosh``."""
+
+    _of = staticmethod(losses.log_cosh)
+
+
+class Poisson(_OfFunction):
+    """The mean loss of counts from a Poisson distribution."""
+
+    _of = staticmethod(losses.poisson)
+
+
+class Hinge(_OfFunction):
+    """The mean loss of labels -1 and 1."""
+
+    _of = staticmethod(losses.hinge)
+
+
+class SquaredHinge(_OfFunction):
+    """The mean squared loss of labels -1 and 1."""
+
+    _of = staticmethod(losses.squared_hinge)
+
+
+class CategoricalHinge(_OfFunction):
+    """The mean margin of one-hot labels."""
+
+    _of = staticmethod(losses.categorical_hinge)
+
+
+class SparseCategoricalAccuracy(_OfFunction):
+    """The share of examples whose most probable class is the label, an integer.
+
+    >>> metric = SparseCategoricalAccuracy()
+    >>> metric.update_state(np.array([1, 0]), np.array([[0.2, 0.8], [0.3, 0.7]]))
+    >>> metric.result()
+    0.5
+    """
+
+    _of = staticmethod(sparse_categorical_accuracy)
+
+
+class SparseTopKCategoricalAccuracy(MeanMetric):
+    """The share of examples whose label, an integer, is among the `k` most probable classes."""
+
+    def __init__(self, k: int = 5, name: str | None = None) -> None:
+        super().__init__(_is_among, name or f"sparse_top_{k}_categorical_accuracy", k=k)
+
+
+class CategoricalAccuracy(_OfFunction):
+    """The share of examples whose most probable class is that of the one-hot label."""
+
+    _of = staticmethod(categorical_accuracy)
+
+
+class TopKCategoricalAccuracy(MeanMetric):
+    """The share of examples whose one-hot label is among the `k` most probable classes."""
+
+    def __init__(self, k: int = 5, name: str | None = None) -> None:
+        super().__init__(_has_among, name or f"top_{k}_categorical_accuracy", k=k)
+
+
+class BinaryAccuracy(_OfFunction):
+    """The share of predictions on the label's side of a `threshold`, 0.5 by default."""
+
+    _of = staticmethod(binary_accuracy)
+
+
+class Accuracy(_OfFunction):
+    """The share of predictions that are equal to the labels."""
+
+    _of = staticmethod(_is_equal)
+
+
+class BinaryCrossentropy(_OfFunction):
+    """The mean of the loss; the options are `from_logits` and `label_smoothing`."""
+
+    _of = staticmethod(losses.binary_crossentropy)
+
+
+class CategoricalCrossentropy(_OfFunction):
+    """The mean of the loss; the options are `from_logits` and `label_smoothing`."""
+
+    _of = staticmethod(losses.categorical_crossentropy)
+
+
+class SparseCategoricalCrossentropy(_OfFunction):
+    """The mean of the loss; the option is `from_logits`."""
+
+    _of = staticmethod(losses.sparse_categorical_crossentropy)
+
+
+NAMED: dict[str, type[Metric]] = table_of(
+    *(BinaryAccuracy, CategoricalAccuracy, SparseCategoricalAccuracy, Precision, Recall, AUC),
+    *(MeanAbsoluteError, MeanSquaredError, RootMeanSquaredError, BinaryCrossentropy),
+    *(CategoricalCrossentropy, SparseCategoricalCrossentropy, TopKCategoricalAccuracy),
+    *(SparseTopKCategoricalAccuracy, CosineSimilarity),
+    mae=MeanAbsoluteError,
+    mse=MeanSquaredError,
+)
+
+
+def get(metric: Any, loss: losses.Loss | None = None) -> Metric:
+    """Return a metric for a name or a function; a `Metric` is returned unchanged.
+
+    Args:
+        metric: a metric, its name, a loss's name, or a function of labels and predictions.
+            ``"accuracy"`` and ``"crossentropy"`` mean, as in Keras, those of two classes for
+            predictions of one number, the sparse ones for labels without the axis of the classes,
+            and otherwise the categorical ones. They take logits if the loss does, of which 0 is
+            one half.
+        loss: the model's loss.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    parameters = {} if loss is None else getattr(loss, "_parameters", {})
+    from_logits = bool(parameters.get("from_logits", False))
+    if metric in ("accuracy", "acc"):
+        binary = functools.partial(binary_accuracy, threshold=0.0 if from_logits else 0.5)
+        kinds: Any = (binary, sparse_categorical_accuracy, categorical_accuracy)
+        return MeanMetric(_by_shapes, metric, kinds=kinds)
+    if metric in ("crossentropy", "ce"):
+        kinds = losses.binary_crossentropy, losses.sparse_categorical_crossentropy
+        kinds = [*kinds, losses.categorical_crossentropy]
+        kinds = [functools.partial(kind, from_logits=from_logits) for kind in kinds]
+        return MeanMetric(_by_shapes, metric, kinds=kinds)
+    known = {"accuracy": None, "crossentropy": None, **losses.NAMED, **NAMED}
+    made = named(known, metric, "metric", name=metric)
+    if isinstance(made, losses.FunctionLoss):
+        return MeanMetric(made.call, metric)
+    return made if isinstance(made, Metric) else MeanMetric(made)
+
+
+def _by_shapes(y_true: Any, y_pred: Any, kinds: Any) -> Any:
+    """Return the value of the binary, sparse or categorical function, by the arguments' shapes."""
+    if y_pred.ndim < 2:
+        y_true, y_pred = y_true[..., None], y_pred[..., None]
+    if y_pred.shape[-1] == 1:
+        return kinds[0](y_true, y_pred)
+    is_sparse = y_true.ndim < y_pred.ndim or y_true.shape[-1] == 1
+    return kinds[1 if is_sparse else 2](y_true, y_pred)
+
+
+deserialize = deserializing(get)

@@ -1,0 +1,162 @@
+"""What is saved under a name is read under that very name, and what callbacks write there."""
+
+import os
+
+import numpy as np
+import pytest
+
+import ndistribute as nd
+from ndistribute import callbacks, layers, metrics
+from tests.kinds import strategy
+
+__all__ = ["strategy"]
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 3)).astype(np.float32)
+Y = X @ np.array([[1.0], [-2.0], [0.5]], np.float32)
+
+
+def compiled(**options):
+    model = nd.Sequential([layers.Input((3,)), layers.Dense(1)])
+    model.compile(nd.optimizers.Adam(0.1), "mse", **options)
+    return model
+
+
+def test_a_checkpoint_of_a_model_is_loaded_by_the_very_name_that_was_given(strategy, tmp_path):
+    name = f"{tmp_path}/c.{{epoch:02d}}-{{val_loss:.2f}}.keras"
+    with strategy.scope():
+        model = compiled()
+        save = callbacks.ModelCheckpoint(name)
+        history = model.fit(X, Y, 8, epochs=2, verbose=0, validation_data=(X, Y), callbacks=[save])
+        losses = history.history["val_loss"]
+        first, last = (name.format(epoch=n + 1, val_loss=losses[n]) for n in range(2))
+        assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, (first, last)))
+        loaded = nd.models.load(last)
+        assert int(loaded.optimizer.iterations) == 6
+        assert loaded.evaluate(X, Y, verbose=0) == pytest.approx(losses[1], rel=1e-5)
+        loaded.load_weights(first)
+        assert loaded.evaluate(X, Y, verbose=0) == pytest.approx(losses[0], rel=1e-5)
+        assert nd.models.load(first, compile=False).optimizer is None
+
+
+def test_weights_are_read_by_the_very_name_and_take_the_place_of_the_last_ones(tmp_path):
+    path, model = tmp_path / "best.weights.h5", compiled()
+    model.save_weights(path)
+    model.layers[0].bias.assign([3.0])
+    model.save_weights(path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert len(os.listdir(path)) == 1
+    model.layers[0].bias.assign([4.0])
+    model.load_weights(path)
+    assert model.layers[0].bias.numpy() == [3.0]
+    for save in (model.save_weights, model.save):
+        with pytest.raises(FileExistsError, match=r"best.weights.h5 exists: .* overwrite=True"):
+            save(path, overwrite=False)
+
+
+def test_a_model_is_saved_without_its_optimizer(tmp_path):
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model", include_optimizer=False)
+    loaded = nd.models.load(tmp_path / "model")
+    assert loaded.compiled is None
+    assert np.array_equal(loaded.predict(X), model.predict(X))
+
+
+def test_the_best_is_better_than_a_threshold(tmp_path):
+    path = tmp_path / "best.keras"
+    for threshold, exists in ((0.0, False), (1e9, True)):
+        best = callbacks.ModelCheckpoint(
+            path, "loss", save_best_only=True, initial_value_threshold=threshold
+        )
+        compiled().fit(X, Y, verbose=0, callbacks=[best])
+        assert path.exists() == exists
+
+
+def test_registered_objects_are_found_when_a_model_is_loaded(tmp_path):
+    register = nd.models.register_keras_serializable
+
+    @register("mine")
+    def halved(x):
+        return x / 2
+
+    @register("mine", "Distance")
+    class Error(metrics.MeanAbsoluteError):
+        pass
+
+    objects = nd.models.get_custom_objects()
+    try:
+        model = nd.Sequential([layers.Input((3,)), layers.Dense(1, halved)])
+        model.compile("sgd", "mse", metrics=[Error("error")])
+        model.save(tmp_path / "model")
+        loaded = nd.models.load(tmp_path / "model")
+        assert type(loaded.metrics[1]) is Error
+        assert nd.models.model_from_json(model.to_json()).layers[0].activation is halved
+    finally:
+        objects.clear()
+    with pytest.raises(ValueError, match="'mine>halved', which is unknown here"):
+        nd.models.load(tmp_path / "model")
+    with nd.models.custom_object_scope({"mine>halved": halved, "mine>Distance": Error}):
+        nd.models.load(tmp_path / "model")
+    assert not objects
+
+
+class Falling(nd.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, first):
+        super().__init__()
+        vars(self)["first"] = first
+
+    def __call__(self, step):
+        return self.first / (step + 1)
+
+    def get_config(self):
+        return {"first": self.first}
+
+
+def test_a_schedule_of_ones_own_is_saved_and_described(tmp_path):
+    model = compiled()
+    model.compile(nd.optimizers.SGD(Falling(0.5)), "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model")
+    loaded = nd.models.load(tmp_path / "model", {"Falling": Falling})
+    assert loaded.optimizer.learning_rate(1) == 0.25
+    described = nd.optimizers.serialize(model.optimizer)
+    made = nd.optimizers.deserialize(described, {"Falling": Falling})
+    assert made.learning_rate.first == 0.5
+    decay = nd.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    optimizer = nd.optimizers.get(nd.optimizers.serialize(nd.optimizers.Adam(decay)))
+    assert optimizer.learning_rate == decay
+
+
+def test_fit_keeps_its_history_and_validates_after_the_epochs_that_are_given():
+    model = compiled()
+    lines = callbacks.ProgbarLogger()
+    history = model.fit(
+        X, Y, epochs=4, verbose=0, validation_data=(X, Y), validation_freq=[1, 4], callbacks=[lines]
+    )
+    assert model.history is history
+    assert history.params == {"epochs": 4, "steps": 1, "verbose": 0}
+    assert len(history.history["val_loss"]) == 2
+
+
+def test_a_batch_is_counted_with_those_before_it_if_it_is_asked_for():
+    model = compiled(metrics=["mae"])
+    model.compile(nd.optimizers.SGD(0.0), "mse")
+    whole = model.test_on_batch(X, Y)
+    model.train_on_batch(X[:5], Y[:5])
+    assert model.test_on_batch(X[5:], Y[5:], reset_metrics=False) == pytest.approx(whole, rel=1e-5)
+
+
+def test_gradients_are_applied_to_the_variables_that_the_optimizer_was_built_for():
+    v, optimizer = nd.Variable([1.0, 2.0]), nd.optimizers.SGD(1.0)
+    with pytest.raises(ValueError, match=r"pass the variables, or call build"):
+        optimizer.apply([np.ones(2)])
+    optimizer.build([v])
+    optimizer.apply([np.ones(2)])
+    assert v.numpy().tolist() == [0.0, 1.0]
+
+
+def test_embeddings_are_refused_by_tensorboard(tmp_path):
+    callbacks.TensorBoard(tmp_path, embeddings_freq=0, update_freq="batch")
+    with pytest.raises(ValueError, match=r"embeddings are not written"):
+        callbacks.TensorBoard(tmp_path, embeddings_freq=1)
