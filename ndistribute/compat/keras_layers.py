@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.compat.keras_precision import policy_of
 from ndistribute.compat.signatures import tensor_if_array
 from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
@@ -29,6 +30,8 @@ class TensorLayer(layers.Layer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return map_leaves(_tensor_with_mask, super().__call__(*args, **kwargs))
+
+    dtype_policy = property(lambda self: policy_of(self.dtype.name, self.compute_dtype.name))
 
     def add_weight(self, *args: Any, **options: Any) -> Any:
         """Return a new variable; Keras 2 has the name first, and Keras 3 the shape."""

@@ -82,3 +82,33 @@ def get_registered_object(name: Any, custom_objects: Any = None) -> Any:
     """Return the custom object of a name; None if there is none."""
     known = get_custom_objects() | (custom_objects or {})
     return known.get(name) if isinstance(name, str) else None
+
+
+class PyDataset:
+    """Batches by their number, whose order `fit` may change; a subclass defines two methods.
+
+    Args:
+        workers: ignored, as all of these: batches are made in turn, ahead of the steps.
+        use_multiprocessing: ignored.
+        max_queue_size: ignored.
+    """
+
+    def __init__(
+        self, workers: int = 1, use_multiprocessing: bool = False, max_queue_size: int = 10
+    ) -> None:
+        self.workers, self.use_multiprocessing = workers, use_multiprocessing
+        self.max_queue_size = max_queue_size
+
+    num_batches = property(lambda self: len(self))
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} defines no __len__.")
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} defines no __getitem__.")
+
+    def __iter__(self) -> Any:
+        return (self[number] for number in range(len(self)))
+
+    def on_epoch_end(self) -> None:
+        """Change what the next epoch gets; nothing here."""

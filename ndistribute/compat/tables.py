@@ -87,7 +87,8 @@ TF2 = """
     sum=reduce_sum tanh  .compat.tf.nn: relu softmax
     .compat.tf.random: random_normal=normal random_uniform=uniform
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
-    .models.layers: set_floatx=set_dtype_policy
+    .models.layers: set_dtype_policy set_floatx=set_dtype_policy
+    .compat.keras_precision: dtype_policy=global_policy
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
@@ -106,8 +107,9 @@ TF2 = """
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
 [keras.metrics] .models.metrics/metric: *  .models.metrics: Metric deserialize get
     .names: serialize
-[keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
-    .models.layers: set_global_policy=set_dtype_policy
+[keras.mixed_precision] .compat.keras_precision: DTypePolicy=Policy LossScaleOptimizer Policy
+    dtype_policy=global_policy global_policy
+    .models.layers: set_dtype_policy set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential save_model
     .compat.keras_objects: load_model model_from_json  .models: clone_model
 [keras.ops] numpy/keras: abs absolute add all any arange argmax argmin argsort average broadcast_to
@@ -146,7 +148,8 @@ TF2 = """
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
     register_keras_serializable  .compat.adapters: pad_sequences to_categorical
     .compat.keras_objects: deserialize_keras_object=deserialize_object
-    serialize_keras_object=serialize_object
+    serialize_keras_object=serialize_object  .compat.keras_plots: plot_model
+    .compat.keras_objects: PyDataset Sequence=PyDataset
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -317,9 +320,7 @@ INSTEAD = {
     "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
     "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
     "keras.layers.RandomRotation": "RandomFlip and RandomCrop, or Pillow in Dataset.map",
-    "keras.utils.Sequence": "a generator, or Dataset.from_generator",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
-    "keras.utils.plot_model": "model.summary()",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
     "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",

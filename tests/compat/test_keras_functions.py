@@ -1,5 +1,7 @@
 """`keras.ops` and `keras.random` compute what Keras 3 says, and layers return tensors."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -242,3 +244,77 @@ def test_a_model_of_its_own_compile_is_loaded(tmp_path: object) -> None:
             assert float(loaded.optimizer.learning_rate) == 0.25
             assert loaded.optimizer.iterations == 1
         np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+
+
+def test_a_loop_scales_its_loss_itself() -> None:
+    precision = keras.mixed_precision
+    policy = precision.Policy("mixed_float16")
+    assert (policy.name, policy.compute_dtype, policy.variable_dtype) == (
+        "mixed_float16",
+        "float16",
+        "float32",
+    )
+    precision.set_global_policy(policy)
+    try:
+        layer = layers.Dense(1)
+        assert layer.dtype_policy == precision.global_policy() == policy
+    finally:
+        precision.set_global_policy("float32")
+    variable = tf.Variable([1.0])
+    optimizer = precision.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=1024)
+    for unscale in (True, False):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * 3.0)
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled, [variable])
+        np.testing.assert_array_equal(gradients[0], [3072])
+        if unscale:
+            gradients = optimizer.get_unscaled_gradients(gradients)
+            np.testing.assert_array_equal(gradients[0], [3])
+        optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+    np.testing.assert_array_equal(variable, [-2])
+
+
+def test_models_are_drawn(tmp_path: object) -> None:
+    x = keras.Input((4,), name="x")
+    model = keras.Model(x, tf.concat([x, layers.Dense(3, name="hidden")(x)], 1))
+    keras.utils.plot_model(model, f"{tmp_path}/model.dot", show_shapes=True)
+    text = pathlib.Path(f"{tmp_path}/model.dot").read_text()
+    assert text.count("->") == 3
+    assert "hidden (Dense)\\n(None, 3)" in text
+    keras.utils.plot_model(keras.Sequential([layers.Dense(1)] * 2), f"{tmp_path}/model.dot")
+
+
+def test_numbered_batches_are_fitted() -> None:
+    class Batches(keras.utils.PyDataset):
+        ends = 0
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple:
+            return np.full((2, 1), index), np.zeros((2, 1))
+
+        def on_epoch_end(self) -> None:
+            self.ends += 1
+
+    batches = Batches(workers=2)
+    model = keras.Sequential([layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    history = model.fit(batches, batch_size=64, epochs=2, verbose=0).history
+    np.testing.assert_allclose(history["loss"], 5 / 3)
+    assert batches.ends == 2
+    assert keras.utils.Sequence is keras.utils.PyDataset
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
+def test_labels_of_any_dtype_are_counted_under_a_strategy(dtype: str) -> None:
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, strategy.scope():
+        model = keras.Sequential([layers.Dense(3, kernel_initializer="zeros")])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        names = ["accuracy", "sparse_top_k_categorical_accuracy"]
+        model.compile(keras.optimizers.SGD(0.0), loss, metrics=names)
+        labels = np.array([0, 1, 0, 2], dtype)
+        logs = model.evaluate(np.ones((4, 2)), labels, verbose=0, return_dict=True)
+    assert logs["accuracy"] == 0.5
+    assert logs["sparse_top_k_categorical_accuracy"] == 1.0

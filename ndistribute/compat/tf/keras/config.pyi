@@ -2,7 +2,9 @@
 from typing import Any
 
 backend: Any
+dtype_policy: Any
 epsilon: Any
 floatx: Any
 image_data_format: Any
+set_dtype_policy: Any
 set_floatx: Any

@@ -3,12 +3,17 @@ from typing import Any
 
 from ndistribute.compat.tf.keras.utils import experimental as experimental
 CustomObjectScope: Any
+from ndistribute.compat.keras_objects import PyDataset as _PyDataset
+PyDataset = _PyDataset
+from ndistribute.compat.keras_objects import PyDataset as _Sequence
+Sequence = _Sequence
 from ndistribute.models.sidecar import SidecarEvaluator as _SidecarEvaluator
 SidecarEvaluator = _SidecarEvaluator
 custom_object_scope: Any
 deserialize_keras_object: Any
 get_custom_objects: Any
 pad_sequences: Any
+plot_model: Any
 register_keras_serializable: Any
 serialize_keras_object: Any
 set_random_seed: Any
