@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,6 +33,7 @@ _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
 _COMPARISONS = "lt le gt ge eq ne".split()
 _log = logging.getLogger("ndistribute")
 _TASK = "/job:localhost/replica:0/task:0"
+_here = threading.local()
 _lengths = vars(np.ndarray)["shape"].__get__
 
 
@@ -127,7 +129,7 @@ def matched(tensor: Any, other: Any) -> Any:
         fits = kinds[0] == kinds[1] or (kinds[0] in "fc" and kinds[1] in "fiu")
         narrower = array.dtype.kind == "f" and array.dtype.itemsize < 8  # As in mixed precision.
         return array.astype(tensor.dtype) if fits and not narrower else array
-    if other.dtype != tensor.dtype:
+    if other.dtype != tensor.dtype and not getattr(_here, "differentiates", False):
         dtypes = f"{tensor.dtype} and {other.dtype}"
         raise InvalidArgumentError(f"the operands are tensors of {dtypes}: tf.cast one of them.")
     return other
@@ -201,6 +203,10 @@ class TrackedTensor(_Shaped, Tracked):
     def numpy(self) -> Any:
         return Tracked.numpy(self)[()]
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the values without a gradient, as TensorFlow does."""
+        return np.array(self.numpy(), dtype)
+
 
 _TENSORS = Tensor, Tracked, ArrayLike
 _NUMBERS = int, float, complex, type(None), Symbolic, DistributedValues, slice
@@ -267,7 +273,11 @@ class WatchingTape(nd.GradientTape):
                 "of a compiled step: write x = tape.watch(x), and compute with the result."
             )
         known = [leaf for leaf in leaves if isinstance(leaf, Tracked | ArrayLike)]
-        results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
+        _here.differentiates = True  # Rules multiply gradients by booleans and counts.
+        try:
+            results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
+        finally:
+            _here.differentiates = False
         zero = str(getattr(unconnected, "value", unconnected)).lower() == "zero"
         gradients = [
             next(results)

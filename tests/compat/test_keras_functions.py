@@ -318,3 +318,22 @@ def test_labels_of_any_dtype_are_counted_under_a_strategy(dtype: str) -> None:
         logs = model.evaluate(np.ones((4, 2)), labels, verbose=0, return_dict=True)
     assert logs["accuracy"] == 0.5
     assert logs["sparse_top_k_categorical_accuracy"] == 1.0
+
+
+def test_a_penalty_of_gradients_is_differentiated_through_conditions() -> None:
+    """The rule of `where` multiplies a gradient by booleans, which operators of tensors refuse."""
+    variable, x = tf.Variable([[1.0, -2.0], [0.5, 3.0]]), tf.constant([[1.0, 2.0]])
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = tf.reduce_sum(tf.nn.leaky_relu(tf.matmul(x, variable), alpha=0.2) ** 2)
+        penalty = tf.reduce_sum(inner.gradient(y, x) ** 2)
+    np.testing.assert_allclose(outer.gradient(penalty, variable), [[-92, 216], [216, 1232]])
+
+
+def test_numpy_gets_values_while_a_tape_records() -> None:
+    variable = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        y = variable * 2.0
+        loss = tf.reduce_sum(y * np.asarray(y))
+    np.testing.assert_array_equal(tape.gradient(loss, variable), [4, 8])
