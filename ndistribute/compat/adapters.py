@@ -19,14 +19,16 @@ import ndistribute as nd
 from ndistribute import graph, models
 from ndistribute.compat import programs, tensor_functions
 from ndistribute.compat.keras_functions import keras_operation
-from ndistribute.compat.keras_layers import TensorLayer, tensor_layer
+from ndistribute.compat.keras_layers import WithTensors, layer
 from ndistribute.compat.keras_objects import get_optimizer
 from ndistribute.compat.signatures import (
     adapted,
     binary,
+    floating,
     joining,
     nothing,
     plainly,
+    raising,
     reduction,
     subclass,
     tensor_if_array,
@@ -152,6 +154,7 @@ class Checkpoint(nd.Checkpoint):
         super().write(file_prefix)
         return str(file_prefix)
 
+    @raising
     def restore(self, path: Any, options: Any = None) -> Any:
         if path is not None:
             super().restore(path)
@@ -161,7 +164,7 @@ class Checkpoint(nd.Checkpoint):
     read = restore
 
 
-class Model(TensorLayer, models.Model):
+class Model(WithTensors, models.Model):
     """A model with the methods of Keras."""
 
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
@@ -209,7 +212,7 @@ class Sequential(Model, models.Sequential):
 
 dataset_iterator = graph.DatasetIterator, iter
 # Other programs load the native classes; `load_model` loads ours.
-layers.Layer.known.update(Model=models.Model, Sequential=models.Sequential)
+layers.Layer.known.update(Layer=layers.Layer, Model=models.Model, Sequential=models.Sequential)
 
 
 def _holder(optimizer: Any) -> Any:
@@ -445,28 +448,41 @@ def _of_lists(loss: Any) -> Any:
     return call if "y_pred" in inspect.signature(loss).parameters else loss
 
 
+def _known(lengths: Any) -> Any:
+    """Return the shape of an array; that of a symbolic one must not have open lengths."""
+    if isinstance(lengths, tuple) and None in lengths:
+        raise TypeError(
+            f"tf.shape of a symbolic tensor of shape {lengths}: use x.shape, -1 in tf.reshape, or "
+            "tf.shape in the call of a layer."
+        )
+    return lengths
+
+
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
-    "activation": lambda name: functools.partial(tensor_layer(layers.Activation), name),
+    "activation": lambda name: functools.partial(layer(layers.Activation), name),
     "binary": lambda operation: unary(binary(operation)),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
     "counted": lambda count: unary(
         lambda x, out_type=np.int32: (
-            count(x) if isinstance(x, Symbolic) else np.array(count(x), out_type)
+            count(x) if isinstance(x, Symbolic) else np.array(_known(count(x)), out_type)
         )
     ),
     "dtype": np.dtype,
     "eagerly": minimizing,
+    "file": raising,
+    "floating": lambda operation: unary(floating(operation)),
     "index": lambda find: unary(
         lambda x, axis=0, output_type=np.int64: find(x, axis).astype(output_type), dimension="axis"
     ),
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,
     "keras": keras_operation,
-    "layer": tensor_layer,
+    "layer": layer,
     "last_axis": lambda operation: unary(
-        lambda logits, axis=-1: operation(logits, -1 if axis is None else axis), dim="axis"
+        lambda logits, axis=-1: floating(operation)(logits, -1 if axis is None else axis),
+        dim="axis",
     ),
     "loss": lambda kind: (
         subclass(kind, "dtype", __call__=plainly(kind.__call__))
@@ -516,9 +532,7 @@ _itself = property(lambda self: self)
 Options = subclass(
     nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, threading=_itself
 )
-SyncBatchNormalization = functools.partial(
-    tensor_layer(layers.BatchNormalization), synchronized=True
-)
+SyncBatchNormalization = functools.partial(layer(layers.BatchNormalization), synchronized=True)
 list_devices = adapted(
     lambda device_type=None: [
         SimpleNamespace(
@@ -530,14 +544,30 @@ list_devices = adapted(
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 # Only the chief writes, so other workers may remove what does not exist.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
-save_model = Model.save
+
+
+def save_model(model: Any, filepath: Any, *args: Any, options: Any = None, **keywords: Any) -> None:
+    """Save a model; see `Model.save`."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"save: expected a model of tf.keras, got {type(model).__name__}: save the variables "
+            "of a tf.Module with tf.train.Checkpoint(module=module).write(path)."
+        )
+    model.save(filepath, *args, **keywords)
+
+
 backend, epsilon = (lambda: "tensorflow"), lambda: 1e-7
 floatx, image_data_format = (lambda: "float32"), lambda: "channels_last"
 
 
-def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
-    """Return whether there is a GPU."""
-    return bool(nd.list_devices("gpu"))
+class FileOptions:
+    """`CheckpointOptions`, `SaveOptions`, `LoadOptions`: what writes and reads files, all here."""
+
+    def __init__(self, experimental_io_device: Any = None, **options: Any) -> None:
+        wanted = sorted(name for name in options if options[name])
+        if wanted:
+            raise NotImplementedError(f"options of files: {wanted[0]} has no effect here.")
+        self.experimental_io_device = experimental_io_device
 
 
 def do_not_convert(func: Any = None) -> Any:
@@ -546,34 +576,3 @@ def do_not_convert(func: Any = None) -> Any:
 
 
 cardinality = TensorDataset.cardinality
-
-
-def to_categorical(x: Any, num_classes: int | None = None) -> Any:
-    """Return labels as rows with a one; a last axis of length 1 goes."""
-    labels = np.asarray(x).astype(np.int64)
-    if labels.ndim > 1 and labels.shape[-1] == 1:
-        labels = labels[..., 0]
-    return np.eye(num_classes or int(labels.max()) + 1, dtype=np.float32)[labels]
-
-
-def pad_sequences(
-    sequences: Any,
-    maxlen: int | None = None,
-    dtype: Any = "int32",
-    padding: str = "pre",
-    truncating: str = "pre",
-    value: Any = 0.0,
-) -> Any:
-    """Return an array of sequences, cut and filled up at one end to the same length."""
-    for name, end in (("padding", padding), ("truncating", truncating)):
-        if end not in ("pre", "post"):
-            raise ValueError(f"pad_sequences: {name} must be 'pre' or 'post', got {end!r}.")
-    arrays = [np.asarray(sequence) for sequence in sequences]
-    length = max(map(len, arrays), default=0) if maxlen is None else maxlen
-    inner = next((array.shape[1:] for array in arrays if len(array)), ())
-    rows = np.full((len(arrays), length, *inner), value, dtype)
-    for row, array in zip(rows, arrays, strict=True):
-        cut = array[max(len(array) - length, 0) :] if truncating == "pre" else array[:length]
-        start = length - len(cut) if padding == "pre" else 0
-        row[start : start + len(cut)] = cut
-    return rows

@@ -6,21 +6,33 @@ The tables of names adapt them: the first argument is a tensor, and so is the re
 # ruff: noqa: A002
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import ndistribute as nd
+from ndistribute.autodiff import Tracked
+from ndistribute.autodiff.rules.placing import placed
 from ndistribute.compat.signatures import axis_of
-from ndistribute.compat.tensors import convert_to_tensor
+from ndistribute.compat.tensors import convert_to_tensor, inside
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape
+from ndistribute.models import nn
 from ndistribute.tree import flatten, map_leaves, unflatten
 
 
 def argsort(values: Any, axis: int = -1, direction: str = "ASCENDING", stable: bool = False) -> Any:
-    """Return the order of the elements."""
-    keys = values if direction == "ASCENDING" else -values
-    return np.argsort(keys, axis, kind="stable").astype(np.int32)
+    """Return the order of the elements; of equal ones, the first comes first."""
+    if direction not in ("ASCENDING", "DESCENDING"):
+        raise ValueError(f"direction must be 'ASCENDING' or 'DESCENDING', got {direction!r}.")
+    if direction == "ASCENDING":
+        return np.argsort(values, axis, kind="stable").astype(np.int32)
+    last = np.argsort(np.flip(values, axis), axis, kind="stable")
+    return (values.shape[axis] - 1 - np.flip(last, axis)).astype(np.int32)
 
 
 def sort(values: Any, axis: int = -1, direction: str = "ASCENDING") -> Any:
@@ -28,10 +40,17 @@ def sort(values: Any, axis: int = -1, direction: str = "ASCENDING") -> Any:
     return np.take_along_axis(values, argsort(values, axis, direction), axis)
 
 
-def top_k(input: Any, k: int = 1, sorted: bool = True) -> Any:
+class TopK(NamedTuple):
+    """What `top_k` returns."""
+
+    values: Any
+    indices: Any
+
+
+def top_k(input: Any, k: int = 1, sorted: bool = True) -> TopK:
     """Return the greatest elements of the last axis, and their places."""
-    places = argsort(input, direction="DESCENDING")[..., :k]
-    return np.take_along_axis(input, places, -1), places
+    first = argsort(input, direction="DESCENDING")[..., :k]
+    return TopK(np.take_along_axis(input, first, -1), first)
 
 
 def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
@@ -45,27 +64,50 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
     """Return slices at the places that the last axis of the indices names."""
     indices = np.asarray(indices)
     batch = np.indices(indices.shape[:batch_dims] + (1,) * (indices.ndim - 1 - batch_dims))
-    return params[(*batch[:batch_dims], *np.moveaxis(indices, -1, 0))]
+    return params[(*batch[:batch_dims], *places(indices, params.shape[batch_dims:]))]
+
+
+def places(indices: Any, shape: Any) -> tuple[Any, ...]:
+    """Return the indices of each axis, which the last axis of an array has.
+
+    Raises:
+        InvalidArgumentError: an index is below 0, or not below the length of its axis.
+    """
+    columns = tuple(np.moveaxis(np.asarray(indices), -1, 0))
+    for column, length in zip(columns, shape, strict=False):
+        inside(column, length)
+    return columns
 
 
 def scatter_nd(indices: Any, updates: Any, shape: Any) -> Any:
     """Return zeros with updates added at places."""
     updates = convert_to_tensor(updates)
-    return tensor_scatter_nd_add(np.zeros(shape, updates.dtype), indices, updates)
+    return tensor_scatter_nd_add(np.zeros(axis_of(shape), updates.dtype), indices, updates)
 
 
-def _scatter(write: Any) -> Any:
+def _scatter(write: Any, combine: Any = None) -> Any:
+    """Return a function that writes to a copy, or that combines tracked arrays."""
+
     def call(tensor: Any, indices: Any, updates: Any) -> Any:
+        index, values = places(indices, tensor.shape), convert_to_tensor(updates, tensor.dtype)
+        if combine is not None and (isinstance(tensor, Tracked) or isinstance(values, Tracked)):
+            return combine(tensor, placed(values, tensor.shape, index, combine is _replaced), index)
         result = np.array(tensor)
-        write(result, tuple(np.moveaxis(np.asarray(indices), -1, 0)), np.asarray(updates))
+        write(result, index, np.asarray(values))
         return result
 
     return call
 
 
-tensor_scatter_nd_update = _scatter(np.ndarray.__setitem__)
-tensor_scatter_nd_add = _scatter(np.add.at)
-tensor_scatter_nd_sub = _scatter(np.subtract.at)
+def _replaced(tensor: Any, updates: Any, index: Any) -> Any:
+    written = np.zeros(tensor.shape, np.bool_)
+    written[index] = True
+    return np.where(written, updates, tensor)
+
+
+tensor_scatter_nd_update = _scatter(np.ndarray.__setitem__, _replaced)
+tensor_scatter_nd_add = _scatter(np.add.at, lambda tensor, updates, _: tensor + updates)
+tensor_scatter_nd_sub = _scatter(np.subtract.at, lambda tensor, updates, _: tensor - updates)
 tensor_scatter_nd_max = _scatter(np.maximum.at)
 tensor_scatter_nd_min = _scatter(np.minimum.at)
 
@@ -84,6 +126,8 @@ def unique(x: Any, out_idx: Any = np.int32) -> Any:
 
 def unique_with_counts(x: Any, out_idx: Any = np.int32) -> Any:
     """Return what `unique` does, and how often each element occurs."""
+    if np.ndim(x) != 1:
+        raise InvalidArgumentError(f"unique: expected one axis, got shape {np.shape(x)}.")
     _, first, inverse, counts = np.unique(x, True, True, True)
     order = np.argsort(first)
     rank = np.argsort(order).astype(out_idx)
@@ -100,21 +144,6 @@ def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
     first, last = np.asarray(start), np.asarray(stop)
     kind = first.dtype if first.dtype.kind == "f" else np.float64
     return np.linspace(first, last, int(num), axis=axis, dtype=kind)
-
-
-def repeat(input: Any, repeats: Any, axis: Any = None) -> Any:
-    """Return the tensor with each element repeated."""
-    return np.repeat(input, repeats, axis)
-
-
-def reverse(tensor: Any, axis: Any) -> Any:
-    """Return the tensor with axes reversed."""
-    return np.flip(tensor, axis_of(axis))
-
-
-def roll(input: Any, shift: Any, axis: Any) -> Any:
-    """Return the tensor with its elements moved along axes."""
-    return np.roll(input, axis_of(shift), axis_of(axis))
 
 
 def sequence_mask(lengths: Any, maxlen: Any = None, dtype: Any = np.bool_) -> Any:
@@ -148,7 +177,7 @@ def map_fn(fn: Any, elems: Any, dtype: Any = None, fn_output_signature: Any = No
 
 def foldl(fn: Any, elems: Any, initializer: Any = None) -> Any:
     """Return what a function makes of a value and of each row in turn."""
-    rows = iter(elems)
+    rows = iter(convert_to_tensor(elems))
     value = next(rows) if initializer is None else convert_to_tensor(initializer)
     for row in rows:
         value = fn(value, row)
@@ -157,6 +186,7 @@ def foldl(fn: Any, elems: Any, initializer: Any = None) -> Any:
 
 def scan(fn: Any, elems: Any, initializer: Any = None) -> Any:
     """Return all values of `foldl`, stacked."""
+    elems = convert_to_tensor(elems)
     values = [elems[0] if initializer is None else convert_to_tensor(initializer)]
     for row in elems[1:] if initializer is None else elems:
         values.append(fn(values[-1], row))
@@ -165,7 +195,9 @@ def scan(fn: Any, elems: Any, initializer: Any = None) -> Any:
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     """Return the tensor, scaled down if its norm is greater than a bound."""
-    norm = np.sqrt(np.sum(np.square(t), axis=axis_of(axes), keepdims=axes is not None))
+    squares = np.sum(np.square(t), axis=axis_of(axes), keepdims=axes is not None)
+    some = np.greater(squares, 0)  # The root of 0 has no derivative.
+    norm = np.where(some, np.sqrt(np.where(some, squares, np.ones_like(squares))), squares)
     return t * (clip_norm / np.maximum(norm, clip_norm)).astype(t.dtype)
 
 
@@ -201,6 +233,42 @@ def divide_no_nan(x: Any, y: Any) -> Any:
     return np.where(is_zero, np.zeros_like(x), x / np.where(is_zero, np.ones_like(y), y))
 
 
+def invert_permutation(x: Any) -> Any:
+    """Return the place of each number, from 0."""
+    return np.argsort(x).astype(x.dtype)
+
+
+def unravel_index(indices: Any, dims: Any) -> Any:
+    """Return a row for each axis of the places of elements that are counted through."""
+    return np.stack(np.unravel_index(indices, axis_of(dims))).astype(indices.dtype)
+
+
+def saturate_cast(value: Any, dtype: Any) -> Any:
+    """Return the elements in another dtype, limited to what it can hold."""
+    old, new = np.dtype(value.dtype), np.dtype(dtype)
+    if new.kind not in "iu":
+        return value.astype(new)
+    least, greatest = int(np.iinfo(new).min), int(np.iinfo(new).max)
+    if old.kind == "f":  # The greatest integer may be none of the floats.
+        top = old.type(greatest)
+        greatest = int(top if int(top) <= greatest else np.nextafter(top, old.type(0)))
+    else:
+        least, greatest = max(least, int(np.iinfo(old).min)), min(greatest, int(np.iinfo(old).max))
+    return np.clip(value, least, greatest).astype(new)
+
+
+def assert_rank(x: Any, rank: int, message: str = "") -> None:
+    """Raise `InvalidArgumentError` if a tensor has not this number of axes."""
+    if np.ndim(x) != rank:
+        raise InvalidArgumentError(f"{message} : {np.ndim(x)} axes, expected {rank}.")
+
+
+def assert_type(tensor: Any, tf_type: Any, message: str = "") -> None:
+    """Raise a `TypeError` if a tensor has not this dtype."""
+    if tensor.dtype != tf_type:
+        raise TypeError(f"{message} : {tensor.dtype}, expected {np.dtype(tf_type)}.")
+
+
 def squared_difference(x: Any, y: Any) -> Any:
     """Return the square of a difference."""
     return np.square(x - convert_to_tensor(y))
@@ -225,8 +293,12 @@ def confusion_matrix(
 
 def unsorted_segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     """Return the sums of the rows of each segment."""
-    totals = np.zeros((int(num_segments), *data.shape[1:]), data.dtype)
-    return tensor_scatter_nd_add(totals, np.asarray(segment_ids)[:, None], data)
+    totals, rows = (
+        np.zeros((int(num_segments), *data.shape[1:]), data.dtype),
+        np.asarray(segment_ids),
+    )
+    kept = rows >= 0  # TensorFlow drops the others.
+    return tensor_scatter_nd_add(totals, rows[kept][:, None], data[kept])
 
 
 def count_nonzero(
@@ -236,9 +308,22 @@ def count_nonzero(
     return np.sum(np.not_equal(input, 0), axis_of(axis), dtype, keepdims=keepdims)
 
 
-def cumprod(x: Any, axis: int = 0) -> Any:
-    """Return the products of all elements up to each."""
-    return np.cumprod(x, axis, dtype=x.dtype)
+def _cumulative(operation: Any, start: int) -> Any:
+    """Return a function that combines all elements up to each."""
+
+    def call(x: Any, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
+        x = np.flip(x, axis) if reverse else x
+        results = operation(x, axis, dtype=x.dtype)
+        if exclusive:
+            first = np.take(results, [0], axis) * 0 + start
+            last = np.take(results, np.arange(x.shape[axis] - 1), axis)
+            results = np.concatenate([first.astype(x.dtype), last], axis)
+        return np.flip(results, axis) if reverse else results
+
+    return call
+
+
+cumsum, cumprod = _cumulative(np.cumsum, 0), _cumulative(np.cumprod, 1)
 
 
 def rsqrt(x: Any) -> Any:
@@ -248,23 +333,39 @@ def rsqrt(x: Any) -> Any:
 
 def log_sigmoid(x: Any) -> Any:
     """Return the logarithm of the sigmoid function."""
-    return -np.logaddexp(0, -x).astype(x.dtype)
+    return -np.logaddexp(np.zeros_like(x), -x)
+
+
+def relu(features: Any) -> Any:
+    """Return the elements, and 0 for those below it."""
+    return np.maximum(features, 0) if np.dtype(features.dtype).kind in "iu" else nn.relu(features)
 
 
 def relu6(features: Any) -> Any:
     """Return the elements, limited to 0 and 6."""
-    return np.clip(features, 0, 6)
+    return np.where(np.less(features, 6), relu(features), np.ones_like(features) * 6)
 
 
 def selu(features: Any) -> Any:
     """Return the scaled exponential linear unit."""
     scale, alpha = 1.0507009873554805, 1.6732632423543772
-    return np.where(features > 0, scale * features, scale * alpha * np.expm1(features))
+    return np.where(features >= 0, scale * features, scale * alpha * np.expm1(features))
 
 
+@nd.custom_gradient
 def erf(x: Any) -> Any:
     """Return the error function."""
-    return np.vectorize(math.erf, otypes=[x.dtype])(x)
+    value = np.vectorize(math.erf, otypes=[x.dtype])(x)
+    return value, [lambda g: g * (2 / math.sqrt(math.pi) * np.exp(-x * x)).astype(x.dtype)]
+
+
+def gelu(features: Any, approximate: bool = False) -> Any:
+    """Return the elements times the normal distribution function, or times about that."""
+    if approximate:
+        return nn.gelu(features)
+    if isinstance(features, Symbolic):
+        raise NotImplementedError("tf.nn.gelu of a tensor of a graph: pass approximate=True.")
+    return features * (0.5 * (1 + erf(features / math.sqrt(2))))
 
 
 def svd(tensor: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
@@ -289,6 +390,23 @@ def matrix_transpose(a: Any) -> Any:
 def diag(diagonal: Any) -> Any:
     """Return matrices with diagonals."""
     return diagonal[..., None] * np.eye(diagonal.shape[-1], dtype=diagonal.dtype)
+
+
+def tensor_diag(diagonal: Any) -> Any:
+    """Return a tensor with the axes of a diagonal twice."""
+    shape = diagonal.shape
+    return np.reshape(diag(np.reshape(diagonal, (-1,))), (*shape, *shape))
+
+
+def tensor_diag_part(input: Any) -> Any:
+    """Return the diagonal of a tensor whose first half of axes is like the second."""
+    shape = input.shape[: input.ndim // 2]
+    return np.reshape(np.diagonal(np.reshape(input, (math.prod(shape), -1))), shape)
+
+
+def trace(x: Any) -> Any:
+    """Return the sums of the diagonals of matrices."""
+    return np.trace(x, 0, -2, -1, dtype=x.dtype)
 
 
 def diag_part(input: Any) -> Any:
@@ -317,6 +435,51 @@ def switch_case(branch_index: Any, branch_fns: Any, default: Any = None) -> Any:
 def to_number(input: Any, out_type: Any = np.float32) -> Any:
     """Return the numbers that text has."""
     return np.asarray(input).astype(out_type)
+
+
+def text_length(input: Any, unit: str = "BYTE") -> Any:
+    """Return how many bytes, or characters, text has."""
+    if unit not in ("BYTE", "UTF8_CHAR"):
+        raise ValueError(f"unit must be 'BYTE' or 'UTF8_CHAR', got {unit!r}.")
+    text = np.asarray(input)
+    return np.strings.str_len(np.char.encode(text) if unit == "BYTE" else text).astype(np.int32)
+
+
+def text_split(input: Any, sep: str | None = None, maxsplit: int = -1) -> Any:
+    """Return the words of one text; of several, there would be different numbers."""
+    if np.ndim(input):
+        raise NotImplementedError("tf.strings.split of several texts is ragged: split each one.")
+    return np.array(str(input).split(sep, maxsplit))
+
+
+def text_join(inputs: Any, separator: str = "") -> Any:
+    """Return texts, joined element by element."""
+    texts = [np.asarray(convert_to_tensor(each)) for each in inputs]
+    return functools.reduce(lambda a, b: np.strings.add(np.strings.add(a, separator), b), texts)
+
+
+def regex_replace(input: Any, pattern: str, rewrite: str, replace_global: bool = True) -> Any:
+    """Return text with what a regular expression finds replaced."""
+    count = 0 if replace_global else 1
+    return np.vectorize(lambda text: re.sub(pattern, rewrite, text, count=count), otypes=[str])(
+        input
+    )
+
+
+def text_case(change: Any) -> Any:
+    """Return a function that changes the case of ASCII's letters, or of all if told so."""
+
+    def call(input: Any, encoding: str = "") -> Any:
+        if encoding not in ("", "utf-8"):
+            raise ValueError(f"encoding must be '' or 'utf-8', got {encoding!r}.")
+        if encoding:
+            return change(input)
+        return np.char.decode(change(np.char.encode(np.asarray(input), "utf-8")), "utf-8")
+
+    return call
+
+
+lower, upper = text_case(np.strings.lower), text_case(np.strings.upper)
 
 
 def band_part(input: Any, num_lower: int, num_upper: int) -> Any:
@@ -350,3 +513,34 @@ def lstsq(matrix: Any, rhs: Any) -> Any:
 def logdet(matrix: Any) -> Any:
     """Return the logarithms of determinants."""
     return np.linalg.slogdet(matrix)[1]
+
+
+def to_categorical(x: Any, num_classes: int | None = None) -> Any:
+    """Return labels as rows with a one; a last axis of length 1 goes."""
+    labels = np.asarray(x).astype(np.int64)
+    if labels.ndim > 1 and labels.shape[-1] == 1:
+        labels = labels[..., 0]
+    return np.eye(num_classes or int(labels.max()) + 1, dtype=np.float32)[labels]
+
+
+def pad_sequences(
+    sequences: Any,
+    maxlen: int | None = None,
+    dtype: Any = "int32",
+    padding: str = "pre",
+    truncating: str = "pre",
+    value: Any = 0.0,
+) -> Any:
+    """Return an array of sequences, cut and filled up at one end to the same length."""
+    for name, end in (("padding", padding), ("truncating", truncating)):
+        if end not in ("pre", "post"):
+            raise ValueError(f"pad_sequences: {name} must be 'pre' or 'post', got {end!r}.")
+    arrays = [np.asarray(sequence) for sequence in sequences]
+    length = max(map(len, arrays), default=0) if maxlen is None else maxlen
+    inner = next((array.shape[1:] for array in arrays if len(array)), ())
+    rows = np.full((len(arrays), length, *inner), value, dtype)
+    for row, array in zip(rows, arrays, strict=True):
+        cut = array[max(len(array) - length, 0) :] if truncating == "pre" else array[:length]
+        start = length - len(cut) if padding == "pre" else 0
+        row[start : start + len(cut)] = cut
+    return rows

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ndistribute as nd
 from ndistribute import models
+from ndistribute.compat.signatures import adapted
 from ndistribute.devices import set_logical_cpus
 
 
@@ -26,6 +28,16 @@ class LogicalDeviceConfiguration(NamedTuple):
     memory_limit: int | None = None
     experimental_priority: int | None = None
     experimental_device_ordinal: int | None = None
+
+
+list_devices = adapted(
+    lambda device_type=None: [
+        SimpleNamespace(
+            name=f"/physical_device:{str(device).upper()}", device_type=device.kind.upper()
+        )
+        for device in nd.list_devices(device_type and device_type.lower())
+    ]
+)
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
@@ -81,3 +93,8 @@ class PreemptionWatcher:
             "PreemptionCheckpointHandler, with TerminationConfig(termination_watcher_fn=...) for "
             "another source."
         )
+
+
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
+    """Return whether there is a GPU."""
+    return bool(nd.list_devices("gpu"))

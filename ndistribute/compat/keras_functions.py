@@ -13,9 +13,8 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import tree
-from ndistribute.compat import tensor_functions
+from ndistribute.compat import random_numbers, tensor_functions
 from ndistribute.compat.graphs import dtype_of
-from ndistribute.compat.random_numbers import seeded
 from ndistribute.compat.signatures import plainly, unary
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.devices import to_host
@@ -113,7 +112,8 @@ class SeedGenerator:
     def generator(self) -> np.random.Generator:
         """Return the generator of this replica."""
         if self.seed is None:
-            return seeded(None)
+            rng: np.random.Generator = random_numbers.generator()
+            return rng
         replica = nd.get_replica_context()
         number = 0 if replica is None else replica.replica_id_in_sync_group
         with self._lock:
@@ -131,14 +131,34 @@ class SeedGenerator:
         vars(self).update(state, _lock=threading.Lock())
 
 
+def _generator(seed: Any) -> Any:
+    """Return a generator that draws the same each time for a number."""
+    return random_numbers.generator([0, seed] if isinstance(seed, int) else seed)
+
+
+def _drawing(draw: Any) -> Any:
+    """Return a random function that draws the same each time for a number as the seed."""
+
+    def call(*args: Any, seed: Any = None, **options: Any) -> Any:
+        return draw(*args, seed=_generator(seed), **options)
+
+    return call
+
+
 def _randint(shape: Any, minval: int, maxval: int, dtype: Any = np.int32, seed: Any = None) -> Any:
-    return seeded(seed).integers(minval, maxval, tuple(shape)).astype(dtype_of(dtype))
+    return _generator(seed).integers(minval, maxval, tuple(shape)).astype(dtype_of(dtype))
 
 
 def _shuffle(x: Any, axis: int = 0, seed: Any = None) -> Any:
-    return np.take(x, seeded(seed).permutation(x.shape[axis]), axis)
+    return np.take(x, _generator(seed).permutation(x.shape[axis]), axis)
 
 
 one_hot, slice_update = unary(_one_hot, 0), unary(_slice_update)
 normalize, binary_crossentropy = unary(_normalize), plainly(_binary_crossentropy)
+normal, uniform, truncated_normal = (
+    _drawing(pair[1])
+    for pair in (random_numbers.normal, random_numbers.uniform, random_numbers.truncated_normal)
+)
+categorical, gamma = _drawing(random_numbers.categorical), _drawing(random_numbers.gamma)
+dropout = _drawing(tensor_functions.dropout)
 randint, shuffle = unary(_randint, 0), unary(_shuffle)

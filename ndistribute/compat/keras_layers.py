@@ -1,4 +1,4 @@
-"""The layers of `tf.keras`: those of `ndistribute.models`, which return tensors.
+"""`tf.Module`, and the layers of `tf.keras`: those of `ndistribute.models`, which return tensors.
 
 A kind of layer is adapted when its name is first used. Native layers stay as they are.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute.compat.keras_precision import policy_of
 from ndistribute.compat.signatures import tensor_if_array
+from ndistribute.compat.tensors import StandIn, weight
 from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
@@ -25,12 +26,11 @@ def _tensor_with_mask(array: Any) -> Any:
     return tensor
 
 
-class TensorLayer(layers.Layer):
-    """A layer that returns tensors, also for arrays of NumPy; the base of those of `tf.keras`."""
+class WithTensors:
+    """What layers have beside those of this package: weights with methods, tensors as outputs."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return map_leaves(_tensor_with_mask, super().__call__(*args, **kwargs))
-
+    dtype: Any
+    compute_dtype: Any
     dtype_policy = property(lambda self: policy_of(self.dtype.name, self.compute_dtype.name))
 
     def add_weight(self, *args: Any, **options: Any) -> Any:
@@ -41,9 +41,35 @@ class TensorLayer(layers.Layer):
             args = ()
         if len(args) < 2 and options.get("shape") is None:
             options["shape"] = ()
-        return super().add_weight(*args, **options)
+        variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
+        kind: Any = type(variable)
+        variable.__class__ = weight(kind)
+        return variable
+
+    def _returned(self, outputs: Any, like: Any) -> Any:
+        return map_leaves(_tensor_with_mask, outputs)
 
 
+class Module(layers.Layer):
+    """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
+
+    _uncalled: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name=name)
+
+    @property
+    def submodules(self) -> tuple[Any, ...]:
+        """The modules and layers in this one."""
+        return tuple(self.walk())[1:]
+
+    @classmethod
+    def with_name_scope(cls, method: Any) -> Any:
+        """Return the method itself: names of variables are not changed."""
+        return method
+
+
+Layer: Any = StandIn("Layer", (WithTensors, layers.Layer), {"native": layers.Layer})
 _RENAMED = {"LeakyReLU": {"alpha": "negative_slope"}}
 """The names of arguments of Keras 2 in this package, by the class."""
 _ONLY: dict[str, Any] = {
@@ -86,14 +112,14 @@ def _parameters(kind: type) -> Any:
 
 
 @functools.cache
-def tensor_layer(kind: Any) -> Any:
-    """Return a kind of layer that returns tensors; other programs load the native one."""
+def layer(kind: Any) -> Any:
+    """Return a kind of layer that is one of `WithTensors`; others unchanged."""
     if kind is layers.Layer:
-        return TensorLayer
-    if not isinstance(kind, type):
+        return Layer
+    if not (isinstance(kind, type) and issubclass(kind, layers.Layer)):
         return kind
 
-    construct: Any = kind.__init__  # type: ignore[misc]
+    construct: Any = kind.__init__
 
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **options: Any) -> None:
@@ -103,7 +129,7 @@ def tensor_layer(kind: Any) -> Any:
         construct(self, *args, **options)
 
     made: Any = type(
-        kind.__name__, (TensorLayer, kind), {"__doc__": kind.__doc__, "__init__": init}
+        kind.__name__, (WithTensors, kind), {"__doc__": kind.__doc__, "__init__": init}
     )
-    layers.Layer.known[kind.__name__] = kind
+    layers.Layer.known[kind.__name__] = kind  # Other programs load the native classes.
     return made

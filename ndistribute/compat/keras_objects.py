@@ -99,7 +99,7 @@ class PyDataset:
         self.workers, self.use_multiprocessing = workers, use_multiprocessing
         self.max_queue_size = max_queue_size
 
-    num_batches = property(lambda self: len(self))
+    num_batches = property(len)
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} defines no __len__.")

@@ -1,7 +1,8 @@
-"""`plot_model`: the layers of a model and what leads from one to the next, as Graphviz draws them."""
+"""`plot_model`: the layers of a model, and what leads to each, as Graphviz draws them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import subprocess
@@ -59,4 +60,4 @@ def _nodes(model: Any, show_shapes: bool) -> Iterator[str]:
         yield from (
             f'  {id(each)} [label="{each.name} ({type(each).__name__})"];' for each in parts
         )
-        yield from (f"  {id(a)} -> {id(b)};" for a, b in zip(parts, parts[1:], strict=False))
+        yield from (f"  {id(a)} -> {id(b)};" for a, b in itertools.pairwise(parts))

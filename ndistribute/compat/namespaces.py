@@ -57,7 +57,7 @@ class Names(types.ModuleType):
                 source, _, adapter = word[:-1].partition("/")
                 continue
             name, _, other = word.partition("=")
-            names = import_module(source, "ndistribute").__all__ if name == "*" else [name]
+            names = _public(import_module(source, "ndistribute")) if name == "*" else [name]
             leads |= {each: (source, other or each, adapter) for each in names}
         self._leads |= leads
         self.__all__ += [name for name in leads if name not in self.__all__]
@@ -105,6 +105,13 @@ class Names(types.ModuleType):
             hint = f"Use {min(elsewhere, key=lambda at: ('compat' in at, len(at)))}."
         hint = f"Use {INSTEAD[path]}." if path in INSTEAD else hint
         return f"{where}.{name} does not exist in {ROOT}{root}. {hint}"
+
+
+def _public(module: Any) -> list[str]:
+    """Return the names that a module lists, or that it defines without an underscore."""
+    known = {name: vars(module)[name] for name in vars(module) if name[0] != "_"}
+    here = [name for name in known if getattr(known[name], "__module__", "") == module.__name__]
+    return getattr(module, "__all__", here + [name for name in known if name.isupper()])
 
 
 def _is_mistyped(name: str, word: str) -> bool:

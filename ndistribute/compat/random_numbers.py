@@ -2,139 +2,210 @@
 
 from __future__ import annotations
 
-import json
+import threading
 from typing import Any
 
 import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph
-from ndistribute.compat.signatures import (
-    unary,
-)
+from ndistribute.compat.signatures import axis_of, unary
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.context import current_seed
 from ndistribute.models import initializers
 
 
-def generator() -> np.random.Generator:
-    """Return the generator of the replica, or a new one outside of replicas."""
+def generator(seed: Any = None) -> Any:
+    """Return the generator of the replica, or a new one outside of replicas.
+
+    Args:
+        seed: calls with a number draw other numbers each time, the same in each run of a program
+            and after each `set_seed`; calls with a pair of numbers always draw the same.
+    """
+    if isinstance(seed, np.random.Generator):
+        return seed
+    if hasattr(seed, "generator"):  # Of `keras.random.SeedGenerator`.
+        return seed.generator()
+    if np.ndim(seed):
+        return np.random.default_rng(np.asarray(seed))
     replica = nd.get_replica_context()
-    return np.random.default_rng(current_seed().spawn(1)[0]) if replica is None else replica.rng
-
-
-def seeded(seed: Any) -> np.random.Generator:
-    """Return a generator with a seed, or that of `generator` without one."""
+    rng = None if replica is None else replica.rng
+    if seed is None and rng is not None:
+        return rng
+    if rng is not None and not isinstance(rng, np.random.Generator):  # Of a GPU or a trace.
+        return np.random.default_rng(seed)
+    sequence: Any = current_seed() if rng is None else rng.bit_generator.seed_seq
+    (child,) = sequence.spawn(1)
     if seed is None:
-        return generator()
-    return seed.generator() if hasattr(seed, "generator") else np.random.default_rng(seed)
+        return np.random.default_rng(child)
+    return np.random.default_rng([int(seed), child.spawn_key[-1]])
 
 
 def _normal(shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = None, seed: Any = None) -> Any:
-    return seeded(seed).normal(mean, stddev, shape).astype(dtype or np.float32)
+    return generator(seed).normal(mean, stddev, axis_of(shape)).astype(dtype or np.float32)
 
 
 def _uniform(
     shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = None, seed: Any = None
 ) -> Any:
-    if np.dtype(dtype or np.float32).kind in "iu":
-        return seeded(seed).integers(minval, maxval, shape, dtype)
+    dtype = np.dtype(dtype or np.float32)
+    if dtype.kind in "iu":
+        if maxval is None:
+            raise ValueError(f"uniform numbers of {dtype} need maxval, which is above all of them.")
+        return generator(seed).integers(minval, maxval, axis_of(shape), dtype)
     high = 1 if maxval is None else maxval
-    return seeded(seed).uniform(minval, high, shape).astype(dtype or np.float32)
+    return generator(seed).uniform(minval, high, axis_of(shape)).astype(dtype)
 
 
 def _truncated_normal(
     shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = None, seed: Any = None
 ) -> Any:
-    values = initializers.truncated(seeded(seed), shape)
+    values = initializers.truncated(generator(seed), axis_of(shape))
     return (values * stddev + mean).astype(dtype or np.float32)
 
 
-normal = graph.random_normal, unary(_normal, 0)
-uniform = graph.random_uniform, unary(_uniform, 0)
-truncated_normal = graph.truncated_normal, unary(_truncated_normal, 0)
-
-
 def _shuffle(value: Any, seed: Any = None) -> Any:
-    return np.take(value, seeded(seed).permutation(len(value)), 0)
+    return np.take(value, generator(seed).permutation(len(value)), 0)
 
 
 def _categorical(logits: Any, num_samples: int, dtype: Any = np.int64, seed: Any = None) -> Any:
-    noise = seeded(seed).gumbel(size=(len(logits), num_samples, np.shape(logits)[1]))
+    noise = generator(seed).gumbel(size=(len(logits), num_samples, np.shape(logits)[1]))
     return np.argmax(np.asarray(logits)[:, None] + noise, -1).astype(dtype)
 
 
 def _gamma(shape: Any, alpha: Any, beta: Any = 1, dtype: Any = np.float32, seed: Any = None) -> Any:
-    size = (*shape, *np.shape(np.multiply(alpha, beta)))
-    return seeded(seed).gamma(alpha, 1 / np.asarray(beta), size).astype(dtype)
+    size = (*axis_of(shape), *np.shape(np.multiply(alpha, beta)))
+    return generator(seed).gamma(alpha, 1 / np.asarray(beta), size).astype(dtype)
 
 
 def _poisson(shape: Any, lam: Any, dtype: Any = np.float32, seed: Any = None) -> Any:
-    return seeded(seed).poisson(lam, (*shape, *np.shape(lam))).astype(dtype)
+    return generator(seed).poisson(lam, (*axis_of(shape), *np.shape(lam))).astype(dtype)
 
 
 def _stateless(draw: Any) -> Any:
-    """Return a function that draws from a seed of two numbers."""
-    return unary(
-        lambda shape, seed, *args, **named: draw(shape, *args, **named | {"seed": seed}), 0
-    )
+    """Return a function that draws the same numbers for a seed of two numbers each time."""
+
+    def call(shape: Any, seed: Any, *args: Any, alg: Any = None, **named: Any) -> Any:
+        if np.shape(seed) != (2,):
+            raise ValueError(f"seed must be two numbers, got {seed!r}.")
+        return draw(shape, *args, **named | {"seed": seed})
+
+    return unary(call, 0)
 
 
-stateless_normal, stateless_uniform = _stateless(_normal), _stateless(_uniform)
+def _initializing(draw: Any) -> Any:
+    """Return a function that also takes a dtype after the shape, as layers call initializers."""
+
+    def call(shape: Any, *args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], np.dtype):
+            return draw(shape, dtype=args[0])
+        return draw(shape, *args, **options)
+
+    return unary(call, 0)
+
+
+normal = graph.random_normal, _initializing(_normal)
+uniform = graph.random_uniform, _initializing(_uniform)
+truncated_normal = graph.truncated_normal, _initializing(_truncated_normal)
+shuffle, categorical = unary(_shuffle), unary(_categorical)
 gamma, poisson = unary(_gamma, 0), unary(_poisson, 0)
+stateless_normal, stateless_uniform = _stateless(_normal), _stateless(_uniform)
+stateless_truncated_normal = _stateless(_truncated_normal)
+
+
+def _drawing(draw: Any) -> Any:
+    """Return a method that draws from the state of a `Generator`."""
+
+    def method(self: Generator, *args: Any, name: Any = None, **options: Any) -> Any:
+        return self._draw(lambda rng: draw(*args, seed=rng, **options))
+
+    return method
+
+
+def _any_integers(shape: Any, dtype: Any = np.uint64, seed: Any = None) -> Any:
+    bounds = np.iinfo(dtype)
+    return seed.integers(bounds.min, bounds.max, axis_of(shape), dtype, endpoint=True)
 
 
 class Generator:
-    """`tf.random.Generator`: random numbers from a state of its own."""
+    """`tf.random.Generator`: random numbers from a state, which is a counter and a key.
 
-    def __init__(self, rng: Any) -> None:
-        self._rng = rng
+    It may be used by several threads. Its numbers are those of NumPy's Philox.
+    """
+
+    def __init__(self, copy_from: Any = None, state: Any = None, alg: Any = None) -> None:
+        self._lock = threading.Lock()
+        self.reset(copy_from.state if state is None else state)
+
+    normal, uniform = _drawing(_normal), _drawing(_uniform)
+    truncated_normal, uniform_full_int = _drawing(_truncated_normal), _drawing(_any_integers)
+
+    @classmethod
+    def from_state(cls, state: Any, alg: Any = None) -> Generator:
+        """Return a generator that continues from a state."""
+        return cls(state=state)
 
     @classmethod
     def from_seed(cls, seed: Any, alg: Any = None) -> Generator:
         """Return a generator that draws the same numbers each time."""
-        return cls(np.random.default_rng(seed))
+        made = cls(state=np.zeros(6, np.int64))
+        made.reset_from_seed(seed)
+        return made
 
     @classmethod
     def from_non_deterministic_state(cls, alg: Any = None) -> Generator:
         """Return a generator that draws other numbers each time."""
-        return cls(np.random.default_rng())
+        return cls.from_seed(None)
 
-    def normal(self, shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = np.float32) -> Any:
-        """Return normal numbers."""
-        return as_tensor(_normal(shape, mean, stddev, dtype, self._rng))
+    @property
+    def state(self) -> Any:
+        """The counter and the key, as six integers."""
+        return as_tensor(self._state.copy())
 
-    def uniform(self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = None) -> Any:
-        """Return numbers between two bounds."""
-        return as_tensor(_uniform(shape, minval, maxval, dtype, self._rng))
+    def reset(self, state: Any) -> None:
+        """Continue from a state."""
+        if np.shape(state) != (6,):
+            raise ValueError(
+                f"the state of a Generator is 6 integers, got shape {np.shape(state)}."
+            )
+        self._state = np.array(state, np.int64)
 
-    def truncated_normal(
-        self, shape: Any, mean: Any = 0, stddev: Any = 1, dtype: Any = np.float32
-    ) -> Any:
-        """Return normal numbers within two standard deviations."""
-        return as_tensor(_truncated_normal(shape, mean, stddev, dtype, self._rng))
+    def reset_from_seed(self, seed: Any) -> None:
+        """Begin as a generator of `from_seed` does."""
+        key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
+        self.reset([0] * 4 + [*key.view(np.int64)])
 
-    def uniform_full_int(self, shape: Any, dtype: Any = np.uint64) -> Any:
-        """Return any integers of a dtype."""
-        bounds = np.iinfo(dtype)
-        return as_tensor(self._rng.integers(bounds.min, bounds.max, shape, dtype, endpoint=True))
+    def skip(self, delta: Any) -> None:
+        """Leave out some blocks of four numbers of 64 bits."""
+        self._draw(lambda rng: rng.bit_generator.advance(int(delta)))
+
+    def split(self, count: int = 1) -> list[Generator]:
+        """Return independent generators; this one continues with other numbers."""
+        return list(map(Generator.from_seed, self.uniform_full_int([count, 4], np.uint32).numpy()))
+
+    def make_seeds(self, count: int = 1) -> Any:
+        """Return a column of two numbers for each call of a stateless function."""
+        return self.uniform_full_int([2, count], np.uint32).astype(np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as text because its integers have 128 bits."""
-        return {"state": json.dumps(self._rng.bit_generator.state)}
+        """Return the state for a checkpoint."""
+        return {"state": self._state.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of `state_dict`."""
-        self._rng.bit_generator.state = json.loads(state["state"])
+        self.reset(state["state"])
 
-    def split(self, count: int = 1) -> list[Generator]:
-        """Return independent generators."""
-        return list(map(Generator, self._rng.spawn(count)))
+    def _draw(self, draw: Any) -> Any:
+        """Return what a function draws with a generator of NumPy's, and move on."""
+        with self._lock:
+            counter, key = np.split(self._state.view(np.uint64), [4])
+            bits = np.random.Philox(counter=counter, key=key)
+            result = draw(np.random.Generator(bits))
+            # What is left of the last block is dropped, so that the counter says it all.
+            self._state[:4] = bits.state["state"]["counter"].view(np.int64)
+        return as_tensor(result)
 
 
 def get_global_generator() -> Generator:
-    """Return the generator of the replica, or a new one that the seed of the program decides."""
-    return Generator(generator())
-
-
-shuffle, categorical = unary(_shuffle), unary(_categorical)
+    """Return a generator that the seed of the program decides; each call returns another one."""
+    return Generator.from_seed(generator().integers(0, 2**32, 4))

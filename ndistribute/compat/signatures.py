@@ -13,6 +13,7 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import graph
 from ndistribute.autodiff import Tracked
+from ndistribute.compat import op_errors
 from ndistribute.compat.tensors import (
     Tensor,
     as_tensor,
@@ -20,8 +21,17 @@ from ndistribute.compat.tensors import (
     matched,
     plain,
 )
+from ndistribute.errors import InvalidArgumentError, NotFoundError, OperationError
 from ndistribute.graph.graph import Symbolic
+from ndistribute.models import nn
 from ndistribute.tree import map_leaves
+
+_OPERANDS = frozenset(
+    "a arr coeffs condition diagonal dims elems features fn image images imag indices inp input "
+    "input_ input_tensor inputs labels lengths logits matrix num_rows params real rhs shape "
+    "sorted_sequence start t t_list targets tensor value values x".split()
+)
+"""The names of first arguments, by which they may be passed."""
 
 
 def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> Any:
@@ -34,11 +44,12 @@ def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> 
     def call(*args: Any, **kwargs: Any) -> Any:
         options = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
         if operands and not args:
-            args = (options.pop(next(iter(options))),)
+            args = (options.pop(next(key for key in options if key in _OPERANDS)),)
         tensors = map(convert_to_tensor, args[:operands])
         result = function(*tensors, *args[operands:], **options)
-        several = type(result) in (list, tuple)
-        result = type(result)(map(as_tensor, result)) if several else tensor_if_array(result)
+        several = type(result) in (list, tuple) or hasattr(result, "_make")
+        make = getattr(result, "_make", type(result))
+        result = make(map(as_tensor, result)) if several else tensor_if_array(result)
         if "name" in ignored and kwargs.get("name") and isinstance(result, Symbolic):
             return graph.identity(result, kwargs["name"])
         return result
@@ -68,16 +79,47 @@ def axis_of(axis: Any) -> Any:
     return tuple(int(number) for number in axis) if several else axis
 
 
+def floating(operation: Any) -> Any:
+    """Return an operation on a tensor that refuses integers and booleans, as TensorFlow does."""
+
+    def call(x: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype.kind in "biu":
+            name = getattr(operation, "__name__", "this function")
+            raise InvalidArgumentError(
+                f"{name.strip('_')} of a tensor of {x.dtype}: tf.cast it to a float."
+            )
+        return operation(x, *args, **options)
+
+    return call
+
+
 def reduction(operation: Any) -> Any:
     """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
+    least, greatest = operation in (np.max, nn.logsumexp), operation is np.min
+    checked = operation if operation in _OF_INTEGERS else floating(operation)
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
-        axes = axis_of(axis)
-        result = operation(tensor, axis=axes, keepdims=keepdims)
+        axes, is_bool = axis_of(axis), tensor.dtype == np.bool_
+        if is_bool and operation not in (np.all, np.any):
+            floating(operation)(tensor)
+        if (least or greatest) and isinstance(tensor, Tensor) and not tensor.size:
+            limits = _limits(tensor.dtype)
+            shape = np.sum(tensor, axes, keepdims=keepdims).shape
+            return np.full(shape, limits[greatest], tensor.dtype)
+        result = checked(tensor, axis=axes, keepdims=keepdims)
         whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
         return result.astype(tensor.dtype) if whole and result.dtype != tensor.dtype else result
 
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")
+
+
+_OF_INTEGERS = np.all, np.any, np.max, np.mean, np.min, np.prod, np.sum
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    """Return the least and the greatest value of a dtype."""
+    bounds = np.iinfo(dtype) if dtype.kind in "iu" else None
+    return (-np.inf, np.inf) if bounds is None else (bounds.min, bounds.max)
 
 
 def binary(operation: Any) -> Any:
@@ -98,8 +140,10 @@ def like(value: Any, other: Any) -> Any:
     if type(value) is type(other) is Tensor and value.dtype == other.dtype:
         return value
     if not isinstance(other, Symbolic):
-        is_tensor = isinstance(other, Tensor | Tracked | nd.Variable)
-        return convert_to_tensor(matched(other, value) if is_tensor else value)
+        if not isinstance(other, Tensor | Tracked | nd.Variable):
+            return convert_to_tensor(value)
+        value = matched(other, value)
+        return convert_to_tensor(value, None if hasattr(value, "dtype") else other.dtype)
     kinds = np.asarray(value).dtype.kind, None if other.dtype is None else other.dtype.kind
     fits = kinds[0] in "fiu" and (kinds[1] == "f" or (kinds[0] != "f" and kinds[1] in ("i", "u")))
     return convert_to_tensor(value, other.dtype if fits else None)
@@ -110,7 +154,9 @@ def joining(operation: Any) -> Any:
 
     def join(values: Any, axis: Any = 0) -> Any:
         values, axis = (axis, values) if isinstance(values, int) else (values, axis)
-        return operation([*map(convert_to_tensor, values)], axis)
+        typed = [value for value in values if hasattr(value, "dtype")]
+        typed = typed or sorted(map(convert_to_tensor, values), key=lambda x: x.dtype.kind != "f")
+        return operation([like(value, typed[0]) for value in values], axis)
 
     return unary(join, 0, concat_dim="axis")
 
@@ -120,6 +166,7 @@ def plainly(function: Any) -> Any:
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **options: Any) -> Any:
+        args = tuple(convert_to_tensor(x) if isinstance(x, list) else x for x in args)
         args, options = map_leaves(plain, (args, options))
         return tensor_if_array(function(*args, **options))
 
@@ -134,3 +181,26 @@ def is_symbolic(*values: Any) -> bool:
 
 _SETTINGS = "coord device enable enabled global_step run_eagerly run_metadata sess tag"
 nothing: Any = adapted(lambda *args: None, *_SETTINGS.split())
+
+
+_OF_FILES: tuple[tuple[type[OSError], type[OperationError]], ...] = (
+    (FileNotFoundError, NotFoundError),
+    (FileExistsError, op_errors.AlreadyExistsError),
+    (PermissionError, op_errors.PermissionDeniedError),
+)
+
+
+def raising(function: Any) -> Any:
+    """Return a function whose failures of files are TensorFlow's errors."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except OSError as error:
+            kind = next((kind for known, kind in _OF_FILES if isinstance(error, known)), None)
+            if kind is None or isinstance(error, OperationError):
+                raise
+            raise kind(None, None, str(error)) from error
+
+    return call

@@ -10,9 +10,9 @@ TF2 = """
 [compat]
 [config] .compat.signatures: experimental_connect_to_cluster=nothing
     experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
-    set_soft_device_placement=nothing  .compat.adapters: list_physical_devices=list_devices
-    .compat.configuration: LogicalDevice LogicalDeviceConfiguration get_logical_device_configuration
-    list_logical_devices set_logical_device_configuration
+    set_soft_device_placement=nothing  .compat.configuration: list_physical_devices=list_devices
+    LogicalDevice LogicalDeviceConfiguration get_logical_device_configuration list_logical_devices
+    set_logical_device_configuration
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
     get_virtual_device_configuration=get_logical_device_configuration
@@ -30,12 +30,18 @@ TF2 = """
 [debugging] numpy/asserting: assert_equal=equal assert_greater=greater
     assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
     assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
-    assert_positive=greater  .compat.signatures: enable_check_numerics=nothing
-    set_log_device_placement=nothing  .compat.tensor_functions: Assert=check_true
-    check_numerics
+    assert_positive=greater  .compat.array_functions/unary: assert_rank assert_type
+    .compat.signatures: enable_check_numerics=nothing set_log_device_placement=nothing
+    .compat.tensor_functions: Assert=check_true  .compat.tensor_functions/unary:
+    assert_all_finite=check_numerics check_numerics
+[image] .compat.image_functions/unary: * stateless_random_brightness=random_brightness
+    stateless_random_contrast=random_contrast stateless_random_crop=random_crop
+    stateless_random_flip_left_right=random_flip_left_right
+    stateless_random_flip_up_down=random_flip_up_down stateless_random_saturation=random_saturation
+[image.ResizeMethod] text: BILINEAR=bilinear NEAREST_NEIGHBOR=nearest
 [signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft rfft
-[strings] numpy.strings/unary: length=str_len lower strip upper
-    .compat.array_functions/unary: to_number
+[strings] .compat.array_functions/unary: length=text_length lower regex_replace split=text_split
+    to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: VERSION=__version__
 [distribute] .compat.adapters: get_replica_context get_strategy  ndistribute: CrossDeviceOps
@@ -58,9 +64,10 @@ TF2 = """
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
     complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8
     string=str_ uint16 uint32 uint64 uint8
-[errors] builtins: OutOfRangeError=StopIteration  ndistribute: UnavailableError=WorkerLostError
-    .errors: AbortedError CancelledError DeadlineExceededError FailedPreconditionError
-    InvalidArgumentError NotFoundError OpError=OperationError
+[errors] builtins: OutOfRangeError=StopIteration  .errors: AbortedError CancelledError
+    DataLossError=CheckpointCorruptError DeadlineExceededError FailedPreconditionError
+    InvalidArgumentError NotFoundError OpError=DistributeError UnavailableError=WorkerLostError
+    UnauthenticatedError=AuthenticationError  .compat.op_errors: *
 [estimator] .estimator: BinaryClassHead=binary_class_head DNNClassifier DNNEstimator
     DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor
     Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
@@ -75,8 +82,8 @@ TF2 = """
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
 [io]
-[io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
-    .compat.adapters: makedirs rmtree
+[io.gfile] os/file: listdir mkdir remove  os.path: exists isdir join  glob: glob
+    builtins/file: GFile=open  .compat.adapters/file: makedirs rmtree
 [keras] .compat.adapters: Input Model Sequential
 [keras.activations] .models.activations: * swish=silu
 [keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: backend epsilon
@@ -100,7 +107,7 @@ TF2 = """
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
     .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
     text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
-    SyncBatchNormalization
+    SyncBatchNormalization  .compat.keras_layers: Layer
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
     .models.losses: deserialize  .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
@@ -135,9 +142,9 @@ TF2 = """
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *  .names: serialize
 [keras.preprocessing]
-[keras.preprocessing.sequence] .compat.adapters: pad_sequences
-[keras.random] .compat.tf.random: categorical gamma normal truncated_normal uniform
-    .compat.tensor_functions: dropout  .compat.keras_functions: SeedGenerator randint shuffle
+[keras.preprocessing.sequence] .compat.array_functions: pad_sequences
+[keras.random] .compat.keras_functions: SeedGenerator categorical dropout gamma normal randint
+    shuffle truncated_normal uniform
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
     deserialize_keras_object=deserialize_object get_registered_object
@@ -146,7 +153,7 @@ TF2 = """
     get_registered_name=registered_name register_keras_serializable
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
-    register_keras_serializable  .compat.adapters: pad_sequences to_categorical
+    register_keras_serializable  .compat.array_functions: pad_sequences to_categorical
     .compat.keras_objects: deserialize_keras_object=deserialize_object
     serialize_keras_object=serialize_object  .compat.keras_plots: plot_model
     .compat.keras_objects: PyDataset Sequence=PyDataset
@@ -155,68 +162,75 @@ TF2 = """
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] .compat.array_functions/unary: band_part diag diag_part l2_normalize logdet lstsq
-    matrix_transpose matvec normalize svd tensor_diag=diag tensor_diag_part=diag_part
-    numpy/operation: einsum  numpy/binary: tensordot  numpy/unary: trace
-    numpy.linalg/unary: cholesky det eigh eigvalsh inv pinv qr slogdet  numpy.linalg/binary: cross
-    solve  .compat.tensor_functions: eye global_norm matmul norm
-[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod divide_no_nan
-    erf l2_normalize log_sigmoid reduce_euclidean_norm=euclidean_norm rsqrt segment_sum softsign
-    squared_difference top_k unsorted_segment_sum  .compat.array_functions/operation: polyval
-    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs acos=arccos acosh=arccosh angle
-    asin=arcsin asinh=arcsinh atan=arctan atanh=arctanh ceil conj cos cosh exp expm1 floor imag
-    invert_permutation=argsort is_finite=isfinite is_inf=isinf is_nan=isnan log log1p logical_not
-    negative real reciprocal rint round sign sin sinh sqrt square tan tanh  numpy/binary: add
+[linalg] .compat.array_functions/unary: band_part diag diag_part logdet lstsq matrix_transpose
+    matvec tensor_diag tensor_diag_part trace
+    .compat.array_functions/floating: l2_normalize normalize svd
+    numpy/operation: einsum  numpy/binary: tensordot
+    numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
+    numpy.linalg/binary: cross solve  .compat.tensor_functions: eye global_norm matmul norm
+[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod cumsum
+    divide_no_nan invert_permutation segment_sum squared_difference top_k unsorted_segment_sum
+    .compat.array_functions/floating: erf l2_normalize log_sigmoid
+    reduce_euclidean_norm=euclidean_norm rsqrt softsign  .compat.array_functions/operation: polyval
+    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs angle conj imag
+    is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative
+    real reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
+    asinh=arcsinh atan=arctan atanh=arctanh ceil cos cosh exp expm1 floor log log1p rint sin sinh
+    sqrt tan tanh  numpy/binary: add nextafter truncatemod=fmod
     atan2=arctan2 divide equal floordiv=floor_divide floormod=remainder greater greater_equal less
     less_equal logical_and logical_or logical_xor maximum minimum mod=remainder multiply not_equal
     pow=power scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all
     reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std
     reduce_sum=sum reduce_variance=var  numpy/index: argmax argmin
-    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/unary: softplus
-    .models.nn/unary: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n cumsum in_top_k
+    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/floating: softplus
+    .models.nn/floating: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n in_top_k
     .compat.graphs/operation: zero_fraction
-[nest] .tree: flatten map_structure=map_leaves pack_sequence_as=unflatten
-[nn] .compat.array_functions/unary: batch_normalization l2_normalize log_sigmoid moments relu6 selu
-    softsign top_k  .models.activations/unary: elu softplus  .models.nn/unary: gelu relu sigmoid
-    silu swish=silu  numpy/unary: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
+[nest] .compat.nests: *
+[nn] .compat.array_functions/unary: moments relu relu6 top_k  .compat.array_functions/floating:
+    batch_normalization gelu l2_normalize log_sigmoid selu softsign
+    .models.activations/floating: elu softplus  .models.nn/floating: sigmoid silu swish=silu
+    numpy/floating: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
     in_top_k l2_loss leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
     softmax_cross_entropy_with_logits=softmax_loss
     sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/operation: avg_pool
     avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
-    .models.losses: compute_average_loss scale_regularization_loss
+    .models.losses/loss: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator poisson shuffle
-    stateless_normal stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal
-    truncated_normal uniform
-[saved_model] .compat.adapters: save=save_model  .compat.keras_objects: load=load_model
+    stateless_normal stateless_truncated_normal stateless_uniform  ndistribute: set_seed
+    .compat.random_numbers/either: normal truncated_normal uniform
+[random.experimental] .compat.random_numbers: Generator get_global_generator
+[saved_model] .compat.adapters: LoadOptions=FileOptions SaveOptions=FileOptions save=save_model
+    .compat.keras_objects: load=load_model
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [summary.experimental] .compat.summaries: get_step set_step
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
-    .models: list_variables load_checkpoint load_variable
+    CheckpointOptions=FileOptions  .models: list_variables load_checkpoint load_variable
     .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
-[test] .compat.adapters: is_gpu_available
+[test] .compat.configuration: is_gpu_available
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
-[] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
-    ndistribute: IndexedSlices VariableAggregation VariableSynchronization stop_gradient
-    .compat.tensors: GradientTape=WatchingTape Module Tensor convert_to_tensor custom_gradient
+[] .compat.keras_layers: Module  .compat.tf.dtypes: *  .compat.tf.math: *
+    .compat.tf.linalg: einsum eye matmul norm tensordot
+    ndistribute: VariableAggregation VariableSynchronization stop_gradient  .compat.tensors:
+    GradientTape=WatchingTape IndexedSlices Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
-    TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number expand_dims fill
-    function gather identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile
-    transpose unstack where zeros  .compat.tensor_functions/either: cond constant
+    custom_gradient TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number
+    expand_dims fill function gather identity is_tensor one_hot ones range=numbers slice=slice_
+    split squeeze tile transpose unstack where zeros  .compat.tensor_functions/either: cond constant
     control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
-    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad repeat
-    reverse roll searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
-    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unique unique_with_counts
-    .compat.array_functions/operation: case foldl map_fn meshgrid scan scatter_nd switch_case
-    vectorized_map=map_fn  numpy/unary: ones_like reshape unravel_index zeros_like  numpy/joining:
-    concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes:
-    TensorShape=Shape  builtins: print  .compat.graphs: get_logger  .compat.programs: init_scope
-    .compat.graphs/program: device name_scope while_loop  .compat.programs/program:
-    executing_eagerly  .models.initializers/initializer: constant_initializer=Constant
-    ones_initializer=Ones random_normal_initializer=RandomNormal
+    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
+    searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
+    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unravel_index unique
+    unique_with_counts  .compat.array_functions/operation: case foldl map_fn meshgrid scan
+    scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip
+    roll zeros_like  numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size
+    numpy: newaxis  .graph.shapes: TensorShape=Shape  builtins: print  .compat.graphs: get_logger
+    .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
+    .compat.programs/program: executing_eagerly  .models.initializers/initializer:
+    constant_initializer=Constant ones_initializer=Ones random_normal_initializer=RandomNormal
     random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
@@ -235,8 +249,8 @@ TF1 = """
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
     LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
     TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
-[gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob
-    os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
+[gfile] .compat.tf.io.gfile: *  builtins/file: FastGFile=open Open=open  glob: Glob=glob
+    os/file: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
     .compat.adapters: DeleteRecursively=rmtree MakeDirs=makedirs
 [layers] .compat.layers/graph: AveragePooling2D BatchNormalization Conv2D Dense Dropout Flatten
     MaxPooling2D average_pooling2d batch_normalization conv2d dense dropout flatten max_pooling2d
@@ -307,7 +321,11 @@ INSTEAD = {
     "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
-    "image": "NumPy or Pillow in Dataset.map",
+    "image.adjust_hue": "Pillow in Dataset.map",
+    "image.decode_image": "Pillow in Dataset.map",
+    "image.decode_jpeg": "Pillow in Dataset.map",
+    "image.decode_png": "Pillow in Dataset.map",
+    "image.rgb_to_hsv": "Pillow in Dataset.map",
     "io.decode_image": "Pillow in Dataset.map",
     "io.decode_jpeg": "Pillow in Dataset.map",
     "io.parse_single_example": "arrays, or Dataset.from_files with a reader",
@@ -330,8 +348,10 @@ INSTEAD = {
     "ragged": "lists of arrays, or padded arrays",
     "signal.stft": "SciPy",
     "sparse": "tf.IndexedSlices, or whole arrays",
-    "strings.join": "str.join, or + of tensors of text",
-    "strings.split": "str.split of x.numpy().decode()",
+    "strings.bytes_split": "list(x.numpy().decode())",
+    "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
+    "strings.unicode_split": "list(x.numpy().decode())",
+    "variable_creator_scope": "a function that makes the variables",
     "train.Example": "arrays in .npz files",
     "train.QueueRunner": "a dataset",
     "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",

@@ -16,18 +16,25 @@ import ndistribute as nd
 from ndistribute import graph, models
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import graphs
-from ndistribute.compat.random_numbers import seeded
+from ndistribute.compat.random_numbers import generator
 from ndistribute.compat.signatures import (
     adapted,
     axis_of,
     binary,
+    floating,
     is_symbolic,
     like,
     nothing,
     tensor_if_array,
     unary,
 )
-from ndistribute.compat.tensors import Tensor, convert_to_tensor, eager_variable
+from ndistribute.compat.tensors import (
+    Tensor,
+    as_tensor,
+    convert_to_tensor,
+    eager_variable,
+    inside,
+)
 from ndistribute.devices import array_namespace
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
@@ -50,7 +57,15 @@ def eager_constant(value: Any, dtype: Any = None, shape: Any = None, name: Any =
 
 def _split(value: Any, n: Any, axis: Any = 0) -> Any:
     value, axis = (axis, value) if isinstance(value, int) else (value, axis)
-    return np.split(convert_to_tensor(value), np.cumsum(n)[:-1] if np.ndim(n) else n, axis)
+    value = convert_to_tensor(value)
+    if not np.ndim(n):
+        return np.split(value, n, axis)
+    sizes = [int(size) for size in n]
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = value.shape[axis] - sum(sizes) - 1
+    if min(sizes) < 0 or sum(sizes) != value.shape[axis]:
+        raise InvalidArgumentError(f"split: sizes {[*n]} of an axis of length {value.shape[axis]}.")
+    return np.split(value, np.cumsum(sizes)[:-1], axis)
 
 
 def cross_entropy(loss: Any, *order: str, constant_labels: bool = False) -> Any:
@@ -58,7 +73,9 @@ def cross_entropy(loss: Any, *order: str, constant_labels: bool = False) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         options = dict(zip(order, args, strict=False)) | kwargs
-        logits, labels = options["logits"], options["labels"]
+        logits, labels = map(convert_to_tensor, (options["logits"], options["labels"]))
+        if isinstance(labels, Tensor) and labels.dtype.kind in "bf":
+            labels = labels.astype(logits.dtype or labels.dtype)
         axis = options.get("axis", options.get("dim", -1))
         if axis not in (None, -1):
             logits, labels = (np.moveaxis(array, axis, -1) for array in (logits, labels))
@@ -116,17 +133,16 @@ clip_by_value = unary(np.clip, clip_value_min="a_min", clip_value_max="a_max")
 constant = graph.constant, eager_constant
 
 
-def _cumsum(x: Any, axis: Any = 0, exclusive: Any = False, reverse: Any = False) -> Any:
-    x = np.flip(x, axis) if reverse else x
-    sums = np.cumsum(x, axis, dtype=x.dtype)
-    sums = sums - x if exclusive else sums
-    return np.flip(sums, axis) if reverse else sums
-
-
-cumsum = unary(_cumsum)
 div = unary(binary(lambda x, y: (np.floor_divide if _is_whole(x, y) else np.divide)(x, y)))
 bias_add = unary(lambda value, bias, data_format=None: np.add(value, bias), 2)
-eye = unary(functools.partial(np.eye, dtype=np.float32), 0, num_rows="N", num_columns="M")
+
+
+def _eye(num_rows: Any, num_columns: Any = None, batch_shape: Any = (), dtype: Any = None) -> Any:
+    matrix = np.eye(num_rows, num_columns, dtype=dtype or np.float32)
+    return np.tile(matrix, (*axis_of(batch_shape), 1, 1)) if len(batch_shape) else matrix
+
+
+eye = unary(_eye, 0)
 
 
 def _fill(dims: Any, value: Any) -> Any:
@@ -159,11 +175,13 @@ def _global_norm(t_list: Any) -> Any:
 def _clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None) -> Any:
     if is_symbolic(*t_list):
         return graph.clip_by_global_norm(t_list, clip_norm, use_norm)
+    t_list = [convert_to_tensor(part) if isinstance(part, list) else part for part in t_list]
     norm = _global_norm(t_list) if use_norm is None else use_norm
     scale = np.where(np.isfinite(norm), clip_norm / np.maximum(norm, clip_norm), np.nan)
 
     def scaled(array: Any) -> Any:
-        return convert_to_tensor(array) * scale.astype(array.dtype)
+        array = convert_to_tensor(array)
+        return array * scale.astype(array.dtype)
 
     return [None if part is None else map_values(scaled, part) for part in t_list], norm
 
@@ -200,7 +218,10 @@ def _gather(params: Any, indices: Any, axis: Any = None, batch_dims: int = 0) ->
     if isinstance(params, Symbolic) and not axis:
         return params[indices]
     if not batch_dims:
-        return np.take(params, convert_to_tensor(indices), axis)
+        indices = convert_to_tensor(indices)
+        if isinstance(indices, Tensor):
+            inside(indices, params.shape[axis])
+        return np.take(params, indices, axis)
     pairs = zip(params, convert_to_tensor(indices), strict=True)
     return np.stack([_gather(x, i, axis - (axis > 0), batch_dims - 1) for x, i in pairs])
 
@@ -221,17 +242,35 @@ def _embedding_lookup(params: Any, ids: Any, partition_strategy: str = "mod") ->
 embedding_lookup = adapted(_embedding_lookup, "name", "validate_indices")
 expand_dims = unary(np.expand_dims, input="a", dim="axis")
 identity = unary(lambda x: graph.identity(x) if isinstance(x, Symbolic) else x)
-l2_loss = unary(lambda tensor: np.sum(np.square(tensor)) / 2)
+
+
+def _l2_loss(t: Any) -> Any:
+    return np.sum(np.square(t)) / 2
+
+
+l2_loss = unary(floating(_l2_loss))
 leaky_relu = unary(activations.leaky_relu, alpha="negative_slope")
-matmul = unary(
-    lambda a, b, transpose_a=False, transpose_b=False, a_is_sparse=False, b_is_sparse=False: (
-        np.matmul(
-            np.swapaxes(like(a, b), -1, -2) if transpose_a else like(a, b),
-            np.swapaxes(like(b, a), -1, -2) if transpose_b else like(b, a),
-        )
-    ),
-    0,
-)
+
+
+def _matmul(
+    a: Any,
+    b: Any,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    adjoint_a: bool = False,
+    adjoint_b: bool = False,
+    a_is_sparse: bool = False,
+    b_is_sparse: bool = False,
+) -> Any:
+    def factor(x: Any, transposes: bool, adjoins: bool) -> Any:
+        x = np.conj(x) if adjoins and x.dtype.kind == "c" else x
+        return np.swapaxes(x, -1, -2) if transposes or adjoins else x
+
+    left, right = like(a, b), like(b, a)
+    return np.matmul(factor(left, transpose_a, adjoint_a), factor(right, transpose_b, adjoint_b))
+
+
+matmul = unary(_matmul, 0)
 control_dependencies = graphs.control_dependencies, lambda control_inputs: nullcontext()
 global_variables_initializer = graph.global_variables_initializer, nothing
 group = graph.group, lambda *inputs, name=None: None
@@ -247,7 +286,9 @@ truncated_normal_initializer = graphs.truncated_normal_initializer, initializers
 def _numbers(start: Any = 0, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
     start, limit = (0, start) if limit is None else (start, limit)
     if not is_symbolic(start, limit, delta):
-        return convert_to_tensor(np.arange(start, limit, delta).tolist(), dtype)
+        parts = [convert_to_tensor(part, dtype) for part in (start, limit, delta)]
+        kind = max((part.dtype for part in parts), key=lambda x: (x.kind == "f", x.itemsize))
+        return np.arange(*(part.item() for part in parts)).astype(kind)
     count = np.maximum(np.ceil((limit - start) / delta), 0).astype(np.int64)
     unit: Any = graph.as_tensor(np.int32(1))
     values = start + (np.cumsum(np.broadcast_to(unit, [count])).astype(np.int32) - 1) * delta
@@ -294,7 +335,7 @@ def _norm(tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: Any =
     return np.linalg.norm(tensor, kind, axes, keepdims)
 
 
-norm = unary(_norm, keep_dims="keepdims")
+norm = unary(floating(_norm), keep_dims="keepdims")
 
 
 def _slice(x: Any, begin: Any, size: Any) -> Any:
@@ -330,7 +371,7 @@ transpose = unary(np.transpose, perm="axes")
 def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if x is None and y is None:
         return np.argwhere(condition)
-    x, y = convert_to_tensor(x), convert_to_tensor(y)
+    x, y = like(x, y), like(y, x)
     axes = [len(getattr(array, "shape", None) or ()) for array in (condition, x)]
     if is_symbolic(condition, x, y) and axes[0] == 1 < axes[1]:  # It chooses rows.
         condition = np.reshape(condition, (-1, *(1,) * (axes[1] - 1)))
@@ -343,7 +384,7 @@ where = unary(_where)
 def _dropout(x: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
     if is_symbolic(x, rate):
         return graphs.dropout(x, None, noise_shape, seed, rate)
-    drawn = seeded(seed).random(x.shape if noise_shape is None else noise_shape)
+    drawn = generator(seed).random(x.shape if noise_shape is None else noise_shape)
     return np.where(drawn < rate, np.zeros_like(x), x / np.asarray(1 - rate, x.dtype))
 
 
@@ -355,7 +396,7 @@ def _dropout_v1(
 
 dropout_v1 = unary(graphs.dropout, 0), unary(_dropout_v1)
 dropout = unary(_dropout)
-complex_number = unary(lambda real, imag: np.add(real, 1j * np.asarray(imag, real.dtype)))
+complex_number = unary(lambda real, imag: np.add(real, 1j * like(imag, real)))
 in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, targets, k), 2)
 
 
@@ -368,6 +409,10 @@ def asserting(compare: Any) -> Any:
     """Return a function that raises `InvalidArgumentError` if a comparison is false somewhere."""
 
     def check(x: Any, y: Any = 0, *args: Any, message: Any = None, **options: Any) -> None:
+        if compare is np.isclose and not args:
+            dtype = getattr(convert_to_tensor(x), "dtype", np.dtype(np.float32))
+            close = 10 * float(np.finfo(dtype).eps)
+            options = {"rtol": close, "atol": close} | options
         if not np.all(compare(np.asarray(x), np.asarray(y), *args, **options)):
             why = f"{compare.__name__} is false of {x!r} and {y!r}"
             raise InvalidArgumentError(why if message is None else f"{message}: {why}")
@@ -386,6 +431,22 @@ def check_numerics(tensor: Any, message: str = "") -> Any:
     if not np.all(np.isfinite(tensor)):
         raise InvalidArgumentError(f"{message} : the tensor has infinite values, or NaN.")
     return tensor
+
+
+def custom_gradient(f: Any) -> Any:
+    """Return a function whose derivative is defined by the function; see `nd.custom_gradient`."""
+
+    @functools.wraps(f)
+    def call(*args: Any, **options: Any) -> Any:
+        result, grad = f(*map(as_tensor, args), **options)
+
+        def gradients(*upstream: Any) -> Any:
+            results = grad(*map(as_tensor, upstream))
+            return list(results) if isinstance(results, list | tuple) else [results]
+
+        return result, gradients
+
+    return nd.custom_gradient(call)
 
 
 def set_value(x: Any, value: Any) -> None:
@@ -455,10 +516,22 @@ class TensorArray:
         """Return the number of tensors."""
         return len(self._items)
 
+    def gather(self, indices: Any) -> Any:
+        """Return some tensors in one."""
+        items = self._whole()
+        return np.stack([items[int(index)] for index in indices])
+
     def stack(self) -> Any:
         """Return all tensors in one."""
-        return np.stack(self._items)
+        return np.stack(self._whole())
 
     def concat(self) -> Any:
         """Return the rows of all tensors in one."""
-        return np.concatenate(self._items)
+        return np.concatenate(self._whole())
+
+    def _whole(self) -> list[Any]:
+        """Return the items; those that were not written are zeros like the others."""
+        known = next((item for item in self._items if item is not None), None)
+        if known is None:
+            raise InvalidArgumentError("TensorArray: no item has been written.")
+        return [np.zeros_like(known) if item is None else item for item in self._items]

@@ -6,10 +6,11 @@ dtype, as TensorFlow does; NumPy's own functions follow NumPy's rules.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.mistakes import accepting
-from ndistribute.models.layers import Layer
 from ndistribute.models.masks import mask_of
 from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.numpy_functions import ArrayMethods
@@ -84,9 +84,9 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
     device = property(lambda self: f"{_TASK}/device:CPU:0")
 
     def numpy(self) -> Any:
-        """Return the NumPy array, or the number; text as bytes."""
+        """Return a copy as NumPy's array, or the number; text as bytes."""
         array = self.view(np.ndarray)
-        return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array)[()]
+        return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array.copy())[()]
 
     def __getitem__(self, index: Any) -> Any:
         return as_tensor(super().__getitem__(index))
@@ -116,17 +116,19 @@ def plain(value: Any) -> Any:
 
 
 def matched(tensor: Any, other: Any) -> Any:
-    """Return the other operand of a tensor, an array or list in the tensor's dtype if it fits.
+    """Return the other operand of a tensor; an array or list gets the tensor's dtype if it fits.
 
     Raises:
         InvalidArgumentError: it is a tensor of another dtype.
     """
     if isinstance(other, _NUMBERS) and not isinstance(other, np.generic):
         return other
+    if isinstance(other, list | tuple):
+        return convert_to_tensor(other, tensor.dtype)
     if not isinstance(other, _TENSORS):
         array = as_array(other)
         kinds = tensor.dtype.kind, array.dtype.kind
-        fits = kinds[0] == kinds[1] or (kinds[0] in "fc" and kinds[1] in "fiu")
+        fits = kinds[0] == kinds[1] or (kinds[0] in "fciu" and kinds[1] in "fiu")
         narrower = array.dtype.kind == "f" and array.dtype.itemsize < 8  # As in mixed precision.
         return array.astype(tensor.dtype) if fits and not narrower else array
     if other.dtype != tensor.dtype and not getattr(_here, "differentiates", False):
@@ -135,25 +137,38 @@ def matched(tensor: Any, other: Any) -> Any:
     return other
 
 
+def _nonzero(divisor: Any) -> bool:
+    return not isinstance(divisor, int | Tensor) or bool(np.all(divisor))
+
+
 def _operator(base: type, name: str) -> Any:
     """Return the operator of a base class, with operands of one dtype."""
     method = getattr(base, f"__{name}__")
-    divides = name in ("truediv", "rtruediv")
+    divides, rounds = name in ("truediv", "rtruediv"), name in ("floordiv", "mod")
 
     def call(self: Any, other: Any) -> Any:
+        if rounds and self.dtype.kind in "iu" and not _nonzero(other):
+            raise InvalidArgumentError("integers are divided by zero.")
         if self.dtype.kind in "iu" and (
             isinstance(other, float) or (divides and self.dtype.itemsize < 4)
         ):
             self, other = self.astype(np.float32), np.float32(other)
-        return as_tensor(method(self, matched(self, other)))
+        other = matched(self, other)
+        return as_tensor(method(self, plain(other) if base is Tracked else other))
 
     return call
+
+
+def _unless_none(compare: Any, otherwise: bool) -> Any:
+    """Return a comparison whose result for None is one boolean."""
+    return lambda self, other: otherwise if other is None else compare(self, other)
 
 
 def _ufunc(base: Any) -> Any:
     """Return what NumPy's functions call, with arrays of floats in the dtype of the tensor."""
 
     def call(self: Any, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        inputs = tuple(x if isinstance(x, ArrayLike) else plain(x) for x in inputs)
         if self.dtype.kind == "f":
             inputs = tuple(
                 x.astype(self.dtype) if type(x) is np.ndarray and x.dtype.kind == "f" else x
@@ -217,6 +232,8 @@ for _kind, _base in ((Tensor, np.ndarray), (TrackedTensor, Tracked)):
         setattr(_kind, f"__i{_name}__", getattr(_kind, f"__{_name}__"))
     for _name in _COMPARISONS:
         setattr(_kind, f"__{_name}__", _operator(_base, _name))
+    for _name, _otherwise in (("__eq__", False), ("__ne__", True)):
+        setattr(_kind, _name, _unless_none(getattr(_kind, _name), _otherwise))
 
 
 class WatchingTape(nd.GradientTape):
@@ -243,6 +260,12 @@ class WatchingTape(nd.GradientTape):
             return super(WatchingTape, self).watch(leaf)
 
         return tree.map_leaves(watched, tensor)
+
+    def reset(self) -> None:
+        """Forget what was recorded and watched, and begin anew."""
+        self.__exit__(None, None, None)
+        self.__init__(self._persistent, self._watch_accessed)  # type: ignore[misc]
+        self.__enter__()
 
     def gradient(  # type: ignore[override]
         self,
@@ -290,22 +313,6 @@ class WatchingTape(nd.GradientTape):
         return tree.unflatten(sources, map(as_tensor, gradients))
 
 
-def custom_gradient(f: Any) -> Any:
-    """Return a function whose derivative is defined by the function; see `nd.custom_gradient`."""
-
-    @functools.wraps(f)
-    def call(*args: Any, **options: Any) -> Any:
-        result, grad = f(*map(as_tensor, args), **options)
-
-        def gradients(*upstream: Any) -> Any:
-            results = grad(*map(as_tensor, upstream))
-            return list(results) if isinstance(results, list | tuple) else [results]
-
-        return result, gradients
-
-    return nd.custom_gradient(call)
-
-
 class Assignable(Tensor):
     """A tensor that is read from something that can be set, such as a part of a variable."""
 
@@ -336,27 +343,27 @@ def device_name(device: Any) -> str:
     return f"{_TASK}/device:{str(device).upper()}"
 
 
+def _named(kind: type, base: type) -> Any:
+    """Return a kind of variable with the name of the one that it is made of."""
+    return functools.update_wrapper(kind, base, ["__module__", "__name__", "__qualname__"], [])
+
+
 @functools.cache
-def flavored(kind: Any) -> Any:
-    """Return a kind of variable with TensorFlow's methods."""
-    if "constraint" in vars(kind):  # Each replica's call gets the same variable.
+def weight(kind: Any) -> Any:
+    """Return a kind of variable with TensorFlow's methods; layers compute with its array."""
+    if hasattr(kind, "constraint"):  # Each replica's call gets the same variable.
         return kind
 
-    class Flavored(kind):  # type: ignore[misc]
+    class Weight(kind):  # type: ignore[misc]
         constraint: Any = None
         """A function of the value that optimizers apply after an update; or None."""
         shape = property(lambda self: Shape(kind.shape.fget(self)))
-        name = property(lambda self: f"{kind.name.fget(self)}:0")
-        __array_ufunc__ = _ufunc(kind)
         ref, get_shape, set_shape = _Shaped.ref, _Shaped.get_shape, _Shaped.set_shape
 
         @property
         def device(self) -> str:
             """The name of the device."""
             return device_name(self.distribute_strategy.devices[0])
-
-        def tracked_value(self) -> Any:
-            return as_tensor(kind.tracked_value(self))
 
         def read_value(self) -> Any:
             return as_tensor(kind.read_value(self))
@@ -366,11 +373,6 @@ def flavored(kind: Any) -> Any:
         def numpy(self) -> Any:
             return kind.numpy(self)[()]
 
-        def __getitem__(self, index: Any) -> Any:
-            part = kind.__getitem__(self, index)
-            assign = functools.partial(_assign_part, self, index)
-            return assignable(part, assign) if isinstance(part, Tensor) else part
-
         def __deepcopy__(self, memo: Any) -> Any:
             with self.distribute_strategy.scope():
                 kinds = self.synchronization, self.aggregation
@@ -378,14 +380,34 @@ def flavored(kind: Any) -> Any:
             return memo.setdefault(id(self), copied)
 
     for name in ("assign", "assign_add", "assign_sub"):
-        setattr(Flavored, name, _assign(getattr(kind, name)))
+        setattr(Weight, name, _assign(getattr(kind, name)))
     for name in ("scatter_add", "scatter_sub", "scatter_update"):
-        setattr(Flavored, name, _write(getattr(kind, name)))
+        setattr(Weight, name, _write(getattr(kind, name)))
     for name, change in _SCATTERED.items():
-        setattr(Flavored, f"scatter_{name}", _scatter(change))
-    Flavored.__name__, Flavored.__qualname__ = kind.__name__, kind.__qualname__
-    Flavored.__module__ = kind.__module__
-    return Flavored
+        setattr(Weight, f"scatter_{name}", _scatter(change))
+    return _named(Weight, kind)
+
+
+@functools.cache
+def flavored(kind: Any) -> Any:
+    """Return a kind of variable that is a tensor in computations; its parts can be assigned."""
+    if "__array_ufunc__" in vars(kind):
+        return kind
+    base: Any = weight(kind)
+
+    class Flavored(base):  # type: ignore[misc]
+        name = property(lambda self: f"{kind.name.fget(self)}:0")
+        __array_ufunc__ = _ufunc(kind)
+
+        def tracked_value(self) -> Any:
+            return as_tensor(kind.tracked_value(self))
+
+        def __getitem__(self, index: Any) -> Any:
+            part = kind.__getitem__(self, index)
+            assign = functools.partial(_assign_part, self, index)
+            return assignable(part, assign) if isinstance(part, Tensor) else part
+
+    return _named(Flavored, kind)
 
 
 _ASSIGNED = "value", "use_locking", "name", "read_value"
@@ -396,6 +418,10 @@ def _assign(method: Any) -> Any:
     write = _write(method)
 
     def assign(self: Any, *args: Any, **options: Any) -> Any:
+        value = args[0] if args else options.get("value", options.get("delta"))
+        if isinstance(value, Tensor | Tracked) and value.dtype != self.dtype:
+            dtypes = f"of {self.dtype} cannot be set to a tensor of {value.dtype}"
+            raise InvalidArgumentError(f"variable {self.name!r} {dtypes}: tf.cast it.")
         return write(self, **dict(zip(_ASSIGNED[: len(args)], args, strict=True)), **options)
 
     return assign
@@ -409,17 +435,19 @@ _EXTREME = {"max": np.maximum.at, "min": np.minimum.at}
 _SCATTERED: dict[str, Any] = {"div": _divided, "mul": np.multiply.at, **_EXTREME}
 
 
+def inside(indices: Any, length: int, where: str = "") -> None:
+    """Raise `InvalidArgumentError` if an index is not among those of an axis of a length."""
+    outside = indices[(indices < 0) | (indices >= length)]
+    if outside.size:
+        raise InvalidArgumentError(f"{where}index {np.ravel(outside)[0]} is not in [0, {length}).")
+
+
 def _scatter(change: Any) -> Any:
     """Return a method that changes rows of a variable, once for all replicas."""
 
     def changed(variable: Any, rows: Any) -> Any:
         array, indices = variable.numpy(), np.asarray(rows.indices)
-        outside = indices[(indices < 0) | (indices >= len(array))]
-        if outside.size:
-            raise ValueError(
-                f"scatter on variable {variable.name!r}: index {outside[0]} is not in "
-                f"[0, {len(array)}). Nothing has changed."
-            )
+        inside(indices, len(array), f"scatter on variable {variable.name!r}, which is unchanged: ")
         change(array, indices, np.asarray(rows.values, array.dtype))
         return variable.assign(array)
 
@@ -482,57 +510,77 @@ def eager_variable(
     return variable
 
 
-class _VariableType(type):
-    """The type of `tf.Variable`, which makes variables of several kinds."""
+class StandIn(type):
+    """The type of a class that stands for others: its instances are those of them, too."""
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, nd.Variable | graph.GraphVariable)
+        return super().__instancecheck__(value) or isinstance(value, vars(cls).get("native", ()))
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return super().__subclasscheck__(kind) or issubclass(kind, vars(cls).get("native", ()))
+
+
+def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
+    """Return rows of an array, whose shape need not be known."""
+    values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
+    least = (int(rows.max(initial=-1)) + 1, *values.shape[1:])
+    return nd.IndexedSlices(values, rows, least if dense_shape is None else dense_shape)
+
+
+IndexedSlices = StandIn("IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices})
 
 
 def variable_type(meanings: Any, program: programs.Program) -> type:
     """Return the class `tf.Variable` of a program."""
     make = programs.either(meanings, program)
-    new = {"__new__": lambda cls, *args, **options: make(*args, **options)}
-    return _VariableType("Variable", (), new)
+    new = lambda cls, *args, **options: make(*args, **options)  # noqa: E731
+    native = nd.Variable, graph.GraphVariable
+    return StandIn("Variable", (), {"__new__": new, "native": native})
 
 
 def convert_to_tensor(
     value: Any, dtype: Any = None, dtype_hint: Any = None, name: Any = None
 ) -> Any:
-    """Return a tensor; floats and integers of Python become float32 and int32."""
-    if type(value) is Tensor and (dtype is None or value.dtype == dtype):
-        return value
+    """Return a tensor; floats and integers of Python become float32 and int32.
+
+    Raises:
+        InvalidArgumentError: it is a tensor of another dtype.
+        TypeError: numbers of Python do not fit the dtype, as a fraction does not fit integers.
+    """
+    if dtype is None and dtype_hint is not None:
+        with contextlib.suppress(TypeError, ValueError):
+            return convert_to_tensor(value, dtype_hint)
     if isinstance(value, Symbolic | SymbolicArray):
         return value if dtype is None else value.astype(dtype)
-    if isinstance(value, Tracked | ArrayLike):
+    if isinstance(value, Tracked | ArrayLike):  # Also a tensor that is watched.
         value = value if isinstance(value, Tracked) else as_tensor(value.tracked_value())
         return value if dtype is None else value.astype(dtype)
+    if isinstance(value, Tensor):
+        if dtype is None or value.dtype == dtype:
+            return value
+        raise InvalidArgumentError(
+            f"a tensor of {value.dtype} is no {np.dtype(dtype)}: tf.cast it."
+        )
     if isinstance(value, nd.IndexedSlices):
         return as_tensor(value.to_dense())
     if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
         return np.stack([convert_to_tensor(each, dtype) for each in value])
-    has_dtype = isinstance(value, list | tuple) and any(hasattr(x, "dtype") for x in value)
+    values = value if isinstance(value, list | tuple) else [value]
+    has_dtype = any(hasattr(each, "dtype") for each in values)
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
-    return as_tensor(array if dtype is None else array.astype(dtype, copy=False))
+    if dtype is None:
+        weak = has_dtype and not any(isinstance(each, list | tuple) for each in values)
+        return as_tensor(array.astype(np.result_type(*values), copy=False) if weak else array)
+    kinds = array.dtype.kind, np.dtype(dtype).kind
+    if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):
+        raise TypeError(f"{value!r} is no {np.dtype(dtype)}: convert it, or tf.cast the tensor.")
+    return as_tensor(array.astype(dtype, copy=False) if has_dtype else np.asarray(value, dtype))
 
 
 _DIFFERENTIABLE = Tracked, ArrayLike, Symbolic, SymbolicArray
-
-
-class Module(Layer):
-    """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
-
-    _uncalled: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__(name=name)
-
-    @property
-    def submodules(self) -> tuple[Any, ...]:
-        """The modules and layers in this one."""
-        return tuple(self.walk())[1:]
-
-    @classmethod
-    def with_name_scope(cls, method: Any) -> Any:
-        """Return the method itself: names of variables are not changed."""
-        return method
+_FITTING = {
+    "b": "biufc",
+    "i": "iufc",
+    "u": "iufc",
+    "f": "fc",
+}  # Kinds of dtypes that numbers of Python become.

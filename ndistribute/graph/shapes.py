@@ -65,6 +65,8 @@ class Shape(tuple[Any, ...]):
         """The number of axes."""
         return len(self)
 
+    rank = ndims
+
     def as_list(self) -> list[int | None]:
         """Return the lengths."""
         return [None if n is None else int(n) for n in self]

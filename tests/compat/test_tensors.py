@@ -298,7 +298,6 @@ FUNCTIONS = {
     "dropout": (lambda: tf.nn.dropout(tf.ones([4]), rate=0.0), [1, 1, 1, 1]),
     "shuffle": (lambda: tf.sort(tf.random.shuffle([3, 1, 2])), [1, 2, 3]),
     "categorical": (lambda: tf.random.categorical([[0.0, 99.0]], 2), [[1, 1]]),
-    "seeded": (lambda: tf.random.normal([2], seed=1) - tf.random.normal([2], seed=1), [0, 0]),
     "stateless": (lambda: tf.random.stateless_uniform([1], [1, 2], 3, 4, tf.int32), [3]),
     "batches": (lambda: tf.gather([[1, 2], [3, 4]], [[1], [0]], batch_dims=1), [[2], [3]]),
     "generator": (lambda: tf.random.Generator.from_seed(1).uniform([1], 3, 4, tf.int32), [3]),

@@ -14,6 +14,7 @@ from ndistribute.compat.tf import dtypes as dtypes
 from ndistribute.compat.tf import errors as errors
 from ndistribute.compat.tf import estimator as estimator
 from ndistribute.compat.tf import feature_column as feature_column
+from ndistribute.compat.tf import image as image
 from ndistribute.compat.tf import initializers as initializers
 from ndistribute.compat.tf import io as io
 from ndistribute.compat.tf import keras as keras
@@ -38,9 +39,9 @@ from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
-from ndistribute.indexed_slices import IndexedSlices as _IndexedSlices
+from ndistribute.compat.tensors import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
-from ndistribute.compat.tensors import Module as _Module
+from ndistribute.compat.keras_layers import Module as _Module
 Module = _Module
 from ndistribute.graph.graph import Operation as _Operation
 Operation = _Operation
@@ -164,6 +165,7 @@ multiply: Any
 name_scope: Any
 negative: Any
 newaxis: Any
+nextafter: Any
 no_op: Any
 norm: Any
 not_equal: Any
@@ -204,6 +206,7 @@ rint: Any
 roll: Any
 round: Any
 rsqrt: Any
+saturate_cast: Any
 scalar_mul: Any
 scan: Any
 scatter_nd: Any
@@ -243,6 +246,7 @@ tile: Any
 top_k: Any
 transpose: Any
 truediv: Any
+truncatemod: Any
 uint16: Any
 uint32: Any
 uint64: Any

@@ -2,6 +2,7 @@
 from typing import Any
 
 Assert: Any
+assert_all_finite: Any
 assert_equal: Any
 assert_greater: Any
 assert_greater_equal: Any
@@ -11,6 +12,8 @@ assert_near: Any
 assert_non_negative: Any
 assert_none_equal: Any
 assert_positive: Any
+assert_rank: Any
+assert_type: Any
 check_numerics: Any
 enable_check_numerics: Any
 set_log_device_placement: Any

@@ -5,6 +5,8 @@ from ndistribute.compat.adapters import Checkpoint as _Checkpoint
 Checkpoint = _Checkpoint
 from ndistribute.models.checkpoint_manager import CheckpointManager as _CheckpointManager
 CheckpointManager = _CheckpointManager
+from ndistribute.compat.adapters import FileOptions as _CheckpointOptions
+CheckpointOptions = _CheckpointOptions
 from ndistribute.cluster.spec import ClusterSpec as _ClusterSpec
 ClusterSpec = _ClusterSpec
 from ndistribute.graph.monitored import Coordinator as _Coordinator

@@ -19,6 +19,7 @@ from ndistribute.compat.tf1 import estimator as estimator
 from ndistribute.compat.tf1 import feature_column as feature_column
 from ndistribute.compat.tf1 import flags as flags
 from ndistribute.compat.tf1 import gfile as gfile
+from ndistribute.compat.tf1 import image as image
 from ndistribute.compat.tf1 import initializers as initializers
 from ndistribute.compat.tf1 import io as io
 from ndistribute.compat.tf1 import keras as keras
@@ -50,11 +51,11 @@ from ndistribute.compat.tensors import WatchingTape as _GradientTape
 GradientTape = _GradientTape
 from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
-from ndistribute.indexed_slices import IndexedSlices as _IndexedSlices
+from ndistribute.compat.tensors import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
 from ndistribute.compat.graphs import InteractiveSession as _InteractiveSession
 InteractiveSession = _InteractiveSession
-from ndistribute.compat.tensors import Module as _Module
+from ndistribute.compat.keras_layers import Module as _Module
 Module = _Module
 from ndistribute.graph.graph import Operation as _Operation
 Operation = _Operation
@@ -213,6 +214,7 @@ name_scope: Any
 neg: Any
 negative: Any
 newaxis: Any
+nextafter: Any
 no_op: Any
 norm: Any
 not_equal: Any
@@ -258,6 +260,7 @@ rint: Any
 roll: Any
 round: Any
 rsqrt: Any
+saturate_cast: Any
 scalar_mul: Any
 scalar_summary: Any
 scan: Any
@@ -306,6 +309,7 @@ transpose: Any
 truediv: Any
 truncated_normal: Any
 truncated_normal_initializer: Any
+truncatemod: Any
 uint16: Any
 uint32: Any
 uint64: Any

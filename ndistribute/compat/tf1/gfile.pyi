@@ -17,5 +17,6 @@ isdir: Any
 join: Any
 listdir: Any
 makedirs: Any
+mkdir: Any
 remove: Any
 rmtree: Any

@@ -57,6 +57,7 @@ minimum: Any
 mod: Any
 multiply: Any
 negative: Any
+nextafter: Any
 not_equal: Any
 polyval: Any
 pow: Any
@@ -93,5 +94,6 @@ tan: Any
 tanh: Any
 top_k: Any
 truediv: Any
+truncatemod: Any
 unsorted_segment_sum: Any
 zero_fraction: Any

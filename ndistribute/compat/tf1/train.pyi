@@ -9,6 +9,8 @@ from ndistribute.compat.adapters import Checkpoint as _Checkpoint
 Checkpoint = _Checkpoint
 from ndistribute.models.checkpoint_manager import CheckpointManager as _CheckpointManager
 CheckpointManager = _CheckpointManager
+from ndistribute.compat.adapters import FileOptions as _CheckpointOptions
+CheckpointOptions = _CheckpointOptions
 from ndistribute.graph.hooks import CheckpointSaverHook as _CheckpointSaverHook
 CheckpointSaverHook = _CheckpointSaverHook
 from ndistribute.graph.hooks import CheckpointSaverListener as _CheckpointSaverListener

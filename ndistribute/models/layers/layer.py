@@ -223,10 +223,7 @@ class Layer(Explaining):
             first = outputs[0] if isinstance(outputs, tuple | list) else outputs
             attach_mask(first, self.compute_mask(inputs, mask))
             like = inputs[0] if isinstance(inputs, tuple | list) and inputs else inputs
-            if outer[0] or not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
-                return outputs  # Else a kind of array with more methods came in, and comes out.
-            view = lambda y: y.view(type(like)) if type(y) is np.ndarray else y  # noqa: E731
-            return tree.map_leaves(view, outputs)
+            return outputs if outer[0] else self._returned(outputs, like)
         finally:
             _calls.nested, _calls.training = outer
 
@@ -257,6 +254,13 @@ class Layer(Explaining):
         path, trainable = f"{self.name}/{name}", trainable and self.trainable
         kind = synchronization, aggregation
         return Variable(lambda: make(tuple(shape), wanted), trainable, path, wanted, *kind)
+
+    def _returned(self, outputs: Any, like: Any) -> Any:
+        """Return outputs as a kind of array with more methods, if such an array came in."""
+        if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
+            return outputs
+        view = lambda y: y.view(type(like)) if type(y) is np.ndarray else y  # noqa: E731
+        return tree.map_leaves(view, outputs)
 
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this layer and of its layers by path, each once.

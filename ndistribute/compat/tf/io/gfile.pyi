@@ -8,5 +8,6 @@ isdir: Any
 join: Any
 listdir: Any
 makedirs: Any
+mkdir: Any
 remove: Any
 rmtree: Any

@@ -78,7 +78,7 @@ from ndistribute.models.layers.recurrent import LSTM as _LSTM
 LSTM = _LSTM
 from ndistribute.models.layers.core import Lambda as _Lambda
 Lambda = _Lambda
-from ndistribute.models.layers.layer import Layer as _Layer
+from ndistribute.compat.keras_layers import Layer as _Layer
 Layer = _Layer
 from ndistribute.models.layers.normalization import LayerNormalization as _LayerNormalization
 LayerNormalization = _LayerNormalization

@@ -1,6 +1,7 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+from ndistribute.compat.tf.random import experimental as experimental
 from ndistribute.compat.random_numbers import Generator as _Generator
 Generator = _Generator
 categorical: Any
@@ -11,6 +12,7 @@ poisson: Any
 set_seed: Any
 shuffle: Any
 stateless_normal: Any
+stateless_truncated_normal: Any
 stateless_uniform: Any
 truncated_normal: Any
 uniform: Any
