@@ -52,9 +52,8 @@ SHARED_CLASSES = {
     **dict.fromkeys(
         (
             *("BinaryCrossentropy", "CategoricalCrossentropy", "SparseCategoricalCrossentropy"),
-            *("CategoricalHinge", "CosineSimilarity", "Hinge", "KLDivergence", "Poisson"),
             *("MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError"),
-            *("MeanSquaredLogarithmicError", "SquaredHinge"),
+            "CosineSimilarity",
         ),
         "Keras has a loss and a metric of this name",
     ),

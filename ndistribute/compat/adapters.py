@@ -174,10 +174,8 @@ class Model(WithTensors, models.Model):
 
     compile = adapted(_compile)
 
-    _save = accepting("save_format", "zipped")(models.Model.save)  # There is one format.
-    save = adapted(_save, filepath="path")
-    _save_weights = accepting("save_format", "options")(models.Model.save_weights)
-    save_weights = adapted(_save_weights, filepath="path")
+    save = adapted(models.Model.save, "save_format", "zipped", filepath="path")
+    save_weights = adapted(models.Model.save_weights, "save_format", "options", filepath="path")
     fit, evaluate, predict = (
         accepting("max_queue_size", "use_multiprocessing", "workers")(method)
         for method in (models.Model.fit, models.Model.evaluate, models.Model.predict)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import ndistribute as nd
 from ndistribute import models
 from ndistribute.compat.signatures import adapted
 from ndistribute.models import layers
@@ -23,18 +22,14 @@ from ndistribute.names import (
 _IN_FILES = "optimizers", "layers", "models"
 
 
-model_from_json = adapted(
-    lambda json_string, custom_objects=None: models.model_from_json(
-        json_string, _classes(*_IN_FILES) | (custom_objects or {})
-    )
-)
-load_model = adapted(
-    lambda filepath, custom_objects=None, **options: models.load(
-        filepath, _classes(*_IN_FILES) | (custom_objects or {}), **options
-    ),
-    "options",
-    "safe_mode",
-)
+def _loading(load: Any) -> Any:
+    def call(source: Any, custom_objects: Any = None, **options: Any) -> Any:
+        return load(source, _classes(*_IN_FILES) | (custom_objects or {}), **options)
+
+    return adapted(call, "options", "safe_mode", filepath="source", json_string="source")
+
+
+load_model, model_from_json = _loading(models.load), _loading(models.model_from_json)
 
 
 def _classes(*modules: str) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def _classes(*modules: str) -> dict[str, Any]:
 
 def get_optimizer(identifier: Any) -> Any:
     """Return an optimizer for a name; one that is given is returned unchanged."""
-    if isinstance(identifier, nd.optimizers.Optimizer):
+    if isinstance(identifier, models.optimizers.Optimizer):
         return identifier
     kinds = _classes("optimizers")
     with custom_object_scope({name.lower(): kind for name, kind in kinds.items()}):

@@ -112,7 +112,8 @@ TF2 = """
     .models.losses: deserialize  .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
-[keras.metrics] .models.metrics/metric: *  .models.metrics: Metric deserialize get
+[keras.metrics] .models.metrics/metric: *  .models.metrics: deserialize get
+    .compat.own_metrics: Metric=OwnMetric
     .names: serialize
 [keras.mixed_precision] .compat.keras_precision: DTypePolicy=Policy LossScaleOptimizer Policy
     dtype_policy=global_policy global_policy

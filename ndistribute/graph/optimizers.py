@@ -24,7 +24,7 @@ from ndistribute.graph.step import Node, Step
 from ndistribute.graph.variables import GraphVariable, trainable_variables
 from ndistribute.mistakes import accepting
 from ndistribute.optimizers import algorithms, schedules
-from ndistribute.optimizers.clipping import clipped
+from ndistribute.optimizers.applied import clipped
 from ndistribute.optimizers.optimizer import Optimizer, optimizer_for
 from ndistribute.update_rules import Rule, hyperparameters_of, slot_start
 

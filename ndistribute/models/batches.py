@@ -122,8 +122,10 @@ def split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
     return cut(slice(at)), cut(slice(at, None))
 
 
-def validation_parts(data: Any) -> tuple[Any, Any, Any]:
-    """Return the inputs, labels and weights of `validation_data`; a dataset as the inputs."""
+def for_validation(data: Any, batch_size: int | None, steps: int | None) -> dict[str, Any] | None:
+    """Return the arguments of `evaluate` for `validation_data`, unless that is None."""
+    if data is None:
+        return None
     arrays = isinstance(data, tuple) and 2 <= len(data) <= 3
     if not arrays and (isinstance(data, tuple | list | str | float) or _are_arrays(data)):
         size = f" of {len(data)}" if isinstance(data, tuple | list) else ""
@@ -131,7 +133,9 @@ def validation_parts(data: Any) -> tuple[Any, Any, Any]:
             "validation_data must be (x, y), (x, y, sample_weight) or a dataset of such batches, "
             f"got a {type(data).__name__}{size}."
         )
-    return unpacked(data)
+    x, y, weight = unpacked(data)
+    of_arrays = {} if y is None else {"y": y, "sample_weight": weight, "batch_size": batch_size}
+    return {"x": x, **of_arrays, "steps": steps, "verbose": 0, "return_dict": True}
 
 
 def unpacked(data: Any) -> tuple[Any, Any, Any]:

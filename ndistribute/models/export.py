@@ -143,7 +143,7 @@ class _Architecture(Encoder):
 
     kinds = frozenset({"float", "tuple", "dtype", "slice", "ellipsis"})
     mark = ""
-    others = tuple("made dict empty array shared function numpy object layer symbolic".split())
+    others = tuple("made dict array shared function numpy object layer symbolic".split())
     refusal = (
         ValueError,
         "export: the argument {path} is {value!r}, which cannot be written: use a name, a number, "
@@ -198,8 +198,6 @@ class _Architecture(Encoder):
         match node:
             case {"dict": items}:
                 return self._all(items)
-            case {"empty": shape, "dtype": dtype}:  # Of earlier versions.
-                return np.zeros(shape, dtype_named(dtype))
             case {"array": flat, "shape": shape, "dtype": dtype}:
                 return np.array(self.decode(flat), dtype_named(dtype)).reshape(shape)
             case {"symbolic": number}:

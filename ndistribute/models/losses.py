@@ -120,16 +120,19 @@ def _weighted(losses: Any, sample_weight: Any) -> Any:
     """Return the loss of each example, times its weight, or that of each of its elements."""
     if sample_weight is None:
         return losses
-    weight = as_operand(sample_weight)
-    if weight.ndim > losses.ndim and weight.shape[-1] == 1:
+    return losses * weight_like(losses, as_operand(sample_weight)).astype(losses.dtype)
+
+
+def weight_like(values: Any, weight: Any) -> Any:
+    """Return the weights of examples, or of their elements, with as many axes as the values."""
+    if weight.ndim > values.ndim and weight.shape[-1] == 1:
         weight = weight[..., 0]
-    if weight.shape != losses.shape[: weight.ndim]:
+    if weight.shape != values.shape[: weight.ndim]:
         raise ValueError(
-            f"sample_weight has shape {weight.shape}, but the losses have {losses.shape}: "
+            f"sample_weight has shape {weight.shape}, but the values have {values.shape}: "
             "give one weight for each example."
         )
-    weight = weight.reshape(weight.shape + (1,) * (losses.ndim - weight.ndim))
-    return losses * weight.astype(losses.dtype)
+    return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
 
 
 def global_count(count: int) -> float:
@@ -564,5 +567,5 @@ deserialize = deserializing(get)
 _export(
     vars(),
     "deserialize",
-    but="FunctionLoss aligned check_shape global_count in_form per_example",
+    but="FunctionLoss aligned check_shape global_count in_form per_example weight_like",
 )

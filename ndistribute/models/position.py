@@ -25,6 +25,7 @@ class TrainingPosition:
     ahead: int = 0  # The steps beyond these that workers of a chief are making.
     iterator: Any = None  # Over the distributed dataset.
     finished: bool = False  # Whether the training ended as planned.
+    validates: bool = False  # Whether some epochs are validated.
     exhausted: bool = False  # Whether the dataset has nothing for an epoch.
     trained: Sequence[Variable] = ()
     penalized: Any = None  # The layers with penalties, once a loop has begun.

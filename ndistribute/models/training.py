@@ -25,7 +25,7 @@ from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
-from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent, on_any_worker
+from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint, without_data
 from ndistribute.models.layers.layer import Layer
@@ -84,34 +84,48 @@ class Trainer(TrainingSteps):
         """
         self._check_compiled("fit")
         _batches.check_counts(0, epochs=epochs, initial_epoch=initial_epoch)
+        _batches.check_counts(1, steps_per_epoch=steps_per_epoch)
         every = validation_freq
         if not isinstance(every, Collection):
             _batches.check_counts(1, validation_freq=every)
             every = range(every, epochs + 1, every)
-        _batches.check_counts(1, steps_per_epoch=steps_per_epoch)
         if validation_split:
             if validation_data is not None:
                 raise ValueError("pass validation_data or validation_split, not both.")
             parts = _batches.split(x, y, sample_weight, validation_split)
             (x, y, sample_weight), validation_data = parts
-        scored = None if validation_data is None else _batches.validation_parts(validation_data)
-        if scored is not None and scored[1] is not None:  # A dataset has its batches.
-            validation_batch_size = validation_batch_size or batch_size
+        sizes = validation_batch_size or batch_size, validation_steps
+        scored = _batches.for_validation(validation_data, *sizes)
         with self.strategy.scope(), ExitStack() as on_exit:
             data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
             self._build_from(data)
             distributed = self._distributed(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
-            self.history = history = History()
-            progress = ProgbarLogger(verbose)
-            called = self._callbacks(callbacks, epochs, steps, verbose, [progress], [history])
+            called = self._callbacks(callbacks, epochs, steps, verbose)
+            self.history = History()
+            called.add(ProgbarLogger(verbose), first=True)
+            called.add(self.history)
             more = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
             position = self._begin(range(initial_epoch, epochs), called.members, data, more)
             run_epoch = functools.partial(self._fit_epoch, distributed, steps_per_epoch)
             if schedules_steps(self.strategy):
                 chief = on_exit.enter_context(closing(Chief(self, x, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
-            on_exit.callback(called.call, "on_train_end", {})
+            position.validates = scored is not None
+            self._train(epochs, called, run_epoch, scored or {}, every)
+        return self.history  # type: ignore[no-any-return]
+
+    def _train(
+        self,
+        epochs: int,
+        called: Callbacks,
+        run_epoch: Callable[..., None],
+        scored: Mapping[str, Any],
+        validated: Collection[int],
+    ) -> None:
+        """Make the remaining epochs, of which some are validated by `evaluate`."""
+        position, logs = self.position, dict[str, Any]()
+        try:
             called.call("on_train_begin", {})
             while position.epoch < epochs and not self.stop_training:
                 if not position.step:
@@ -121,22 +135,20 @@ class Trainer(TrainingSteps):
                 if position.exhausted:
                     break
                 epoch, logs = position.epoch, self._results()
-                if scored is not None and epoch + 1 in every:
-                    options = validation_batch_size, validation_steps, called
-                    logs |= self._validate(scored, *options, prefix="val_")
+                if scored and epoch + 1 in validated:
+                    scores = self.evaluate(**scored, callbacks=called)
+                    logs |= {f"val_{name}": value for name, value in scores.items()}
                 position.epoch, position.step = epoch + 1, 0
                 called.call("on_epoch_end", epoch, logs)
-            self._finish(position)
-        return history
+            self.optimizer.finalize_variable_values(self.trainable_variables)
+            position.finished = True
+        finally:
+            called.call("on_train_end", logs)
 
     def _show(self, verbose: int | str, logs: Mapping[str, Any], prefix: str = "") -> None:
         progress = ProgbarLogger(verbose)
         progress.set_model(self)
         progress.show_line(logs, prefix)
-
-    def _finish(self, position: TrainingPosition) -> None:
-        self.optimizer.finalize_variable_values(self.trainable_variables)
-        position.finished = True
 
     def evaluate(
         self,
@@ -146,7 +158,7 @@ class Trainer(TrainingSteps):
         verbose: int | str = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Iterable[Callback] | Callback | None = None,
+        callbacks: Callbacks | Iterable[Callback] | Callback | None = None,
         return_dict: bool = False,
     ) -> Any:
         """Return the loss and the metrics over data.
@@ -165,9 +177,25 @@ class Trainer(TrainingSteps):
             A list of the loss and the metrics, or the loss alone without metrics, or a dict.
         """
         self._check_compiled("evaluate")
+        _batches.check_counts(1, steps=steps)
+        called = self._callbacks(callbacks, 1, steps, verbose)
         with self.strategy.scope():
-            called = self._callbacks(callbacks, 1, steps, verbose)
-            logs = self._validate((x, y, sample_weight), batch_size, steps, called)
+            data = _batches.batches_of(x, y, sample_weight, batch_size)
+            self._make_ready(data)
+            self.reset_metrics()
+            made, end = 0, called.overriding("on_test_batch_end")
+            called.call("on_test_begin", {})
+            for batch in itertools.islice(self._distributed(data), steps):
+                called.call("on_test_batch_begin", made, {})
+                self._run("_test_step", batch)
+                self._end_batch(end, made)
+                made += 1
+            if not made:
+                raise ValueError(NO_BATCHES.format("evaluate"))
+            if steps is not None and made < steps:
+                warn_of_end("evaluate", made, f"steps={steps}")
+            logs = self._results()
+            called.call("on_test_end", logs)
         self._show(verbose, logs)
         return _as_asked(logs, return_dict)
 
@@ -218,10 +246,9 @@ class Trainer(TrainingSteps):
             rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
             x, y, weight = parts
             data = _batches.batches_of(x, y, weight, rows, class_weight=weights)
-            self._build_from(data)
+            self._make_ready(data)
             if step == "_train_step":
                 self._begin(range(1), [], data, {})
-            self._renew_steps()
             if resets:
                 self.reset_metrics()
             for batch in self._distributed(data):
@@ -253,8 +280,7 @@ class Trainer(TrainingSteps):
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
         with strategy.scope():
             data = _batches.batches_of(x, batch_size=batch_size)
-            self._build_from(data)
-            self._renew_steps()
+            self._make_ready(data)
             parts: list[Any] = []
             called.call("on_predict_begin", {})
             for batch in itertools.islice(self._distributed(data), steps):
@@ -356,50 +382,18 @@ class Trainer(TrainingSteps):
         kept = {**vars(self), "position": position, "history": None}
         return {**kept, "_steps": {}, "_parts_of_steps": ()}
 
-    def _callbacks(
-        self,
-        callbacks: Any,
-        epochs: int,
-        steps: int | None,
-        verbose: Any,
-        before: Sequence[Callback] = (),
-        after: Sequence[Callback] = (),
-    ) -> Callbacks:
+    def _callbacks(self, callbacks: Any, epochs: int, steps: int | None, verbose: Any) -> Callbacks:
         if isinstance(callbacks, Callbacks):
             return callbacks
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
         known = steps if steps is not None and steps >= 0 else None
         params = {"epochs": epochs, "steps": known, "verbose": verbose}
-        return Callbacks([*before, *callbacks, *after], self, params)
+        return Callbacks(callbacks, self, params)
 
-    def _validate(
-        self,
-        data: tuple[Any, Any, Any],
-        batch_size: int | None,
-        steps: int | None,
-        called: Callbacks,
-        prefix: str = "",
-    ) -> dict[str, float]:
-        """Return the metrics over inputs, labels and weights; or a dataset, None and None."""
-        _batches.check_counts(1, steps=steps)
-        batches = _batches.batches_of(*data, batch_size)
-        self._build_from(batches)
+    def _make_ready(self, data: Dataset) -> None:
+        """Create the variables of all layers, and the steps if the model has changed."""
+        self._build_from(data)
         self._renew_steps()
-        self.reset_metrics()
-        made, end = 0, called.overriding("on_test_batch_end")
-        called.call("on_test_begin", {})
-        for batch in itertools.islice(self._distributed(batches), steps):
-            called.call("on_test_batch_begin", made, {})
-            self._run("_test_step", batch)
-            self._end_batch(end, made)
-            made += 1
-        if not made:
-            raise ValueError(NO_BATCHES.format("evaluate"))
-        if steps is not None and made < steps:
-            warn_of_end("evaluate", made, f"steps={steps}")
-        logs = self._results()
-        called.call("on_test_end", logs)
-        return {f"{prefix}{name}": value for name, value in logs.items()}
 
     def _defines_call(self) -> bool:
         return type(self).call is not Layer.call
@@ -421,10 +415,6 @@ class Trainer(TrainingSteps):
             with self.strategy.scope():
                 self._name_outputs(self.output_names or self._objective.names)
         self.position.penalized = [layer for layer in self.walk() if layer.penalties()]
-
-    def on_any_worker(self, flag: bool) -> bool:
-        """Return True if a flag is set on any worker; all must call this after the same step."""
-        return on_any_worker(self.strategy, flag)
 
     @by_every_worker
     def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> Path:

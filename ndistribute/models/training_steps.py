@@ -58,7 +58,7 @@ class TrainingSteps(Layer):
         self.history: Any = None  # What the last `fit` returned.
         self.loss: Any = None
         self.compiled: dict[str, Any] | None = None
-        """The arguments of `compile` but the optimizer, once it was called."""
+        """The losses, metrics and their weights that `compile` got."""
         self._objective: Any = None
         self.position = TrainingPosition(0)
         self._jit_compile = False
@@ -119,13 +119,8 @@ class TrainingSteps(Layer):
                         f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
                         "sum by the number of examples: leave it out, or define train_step."
                     )
-            self.compiled = {
-                "loss": loss,
-                "metrics": metrics,
-                "loss_weights": loss_weights,
-                "weighted_metrics": weighted_metrics,
-                "jit_compile": jit_compile,
-            }
+            self.compiled = {"loss": loss, "loss_weights": loss_weights}
+            self.compiled |= {"metrics": metrics, "weighted_metrics": weighted_metrics}
             self._objective = None
             named = [nest for nest in (loss, metrics) if isinstance(nest, Mapping)]
             like = named[0] if named else self.loss
@@ -133,7 +128,8 @@ class TrainingSteps(Layer):
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return what `save` writes of `compile`; a model whose `compile` differs defines it."""
-        return {**(self.compiled or {}), "optimizer": self.optimizer}
+        how = {"optimizer": self.optimizer, "jit_compile": self._jit_compile}
+        return {**(self.compiled or {}), **how}
 
     def compile_from_config(self, config: Mapping[str, Any]) -> None:
         """Compile a loaded model with what `get_compile_config` returned.
@@ -166,14 +162,8 @@ class TrainingSteps(Layer):
     def _name_outputs(self, names: Sequence[str]) -> None:
         """Make the metrics for outputs of some names, if they are not those that there are."""
         if self._objective is None or self._objective.names != list(names):
-            parts = (self.compiled or {}).get
-            self._objective = Objective(
-                names,
-                self.loss,
-                parts("loss_weights"),
-                parts("metrics"),
-                parts("weighted_metrics"),
-            )
+            parts: dict[str, Any] = self.compiled or {}
+            self._objective = Objective(names, **parts | {"loss": self.loss})
 
     @property
     def metrics(self) -> list[_metrics.Metric]:

@@ -26,8 +26,15 @@ from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.mistakes import Explaining
-from ndistribute.optimizers.clipping import clipped, one_bound, widened
-from ndistribute.optimizers.pairs import check_home, check_whole, checked_pairs, sum_over
+from ndistribute.optimizers.applied import (
+    check_home,
+    check_whole,
+    checked_pairs,
+    clipped,
+    one_bound,
+    sum_over,
+    widened,
+)
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import Rule

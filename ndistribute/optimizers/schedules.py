@@ -46,7 +46,22 @@ class LearningRateSchedule:
 
 
 @dataclass(frozen=True)
-class ExponentialDecay(LearningRateSchedule):
+class _Decay(LearningRateSchedule):
+    """The base class of schedules that decay by a rate every so many steps."""
+
+    initial_learning_rate: Any
+    decay_steps: Any
+    decay_rate: Any
+    staircase: bool = False
+
+    def part(self, step: Any) -> Any:
+        """Return how many times the rate has decayed."""
+        part = step / self.decay_steps
+        return np.floor(part) if self.staircase else part
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(_Decay):
     """A rate that is multiplied by a factor every so many steps.
 
     Args:
@@ -59,15 +74,8 @@ class ExponentialDecay(LearningRateSchedule):
     0.25
     """
 
-    initial_learning_rate: Any
-    decay_steps: Any
-    decay_rate: Any
-    staircase: bool = False
-
     def __call__(self, step: Any) -> Any:
-        power = step / self.decay_steps
-        exponent = np.floor(power) if self.staircase else power
-        return _plain(self.initial_learning_rate * self.decay_rate**exponent)
+        return _plain(self.initial_learning_rate * self.decay_rate ** self.part(step))
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class CosineDecay(LearningRateSchedule):
 
 
 @dataclass(frozen=True)
-class InverseTimeDecay(LearningRateSchedule):
+class InverseTimeDecay(_Decay):
     """A rate that is divided by a number that grows by the same amount in each step.
 
     Args:
@@ -119,15 +127,8 @@ class InverseTimeDecay(LearningRateSchedule):
     0.5
     """
 
-    initial_learning_rate: Any
-    decay_steps: Any
-    decay_rate: Any
-    staircase: bool = False
-
     def __call__(self, step: Any) -> Any:
-        part = step / self.decay_steps
-        part = np.floor(part) if self.staircase else part
-        return _plain(self.initial_learning_rate / (1 + self.decay_rate * part))
+        return _plain(self.initial_learning_rate / (1 + self.decay_rate * self.part(step)))
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,10 @@ def _plain(rate: Any) -> Any:
     return rate.item() if is_number else rate
 
 
-NAMED = {kind.__name__: kind for kind in LearningRateSchedule.__subclasses__()}
+NAMED = {
+    kind.__name__: kind
+    for kind in (*LearningRateSchedule.__subclasses__(), *_Decay.__subclasses__())
+    if kind is not _Decay
+}
 deserialize = deserializing(lambda config: named(NAMED, config, "schedule"))
 _export(vars(), "deserialize")

@@ -17,9 +17,8 @@ from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices, map_values
-from ndistribute.optimizers.clipping import widened
+from ndistribute.optimizers.applied import check_whole, sum_over, widened
 from ndistribute.optimizers.optimizer import Optimizer
-from ndistribute.optimizers.pairs import check_whole, sum_over
 from ndistribute.variables.mirrored import divided
 from ndistribute.variables.variable import Variable
 

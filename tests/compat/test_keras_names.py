@@ -100,3 +100,38 @@ def test_loading_calls_from_config_of_the_model(tmp_path) -> None:
     np.testing.assert_array_equal(loaded(x), model(x))
     model.save_weights(tmp_path / "weights")
     assert loaded.load_weights(tmp_path / "weights").expect_partial().assert_consumed()
+
+
+def test_a_metric_that_a_program_defines_has_tensors():
+    class Rate(tf.keras.metrics.Metric):
+        def __init__(self, name="rate", **options):
+            super().__init__(name=name, **options)
+            self.hits = self.add_weight(name="hits", initializer="zeros")
+            self.count = self.add_weight("count", initializer=tf.zeros_initializer())
+            self.inner = tf.keras.metrics.TruePositives()
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            hits = tf.cast(tf.equal(y_true, tf.round(y_pred)), self.dtype)
+            self.hits.assign_add(tf.reduce_sum(hits))
+            self.count.assign_add(tf.cast(tf.size(y_true), self.dtype))
+            self.inner.update_state(y_true, y_pred)
+
+        def result(self):
+            return tf.math.divide_no_nan(self.hits, self.count)
+
+        def reset_states(self):
+            self.hits.assign(0.0)
+            self.inner.reset_states()
+
+    x = np.linspace(-2, 2, 10, dtype="f")[:, None]
+    y = (x > 0.5).astype("f")
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]):
+        metric, inputs = Rate(), tf.keras.Input((1,))
+        model = tf.keras.Model(inputs, tf.keras.layers.Activation("sigmoid")(inputs))
+        model.compile("sgd", "mse", metrics=[metric])
+        assert model.evaluate(x, y, 4, verbose=0)[1] == np.float32(np.mean((x > 0) == (x > 0.5)))
+        assert isinstance(metric.result(), tf.Tensor)
+        assert metric.hits.value().numpy() == 9.0
+        assert metric.inner.result().numpy() == 4.0
+    assert isinstance(tf.keras.metrics.Mean(), tf.keras.metrics.Metric)
+    assert not isinstance(tf.keras.metrics.Mean(), Rate)

@@ -1,5 +1,6 @@
 """What is saved under a name is read under that very name, and what callbacks write there."""
 
+import csv
 import os
 
 import numpy as np
@@ -137,6 +138,30 @@ def test_fit_keeps_its_history_and_validates_after_the_epochs_that_are_given():
     assert model.history is history
     assert history.params == {"epochs": 4, "steps": 1, "verbose": 0}
     assert len(history.history["val_loss"]) == 2
+
+
+def test_what_follows_a_validation_waits_for_the_epochs_that_have_one(tmp_path):
+    log, ends = tmp_path / "log.csv", []
+    followers = [
+        callbacks.CSVLogger(log),
+        callbacks.EarlyStopping(patience=1, min_delta=1e9),
+        callbacks.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9),
+        callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras", save_best_only=True),
+        callbacks.LambdaCallback(on_train_end=lambda logs: ends.append(sorted(logs))),
+    ]
+    options = {"validation_data": (X, Y), "validation_freq": 2, "callbacks": followers}
+    history = compiled().fit(X, Y, epochs=8, verbose=0, **options)
+    assert history.epoch == [0, 1, 2, 3]
+    assert history.history["learning_rate"] == pytest.approx([0.1] * 4)
+    assert len(history.history["val_loss"]) == 2
+    assert ends == [["learning_rate", "loss", "val_loss"]]
+    assert sorted(os.listdir(tmp_path)) == ["2.keras", "4.keras", "log.csv"]
+    with log.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["val_loss"] == "NA" for row in rows] == [True, False, True, False]
+    wrong = callbacks.EarlyStopping("val_lose")
+    with pytest.raises(ValueError, match="monitors 'val_lose', but there are only loss, val_loss"):
+        compiled().fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=wrong)
 
 
 def test_a_batch_is_counted_with_those_before_it_if_it_is_asked_for():

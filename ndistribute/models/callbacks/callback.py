@@ -22,7 +22,7 @@ class Callback(Explaining):
 
     Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
-    Methods for a beginning, and `on_train_end`, get empty logs.
+    Methods for a beginning get empty logs, and `on_train_end` those of the last epoch.
 
     Attributes:
         model: the model that is fitted, evaluated or predicts.
@@ -119,13 +119,19 @@ class Callbacks:
     def __init__(
         self, callbacks: Iterable[Callback], model: Any, params: Mapping[str, Any]
     ) -> None:
-        self.members = list(callbacks)
-        for member in self.members:
-            if not isinstance(member, Callback):
-                raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
-            member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
-            member.set_model(model)
-            member.set_params(params)
+        self.members: list[Callback] = []
+        self._model, self._params = model, params
+        for member in callbacks:
+            self.add(member)
+
+    def add(self, member: Callback, first: bool = False) -> None:
+        """Add a callback, as the last or as the first one."""
+        if not isinstance(member, Callback):
+            raise TypeError(f"callbacks must be a list of Callback objects, got {member!r}.")
+        member._refuse_uncalled(name for name in vars(member) if callable(vars(member)[name]))
+        member.set_model(self._model)
+        member.set_params(self._params)
+        self.members.insert(0 if first else len(self.members), member)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a method of each.

@@ -11,6 +11,7 @@ from typing import Any
 from ndistribute.devices import as_array
 from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs
+from ndistribute.models.checkpoint import on_any_worker
 
 _log = logging.getLogger("ndistribute")
 
@@ -45,6 +46,11 @@ class _Continued(Callback):
     def rate(self, rate: float) -> None:
         self.model.optimizer.learning_rate = rate
 
+    def log_rate(self, logs: Logs) -> None:
+        """Add the rate to the logs of an epoch, which the callbacks after this one see."""
+        if isinstance(logs, dict):
+            logs["learning_rate"] = self.rate
+
 
 class LearningRateScheduler(_Continued):
     """Sets the optimizer's learning rate before each epoch.
@@ -76,6 +82,10 @@ class LearningRateScheduler(_Continued):
         if epoch != self._set:
             args = (epoch, self.rate) if self._takes_rate else (epoch,)
             self.rate, self._set = float(self._schedule(*args)), epoch
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Log the rate."""
+        self.log_rate(logs)
 
 
 class Monitor(_Continued):
@@ -109,15 +119,22 @@ class Monitor(_Continued):
         """Forget the best value."""
         self.best, self.wait = None, 0
 
-    def improved(self, logs: Logs) -> bool:
-        """Return True if the metric is better than ever before; else count the epoch."""
-        value = logs.get(self.monitor)
-        if value is None:
+    def is_judged(self, logs: Logs) -> bool:
+        """Return True if an epoch has the metric, False if it was just not validated."""
+        if self.monitor in logs:
+            return True
+        is_validated = any(name.startswith("val_") for name in logs)
+        if not self.monitor.startswith("val_") or is_validated or not self.model.position.validates:
             names = ", ".join(logs)
             raise ValueError(
                 f"{type(self).__name__} monitors {self.monitor!r}, but there are only {names}. "
                 "Pass validation_data for names with val_, or another monitor."
             )
+        return False
+
+    def improved(self, logs: Logs) -> bool:
+        """Return True if the metric is better than ever before; else count the epoch."""
+        value = logs[self.monitor]
         if self.exceeds(value, self.best):
             self.best, self.wait = value, 0
             return True
@@ -182,7 +199,7 @@ class EarlyStopping(Monitor):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Compare the epoch with the best one."""
-        if epoch < self._start:
+        if epoch < self._start or not self.is_judged(logs):
             return
         waited = self.wait
         better = self.improved(logs)
@@ -240,7 +257,10 @@ class ReduceLROnPlateau(Monitor):
         self._cooling = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Lower the rate if the metric has not improved for long enough."""
+        """Lower the rate if the metric has not improved for long enough, and log the former one."""
+        self.log_rate(logs)
+        if not self.is_judged(logs):
+            return
         better = self.improved(logs)
         if self._cooling:
             self._cooling -= 1
@@ -261,6 +281,6 @@ class TerminateOnNaN(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """End the training if the mean loss of a replica is not finite."""
-        if self.model.on_any_worker(not math.isfinite(logs.get("loss", 0.0))):
+        if on_any_worker(self.model.strategy, not math.isfinite(logs.get("loss", 0.0))):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True

@@ -109,7 +109,7 @@ class ModelCheckpoint(_Saving, Monitor):
         self._epoch = epoch
 
     def _save(self, logs: Logs) -> None:
-        if self._best_only and not self.improved(logs):
+        if self._best_only and not (self.is_judged(logs) and self.improved(logs)):
             return
         path = self.filepath.format(epoch=self._epoch + 1, **logs)
         if self._weights_only:
@@ -180,6 +180,8 @@ def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
 class CSVLogger(Callback):
     """Writes the metrics of each epoch as a line of a file, on the chief.
 
+    If only some epochs are validated, the others have ``NA`` in those columns.
+
     Args:
         filename: the file.
         separator: what separates the columns.
@@ -192,19 +194,25 @@ class CSVLogger(Callback):
         self._path = Path(filename)
         self._separator = separator
         self._append = append
-        self._started = False
+        self._columns: list[str] = []
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append a line; before the first one, the names."""
         if not self.model.strategy.is_chief:
             return
-        keeps = self._started or (self._append and self._path.exists())
-        with self._path.open("a" if keeps else "w", newline="") as file:
-            writer = csv.writer(file, delimiter=self._separator)
-            if not keeps:
-                writer.writerow(["epoch", *logs])
-            writer.writerow([epoch, *logs.values()])
-        self._started = True
+        if not self._columns and self._append and self._path.exists():
+            with self._path.open(newline="") as file:
+                self._columns = next(csv.reader(file, delimiter=self._separator), [])
+        is_new = not self._columns
+        if is_new:
+            self._columns = ["epoch", *logs]
+            if self.model.position.validates and not any(name[:4] == "val_" for name in logs):
+                self._columns += [f"val_{name}" for name in logs]
+        with self._path.open("w" if is_new else "a", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, "NA", delimiter=self._separator)
+            if is_new:
+                writer.writeheader()
+            writer.writerow({"epoch": epoch, **logs})
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,13 @@ from ndistribute.models.metrics.means import BinaryAccuracy as BinaryAccuracy
 from ndistribute.models.metrics.means import BinaryCrossentropy as BinaryCrossentropy
 from ndistribute.models.metrics.means import CategoricalAccuracy as CategoricalAccuracy
 from ndistribute.models.metrics.means import CategoricalCrossentropy as CategoricalCrossentropy
-from ndistribute.models.metrics.means import CategoricalHinge as CategoricalHinge
 from ndistribute.models.metrics.means import CosineSimilarity as CosineSimilarity
-from ndistribute.models.metrics.means import Hinge as Hinge
-from ndistribute.models.metrics.means import KLDivergence as KLDivergence
-from ndistribute.models.metrics.means import LogCoshError as LogCoshError
 from ndistribute.models.metrics.means import MeanAbsoluteError as MeanAbsoluteError
 from ndistribute.models.metrics.means import (
     MeanAbsolutePercentageError as MeanAbsolutePercentageError,
 )
 from ndistribute.models.metrics.means import MeanMetric as MeanMetric
 from ndistribute.models.metrics.means import MeanSquaredError as MeanSquaredError
-from ndistribute.models.metrics.means import (
-    MeanSquaredLogarithmicError as MeanSquaredLogarithmicError,
-)
-from ndistribute.models.metrics.means import Poisson as Poisson
 from ndistribute.models.metrics.means import RootMeanSquaredError as RootMeanSquaredError
 from ndistribute.models.metrics.means import SparseCategoricalAccuracy as SparseCategoricalAccuracy
 from ndistribute.models.metrics.means import (
@@ -36,7 +28,6 @@ from ndistribute.models.metrics.means import (
 from ndistribute.models.metrics.means import (
     SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy,
 )
-from ndistribute.models.metrics.means import SquaredHinge as SquaredHinge
 from ndistribute.models.metrics.means import TopKCategoricalAccuracy as TopKCategoricalAccuracy
 from ndistribute.models.metrics.means import deserialize as deserialize
 from ndistribute.models.metrics.means import get as get

@@ -28,8 +28,7 @@ class _Counted(Sums):
         xp = array_namespace(y_pred)
         weights = xp.ones(y_pred.shape, np.float64)
         if sample_weight is not None:
-            weight = as_array(sample_weight)
-            weights = weights * weight.reshape(weight.shape + (1,) * (y_pred.ndim - weight.ndim))
+            weights = weights * losses.weight_like(y_pred, as_array(sample_weight))
         is_positive = y_true > 0.5
         kinds = xp.stack([(weights * kind).reshape(-1) for kind in (is_positive, ~is_positive)])
         bounds = xp.asarray(self._bounds.astype(y_pred.dtype))

@@ -48,7 +48,8 @@ class MeanMetric(Mean):
                 "the metric, or write a subclass of nd.metrics.Metric."
             )
         if mask is not None:
-            sample_weight = mask if sample_weight is None else _both(mask, sample_weight)
+            weight = 1 if sample_weight is None else as_array(sample_weight)
+            sample_weight = mask * (losses.weight_like(mask, weight) if np.ndim(weight) else weight)
         super().update_state(values, sample_weight)
 
 
@@ -67,11 +68,6 @@ def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
     """Return for each prediction whether it is on the label's side of a threshold."""
     losses.check_shape(y_true, y_pred.shape)
     return (y_pred > threshold) == (y_true > 0.5)
-
-
-def _both(mask: Any, weight: Any) -> Any:
-    weight = as_array(weight)
-    return mask * weight.reshape(weight.shape + (1,) * (mask.ndim - weight.ndim))
 
 
 def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:
@@ -135,52 +131,10 @@ class MeanAbsolutePercentageError(_OfFunction):
     _of = staticmethod(losses.mean_absolute_percentage_error)
 
 
-class MeanSquaredLogarithmicError(_OfFunction):
-    """The mean of squared differences of logarithms."""
-
-    _of = staticmethod(losses.mean_squared_logarithmic_error)
-
-
 class CosineSimilarity(_OfFunction):
     """The mean of the cosine of the angle between labels and predictions; the option is `axis`."""
 
     _of = staticmethod(_cosine)
-
-
-class KLDivergence(_OfFunction):
-    """The mean divergence of predicted from true probabilities."""
-
-    _of = staticmethod(losses.kl_divergence)
-
-
-class LogCoshError(_OfFunction):
-    """The mean of the logarithm of differences' ``cosh``."""
-
-    _of = staticmethod(losses.log_cosh)
-
-
-class Poisson(_OfFunction):
-    """The mean loss of counts from a Poisson distribution."""
-
-    _of = staticmethod(losses.poisson)
-
-
-class Hinge(_OfFunction):
-    """The mean loss of labels -1 and 1."""
-
-    _of = staticmethod(losses.hinge)
-
-
-class SquaredHinge(_OfFunction):
-    """The mean squared loss of labels -1 and 1."""
-
-    _of = staticmethod(losses.squared_hinge)
-
-
-class CategoricalHinge(_OfFunction):
-    """The mean margin of one-hot labels."""
-
-    _of = staticmethod(losses.categorical_hinge)
 
 
 class SparseCategoricalAccuracy(_OfFunction):
@@ -199,7 +153,7 @@ class SparseTopKCategoricalAccuracy(MeanMetric):
     """The share of examples whose label, an integer, is among the `k` most probable classes."""
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        super().__init__(_is_among, name or f"sparse_top_{k}_categorical_accuracy", k=k)
+        super().__init__(_is_among, name or "sparse_top_k_categorical_accuracy", k=k)
 
 
 class CategoricalAccuracy(_OfFunction):
@@ -212,7 +166,7 @@ class TopKCategoricalAccuracy(MeanMetric):
     """The share of examples whose one-hot label is among the `k` most probable classes."""
 
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        super().__init__(_has_among, name or f"top_{k}_categorical_accuracy", k=k)
+        super().__init__(_has_among, name or "top_k_categorical_accuracy", k=k)
 
 
 class BinaryAccuracy(_OfFunction):

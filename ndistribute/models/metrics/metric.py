@@ -20,6 +20,7 @@ from ndistribute.context import Frame, current_trace, entered
 from ndistribute.devices import array_namespace, as_array, to_host
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, loss_forms
+from ndistribute.models.losses import weight_like
 from ndistribute.names import snake_case
 from ndistribute.values import Shown
 from ndistribute.variables import Variable
@@ -288,9 +289,6 @@ def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     values = as_array(untrack(values))
     if sample_weight is None:
         return values.sum(dtype=np.float64), values.size
-    weight = as_array(sample_weight)
-    if weight.ndim > values.ndim and weight.shape[-1] == 1:
-        weight = weight[..., 0]
-    weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
+    weight = weight_like(values, as_array(sample_weight))
     weight = array_namespace(weight).broadcast_to(weight, values.shape)
     return (values * weight).sum(dtype=np.float64), weight.sum(dtype=np.float64)

@@ -13,20 +13,12 @@ from ndistribute.models.metrics.means import CategoricalAccuracy as _Categorical
 CategoricalAccuracy = _CategoricalAccuracy
 from ndistribute.models.metrics.means import CategoricalCrossentropy as _CategoricalCrossentropy
 CategoricalCrossentropy = _CategoricalCrossentropy
-from ndistribute.models.metrics.means import CategoricalHinge as _CategoricalHinge
-CategoricalHinge = _CategoricalHinge
 from ndistribute.models.metrics.means import CosineSimilarity as _CosineSimilarity
 CosineSimilarity = _CosineSimilarity
 from ndistribute.models.metrics.counts import FalseNegatives as _FalseNegatives
 FalseNegatives = _FalseNegatives
 from ndistribute.models.metrics.counts import FalsePositives as _FalsePositives
 FalsePositives = _FalsePositives
-from ndistribute.models.metrics.means import Hinge as _Hinge
-Hinge = _Hinge
-from ndistribute.models.metrics.means import KLDivergence as _KLDivergence
-KLDivergence = _KLDivergence
-from ndistribute.models.metrics.means import LogCoshError as _LogCoshError
-LogCoshError = _LogCoshError
 from ndistribute.models.metrics.metric import Mean as _Mean
 Mean = _Mean
 from ndistribute.models.metrics.means import MeanAbsoluteError as _MeanAbsoluteError
@@ -37,12 +29,8 @@ from ndistribute.models.metrics.means import MeanMetric as _MeanMetric
 MeanMetric = _MeanMetric
 from ndistribute.models.metrics.means import MeanSquaredError as _MeanSquaredError
 MeanSquaredError = _MeanSquaredError
-from ndistribute.models.metrics.means import MeanSquaredLogarithmicError as _MeanSquaredLogarithmicError
-MeanSquaredLogarithmicError = _MeanSquaredLogarithmicError
-from ndistribute.models.metrics.metric import Metric as _Metric
+from ndistribute.compat.own_metrics import OwnMetric as _Metric
 Metric = _Metric
-from ndistribute.models.metrics.means import Poisson as _Poisson
-Poisson = _Poisson
 from ndistribute.models.metrics.counts import Precision as _Precision
 Precision = _Precision
 from ndistribute.models.metrics.counts import Recall as _Recall
@@ -55,8 +43,6 @@ from ndistribute.models.metrics.means import SparseCategoricalCrossentropy as _S
 SparseCategoricalCrossentropy = _SparseCategoricalCrossentropy
 from ndistribute.models.metrics.means import SparseTopKCategoricalAccuracy as _SparseTopKCategoricalAccuracy
 SparseTopKCategoricalAccuracy = _SparseTopKCategoricalAccuracy
-from ndistribute.models.metrics.means import SquaredHinge as _SquaredHinge
-SquaredHinge = _SquaredHinge
 from ndistribute.models.metrics.metric import Sum as _Sum
 Sum = _Sum
 from ndistribute.models.metrics.means import TopKCategoricalAccuracy as _TopKCategoricalAccuracy
