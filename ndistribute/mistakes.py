@@ -20,6 +20,7 @@ _INSTEAD = {
     "gradient_accumulation_steps": "use optimizers.GradientAccumulation",
     "loss_scale_factor": "use optimizers.LossScale",
     "lr": "use learning_rate",
+    "seed": "call nd.set_seed, which seeds all layers",
 }
 """What to do instead of what Keras, or an older Keras, has by these names."""
 

@@ -145,8 +145,10 @@ def _composed(graph: Any, made: Any, parents: Sequence[int], several: bool, g: A
         result = made()
     finally:
         graph.nested = nested
-    seeds, spans = {result.index: g[0] if several else g}, [(start, len(graph.entries))]
-    changes = tracked_pass(graph, seeds, {*parents}, spans)
+    results = result if isinstance(result, list) else [result]
+    pairs = zip(results, g if several else [g], strict=False)
+    seeds = {each.index: change for each, change in pairs if change is not None}
+    changes = tracked_pass(graph, seeds, {*parents}, [(start, len(graph.entries))])
     return [changes.get(parent) for parent in parents]
 
 

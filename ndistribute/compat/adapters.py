@@ -458,7 +458,6 @@ def _known(lengths: Any) -> Any:
 
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
-    "activation": lambda name: functools.partial(layer(layers.Activation), name),
     "binary": lambda operation: unary(binary(operation)),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),

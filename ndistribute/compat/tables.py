@@ -106,8 +106,7 @@ TF2 = """
     GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
     .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
-    text/activation: ELU=elu ReLU=relu Softmax=softmax  .compat.adapters: Input InputLayer=Input
-    SyncBatchNormalization  .compat.keras_layers: Layer
+    .compat.adapters: Input InputLayer=Input SyncBatchNormalization  .compat.keras_layers: Layer
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
     .models.losses: deserialize  .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
@@ -336,9 +335,10 @@ INSTEAD = {
     "keras.experimental": "tf.keras.Sequential, or tf.estimator.DNNLinearCombinedEstimator",
     "keras.layers.DenseFeatures": "tf.compat.v1.feature_column.input_layer in a graph",
     "keras.preprocessing.image": "arrays, or NumPy and Pillow in Dataset.map",
-    "keras.preprocessing.text": "arrays of numbers, or tf.keras.layers.StringLookup",
-    "keras.layers.RNN": "tf.keras.layers.SimpleRNN, LSTM or GRU, or a loop over the steps in call",
-    "keras.layers.RandomRotation": "RandomFlip and RandomCrop, or Pillow in Dataset.map",
+    "keras.preprocessing.text": "tf.keras.layers.TextVectorization",
+    "keras.constraints": "regularizers, or a callback that assigns variables",
+    "keras.layers.Conv3D": "Conv2D of each slice, by TimeDistributed",
+    "keras.layers.ConvLSTM2D": "RNN of a cell of your own, which may call Conv2D",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",

@@ -30,7 +30,7 @@ class InPlace(NamedTuple):
     """An activation that replaces an array, and its derivative from the result's gradient."""
 
     apply: Callable[[Array], Any]
-    before: Callable[[Array, Array], Array]  # Takes the gradient and the result.
+    before: Callable[..., Array]  # Takes the gradient, the result, and where to write or None.
     plain: Callable[[Any], Any]  # The same of NumPy functions, for second derivatives.
 
 
@@ -132,17 +132,23 @@ def _relu_to(y: Array) -> None:
     np.maximum(y, zero, out=y)
 
 
-def _relu_before(g: Array, y: Array) -> Array:
-    change = (y > 0).astype(g.dtype)  # NumPy multiplies by booleans in a slower loop.
+def _times(change: Array, g: Array, out: Array | None) -> Array:
+    """Return a product, in `out` or in place of its first factor."""
+    if out is not None:
+        return np.multiply(change, g, out=out)
     change *= g
     return change
 
 
-def _tanh_before(g: Array, y: Array) -> Array:
+def _relu_before(g: Array, y: Array, out: Array | None = None) -> Array:
+    change = (y > 0).astype(g.dtype)  # NumPy multiplies by booleans in a slower loop.
+    return _times(change, g, out)
+
+
+def _tanh_before(g: Array, y: Array, out: Array | None = None) -> Array:
     change = y * y
     np.subtract(1, change, out=change)
-    change *= g
-    return change
+    return _times(change, g, out)
 
 
 def _sigmoid_to(y: Array) -> None:
@@ -152,11 +158,10 @@ def _sigmoid_to(y: Array) -> None:
     y *= 0.5
 
 
-def _sigmoid_before(g: Array, y: Array) -> Array:
+def _sigmoid_before(g: Array, y: Array, out: Array | None = None) -> Array:
     change = 1 - y
     change *= y
-    change *= g
-    return change
+    return _times(change, g, out)
 
 
 IN_PLACE: dict[Activation, InPlace] = {

@@ -14,6 +14,7 @@ import numpy as np
 from ndistribute import tree
 from ndistribute.models.layers.inputs import InputLayer
 from ndistribute.models.layers.layer import Layer, shapes_of
+from ndistribute.models.masks import with_mask_of
 from ndistribute.models.symbolic import (
     RecordedCall,
     SymbolicArray,
@@ -253,4 +254,4 @@ def _fitted(wanted: SymbolicArray, name: str, array: Any) -> Any:
                 + " It is one example: pass a batch (batch before map)."
                 * (array.shape == axes[1:])
             )
-    return array if array.dtype == wanted.dtype else array.astype(wanted.dtype)
+    return array if array.dtype == wanted.dtype else with_mask_of(array.astype(wanted.dtype), array)

@@ -120,6 +120,9 @@ class Model(Trainer):
         graph = self._connected()
         self._aside = CallGraph(graph.inputs, (graph.outputs, losses, metrics))
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return None: the layers of the model have attached the masks of the outputs."""
+
     def _defines_call(self) -> bool:
         return self._graph is not None or type(self).call is not Model.call
 

@@ -44,6 +44,14 @@ def around(name, inner, *args):
     return build
 
 
+def state_of(name):
+    def build():
+        layer = getattr(nd.layers, name)(2, return_state=True, dtype="float64")
+        return layer, lambda x: layer(x)[-1]
+
+    return build
+
+
 ACTIVATIONS = "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh".split()
 MERGING = "Add Average Concatenate Maximum Minimum Multiply Subtract".split()
 SMALL = (2, 3, 3, 2)
@@ -76,6 +84,24 @@ LAYERS = {
     "CenterCrop": (layer_of("CenterCrop", 2, 1), SMALL),
     "RandomCrop": (layer_of("RandomCrop", 2, 1, training=False), SMALL),
     "RandomFlip": (layer_of("RandomFlip", training=False), SMALL),
+    "RandomRotation": (layer_of("RandomRotation", (0.1, 0.1)), SMALL),
+    "RandomTranslation": (layer_of("RandomTranslation", (0.1, 0.1), (0.2, 0.2)), SMALL),
+    "RandomZoom": (layer_of("RandomZoom", (0.1, 0.1), fill_mode="constant"), SMALL),
+    "RandomContrast": (layer_of("RandomContrast", (0.5, -0.5), (-9, 9)), SMALL),
+    "RandomBrightness": (layer_of("RandomBrightness", (0.1, 0.1), (-9, 9)), SMALL),
+    "Resizing": (layer_of("Resizing", 2, 5), SMALL),
+    "SeparableConv2D": (layer_of("SeparableConv2D", 3, 2, activation="tanh"), SMALL),
+    "SpatialDropout1D": (layer_of("SpatialDropout1D", 0.5), SEQUENCES),
+    "SpatialDropout2D": (layer_of("SpatialDropout2D", 0.5), SMALL),
+    "ELU": (layer_of("ELU"), ROWS),
+    "ReLU": (layer_of("ReLU", 1.0, 0.1, 0.2), ROWS),
+    "Softmax": (layer_of("Softmax"), ROWS),
+    "GroupNormalization": (layer_of("GroupNormalization", 2), IMAGES),
+    "UnitNormalization": (layer_of("UnitNormalization"), ROWS),
+    "Attention": (merging("Attention", use_scale=True), SEQUENCES),
+    "Attention by sums": (merging("Attention", score_mode="concat"), SEQUENCES),
+    "AdditiveAttention": (merging("AdditiveAttention"), SEQUENCES),
+    "RNN of cells": (around("RNN", "GRUCell", 2), SEQUENCES),
     "Normalization": (layer_of("Normalization", mean=1.0, variance=4.0), ROWS),
     "GaussianNoise": (layer_of("GaussianNoise", 0.1), ROWS),
     "LeakyReLU": (layer_of("LeakyReLU"), ROWS),
@@ -88,6 +114,7 @@ LAYERS = {
     "SimpleRNN": (layer_of("SimpleRNN", 2), SEQUENCES),
     "LSTM": (layer_of("LSTM", 2, return_sequences=True), SEQUENCES),
     "LSTM of another activation": (layer_of("LSTM", 2, activation="softplus"), SEQUENCES),
+    "LSTM by its state": (state_of("LSTM"), SEQUENCES),
     "GRU": (layer_of("GRU", 2), SEQUENCES),
     "GRU that resets before": (layer_of("GRU", 2, reset_after=False, go_backwards=True), SEQUENCES),
     "Masking": (layer_of("Masking"), SEQUENCES),
@@ -110,7 +137,9 @@ LAYERS = {
 def test_the_table_has_all_layers():
     names = {name for name in dir(nd.layers) if name[0].isupper()}
     names -= {"Input", "InputLayer", "Layer"}
-    names -= {"CategoryEncoding", "IntegerLookup", "StringLookup"}  # Of numbers without gradients.
+    names -= {"CategoryEncoding", "Discretization", "Hashing", "IntegerLookup", "StringLookup"}
+    names -= {"TextVectorization"}  # Of numbers without gradients.
+    names -= {"GRUCell", "LSTMCell", "SimpleRNNCell", "StackedRNNCells"}  # In recurrent layers.
     assert names <= {case.split()[0] for case in LAYERS}
 
 

@@ -75,6 +75,22 @@ class Attending(layers.Layer):
         return self.norm(x + self.attention(x, x, use_causal_mask=True))
 
 
+class Reading(layers.Layer):
+    def __init__(self):
+        super().__init__(dtype=F)
+        self.table = layers.Embedding(6, 4, mask_zero=True, dtype=F)
+        cells = [layers.LSTMCell(3, dtype=F), layers.GRUCell(4, dtype=F)]
+        self.cells = layers.RNN(cells, return_sequences=True, dtype=F)
+        self.attention = layers.Attention(use_scale=True, dtype=F)
+        self.sums = layers.AdditiveAttention(dtype=F)
+
+    def call(self, tokens):
+        x = self.table(tokens)
+        y = self.cells(x)
+        joined = layers.concatenate([x, y], axis=1, dtype=F)
+        return self.sums([self.attention([x, joined], use_causal_mask=True), y])
+
+
 def chain(*members):
     return nd.models.Sequential(members)
 
@@ -123,6 +139,20 @@ MADE = {
             layers.SimpleRNN(3, dtype=F),
         ),
         np.random.default_rng(0).integers(0, 6, (5, 4)),
+    ),
+    "cells and scores": (Reading, np.random.default_rng(0).integers(0, 6, (5, 4))),
+    "other images": (
+        lambda: chain(
+            layers.Resizing(5, 3, dtype=F),
+            layers.RandomRotation((0.2, 0.2), dtype=F),
+            layers.SeparableConv2D(4, 2, depth_multiplier=2, dtype=F),
+            layers.GroupNormalization(2, dtype=F),
+            layers.ReLU(2.0, 0.1, 0.2, dtype=F),
+            layers.SpatialDropout2D(0.0),
+            layers.UnitNormalization(dtype=F),
+            layers.Softmax(dtype=F),
+        ),
+        normal(5, 4, 4, 2),
     ),
     "attention": (Attending, np.random.default_rng(0).integers(0, 6, (5, 3))),
 }
@@ -348,7 +378,7 @@ IMAGE = np.zeros((1, 4, 4, 3), np.float32)
         (lambda: layers.Conv2D(3, 3, groups=2), IMAGE, "not a multiple of groups=2"),
         (lambda: layers.Conv2D(4, 3, groups=2), IMAGE, "3 channels are not a multiple of groups=2"),
         (lambda: layers.Conv2D(4, (3, 3, 3)), IMAGE, "kernel_size must be an integer or two"),
-        (lambda: layers.Conv2D(4, 3, padding="full"), IMAGE, "'valid' or 'same', got 'full'"),
+        (lambda: layers.Conv2D(4, 3, padding="full"), IMAGE, r"\['valid', 'same'\], got 'full'"),
         (lambda: layers.Conv2D(4, 5), IMAGE, "does not fit into images of 4 x 4"),
         (lambda: layers.Conv2D(4, 3), IMAGE[0], "images have four axes"),
         (layers.MaxPool2D, IMAGE[..., 0], "images have four axes"),

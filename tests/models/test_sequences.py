@@ -5,8 +5,9 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import layers, losses, metrics
+from ndistribute.compat import tf
 from ndistribute.models import load
-from ndistribute.models.masks import mask_of
+from ndistribute.models.masks import attach_mask, mask_of
 
 RNG = np.random.default_rng(2)
 X = RNG.normal(size=(3, 5, 4))
@@ -65,7 +66,7 @@ def made(kind, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recurrent_layer_computes_what_a_loop_does(kind, is_masked):
     layer = made(kind)
-    initial = [RNG.normal(size=(3, 2)) for _ in range(layer.cell.states)]
+    initial = [RNG.normal(size=(3, 2)) for _ in range(layer.cell.step.states)]
     mask = MASK if is_masked else np.ones_like(MASK)
     expected, last = walked(kind, X, mask, layer.get_weights(), initial)
     y, *states = layer(X, initial_state=initial, mask=MASK if is_masked else None)
@@ -78,7 +79,7 @@ def test_a_recurrent_layer_computes_what_a_loop_does(kind, is_masked):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradients_of_a_recurrent_layer_are_those_of_small_changes(kind, options):
     layer = made(kind, **options)
-    initial = [RNG.normal(size=(3, 2)) for _ in range(layer.cell.states)]
+    initial = [RNG.normal(size=(3, 2)) for _ in range(layer.cell.step.states)]
     arrays = [X.copy(), *layer.get_weights(), *initial]
     ways = [RNG.normal(size=array.shape) for array in arrays]
 
@@ -159,13 +160,119 @@ def test_masks_reach_attention_and_means_and_end_where_a_layer_has_none():
     changed = x + 9 * (TOKENS == 0)[:, :, None].astype(x.dtype)
     attention = layers.MultiHeadAttention(1, 4)
     kept = attention(x, x)
-    nd.models.masks.attach_mask(changed, mask_of(x))
+    attach_mask(changed, mask_of(x))
     np.testing.assert_allclose(attention(x, changed), kept, atol=1e-6)
     mean = layers.GlobalAveragePool1D()(x)
     np.testing.assert_allclose(mean[0], x[0, :3].mean(axis=0), atol=1e-6)
     masked = layers.Masking(0.0)(np.array([[[0.0, 0.0], [0.0, 1.0]]]))
     assert mask_of(masked).tolist() == [[False, True]]
-    assert mask_of(layers.Flatten()(x)) is None
+    with pytest.warns(UserWarning, match="a mask, which Flatten does not pass on"):
+        assert mask_of(layers.Flatten()(x)) is None
+
+
+def test_a_mask_stays_with_the_elements_of_an_array():
+    """A cast to the dtype of a model in a model, or to the kind of the input, left it behind."""
+    x = layers.Embedding(6, 3, mask_zero=True)(TOKENS)
+    inside = layers.Input((None, 3), dtype="float64")
+    functional = nd.Model(inside, layers.GRU(2, return_sequences=True, dtype="float64")(inside))
+    wide = nd.Sequential([layers.GRU(2, return_sequences=True, dtype="float64")])
+    tensor = tf.keras.layers.Embedding(6, 3, mask_zero=True)(tf.constant(TOKENS))
+    for y in (functional(x), wide(x), layers.LSTM(2, return_sequences=True)(tensor)):
+        np.testing.assert_array_equal(mask_of(y), TOKENS != 0)
+
+
+def test_layers_of_several_inputs_and_outputs_have_masks():
+    x, y = (layers.Embedding(6, 3, mask_zero=True)(tokens) for tokens in (TOKENS, TOKENS[:, ::-1]))
+    counts, reverse, plain = TOKENS != 0, TOKENS[:, ::-1] != 0, np.ones((3, 2, 3), np.float32)
+    np.testing.assert_array_equal(mask_of(layers.add([x, y])), counts | reverse)
+    assert mask_of(layers.add([x, np.ones_like(x)])) is None
+    joined = mask_of(layers.concatenate([x, plain], axis=1))
+    np.testing.assert_array_equal(joined, np.pad(counts, ((0, 0), (0, 2)), constant_values=True))
+    np.testing.assert_array_equal(mask_of(layers.concatenate([x, y])), counts | reverse)
+    both = layers.Bidirectional(layers.LSTM(2, return_sequences=True), merge_mode=None)(x)
+    np.testing.assert_array_equal(mask_of(both), [counts, counts])
+    of_words = layers.TimeDistributed(layers.Embedding(6, 3, mask_zero=True))(TOKENS[:, :, None])
+    sentences = layers.TimeDistributed(layers.LSTM(2))(of_words)
+    np.testing.assert_array_equal(mask_of(sentences), counts)
+    keys = layers.Attention()([x, y])
+    changed = layers.Attention()([x, y + 9 * ~reverse[..., None]], mask=[counts, reverse])
+    np.testing.assert_allclose(changed, keys, atol=1e-6)
+    assert not keys[~counts].any()
+
+
+def test_what_a_mask_leaves_out_has_no_part_in_statistics():
+    layer = layers.BatchNormalization(momentum=0.0, epsilon=0.0, dtype="float64")
+    y = layer(X, mask=MASK, training=True)
+    np.testing.assert_allclose(layer.moving_mean, X[MASK].mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose(layer.moving_variance, X[MASK].var(axis=0), atol=1e-12)
+    np.testing.assert_allclose(y[MASK].std(axis=0), 1, atol=1e-12)
+    with pytest.raises(ValueError, match="does not fit"):
+        layer(X, mask=MASK[:, :2], training=True)
+
+
+class Leaky(layers.Layer):
+    """A cell of a user, with states of two shapes in a list."""
+
+    def __init__(self, units):
+        super().__init__(dtype="float64")
+        self.units, self.state_size = units, [units, (2, 2)]
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight("kernel", (input_shape[-1], self.units))
+
+    def call(self, inputs, states):
+        h = 0.5 * states[0] + inputs @ self.kernel
+        return h + 1, (h, states[1] + 1)
+
+    def get_config(self):
+        return {"units": self.units}
+
+
+def test_a_cell_of_a_user_is_called_for_each_step_that_counts():
+    layer = layers.RNN(Leaky(2), return_sequences=True, return_state=True, dtype="float64")
+    y, h, count = layer(X, mask=MASK)
+    kernel, state, last = layer.get_weights()[0], np.zeros((3, 2)), np.zeros((3, 2))
+    for t in range(5):
+        counts = MASK[:, t, None]
+        state = np.where(counts, 0.5 * state + X[:, t] @ kernel, state)
+        last = np.where(counts, state + 1, last)
+        np.testing.assert_allclose(y[:, t], last, atol=1e-12)
+    np.testing.assert_allclose(h, state, atol=1e-12)
+    np.testing.assert_array_equal(count, np.broadcast_to(MASK.sum(1)[:, None, None], (3, 2, 2)))
+    both = layers.Bidirectional(layers.RNN(Leaky(2)))
+    assert both(X).shape == (3, 4)
+    assert len(both.variables) == 2
+    assert layers.RNN(Leaky(2)).cell is not both.backward_layer.cell is not both.forward_layer.cell
+
+
+def test_cells_in_a_layer_do_what_their_layers_do():
+    cells = layers.LSTMCell(3, dtype="float64"), layers.GRUCell(2, dtype="float64"), Leaky(2)
+    stack = layers.RNN(list(cells), return_state=True, dtype="float64")
+    y, *states = stack(X, mask=MASK)
+    x = X
+    for cell, expected in zip(cells, states, strict=True):
+        options = {"return_sequences": True, "return_state": True, "dtype": "float64"}
+        x, *last = layers.RNN(cell, **options)(x, mask=MASK)
+        for ours, theirs in zip(expected, last, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(y, x[:, -1])
+    h, c = np.zeros((2, 3, 3))
+    for t in range(5):  # A cell by itself, in a loop of a user.
+        h, (_, c) = cells[0](X[:, t], [h, c])
+    np.testing.assert_allclose(h, layers.RNN(cells[0], dtype="float64")(X), atol=1e-12)
+    again = layers.RNN(list(cells), dtype="float64")
+    again.build((None, 5, 4))
+    assert again.variables == stack.variables
+
+
+def test_states_pass_between_layers_of_a_functional_model():
+    x, y = layers.Input((5, 4), dtype="float64"), layers.Input((3, 4), dtype="float64")
+    encoder = layers.LSTM(2, return_state=True, dtype="float64")
+    decoder = layers.LSTM(2, return_sequences=True, dtype="float64")
+    _, *states = encoder(x)
+    model = nd.Model([x, y], decoder(y, initial_state=states))
+    expected = decoder(X[:, :3], initial_state=encoder(X)[1:])
+    np.testing.assert_array_equal(model([X, X[:, :3]]), expected)
 
 
 def test_a_layer_of_the_user_makes_and_takes_masks():
@@ -180,8 +287,15 @@ def test_a_layer_of_the_user_makes_and_takes_masks():
         def call(self, inputs, mask=None):
             return mask.sum(axis=1)
 
+        def compute_mask(self, inputs, mask=None):
+            return None
+
     counted = nd.Sequential([Short(), Counting()])(X)
     assert counted.tolist() == (np.abs(X[..., 0].astype(np.float32)) < 1).sum(axis=1).tolist()
+
+
+def twice(layer, *arrays):
+    return [layer(array) for array in arrays]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +304,10 @@ def test_a_layer_of_the_user_makes_and_takes_masks():
         (lambda: layers.LSTM(2, stateful=True)(X), "stateful=True does not exist here"),
         (lambda: layers.GRU(2, recurrent_dropout=0.5)(X), "recurrent_dropout=0.5.*use dropout"),
         (lambda: layers.LSTM(2)(X[0]), "needs three axes"),
+        (lambda: layers.LSTMCell(2)(X, []), "needs two axes"),
+        (lambda: layers.RNN(layers.Dense(2)), "a cell needs a state_size"),
+        (lambda: twice(layers.LSTM(2), X, X[..., :2]), "built for 4 features"),
+        (lambda: twice(layers.LayerNormalization(), X[..., :1], X), "built for 1 features"),
         (lambda: layers.LSTM(2)(X[:, :0]), "without a step"),
         (lambda: layers.LSTM(2)(X, initial_state=X[:, 0]), "2 of shape"),
         (lambda: layers.Bidirectional(layers.GRU(2), "max"), "merge_mode must be one of"),

@@ -14,7 +14,6 @@ X, Y = np.ones((6, 4), np.float32), np.ones((6, 2), np.float32)
     [
         (nd.Model, "make_train_function", "define train_step"),
         (nd.Model, "losses", "define penalties"),
-        (layers.Layer, "activity_regularizer", "write a loop of your own"),
         (layers.Layer, "trainable_variables", "set trainable"),
         (layers.Layer, "save_own_variables", "variables"),
         (losses.Loss, "__call__", "define call"),
@@ -32,17 +31,45 @@ def test_a_class_that_defines_what_nothing_calls_is_refused(base, name, instead)
         type("Own", (mixed, base), {})
 
 
-def test_a_regularizer_of_activities_that_a_layer_sets_is_refused():
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_penalties_of_outputs_and_of_weights_are_part_of_the_loss(jit_compile):
     class Penalized(layers.Layer):
         def __init__(self):
             super().__init__()
-            self.activity_regularizer = nd.models.regularizers.L2(0.1)
+            self.activity_regularizer = nd.models.regularizers.L2(0.5)
+
+        def build(self, input_shape):
+            self.scale = self.add_weight("scale", (), "ones", regularizer="l1")
 
         def call(self, inputs):
-            return inputs
+            return inputs * self.scale
 
-    with pytest.raises(TypeError, match="nothing calls activity_regularizer"):
-        Penalized()(X)
+    model = nd.Sequential([Penalized(), layers.Dense(2, activity_regularizer="l2")])
+    model.compile("sgd", losses.MeanSquaredError(), jit_compile=jit_compile)
+    predicted = model.predict(X)
+    expected = np.mean((predicted - Y) ** 2) + 0.5 * 4 + 0.01 + 0.01 * np.sum(predicted[0] ** 2)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="kernel_constraint does not exist here"):
+        layers.Dense(2, kernel_constraint=abs)
+    with pytest.raises(TypeError, match="no argument 'recurrent_initialiser': use recurrent_init"):
+        layers.GRU(2, recurrent_initialiser="ones")
+    with pytest.raises(TypeError, match=r"no argument 'seed': call nd\.set_seed"):
+        layers.Dropout(0.5, seed=1)
+
+
+def test_a_penalty_of_outputs_does_not_depend_on_replicas():
+    def trained(strategy):
+        with strategy.scope():
+            dense = layers.Dense(2, activity_regularizer="l2", kernel_initializer="ones")
+            model = nd.Sequential([dense])
+            model.compile(optimizers.SGD(0.1), "mse")
+        history = model.fit(np.arange(12.0).reshape(3, 4), Y[:3], 3, 2, verbose=0).history
+        return [*model.get_weights(), history["loss"]]
+
+    with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
+        pairs = zip(trained(both), trained(nd.get_strategy()), strict=True)
+    for ours, expected in pairs:
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 def test_a_model_may_choose_what_it_trains():

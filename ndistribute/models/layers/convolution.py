@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ndistribute.autodiff.rules.placing import as_operand
-from ndistribute.models import operations
-from ndistribute.models.layers.core import KernelLayer, positive
+from ndistribute.exports import export as _export
+from ndistribute.models import activations, operations
+from ndistribute.models.layers.arguments import Pair, as_floats, lengths, one_of, positive
+from ndistribute.models.layers.core import KernelLayer
 from ndistribute.models.layers.layer import Layer
-
-Pair = int | Sequence[int]
 
 
 class Conv2D(KernelLayer):
@@ -56,7 +56,8 @@ class Conv2D(KernelLayer):
         self.filters = positive(filters, f"{kind}: filters")
         self.kernel_size = lengths(kernel_size, f"{kind}: kernel_size", rank)
         self.strides = lengths(strides, f"{kind}: strides", rank)
-        self.padding = _padding(padding, kind, *(["causal"] if rank == 1 else []))
+        known = "valid", "same", *(["causal"] if rank == 1 else [])
+        self.padding = one_of(str(padding).lower(), f"{kind}: padding", known)
         self.dilation_rate = lengths(dilation_rate, f"{kind}: dilation_rate", rank)
         self.groups = positive(groups, f"{kind}: groups")
         if self.filters % self.groups:
@@ -78,11 +79,11 @@ class Conv2D(KernelLayer):
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, filters)``."""
-        return self._convolve(inputs, self.kernel, self.groups)
+        return self._convolve(inputs, self.kernel, self.groups, self.bias, self.activation)
 
-    def _convolve(self, inputs: Any, kernel: Any, groups: int) -> Any:
+    def _convolve(self, inputs: Any, kernel: Any, groups: int, bias: Any, activation: Any) -> Any:
         check_axes(self, inputs.shape, self._rank)
-        x = self.checked(inputs, kernel.shape[-2] * groups, "channels")
+        x = as_floats(inputs, self.kernel)
         padding, lines, steps = self.padding, self.strides, self.dilation_rate
         if self._rank == 1:  # An image of one line.
             if padding == "causal":
@@ -90,7 +91,7 @@ class Conv2D(KernelLayer):
                 x, padding = np.pad(x, ((0, 0), (before, 0), (0, 0))), "valid"
             x, kernel, lines, steps = x[:, None], kernel[None], (1, *lines), (1, *steps)
         options: Any = {"strides": lines, "dilation": steps, "padding": padding, "groups": groups}
-        y = operations.conv2d(x, kernel, self.bias, self.activation, **options)
+        y = operations.conv2d(x, kernel, bias, activation, **options)
         return y[:, 0] if self._rank == 1 else y
 
     _rank: ClassVar[int] = 2
@@ -132,8 +133,7 @@ class DepthwiseConv2D(Conv2D):
         depth_multiplier: int = 1,
         **options: Any,
     ) -> None:
-        names = [name for name in options if name.startswith("depthwise_")]
-        options |= {f"kernel_{name.partition('_')[2]}": options.pop(name) for name in names}
+        options = {name.replace("depthwise_", "kernel_"): options[name] for name in options}
         super().__init__(depth_multiplier, kernel_size, strides, padding, **options)
 
     def build(self, input_shape: Sequence[int]) -> None:
@@ -144,9 +144,49 @@ class DepthwiseConv2D(Conv2D):
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels * depth_multiplier)``."""
+        return self._by_channel(inputs, self.bias, self.activation)
+
+    def _by_channel(self, inputs: Any, *after: Any) -> Any:
         rows, columns, channels, count = self.kernel.shape
         kernel = as_operand(self.kernel).reshape(rows, columns, 1, channels * count)
-        return self._convolve(inputs, kernel, channels)
+        return self._convolve(inputs, kernel, channels, *after)
+
+
+class SeparableConv2D(DepthwiseConv2D):
+    """A layer that convolves each channel by itself, and then mixes the channels of each element.
+
+    Args:
+        filters: the number of channels of the output.
+        kernel_size: as for `DepthwiseConv2D`, as are `strides`, `padding` and `depth_multiplier`.
+        options: as for `DepthwiseConv2D`; `pointwise_initializer` and `pointwise_regularizer` are
+            those of the second kernel.
+
+    >>> layer = SeparableConv2D(8, 3)
+    >>> layer(np.zeros((2, 6, 6, 3), np.float32)).shape, layer.pointwise_kernel.shape
+    ((2, 4, 4, 8), (1, 1, 3, 8))
+    """
+
+    weights_of_kind: ClassVar = {
+        **DepthwiseConv2D.weights_of_kind,
+        "pointwise_kernel": "glorot_uniform",
+    }
+
+    def __init__(self, filters: int, kernel_size: Pair, *args: Any, **options: Any) -> None:
+        super().__init__(kernel_size, *args, **options)
+        self.outputs = positive(filters, "SeparableConv2D: filters")
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the kernels and the bias."""
+        check_axes(self, input_shape, 2)
+        channels, count = input_shape[-1], input_shape[-1] * self.filters
+        self.kernel = self.add_weight("kernel", (*self.kernel_size, channels, self.filters))
+        self.pointwise_kernel = self.add_weight("pointwise_kernel", (1, 1, count, self.outputs))
+        self.add_bias(self.outputs)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output, of shape ``(images, height, width, filters)``."""
+        y = self._by_channel(inputs, None, activations.linear)
+        return operations.conv2d(y, self.pointwise_kernel, self.bias, self.activation)
 
 
 class Conv2DTranspose(Conv2D):
@@ -172,7 +212,7 @@ class Conv2DTranspose(Conv2D):
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, filters)``."""
         check_axes(self, inputs.shape, 2)
-        x = self.checked(inputs, self.kernel.shape[3], "channels")
+        x = as_floats(inputs, self.kernel)
         y = operations.conv2d_transpose(x, self.kernel, self.strides, self.padding)
         return self.activation(y if self.bias is None else y + self.bias)
 
@@ -214,7 +254,7 @@ class MaxPool2D(SpatialLayer):
         self.pool_size = lengths(pool_size, f"{kind}: pool_size", self._rank)
         steps = self.pool_size if strides is None else strides
         self.strides = lengths(steps, f"{kind}: strides", self._rank)
-        self.padding = _padding(padding, kind)
+        self.padding = one_of(str(padding).lower(), f"{kind}: padding", ("valid", "same"))
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels)``."""
@@ -274,6 +314,9 @@ class GlobalAveragePool2D(SpatialLayer):
         count = np.maximum(weights.sum(axis=axes, keepdims=self.keepdims), 1)
         return np.sum(inputs * weights, axis=axes, keepdims=self.keepdims) / count
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return None: no time steps are left."""
+
 
 class GlobalMaxPool2D(GlobalAveragePool2D):
     """A layer that takes the largest element of each channel; see `GlobalAveragePool2D`."""
@@ -307,20 +350,4 @@ def check_axes(layer: Layer, shape: Sequence[int], rank: int) -> None:
         )
 
 
-def lengths(value: Pair, what: str, rank: int) -> tuple[int, ...]:
-    """Return one or two positive integers, for what a user passed."""
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
-    if len(values) != rank:
-        raise ValueError(f"{what} must be an integer or {_COUNTS[rank]}, got {value!r}.")
-    return tuple(positive(each, what) for each in values)
-
-
-_COUNTS = {1: "a sequence of one", 2: "two of them"}
-
-
-def _padding(padding: str, kind: str, *others: str) -> str:
-    name = str(padding).lower()
-    if name not in ("valid", "same", *others):
-        known = " or ".join(map(repr, ("valid", "same", *others)))
-        raise ValueError(f"{kind}: padding must be {known}, got {padding!r}.")
-    return name
+_export(vars(), but="check_axes SpatialLayer")

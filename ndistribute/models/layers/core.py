@@ -14,6 +14,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.context import current_trace, get_replica_context, get_strategy, part_of
-from ndistribute.models import activations, initializers, operations, regularizers
+from ndistribute.autodiff import softmax
+from ndistribute.context import current_trace, get_replica_context, part_of
+from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
+from ndistribute.models import activations, operations
+from ndistribute.models.layers.arguments import as_floats, dropout_factors, positive, rate_of
 from ndistribute.models.layers.layer import Layer
 from ndistribute.variables.mirrored import sharded_variable
 
@@ -30,41 +35,26 @@ from ndistribute.variables.mirrored import sharded_variable
 class KernelLayer(Layer):
     """The base class of layers with a kernel, a bias and an activation; see `Dense`."""
 
+    kernel: Any = None
+    bias: Any = None
+    fixes_last_axis = True
+    weights_of_kind: ClassVar = {"kernel": "glorot_uniform", "bias": "zeros"}
+
     def __init__(
-        self,
-        activation: str | Callable[[Any], Any] | None,
-        use_bias: bool,
-        *,
-        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
-        bias_initializer: str | Callable[..., Any] = "zeros",
-        kernel_regularizer: str | Callable[[Any], Any] | None = None,
-        bias_regularizer: str | Callable[[Any], Any] | None = None,
-        **options: Any,
+        self, activation: str | Callable[[Any], Any] | None, use_bias: bool, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.activation = activations.get(activation)
-        self.kernel_regularizer = regularizers.get(kernel_regularizer)
-        self.bias_regularizer = regularizers.get(bias_regularizer)
-        self._use_bias = use_bias
-        self._initializers = kernel_initializer, bias_initializer
-        self.kernel: Any = None
-        self.bias: Any = None
+        self.activation, self._use_bias = activations.get(activation), use_bias
 
     def add_kernel(self, *shape: int, outputs: int | None = None) -> None:
         """Create the kernel of a shape, and the bias, by default of the length of the last axis."""
-        self.kernel = self.add_weight("kernel", shape, self._initializers[0])
-        if self._use_bias:
-            length = shape[-1] if outputs is None else outputs
-            self.bias = self.add_weight("bias", (length,), self._initializers[1])
+        self.kernel = self.add_weight("kernel", shape)
+        self.add_bias(shape[-1] if outputs is None else outputs)
 
-    def checked(self, inputs: Any, length: int, what: str) -> Any:
-        """Return the input as floats; raise a ValueError if its last axis has another length."""
-        if inputs.shape[-1] != length:
-            raise ValueError(
-                f"{self.name}: the input has shape {inputs.shape}, but the layer was built for "
-                f"{length} {what} on the last axis."
-            )
-        return as_floats(inputs, self.kernel)
+    def add_bias(self, length: int) -> None:
+        """Create the bias, if the layer has one."""
+        if self._use_bias:
+            self.bias = self.add_weight("bias", (length,))
 
 
 class Dense(KernelLayer):
@@ -106,7 +96,7 @@ class Dense(KernelLayer):
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(*inputs.shape[:-1], units)``."""
-        x = self.checked(inputs, self.kernel.shape[0], "features")
+        x = as_floats(inputs, self.kernel)
         return operations.dense(x, self.kernel, self.bias, self.activation)
 
 
@@ -236,22 +226,79 @@ class Activation(Layer):
         return self.activation(inputs)
 
 
-class LeakyReLU(Layer):
+class LeakyReLU(Activation):
     """A layer that multiplies negative elements by a slope.
 
     >>> LeakyReLU(0.5)(np.array([-2.0, 2.0])).tolist()
     [-1.0, 2.0]
     """
 
-    supports_masking = True
-
     def __init__(self, negative_slope: float = 0.3, **options: Any) -> None:
-        super().__init__(**options)
-        self.negative_slope = float(negative_slope)
+        slope = float(negative_slope)
+        super().__init__(functools.partial(activations.leaky_relu, negative_slope=slope), **options)
+
+
+class ELU(Activation):
+    """A layer that returns ``alpha * (exp(x) - 1)`` for negative elements.
+
+    >>> ELU()(np.array([-np.inf, 2.0])).tolist()
+    [-1.0, 2.0]
+    """
+
+    def __init__(self, alpha: float = 1.0, **options: Any) -> None:
+        super().__init__(functools.partial(activations.elu, alpha=float(alpha)), **options)
+
+
+class ReLU(Activation):
+    """A layer that returns the elements above a threshold, up to a maximum.
+
+    Args:
+        max_value: the maximum; None: there is none.
+        negative_slope: what the distance to the threshold is multiplied by below it.
+        threshold: the threshold.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> ReLU(max_value=6)(np.array([-2.0, 2.0, 8.0])).tolist()
+    [0.0, 2.0, 6.0]
+    """
+
+    def __init__(
+        self,
+        max_value: float | None = None,
+        negative_slope: float = 0.0,
+        threshold: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__("relu", **options)
+        self.max_value, self.negative_slope, self.threshold = max_value, negative_slope, threshold
 
     def call(self, inputs: Any) -> Any:
         """Return the activation of the input."""
-        return activations.leaky_relu(inputs, self.negative_slope)
+        y = self.activation(inputs)
+        if self.threshold or self.negative_slope:
+            y = np.where(inputs > self.threshold, inputs, 0)
+            y = y + self.negative_slope * np.minimum(inputs - self.threshold, 0)
+        return y if self.max_value is None else np.minimum(y, self.max_value)
+
+
+class Softmax(Layer):
+    """A layer that makes probabilities of the elements along an axis.
+
+    >>> Softmax()(np.array([[0.0, 0.0]])).tolist()
+    [[0.5, 0.5]]
+    """
+
+    supports_masking = True
+
+    def __init__(self, axis: int = -1, **options: Any) -> None:
+        super().__init__(**options)
+        self.axis = axis
+
+    def call(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the probabilities; those that a mask of the input's shape leaves out are 0."""
+        if mask is not None and mask.ndim == inputs.ndim:
+            inputs = np.where(mask, inputs, np.finfo(inputs.dtype).min)
+        return softmax(inputs, axis=self.axis)
 
 
 class PReLU(Layer):
@@ -267,6 +314,8 @@ class PReLU(Layer):
     """
 
     supports_masking = True
+    fixes_last_axis = True
+    weights_of_kind: ClassVar = {"alpha": "zeros"}
 
     def __init__(
         self,
@@ -274,13 +323,13 @@ class PReLU(Layer):
         shared_axes: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self._start, self.shared_axes = initializers.get(alpha_initializer), shared_axes or ()
+        super().__init__(alpha_initializer=alpha_initializer, **options)
+        self.shared_axes = shared_axes or ()
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the slopes."""
         shape = [1 if k in self.shared_axes else n for k, n in enumerate(input_shape)][1:]
-        self.alpha = self.add_weight("alpha", shape, self._start)
+        self.alpha = self.add_weight("alpha", shape)
 
     def call(self, inputs: Any) -> Any:
         """Return the activation of the input."""
@@ -295,6 +344,8 @@ class Dropout(Layer):
 
     Args:
         rate: the share of elements to drop, in ``[0, 1)``.
+        noise_shape: the shape of what is drawn, with 1 for axes whose elements are dropped
+            together and None for the length of the input; None: each element by itself.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> Dropout(0.5)(np.ones(4, np.float32))
@@ -303,14 +354,32 @@ class Dropout(Layer):
 
     supports_masking = True
 
-    def __init__(self, rate: float, **options: Any) -> None:
+    def __init__(
+        self, rate: float, noise_shape: Sequence[int | None] | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self.rate = rate_of(rate, "Dropout: rate")
+        self.rate, self.noise_shape = rate_of(rate, f"{type(self).__name__}: rate"), noise_shape
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         """Return the input, in training with elements dropped."""
-        factors = dropout_factors(inputs, inputs.shape, self.rate) if training else None
+        drawn = inputs.shape if self.noise_shape is None else self.noise_shape
+        shape = [n if k is None else k for n, k in zip(inputs.shape, drawn, strict=True)]
+        factors = dropout_factors(inputs, shape, self.rate) if training else None
         return inputs if factors is None else inputs * factors
+
+
+class SpatialDropout1D(Dropout):
+    """A layer that drops whole features of sequences in training; see `Dropout`."""
+
+    def __init__(self, rate: float, **options: Any) -> None:
+        super().__init__(rate, (None, 1, None), **options)
+
+
+class SpatialDropout2D(Dropout):
+    """A layer that drops whole channels of images in training; see `Dropout`."""
+
+    def __init__(self, rate: float, **options: Any) -> None:
+        super().__init__(rate, (None, 1, 1, None), **options)
 
 
 class Embedding(Layer):
@@ -321,33 +390,28 @@ class Embedding(Layer):
     Args:
         input_dim: the number of rows.
         output_dim: the length of a row.
-        embeddings_initializer: the initializer of the table.
         mask_zero: whether the row 0 is padding, so that layers, losses and metrics that get the
             result leave out where the input is 0.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: `embeddings_initializer` and `embeddings_regularizer`, as for the kernel of
+            `Dense`; and `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> Embedding(10, 3)(np.array([[1, 2], [3, 4]])).shape
     (2, 2, 3)
     """
 
+    weights_of_kind: ClassVar = {"embeddings": "random_uniform"}
+
     def __init__(
-        self,
-        input_dim: int,
-        output_dim: int,
-        embeddings_initializer: str | Callable[..., Any] = "random_uniform",
-        mask_zero: bool = False,
-        **options: Any,
+        self, input_dim: int, output_dim: int, mask_zero: bool = False, **options: Any
     ) -> None:
         super().__init__(**options)
         self.input_dim = positive(input_dim, "Embedding: input_dim")
         self.output_dim = positive(output_dim, "Embedding: output_dim")
-        self._initializer = initializers.get(embeddings_initializer)
         self.mask_zero = bool(mask_zero)
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the table."""
-        shape = self.input_dim, self.output_dim
-        self.embeddings = self.add_weight("embeddings", shape, self._initializer)
+        self.embeddings = self.add_weight("embeddings", (self.input_dim, self.output_dim))
 
     def call(self, inputs: Any) -> Any:
         """Return the rows, of shape ``(*inputs.shape, output_dim)``."""
@@ -363,45 +427,28 @@ class Embedding(Layer):
         return inputs != 0 if self.mask_zero else None
 
 
-def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
-    """Return an array of 0, with the probability `rate`, and ``1 / (1 - rate)``; None for rate 0.
+class Masking(Layer):
+    """A layer that masks the time steps all of whose features have one value, and sets them to 0.
 
     Args:
-        like: an array, plain or tracked, of the dtype and device of the result.
-        shape: the shape of the result.
-        rate: the share of zeros.
+        mask_value: the value.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Masking(9.0)(np.array([[[1.0, 9.0], [9.0, 9.0]]])).tolist()
+    [[[1.0, 9.0], [0.0, 0.0]]]
     """
-    if not rate:
-        return None
-    factors = (random_generator().random(shape, dtype=np.float32) >= rate).astype(like.dtype)
-    factors *= like.dtype.type(1 / (1 - rate))
-    return factors
 
+    def __init__(self, mask_value: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.mask_value = mask_value
 
-def random_generator() -> Any:
-    """Return the generator of this replica; outside of replicas, that of the first."""
-    replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
-    return replica.rng
+    def call(self, inputs: Any) -> Any:
+        """Return the input, with 0 where it is masked."""
+        return inputs * self.compute_mask(inputs)[..., None].astype(inputs.dtype)
 
-
-def as_floats(x: Any, variable: Any) -> Any:
-    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider."""
-    narrow = x.dtype.kind not in "iub" and x.dtype.itemsize <= variable.dtype.itemsize
-    return x if narrow else x.astype(variable.dtype)
-
-
-def rate_of(rate: float, what: str) -> float:
-    """Return a share of elements to drop, which must be in ``[0, 1)``."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"{what} must be in [0, 1), got {rate}.")
-    return float(rate)
-
-
-def positive(value: int, what: str) -> int:
-    """Return an integer, which must be 1 or more."""
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        raise ValueError(f"{what} must be an integer, 1 or more, got {value!r}.")
-    return int(value)
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return where a feature has another value."""
+        return (as_array(inputs) != self.mask_value).any(axis=-1)
 
 
 class _ParallelDense(Dense):
@@ -409,16 +456,13 @@ class _ParallelDense(Dense):
 
     _axis: ClassVar[int]
     """The axis of the kernel that is divided."""
-    _features: int
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias, which is divided with the units."""
-        of_kernel, of_bias = self._initializers
-        self._features = int(input_shape[-1])
-        self.kernel = self._sharded("kernel", (self._features, self.units), of_kernel, self._axis)
+        self.kernel = self._sharded("kernel", (input_shape[-1], self.units), self._axis)
         if self._use_bias:
             make = self._sharded if self._axis else self.add_weight
-            self.bias = make("bias", (self.units,), of_bias)
+            self.bias = make("bias", (self.units,))
 
     def _whole_batch(self, inputs: Any, context: Any) -> tuple[Any, Any]:
         """Return the examples of all replicas, and which are this one's; None if it is alone."""
@@ -427,7 +471,7 @@ class _ParallelDense(Dense):
                 f"{self.name}: a parallel dense layer needs an input of two axes, got shape "
                 f"{inputs.shape}: put a Flatten before it."
             )
-        inputs = self.checked(inputs, self._features, "features")
+        inputs = as_floats(inputs, self.kernel)
         if context is None or context.num_replicas_in_sync == 1:
             return inputs, None
         rank, whole = context.replica_id_in_sync_group, context.all_gather(inputs, axis=0)
@@ -437,13 +481,13 @@ class _ParallelDense(Dense):
         start = int(lengths[:rank].sum())
         return whole, slice(start, start + len(inputs))
 
-    def _sharded(self, name: str, shape: Sequence[int], initializer: Any, axis: int = 0) -> Any:
-        if self.kernel_regularizer or self.bias_regularizer:
+    def _sharded(self, name: str, shape: Sequence[int], axis: int = 0) -> Any:
+        if any(self._regularizers.values()):
             raise ValueError(
                 f"{self.name}: a parallel dense layer cannot be regularized, as each replica would "
                 "penalize a part of the weights."
             )
-        make = initializers.get(initializer)
+        make = self._starts[name]
         dtype, name = self.dtype, f"{self.name}/{name}"
         return sharded_variable(lambda: make(tuple(shape), dtype), axis, name=name, dtype=dtype)
 
@@ -504,3 +548,6 @@ class RowParallelDense(_ParallelDense):
             part, *_ = self.kernel.cut(context.replica_id_in_sync_group)
             total = context.all_reduce("sum", whole[:, part] @ self.kernel)[rows]
         return self.activation(total if self.bias is None else total + self.bias)
+
+
+_export(vars(), but="KernelLayer")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.dtypes import dtype_named
+from ndistribute.exports import export as _export
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.symbolic import RecordedCall, SymbolicArray
 
@@ -63,3 +64,6 @@ def Input(  # noqa: N802
     if batch_shape is not None:
         batch_size, *shape = batch_shape
     return InputLayer(shape, batch_size, dtype, name).output  # type: ignore[no-any-return]
+
+
+_export(vars())

@@ -8,31 +8,29 @@ be saved without code.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-import itertools
 import threading
-import weakref
-from collections import defaultdict
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.context import get_replica_context
 from ndistribute.devices import copy_to
-from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.mistakes import Explaining
-from ndistribute.models import initializers
-from ndistribute.models.masks import attach_mask, mask_of
+from ndistribute.models import initializers, regularizers
+from ndistribute.models.layers.arguments import cast_floats, dtypes_of, numbered
+from ndistribute.models.losses import global_count
+from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
 from ndistribute.models.metrics import Mean, Metric
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
-from ndistribute.names import snake_case
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
-_PENALIZED = "kernel", "recurrent_kernel", "bias"
 _LISTS = "non_trainable_variables trainable_variables variables".split()
 
 
@@ -79,6 +77,7 @@ class Layer(Explaining):
         input_shape: the shape of an example; a `Sequential` whose first layer has one creates its
             variables at once.
         input_dim: the length of an example of one axis, instead of `input_shape`.
+        activity_regularizer: a penalty of the output, divided by the number of examples.
 
     >>> class Scale(Layer):
     ...     def build(self, input_shape):
@@ -95,6 +94,10 @@ class Layer(Explaining):
     """The classes of layers that this process has defined, by name."""
     policy: ClassVar[Any] = "float32"
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
+    weights_of_kind: ClassVar[dict[str, Any]] = {}
+    """The initializers of weights by name, unless the options `NAME_initializer` say others."""
+    fixes_last_axis = False
+    """Whether the last axis of inputs keeps the length for which the layer was built."""
     supports_masking = False
     """Whether the mask of the input is that of the output, too; see `compute_mask`."""
     _trainable: bool = True
@@ -102,7 +105,6 @@ class Layer(Explaining):
     _uncalled: ClassVar[dict[str, str]] = {
         **dict.fromkeys(_STATES, "keep what is to be saved in variables"),
         **dict.fromkeys(_LISTS, "set trainable of the layers or variables"),
-        "activity_regularizer": "write a loop of your own that adds its penalty to the loss",
         "losses": "define penalties",
     }
 
@@ -120,18 +122,41 @@ class Layer(Explaining):
         dtype: Any = None,
         input_shape: Sequence[int | None] | None = None,
         input_dim: int | None = None,
+        activity_regularizer: str | Callable[[Any], Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.name = _numbered(type(self).__name__) if name is None else name
+        self.name = numbered(type(self).__name__) if name is None else name
         self.trainable = trainable
+        self.activity_regularizer = regularizers.get(activity_regularizer)
         if input_dim is not None:
             input_shape = (input_dim,)
         self._example_shape = None if input_shape is None else (*input_shape,)
-        self.dtype, self.compute_dtype = _dtypes_of(Layer.policy if dtype is None else dtype)
+        self.dtype, self.compute_dtype = dtypes_of(Layer.policy if dtype is None else dtype)
         self.built = False
         self._means: dict[str, Mean] = {}  # Of `add_metric`.
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
         self._recorded: list[RecordedCall] = []
+        self._penalized: list[Callable[[], Any]] = []
+        self._starts, self._regularizers = self._facts_of_weights(options)
+
+    def _facts_of_weights(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the initializers and the regularizers of weights, by name."""
+        starts, penalties = {}, {}
+        for weight, start in self.weights_of_kind.items():
+            key = weight.removesuffix("_kernel")
+            starts[weight] = initializers.get(options.pop(f"{key}_initializer", start))
+            penalties[weight] = regularizers.get(options.pop(f"{key}_regularizer", None))
+            if options.pop(f"{key}_constraint", None) is not None:
+                what = f"{self.name}: {key}_constraint does not exist here: assign the variable"
+                raise ValueError(f"{what} in a callback's on_train_batch_end, or regularize it.")
+        for name in options:
+            kind, weights = type(self).__name__, [key.removesuffix("_kernel") for key in starts]
+            known = [f"{key}_{what}" for key in weights for what in ("initializer", "regularizer")]
+            if near := difflib.get_close_matches(name, known, 1):
+                raise TypeError(f"{kind} takes no argument {name!r}: use {near[0]}.")
+            raise TypeError(f"{kind} got an unexpected keyword argument {name!r}")
+        return starts, penalties
 
     # Methods that a subclass defines.
 
@@ -160,6 +185,12 @@ class Layer(Explaining):
             inputs: the first argument of `call`.
             mask: its mask, or None.
         """
+        if mask is not None and not self.supports_masking:
+            kind = (
+                f"{self.name}: the input has a mask, which {type(self).__name__} does not pass on"
+            )
+            what = f"{kind}, so later layers, losses and metrics count all time steps. To change"
+            warnings.warn(f"{what} it, set supports_masking or define compute_mask.", stacklevel=3)
         return mask if self.supports_masking else None
 
     # Methods for users and subclasses.
@@ -202,10 +233,10 @@ class Layer(Explaining):
             return self._recorded[-1].outputs
         inputs = args[0] if args else None
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
-            cast = functools.partial(_cast, self.compute_dtype)
+            cast = functools.partial(cast_floats, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
-        if not self.built:
-            self._build_once(args)
+        if not self.built or self.fixes_last_axis:
+            self._prepare(args)
         outer = _calls.nested, _calls.training
         if not _calls.nested and _calls.added:
             layers = list(self.walk())
@@ -220,10 +251,14 @@ class Layer(Explaining):
             if mask is not None and "mask" in inspect.signature(self.call).parameters:
                 kwargs["mask"] = mask
             outputs = self.call(*args, **kwargs)
-            first = outputs[0] if isinstance(outputs, tuple | list) else outputs
-            attach_mask(first, self.compute_mask(inputs, mask))
+            if self.activity_regularizer is not None:
+                self._penalize(outputs)
             like = inputs[0] if isinstance(inputs, tuple | list) and inputs else inputs
-            return outputs if outer[0] else self._returned(outputs, like)
+            if not outer[0]:
+                outputs = self._returned(outputs, like)
+            if any(each is None for each in tree.flatten(mask_of(outputs))):
+                attach_mask(outputs, self.compute_mask(inputs, mask))
+            return outputs
         finally:
             _calls.nested, _calls.training = outer
 
@@ -231,36 +266,42 @@ class Layer(Explaining):
         self,
         name: str = "weight",
         shape: Sequence[int] = (),
-        initializer: str | Callable[..., Any] = "glorot_uniform",
+        initializer: str | Callable[..., Any] | None = None,
         *,
         trainable: bool = True,
         dtype: Any = None,
         synchronization: Any = "auto",
         aggregation: Any = "none",
+        regularizer: str | Callable[[Any], Any] | None = None,
     ) -> Variable:
         """Return a new variable named after the layer; keep it as an attribute.
 
         Args:
             name: the last part of the variable's name.
             shape: the variable's shape.
-            initializer: a name, or a function of a shape and a dtype.
+            initializer: a name, or a function of a shape and a dtype; None: the one that the
+                options of the layer say, or ``"glorot_uniform"``.
             trainable: whether tapes watch it.
             dtype: the variable's dtype; None means the layer's.
             synchronization: as for `Variable`.
             aggregation: as for `Variable`.
+            regularizer: a penalty of the variable; None: the one that the options say, if any.
         """
         wanted = np.dtype(self.dtype if dtype is None else dtype)
-        make = initializers.get(initializer)
+        make = initializers.get(initializer or self._starts.get(name, "glorot_uniform"))
         path, trainable = f"{self.name}/{name}", trainable and self.trainable
         kind = synchronization, aggregation
-        return Variable(lambda: make(tuple(shape), wanted), trainable, path, wanted, *kind)
+        variable = Variable(lambda: make(tuple(shape), wanted), trainable, path, wanted, *kind)
+        penalty = regularizers.get(regularizer) or self._regularizers.get(name)
+        if penalty is not None:
+            self._penalized.append(functools.partial(penalty, variable))
+        return variable
 
     def _returned(self, outputs: Any, like: Any) -> Any:
         """Return outputs as a kind of array with more methods, if such an array came in."""
         if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
             return outputs
-        view = lambda y: y.view(type(like)) if type(y) is np.ndarray else y  # noqa: E731
-        return tree.map_leaves(view, outputs)
+        return tree.map_leaves(functools.partial(_viewed, type(like)), outputs)
 
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this layer and of its layers by path, each once.
@@ -354,10 +395,28 @@ class Layer(Explaining):
         nests = [value for _, value in parts if isinstance(value, kinds)]
         return [value for _, value in tree.leaves("", nests) if isinstance(value, Metric)]
 
+    def _prepare(self, args: Sequence[Any]) -> None:
+        """Create the variables, or check that the input has the features that they are for."""
+        if not self.built:
+            self._build_once(args)
+        last = getattr(self.input_spec, "shape", ())[-1:]
+        if last and self.fixes_last_axis and args[0].shape[-1:] != last:
+            raise ValueError(
+                f"{self.name}: the input has shape {tuple(args[0].shape)}, but the layer was built "
+                f"for {last[0]} features on the last axis."
+            )
+
+    def _penalize(self, outputs: Any) -> None:
+        """Add the penalty of the outputs, for each example of all replicas, to the loss."""
+        replica = get_replica_context()
+        replicas = 1 if replica is None else replica.num_replicas_in_sync
+        for y in tree.flatten(outputs):
+            share = replicas / global_count(y.shape[0])
+            self.add_loss(self.activity_regularizer(y) * share)  # type: ignore[misc]
+
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
-        pairs = [(name, getattr(self, f"{name}_regularizer", None)) for name in _PENALIZED]
-        return [use(getattr(self, name)) for name, use in pairs if use is not None and self.built]
+        return [penalty() for penalty in self._penalized]
 
     def walk(self) -> Iterator[Layer]:
         """Yield this layer, and all layers that it holds, each once."""
@@ -465,28 +524,13 @@ def set_dtype_policy(policy: Any) -> None:
     ('float32', 'float16')
     >>> set_dtype_policy("float32")
     """
-    _dtypes_of(policy)
+    dtypes_of(policy)
     Layer.policy = policy
 
 
-def _dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Return the dtypes of the variables and of the computation."""
-    name = policy if isinstance(policy, str) else np.dtype(policy).name
-    mixed = name.removeprefix("mixed_")
-    if mixed not in ("float16", "bfloat16", "float32", "float64"):
-        raise ValueError(
-            f"a layer's dtype must be float16, bfloat16, float32, float64, mixed_float16 or "
-            f"mixed_bfloat16, got {policy!r}."
-        )
-    computing = dtype_named(mixed)
-    return (computing if mixed == name else np.dtype(np.float32)), computing
-
-
-def _cast(dtype: np.dtype[Any], value: Any) -> Any:
-    """Return an array of floats in a dtype; other values are returned unchanged."""
-    present = getattr(value, "dtype", None)
-    stays = present is None or present == dtype or kind_of(present) != "f"
-    return value if stays else value.astype(dtype)
+def _viewed(kind: Any, value: Any) -> Any:
+    """Return a plain array as an array of another kind; other values are returned unchanged."""
+    return with_mask_of(value.view(kind), value) if type(value) is np.ndarray else value
 
 
 def _once(make: Callable[[], Any]) -> None:
@@ -545,17 +589,3 @@ def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return np.zeros((0, *np.shape(value)[1:]), dtype)
-
-
-_numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
-
-
-def _numbered(kind: str) -> str:
-    """Return a class name in snake case, with a number from the second of a strategy on.
-
-    So the names are the same in all processes that run the same program.
-    """
-    label = snake_case(kind)
-    numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
-    number = next(numbers[label])
-    return f"{label}_{number}" if number else label

@@ -6,11 +6,15 @@ the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute.autodiff import untrack
+from ndistribute.devices import array_namespace
+from ndistribute.exports import export as _export
 from ndistribute.models.layers.layer import Layer
 
 
@@ -29,6 +33,12 @@ class Merging(Layer):
                 f"layer([a, b]), got {f'one of {count}' if count else type(inputs).__name__}."
             )
         return list(inputs)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return where an input counts, if all have masks."""
+        if mask is None or any(each is None for each in mask):
+            return None
+        return functools.reduce(np.logical_or, mask)
 
 
 class Elementwise(Merging):
@@ -133,6 +143,20 @@ class Concatenate(Merging):
         """Return the joined array."""
         return np.concatenate(self.checked(inputs), axis=self.axis)
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the joined masks, or where an input counts; those without a mask do everywhere."""
+        if mask is None:
+            return None
+        axes = max(each.ndim for each in mask if each is not None)
+        ones, axis = array_namespace(untrack(inputs[0])).ones, self.axis % inputs[0].ndim
+        masks = [
+            ones(array.shape[:axes], bool) if each is None else each
+            for array, each in zip(inputs, mask, strict=True)
+        ]
+        if axis < axes:
+            return np.concatenate(masks, axis=axis)
+        return functools.reduce(np.logical_or, masks)
+
 
 class Dot(Merging):
     """A layer that returns the scalar products of its two inputs along an axis of each.
@@ -174,6 +198,9 @@ class Dot(Merging):
         rows = array.reshape(len(array), int(np.prod(lengths, dtype=int)), array.shape[-1])
         return rows, lengths
 
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return None: the axes of the result are others."""
+
 
 def _function(kind: Any) -> Callable[..., Any]:
     """Return the function that makes a layer and calls it."""
@@ -183,16 +210,13 @@ def _function(kind: Any) -> Callable[..., Any]:
 
     name = kind.__name__.lower()
     merge.__name__ = merge.__qualname__ = name
-    merge.__doc__ = f"""Return the result of `{kind.__name__}` for a list of arrays.
-
-    Args:
-        inputs: arrays or symbolic arrays.
-        args: those of the layer.
-        options: those of the layer.
-    """
+    merge.__doc__ = f"Return what `{kind.__name__}` returns for a list, with the layer's arguments."
     return merge
 
 
 add, subtract, multiply = map(_function, (Add, Subtract, Multiply))
 average, maximum, minimum = map(_function, (Average, Maximum, Minimum))
 concatenate, dot = map(_function, (Concatenate, Dot))
+
+
+_export(vars(), but="Elementwise Merging")

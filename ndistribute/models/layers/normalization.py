@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from ndistribute.autodiff import untrack
+from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.models import operations
 from ndistribute.models.chief import schedules_steps
-from ndistribute.models.layers.core import as_floats
+from ndistribute.models.layers.arguments import as_floats, positive
 from ndistribute.models.layers.layer import Layer
-
-Initializer = str | Callable[..., Any]
 
 
 class LayerNormalization(Layer):
@@ -26,16 +29,17 @@ class LayerNormalization(Layer):
         epsilon: added to the variance.
         center: whether to add a summand for each feature, `beta`.
         scale: whether to multiply by a factor for each feature, `gamma`.
-        beta_initializer: the initializer of `beta`.
-        gamma_initializer: the initializer of `gamma`.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: `beta_initializer`, `gamma_initializer`, `beta_regularizer`, `gamma_regularizer`,
+            `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> import numpy as np
     >>> LayerNormalization()(np.array([[1.0, 3.0]])).round(2)
     array([[-1.,  1.]], dtype=float32)
     """
 
+    fixes_last_axis = True
     supports_masking = True
+    weights_of_kind: ClassVar = {"gamma": "ones", "beta": "zeros"}
 
     def __init__(
         self,
@@ -43,14 +47,10 @@ class LayerNormalization(Layer):
         epsilon: float = 1e-3,
         center: bool = True,
         scale: bool = True,
-        beta_initializer: Initializer = "zeros",
-        gamma_initializer: Initializer = "ones",
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.axis, self.epsilon = axis, float(epsilon)
-        self._starts = {"gamma": gamma_initializer} if scale else {}
-        self._starts |= {"beta": beta_initializer} if center else {}
+        self.axis, self.epsilon, self.center, self.scale = axis, float(epsilon), center, scale
         self.gamma: Any = None
         self.beta: Any = None
 
@@ -61,8 +61,8 @@ class LayerNormalization(Layer):
                 f"{self.name}: the input has shape {tuple(input_shape)}, and axis={self.axis}: "
                 f"{type(self).__name__} needs a batch axis, and the features on the last one."
             )
-        for name, start in self._starts.items():
-            setattr(self, name, self.add_weight(name, input_shape[-1:], start))
+        self.gamma = self.add_weight("gamma", input_shape[-1:]) if self.scale else None
+        self.beta = self.add_weight("beta", input_shape[-1:]) if self.center else None
 
     def call(self, inputs: Any) -> Any:
         """Return the normalised input."""
@@ -82,11 +82,10 @@ class BatchNormalization(LayerNormalization):
         axis: the axis of the features, which must be the last one.
         momentum: the share of a moving average that a step keeps.
         epsilon: added to the variance.
-        moving_mean_initializer: the initializer of the moving mean.
-        moving_variance_initializer: the initializer of the moving variance.
         synchronized: whether the statistics are those of all replicas' examples, so that results do
             not depend on the number of replicas. A step then waits for the other replicas.
-        options: as for `LayerNormalization`.
+        options: as for `LayerNormalization`; and `moving_mean_initializer` and
+            `moving_variance_initializer`.
 
     >>> import numpy as np
     >>> layer = BatchNormalization()
@@ -96,14 +95,18 @@ class BatchNormalization(LayerNormalization):
     array([0.02], dtype=float32)
     """
 
+    weights_of_kind: ClassVar = {
+        **LayerNormalization.weights_of_kind,
+        "moving_mean": "zeros",
+        "moving_variance": "ones",
+    }
+
     def __init__(
         self,
         axis: int = -1,
         momentum: float = 0.99,
         epsilon: float = 1e-3,
         *,
-        moving_mean_initializer: Initializer = "zeros",
-        moving_variance_initializer: Initializer = "ones",
         synchronized: bool = False,
         **options: Any,
     ) -> None:
@@ -112,7 +115,6 @@ class BatchNormalization(LayerNormalization):
             raise ValueError(f"BatchNormalization: momentum must be in [0, 1], got {momentum}.")
         self.momentum = float(momentum)
         self.synchronized = bool(synchronized)
-        self._moving_initializers = moving_mean_initializer, moving_variance_initializer
         self.moving_mean: Any = None
         self.moving_variance: Any = None
 
@@ -121,23 +123,22 @@ class BatchNormalization(LayerNormalization):
         super().build(input_shape)
         # A chief's workers, which make a step whenever they are free, all add to one value.
         kind = "on_write" if schedules_steps(get_strategy()) else "on_read"
-        names = "moving_mean", "moving_variance"
         options: Any = {"trainable": False, "synchronization": kind, "aggregation": "mean"}
-        for name, start in zip(names, self._moving_initializers, strict=True):
-            setattr(self, name, self.add_weight(name, input_shape[-1:], start, **options))
+        self.moving_mean = self.add_weight("moving_mean", input_shape[-1:], **options)
+        self.moving_variance = self.add_weight("moving_variance", input_shape[-1:], **options)
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        """Return the normalised input."""
+    def call(self, inputs: Any, training: bool = False, mask: Any = None) -> Any:
+        """Return the normalised input; what a mask leaves out has no part in the statistics."""
         inputs = as_floats(inputs, self.moving_mean)
+        options: Any = {"epsilon": self.epsilon}
         if not training or not self.trainable:
-            moving = {"mean": self.moving_mean, "variance": self.moving_variance}
-            return operations.normalized_by(
-                inputs, self.gamma, self.beta, **moving, epsilon=self.epsilon
-            )
+            options |= {"mean": self.moving_mean, "variance": self.moving_variance}
+            return operations.normalized_by(inputs, self.gamma, self.beta, **options)
         total = self._total() if self.synchronized else None
-        y, mean, variance = operations.batch_normalization(
-            inputs, self.gamma, self.beta, epsilon=self.epsilon, total=total
-        )
+        operation: Any = operations.batch_normalization
+        if mask is not None:
+            operation, options["mask"] = operations.masked_normalization, mask
+        y, mean, variance = operation(inputs, self.gamma, self.beta, total=total, **options)
         if total is not None or untrack(inputs).size:  # An empty piece has no statistics.
             for moving, batch in ((self.moving_mean, mean), (self.moving_variance, variance)):
                 change = (batch - as_array(moving)) * (1 - self.momentum)
@@ -151,3 +152,75 @@ class BatchNormalization(LayerNormalization):
             return None
         communicator = replica.communicator  # Not through the tape: the operation has the rule.
         return lambda vector: communicator.all_reduce("sum", vector)
+
+
+class GroupNormalization(LayerNormalization):
+    """A layer that normalises groups of channels of each example.
+
+    Source: Wu and He, "Group Normalization", 2018.
+
+    Args:
+        groups: the number of groups; -1: one for each channel.
+        axis: the axis of the channels, which must be the last one.
+        epsilon: added to the variance.
+        options: as for `LayerNormalization`.
+
+    >>> import numpy as np
+    >>> GroupNormalization(2)(np.array([[1.0, 3.0, 2.0, 2.0]])).round(2)
+    array([[-1.,  1.,  0.,  0.]], dtype=float32)
+    """
+
+    def __init__(
+        self, groups: int = 32, axis: int = -1, epsilon: float = 1e-3, **options: Any
+    ) -> None:
+        super().__init__(axis, epsilon, **options)
+        self.groups = groups if groups == -1 else positive(groups, "GroupNormalization: groups")
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create gamma and beta."""
+        super().build(input_shape)
+        if input_shape[-1] % self.groups:
+            raise ValueError(
+                f"{self.name}: the input has shape {tuple(input_shape)}, whose channels are not a "
+                f"multiple of groups={self.groups}."
+            )
+
+    def call(self, inputs: Any) -> Any:
+        """Return the normalised input."""
+        known = self.gamma if self.gamma is not None else self.beta
+        x = inputs if known is None else as_floats(inputs, known)
+        groups = x.shape[-1] if self.groups == -1 else self.groups
+        inner, channels = math.prod(x.shape[1:-1]), x.shape[-1] // groups
+        parts = np.swapaxes(x.reshape(x.shape[0], inner, groups, channels), 1, 2)
+        flat = parts.reshape(x.shape[0], groups, inner * channels)
+        flat = operations.layer_normalization(flat, None, None, epsilon=self.epsilon)
+        y = np.swapaxes(flat.reshape(parts.shape), 1, 2).reshape(x.shape)
+        y = y if self.gamma is None else y * as_operand(self.gamma).astype(y.dtype)
+        return y if self.beta is None else y + as_operand(self.beta).astype(y.dtype)
+
+
+class UnitNormalization(Layer):
+    """A layer that scales vectors to the length 1; those of zeros stay.
+
+    Args:
+        axis: the axis of the vectors, or several.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> import numpy as np
+    >>> UnitNormalization()(np.array([[3.0, 4.0]])).tolist()
+    [[0.6000000238418579, 0.800000011920929]]
+    """
+
+    supports_masking = True
+
+    def __init__(self, axis: int | Sequence[int] = -1, **options: Any) -> None:
+        super().__init__(**options)
+        self.axis = axis if isinstance(axis, int) else tuple(axis)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the scaled vectors."""
+        squares = np.sum(inputs * inputs, axis=self.axis, keepdims=True)
+        return inputs / np.sqrt(np.maximum(squares, 1e-12))
+
+
+_export(vars())

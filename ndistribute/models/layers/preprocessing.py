@@ -6,15 +6,20 @@ lookups compute on the host, such as in `Dataset.map`.
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
+import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute.context import current_trace
+from ndistribute.exports import export as _export
 from ndistribute.models import operations
-from ndistribute.models.layers.core import as_floats, positive, random_generator
+from ndistribute.models.layers.arguments import as_floats, one_of, positive, random_generator
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.symbolic import describes
 
@@ -34,6 +39,8 @@ class Normalization(Layer):
     >>> layer(np.array([[1.0], [5.0]])).tolist()
     [[-1.0], [3.0]]
     """
+
+    fixes_last_axis = True
 
     def __init__(
         self,
@@ -115,7 +122,39 @@ class GaussianNoise(Layer):
         return inputs + noise.astype(inputs.dtype) * inputs.dtype.type(self.stddev)
 
 
-class CategoryEncoding(Layer):
+class _Counting(Layer):
+    """The base class of layers that turn numbers of categories into vectors, if asked to.
+
+    Args:
+        count: the number of categories.
+        modes: the names of the forms of the result.
+        mode: the form of the result: ``"int"`` for numbers, ``"one_hot"`` for a vector for each
+            number; ``"multi_hot"`` for a 1 for each number on the last axis, ``"count"`` for how
+            often it occurs there, and ``"tf_idf"`` for that times the weight of the number.
+    """
+
+    _modes: ClassVar[tuple[str, ...]] = ("int", "one_hot", "multi_hot", "count")
+
+    def __init__(self, output_mode: str, **options: Any) -> None:
+        super().__init__(**options)
+        what = f"{type(self).__name__}: output_mode"
+        self.output_mode = one_of(output_mode, what, self._modes)
+
+    def _encoded(self, indices: Any, count: int, weights: Any = None) -> Any:
+        """Return numbers, or a vector for each, or one for the numbers on the last axis."""
+        mode, dtype = self.output_mode, self.compute_dtype
+        if mode == "int":
+            return indices
+        if mode == "one_hot" and indices.ndim > 1 and indices.shape[-1] == 1:
+            indices = indices[..., 0]
+        each = indices[..., None] == np.arange(count)
+        if mode == "one_hot" or indices.ndim == 0:
+            return each.astype(dtype)
+        counts = each.any(axis=-2) if mode == "multi_hot" else each.sum(axis=-2)
+        return (counts if weights is None else counts * np.asarray(weights)).astype(dtype)
+
+
+class CategoryEncoding(_Counting):
     """A layer that turns category numbers into vectors.
 
     Args:
@@ -128,19 +167,108 @@ class CategoryEncoding(Layer):
     [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     """
 
+    _modes = ("one_hot", "multi_hot", "count")
+
     def __init__(self, num_tokens: int, output_mode: str = "multi_hot", **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(output_mode, **options)
         self.num_tokens = positive(num_tokens, "CategoryEncoding: num_tokens")
-        self.output_mode = _checked_mode(output_mode, "CategoryEncoding", "one_hot")
 
     def call(self, inputs: Any) -> Any:
         """Return the vectors."""
         what = f"{self.name}: numbers must be in [0, {self.num_tokens})"
         operations.check_range(inputs, self.num_tokens, what, "Increase num_tokens.")
-        return _encoded(inputs, self.num_tokens, self.output_mode, self.compute_dtype)
+        return self._encoded(inputs, self.num_tokens)
 
 
-class StringLookup(Layer):
+class Discretization(_Counting):
+    """A layer that turns numbers into those of the bins in which they are.
+
+    Args:
+        bin_boundaries: the numbers between the bins, in order; None: those of `adapt`.
+        num_bins: the number of bins that `adapt` makes, with as many elements in each.
+        output_mode: ``"int"`` for the number of the bin, or as for `CategoryEncoding`.
+        options: `name` and `dtype`, see `Layer`.
+
+    >>> Discretization([0.0, 1.0])(np.array([-2.0, 0.0, 5.0])).tolist()
+    [0, 1, 2]
+    """
+
+    def __init__(
+        self,
+        bin_boundaries: Sequence[float] | None = None,
+        num_bins: int | None = None,
+        output_mode: str = "int",
+        **options: Any,
+    ) -> None:
+        super().__init__(output_mode, **options)
+        if (bin_boundaries is None) == (num_bins is None):
+            raise ValueError("Discretization: pass either bin_boundaries, or num_bins for adapt.")
+        self.bin_boundaries = None if bin_boundaries is None else [*map(float, bin_boundaries)]
+        self.num_bins = num_bins
+
+    def adapt(self, data: Any) -> None:
+        """Find the boundaries for an array, or for a dataset of batches."""
+        values = np.concatenate([np.ravel(batch) for batch in _batches_of(data)])
+        shares = np.linspace(0, 1, positive(self.num_bins or 0, "Discretization: num_bins") + 1)
+        self.bin_boundaries = np.quantile(values, shares[1:-1]).tolist()
+
+    def call(self, inputs: Any) -> Any:
+        """Return the numbers or vectors."""
+        if self.bin_boundaries is None:
+            raise RuntimeError(f"{self.name}: it has no boundaries: call adapt, or pass them.")
+        indices = sum((inputs >= each).astype(np.int64) for each in self.bin_boundaries)
+        return self._encoded(indices, len(self.bin_boundaries) + 1)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments, with the boundaries of `adapt`."""
+        known = {"bin_boundaries": self.bin_boundaries, "num_bins": None}
+        return super().get_config() | (known if self.bin_boundaries is not None else {})
+
+
+class Hashing(_Counting):
+    """A layer that turns words or integers into numbers of bins, by a hash of their text.
+
+    The hash is BLAKE2b, the same in all processes; the numbers are others than those of Keras.
+
+    Args:
+        num_bins: the number of bins.
+        mask_value: what has the number 0, that no other gets; None: there is none.
+        salt: a number that makes other bins.
+        output_mode: ``"int"`` for the number of the bin, or as for `CategoryEncoding`.
+        options: `name` and `dtype`, see `Layer`.
+
+    >>> numbers = Hashing(10)(np.array(["a", "b", "a"]))
+    >>> numbers.shape, bool(numbers[0] == numbers[2])
+    ((3,), True)
+    """
+
+    def __init__(
+        self,
+        num_bins: int,
+        mask_value: Any = None,
+        salt: int | Sequence[int] | None = None,
+        output_mode: str = "int",
+        **options: Any,
+    ) -> None:
+        super().__init__(output_mode, **options)
+        self.num_bins, self.mask_value, self.salt = num_bins, mask_value, salt
+        self._free = positive(num_bins - (mask_value is not None), "Hashing: num_bins")
+        self._key = b"" if salt is None else repr(salt).encode()[:64]
+
+    def call(self, inputs: Any) -> Any:
+        """Return the numbers or vectors."""
+        _refuse_trace(self)
+        numbers = [self._bin(_text_of(value)) for value in np.ravel(inputs).tolist()]
+        return self._encoded(np.array(numbers, np.int64).reshape(np.shape(inputs)), self.num_bins)
+
+    def _bin(self, value: Any) -> int:
+        if self.mask_value is not None and value == self.mask_value:
+            return 0
+        digest = hashlib.blake2b(str(value).encode(), digest_size=8, key=self._key).digest()
+        return int.from_bytes(digest, "big") % self._free + (self.mask_value is not None)
+
+
+class StringLookup(_Counting):
     """A layer that turns words into the numbers of a vocabulary, or back.
 
     Args:
@@ -150,8 +278,11 @@ class StringLookup(Layer):
         mask_token: a word whose number is 0; None: there is none.
         oov_token: the word for numbers of no word.
         vocabulary: the words; None: those that `adapt` counts, the most frequent first.
+        idf_weights: the weights of the words for ``"tf_idf"``; None: those of `adapt`.
         invert: whether to turn numbers into words.
-        output_mode: ``"int"`` for numbers, or as for `CategoryEncoding`.
+        output_mode: ``"int"`` for numbers, as for `CategoryEncoding`, or ``"tf_idf"`` for counts
+            times weights, which are larger for words in fewer of the rows that `adapt` reads.
+        pad_to_max_tokens: whether vectors have the length `max_tokens`.
         options: `name` and `dtype`, see `Layer`.
 
     >>> layer = StringLookup(vocabulary=["a", "b"])
@@ -159,6 +290,7 @@ class StringLookup(Layer):
     (array([[2, 0]]), ['[UNK]', 'a', 'b'])
     """
 
+    _modes: ClassVar[tuple[str, ...]] = ("int", "one_hot", "multi_hot", "count", "tf_idf")
     _type: ClassVar[Any] = str
     _dtype: ClassVar[Any] = object
     _oov: ClassVar[Any] = "[UNK]"
@@ -170,41 +302,58 @@ class StringLookup(Layer):
         mask_token: Any = None,
         oov_token: Any = None,
         vocabulary: Any = None,
+        idf_weights: Any = None,
         invert: bool = False,
         output_mode: str = "int",
+        pad_to_max_tokens: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(output_mode, **options)
         kind = type(self).__name__
         if num_oov_indices not in (0, 1):
             raise ValueError(f"{kind}: num_oov_indices must be 0 or 1, got {num_oov_indices}.")
-        self.output_mode = _checked_mode(output_mode, kind, "int", "one_hot")
+        if pad_to_max_tokens and max_tokens is None:
+            raise ValueError(f"{kind}: pad_to_max_tokens needs max_tokens.")
         self.max_tokens, self.num_oov_indices, self.invert = max_tokens, num_oov_indices, invert
+        self.pad_to_max_tokens = bool(pad_to_max_tokens)
         self._oov_token = self._oov if oov_token is None else oov_token
         masks = mask_token is not None and output_mode == "int"
         self._special = [mask_token] * masks + [self._oov_token] * num_oov_indices
         self._tokens: list[Any] | None = None
+        self._weights: list[float] | None = None
         if vocabulary is not None:
-            self.set_vocabulary(vocabulary)
+            self.set_vocabulary(vocabulary, idf_weights)
 
     def adapt(self, data: Any) -> None:
         """Make the vocabulary of an array, or of a dataset of batches."""
-        counts = Counter[Any]()
+        counts, rows, total = Counter[Any](), Counter[Any](), 0
         for batch in _batches_of(data):
-            counts.update(self._values(batch))
+            for tokens in self._rows(batch):
+                counts.update(tokens)
+                rows.update({*tokens})
+                total += 1
         ordered = sorted(counts, key=lambda token: (counts[token], token), reverse=True)
         words = [token for token in ordered if token not in self._special]
         room = None if self.max_tokens is None else max(0, self.max_tokens - len(self._special))
-        self.set_vocabulary(words[:room])
+        weights = [math.log(1 + total / (1 + rows[word])) for word in words[:room]]
+        self.set_vocabulary(words[:room], weights)
 
-    def set_vocabulary(self, vocabulary: Any) -> None:
-        """Set the words, with or without the mask and the word for others in front."""
+    def set_vocabulary(self, vocabulary: Any, idf_weights: Any = None) -> None:
+        """Set the words, with or without the mask and the word for others in front.
+
+        Args:
+            vocabulary: the words.
+            idf_weights: the weight of each, for ``"tf_idf"``; other words have their mean.
+        """
         words = self._values(vocabulary)
         if self._special and words[: len(self._special)] == self._special:
             words = words[len(self._special) :]
         if len({*words}) < len(words):
             raise ValueError(f"{self.name}: the vocabulary has a word twice.")
-        self._tokens = words
+        weights = None if idf_weights is None else np.ravel(idf_weights).tolist()[-len(words) :]
+        if self.output_mode == "tf_idf" and (weights is None or len(weights) != len(words)):
+            raise ValueError(f"{self.name}: tf_idf needs idf_weights, one for each word.")
+        self._tokens, self._weights = words, weights
         self._numbers = {token: k for k, token in enumerate(self.get_vocabulary())}
 
     def get_vocabulary(self, include_special_tokens: bool = True) -> list[Any]:
@@ -217,33 +366,50 @@ class StringLookup(Layer):
 
     def call(self, inputs: Any) -> Any:
         """Return the numbers or vectors of words, or the words of numbers."""
-        if self._tokens is None or current_trace() is not None:
-            problem = "it has no vocabulary: call adapt, or pass one"
-            if self._tokens is not None:
-                problem = "a compiled step has no words: map them before, such as in Dataset.map"
-            raise RuntimeError(f"{self.name}: {problem}.")
-        shape = np.shape(inputs)
+        self._check_words()
         if self.invert:
             words = dict(enumerate(self.get_vocabulary()))
             tokens = [words.get(int(n), self._oov_token) for n in np.ravel(inputs)]
-            return np.array(tokens, self._dtype).reshape(shape)
+            return np.array(tokens, self._dtype).reshape(np.shape(inputs))
+        return self._vectors(self._numbered_words(self._values(inputs), np.shape(inputs)))
+
+    def _numbered_words(self, values: list[Any], shape: Sequence[int]) -> Any:
+        """Return the numbers of words, in an array of a shape."""
         other = len(self._special) - 1 if self.num_oov_indices else 0 if describes() else None
-        numbers = [self._numbers.get(token, other) for token in self._values(inputs)]
+        numbers = [self._numbers.get(token, other) for token in values]
         if None in numbers:
-            word = self._values(inputs)[numbers.index(None)]
+            word = values[numbers.index(None)]
             raise ValueError(f"{self.name}: {word!r} is not in the vocabulary.")
-        indices = np.array(numbers, np.int64).reshape(shape)
-        if self.output_mode == "int":
-            return indices
-        return _encoded(indices, self.vocabulary_size(), self.output_mode, self.compute_dtype)
+        return np.array(numbers, np.int64).reshape(shape)
+
+    def _vectors(self, indices: Any) -> Any:
+        """Return numbers in the form of the result."""
+        size = self.vocabulary_size()
+        count = max(size, self.max_tokens or 0) if self.pad_to_max_tokens else size
+        weights = None
+        if self.output_mode == "tf_idf":
+            known = self._weights or []
+            others = [float(np.mean(known or [0.0]))] * (size - len(known))
+            weights = others + known + [0.0] * (count - size)
+        return self._encoded(indices, count, weights)
+
+    def _check_words(self) -> None:
+        if self._tokens is None:
+            raise RuntimeError(f"{self.name}: it has no vocabulary: call adapt, or pass one.")
+        _refuse_trace(self)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments, with the vocabulary of `adapt`."""
-        return super().get_config() | ({"vocabulary": self._tokens} if self._tokens else {})
+        known = {"vocabulary": self._tokens, "idf_weights": self._weights}
+        return super().get_config() | (known if self._tokens else {})
+
+    def _rows(self, batch: Any) -> Iterable[list[Any]]:
+        """Return the words of each row of a batch."""
+        rows = np.asarray(batch)
+        return [self._values(row) for row in (rows if rows.ndim > 1 else rows[..., None])]
 
     def _values(self, batch: Any) -> list[Any]:
-        flat = np.ravel(np.asarray(batch)).tolist()
-        return [self._type(v.decode() if isinstance(v, bytes) else v) for v in flat]
+        return [self._type(_text_of(value)) for value in np.ravel(np.asarray(batch)).tolist()]
 
 
 class IntegerLookup(StringLookup):
@@ -258,23 +424,108 @@ class IntegerLookup(StringLookup):
     _oov = -1
 
 
+class TextVectorization(StringLookup):
+    """A layer that turns texts into the numbers of their words.
+
+    Args:
+        max_tokens: as for `StringLookup`.
+        standardize: ``"lower_and_strip_punctuation"``, ``"lower"``, ``"strip_punctuation"``, None,
+            or a function of an array of texts.
+        split: ``"whitespace"``, ``"character"``, None, or a function of a text that returns words.
+        ngrams: up to how many words in a row count as a word; or the numbers, in a tuple.
+        output_mode: ``"int"`` for the numbers of the words in turn, 0 after the last and 1 for
+            unknown words; or as for `StringLookup`.
+        output_sequence_length: the length of rows of numbers; None: that of the longest one.
+        options: as for `StringLookup`.
+
+    >>> layer = TextVectorization(vocabulary=["a", "text"])
+    >>> layer(np.array(["A text!", "other"]))
+    array([[2, 3],
+           [1, 0]])
+    """
+
+    _modes = "int", "multi_hot", "count", "tf_idf"
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        standardize: str | Callable[[Any], Any] | None = "lower_and_strip_punctuation",
+        split: str | Callable[[Any], Any] | None = "whitespace",
+        ngrams: int | Sequence[int] | None = None,
+        output_mode: str = "int",
+        output_sequence_length: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(max_tokens, mask_token="", output_mode=output_mode, **options)
+        for what, value, known in (
+            ("standardize", standardize, _STANDARDS),
+            ("split", split, _SPLITS),
+        ):
+            if not callable(value):
+                one_of(value, f"TextVectorization: {what}, unless a function,", (None, *known))
+        self.standardize, self.split = standardize, split
+        self.output_sequence_length = output_sequence_length
+        counts = range(1, ngrams + 1) if isinstance(ngrams, int) else ngrams
+        self.ngrams = (1,) if counts is None else tuple(counts)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the numbers, of shape ``(batch, words)``, or vectors."""
+        self._check_words()
+        rows = self._rows(inputs)
+        if self.output_mode == "int":
+            longest = 32 * len(rows) if describes() else max(map(len, rows), default=0)
+            n = longest if self.output_sequence_length is None else self.output_sequence_length
+            rows = [[*row, *[""] * n][:n] for row in rows]
+        vectors = [self._vectors(self._numbered_words(row, (len(row),))) for row in rows]
+        if not vectors:  # No text, whose result has the shape of others.
+            return self(np.full(1, ""))[:0]
+        return np.stack(vectors) if np.ndim(inputs) else vectors[0]
+
+    def _rows(self, batch: Any) -> list[list[str]]:
+        texts = np.asarray(batch)
+        if texts.ndim > 1 and texts.shape[1:] != (1,) and self.split is not None:
+            raise ValueError(f"{self.name}: texts have the shape (batch,), got {texts.shape}.")
+        words = [_text_of(text) for text in texts.ravel().tolist()]
+        if callable(self.standardize):
+            changed = np.asarray(self.standardize(np.array(words, str)))
+            words = [_text_of(text) for text in changed.tolist()]
+        pattern, lowers = _STANDARDS.get(self.standardize, ("", False))
+        words = [re.sub(pattern, "", word.lower() if lowers else word) for word in words]
+        if self.split is None:
+            width = texts.shape[1] if texts.ndim > 1 else 1
+            rows = [words[k : k + width] for k in range(0, len(words), width)]
+        else:
+            split = _SPLITS.get(self.split, self.split)
+            rows = [[_text_of(word) for word in split(text)] for text in words]
+        return [
+            [" ".join(row[k : k + n]) for n in self.ngrams for k in range(len(row) - n + 1)]
+            for row in rows
+        ]
+
+
+_PUNCTUATION = "[" + re.escape(string.punctuation) + "]"
+_STANDARDS: dict[Any, tuple[str, bool]] = {
+    "lower_and_strip_punctuation": (_PUNCTUATION, True),
+    "strip_punctuation": (_PUNCTUATION, False),
+    "lower": ("", True),
+}
+"""What is left out, and whether letters become small."""
+_SPLITS: dict[Any, Any] = {"whitespace": str.split, "character": list}
+
+
+def _refuse_trace(layer: Layer) -> None:
+    if current_trace() is not None:
+        problem = "a compiled step has no words: map them before, such as in Dataset.map"
+        raise RuntimeError(f"{layer.name}: {problem}.")
+
+
+def _text_of(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def _batches_of(data: Any) -> Iterable[Any]:
     is_array = hasattr(data, "dtype") or isinstance(data, list | tuple)
     return [data] if is_array else data
 
 
-def _checked_mode(mode: str, kind: str, *others: str) -> str:
-    known = (*others, "multi_hot", "count")
-    if mode not in known:
-        raise ValueError(f"{kind}: output_mode must be one of {[*known]}, got {mode!r}.")
-    return mode
-
-
-def _encoded(indices: Any, count: int, mode: str, dtype: Any) -> Any:
-    """Return a vector for each number, or one for the numbers on the last axis."""
-    if mode == "one_hot" and indices.ndim > 1 and indices.shape[-1] == 1:
-        indices = indices[..., 0]
-    each = indices[..., None] == np.arange(count)
-    if mode == "one_hot":
-        return each.astype(dtype)
-    return (each.any(axis=-2) if mode == "multi_hot" else each.sum(axis=-2)).astype(dtype)
+_export(vars())

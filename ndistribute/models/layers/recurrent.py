@@ -1,229 +1,189 @@
 """Recurrent layers, and layers around a layer for sequences of shape ``(batch, time, ...)``.
 
-A recurrent layer is one operation, see `ndistribute.models.operations`. Where a mask is False, the
-state stays what it was, so padding at the end of a sequence changes nothing.
+A cell is a layer of one time step, and `RNN` calls it for each. The cells of this file do all time
+steps as one operation, see `ndistribute.models.operations`. Where a mask is False, the state stays
+what it was, so padding at the end of a sequence changes nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.autodiff.rules.placing import as_operand
+from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
-from ndistribute.models import activations, initializers, operations, regularizers
-from ndistribute.models.layers.core import as_floats, dropout_factors, positive, rate_of
+from ndistribute.models import activations, operations
+from ndistribute.models.functional import cloned
+from ndistribute.models.layers.arguments import (
+    as_floats,
+    dropout_factors,
+    numbered,
+    one_of,
+    positive,
+    rate_of,
+)
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.masks import attach_mask, mask_of
 
 _ignored = accepting("implementation", "unroll", "use_cudnn")
+_Function = str | Callable[[Any], Any] | None
 
 
-class SimpleRNN(Layer):
-    """A layer that computes ``h = activation(x @ kernel + h @ recurrent_kernel + bias)`` in turn.
+class SimpleRNNCell(Layer):
+    """The time step of a `SimpleRNN`: ``activation(x @ kernel + h @ recurrent_kernel + bias)``.
 
     Args:
         units: the length of the output's last axis.
         activation: a name, a function, or None. ``"tanh"``, ``"sigmoid"``, ``"relu"`` and None are
             computed as one operation, others by many.
         use_bias: whether to add a bias.
-        kernel_initializer: the initializer of the weights of the input.
-        recurrent_initializer: the initializer of the weights of the last output.
-        bias_initializer: the initializer of the bias.
-        kernel_regularizer: a penalty of the kernel, as in `Dense`.
-        recurrent_regularizer: a penalty of the recurrent kernel.
-        bias_regularizer: a penalty of the bias.
         dropout: the share of the input's features to drop in training, the same in all time steps.
         recurrent_dropout: must be 0.
-        return_sequences: whether to return the outputs of all time steps, not only the last.
-        return_state: whether to return the output and the last states, in a list.
-        go_backwards: whether to start at the last time step; outputs are in that order, too.
-        stateful: must be False.
-        zero_output_for_mask: whether the outputs of time steps that a mask leaves out are 0; else
-            they are those of the step before.
-        options: `name`, `trainable` and `dtype`, see `Layer`; `implementation`, `unroll` and
-            `use_cudnn` change nothing.
+        options: `kernel_initializer`, `recurrent_initializer` and `bias_initializer`, and the same
+            with `regularizer`, as for `Dense`; `name`, `trainable` and `dtype`, see `Layer`;
+            `implementation`, `unroll` and `use_cudnn` change nothing.
 
-    Raises:
-        ValueError: an argument is out of range, or what does not exist here is wanted.
-
-    >>> layer = SimpleRNN(4, return_sequences=True)
-    >>> layer(np.zeros((2, 5, 3), np.float32)).shape, layer.recurrent_kernel.shape
-    ((2, 5, 4), (4, 4))
+    >>> h = np.zeros((2, 4), np.float32)
+    >>> y, states = SimpleRNNCell(4)(np.ones((2, 3), np.float32), [h])
+    >>> y.shape, len(states)
+    ((2, 4), 1)
     """
+
+    fixes_last_axis = True
+    weights_of_kind: ClassVar = {
+        "kernel": "glorot_uniform",
+        "recurrent_kernel": "orthogonal",
+        "bias": "zeros",
+    }
+    _bias_rows: tuple[int, ...] = ()
 
     @_ignored
     def __init__(
         self,
         units: int,
-        activation: str | Callable[[Any], Any] | None = "tanh",
+        activation: _Function = "tanh",
         use_bias: bool = True,
-        kernel_initializer: str | Callable[..., Any] = "glorot_uniform",
-        recurrent_initializer: str | Callable[..., Any] = "orthogonal",
-        bias_initializer: str | Callable[..., Any] = "zeros",
         *,
-        kernel_regularizer: str | Callable[[Any], Any] | None = None,
-        recurrent_regularizer: str | Callable[[Any], Any] | None = None,
-        bias_regularizer: str | Callable[[Any], Any] | None = None,
         dropout: float = 0.0,
         recurrent_dropout: float = 0.0,
-        return_sequences: bool = False,
-        return_state: bool = False,
-        go_backwards: bool = False,
-        stateful: bool = False,
-        zero_output_for_mask: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        kind = type(self).__name__
-        if recurrent_dropout or stateful:
-            what, instead = ("stateful=True", "return_state=True and pass initial_state to a call")
-            if recurrent_dropout:
-                what, instead = (f"recurrent_dropout={recurrent_dropout}", "dropout")
-            raise ValueError(f"{kind}: {what} does not exist here: use {instead}.")
-        self.units = positive(units, f"{kind}: units")
-        self.cell = operations.RecurrentCell(activations.get(activation))
-        self.kernel_regularizer = regularizers.get(kernel_regularizer)
-        self.recurrent_kernel_regularizer = regularizers.get(recurrent_regularizer)
-        self.bias_regularizer = regularizers.get(bias_regularizer)
-        self.dropout = rate_of(dropout, f"{kind}: dropout")
-        self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
-        self.go_backwards = bool(go_backwards)
-        self.zero_output_for_mask = bool(zero_output_for_mask)
-        self._use_bias, self._bias_start = use_bias, initializers.get(bias_initializer)
-        self._initializers = kernel_initializer, recurrent_initializer
-        self._bias_rows: tuple[int, ...] = ()
+        if recurrent_dropout:
+            what = f"{self.name}: recurrent_dropout={recurrent_dropout}"
+            raise ValueError(f"{what} does not exist here: use dropout.")
+        self.units = self.output_size = positive(units, f"{self.name}: units")
+        self.step = operations.RecurrentStep(activations.get(activation))
+        self.dropout, self._use_bias = rate_of(dropout, f"{self.name}: dropout"), use_bias
+
+    @property
+    def state_size(self) -> list[int]:
+        """The length of each state."""
+        return [self.units] * self.step.states
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernels and the bias."""
-        if len(input_shape) != 3:
+        if len(input_shape) != 2:
             raise ValueError(
-                f"{self.name}: the input has shape {tuple(input_shape)}, but a recurrent layer "
-                "needs three axes, (batch, time, features). Write x[..., np.newaxis] for one "
-                "feature."
+                f"{self.name}: a time step has the shape {tuple(input_shape)}, but needs two axes, "
+                "(batch, features), and a sequence three, (batch, time, features). Write "
+                "x[..., np.newaxis] for one feature."
             )
-        width = self.cell.gates * self.units
-        self.kernel = self.add_weight("kernel", (input_shape[-1], width), self._initializers[0])
-        shape = self.units, width
-        self.recurrent_kernel = self.add_weight("recurrent_kernel", shape, self._initializers[1])
+        width = self.step.gates * self.units
+        self.kernel = self.add_weight("kernel", (input_shape[-1], width))
+        self.recurrent_kernel = self.add_weight("recurrent_kernel", (self.units, width))
         self.bias: Any = None
         if self._use_bias:
-            self.bias = self.add_weight("bias", (*self._bias_rows, width), self._bias_start)
+            self.bias = self.add_weight("bias", (*self._bias_rows, width))
 
-    def call(
-        self, inputs: Any, initial_state: Any = None, mask: Any = None, training: bool = False
-    ) -> Any:
-        """Return the output, and the last states with `return_state`.
+    def call(self, inputs: Any, states: Any, training: bool = False) -> tuple[Any, Any]:
+        """Return the output and the new states, an array or a list as the former ones are."""
+        is_list = isinstance(states, Sequence)
+        y, new = self.scan(inputs[:, None], states if is_list else [states], training=training)
+        return y[:, 0], new if is_list else new[0]
 
-        Args:
-            inputs: an array of shape ``(batch, time, features)``.
-            initial_state: the states before the first time step, an array or a list; None: zeros.
-            mask: booleans of shape ``(batch, time)``; None: the mask of the input.
-            training: whether to drop features.
-        """
-        states = initial_state if isinstance(initial_state, Sequence) else [initial_state]
-        if initial_state is None:
-            states = [None] * self.cell.states
+    def scan(
+        self, inputs: Any, states: Sequence[Any], mask: Any = None, training: bool = False
+    ) -> tuple[Any, list[Any]]:
+        """Return the outputs of all time steps, and the last states; None before it: zeros."""
         shape = inputs.shape[0], self.units
-        if len(states) != self.cell.states or any(np.shape(s) not in ((), shape) for s in states):
+        if len(states) != self.step.states or any(np.shape(s) not in ((), shape) for s in states):
             raise ValueError(
                 f"{self.name}: initial_state has the shapes {[np.shape(s) for s in states]}, but "
-                f"{self.cell.states} of shape {shape} are needed."
+                f"{self.step.states} of shape {shape} are needed."
             )
-        if not inputs.shape[1]:
-            raise ValueError(f"{self.name}: the input has shape {inputs.shape}, without a step.")
         x = as_floats(inputs, self.kernel)
         kept = dropout_factors(x, (x.shape[0], 1, x.shape[2]), self.dropout) if training else None
-        x = x if kept is None else x * kept
-        if self.go_backwards:
-            x, mask = x[:, ::-1], None if mask is None else mask[:, ::-1]
-        weights = self.kernel, self.recurrent_kernel, self.bias
+        weights = x if kept is None else x * kept, self.kernel, self.recurrent_kernel, self.bias
         states = [s if s is None else as_operand(s).astype(x.dtype) for s in states]
-        mask = None if mask is None else as_operand(mask).astype(bool)
-        y, *others = operations.recurrent(x, *weights, states, cell=self.cell, mask=mask)
-        last = y[:, -1]
-        output = y if self.return_sequences else last
-        if mask is not None and self.return_sequences and self.zero_output_for_mask:
-            output = y * mask[:, :, None].astype(y.dtype)
-        return [output, last, *others] if self.return_state else output
-
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the mask of the input, if the outputs of all time steps are returned."""
-        if mask is None or not self.return_sequences:
-            return None
-        return mask[:, ::-1] if self.go_backwards else mask
+        y, *others = operations.recurrent(*weights, *states, step=self.step, mask=mask)
+        return y, [y[:, -1], *others]
 
 
-class LSTM(SimpleRNN):
-    """A long short-term memory, whose gates say what its state keeps, takes in and shows.
-
-    Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997.
+class LSTMCell(SimpleRNNCell):
+    """The time step of an `LSTM`, whose states are the output and the cell's state.
 
     Args:
         units: the length of the output's last axis.
-        activation: of the candidate and of the state: as for `SimpleRNN`.
+        activation: of the candidate and of the state: as for `SimpleRNNCell`.
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         unit_forget_bias: whether the bias of the forget gate starts at 1.
-        options: as for `SimpleRNN`. The states are the output and the cell's state.
-
-    >>> y, h, c = LSTM(4, return_state=True)(np.zeros((2, 5, 3), np.float32))
-    >>> y.shape, h.shape, c.shape
-    ((2, 4), (2, 4), (2, 4))
+        options: as for `SimpleRNNCell`.
     """
 
-    _kind: ClassVar[type[operations.RecurrentCell]] = operations.LSTMCell
+    _kind: ClassVar[type[operations.RecurrentStep]] = operations.LSTMStep
 
     def __init__(
         self,
         units: int,
-        activation: str | Callable[[Any], Any] | None = "tanh",
-        recurrent_activation: str | Callable[[Any], Any] | None = "sigmoid",
+        activation: _Function = "tanh",
+        recurrent_activation: _Function = "sigmoid",
         use_bias: bool = True,
         *,
         unit_forget_bias: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(units, activation, use_bias, **options)
-        self.cell = self._kind(self.cell.activation, activations.get(recurrent_activation))
-        if unit_forget_bias and self._kind is operations.LSTMCell:
-            self._bias_start = self._forgetting(self._bias_start)
+        self.step = self._kind(self.step.activation, activations.get(recurrent_activation))
+        if unit_forget_bias and self._kind is operations.LSTMStep:
+            self._starts["bias"] = functools.partial(self._forgetting, self._starts["bias"])
 
-    def _forgetting(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        def initial(shape: Any, dtype: Any) -> Any:
-            bias = np.array(start(shape, dtype))
-            bias[self.units : 2 * self.units] = 1
-            return bias
-
-        return initial
+    def _forgetting(self, start: Callable[..., Any], shape: Any, dtype: Any) -> Any:
+        bias = np.array(start(shape, dtype))
+        bias[self.units : 2 * self.units] = 1
+        return bias
 
 
-class GRU(LSTM):
-    """A gated recurrent unit, whose gates say how much of its state to renew.
-
-    Source: Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", 2014.
+class GRUCell(LSTMCell):
+    """The time step of a `GRU`.
 
     Args:
         units: the length of the output's last axis.
-        activation: of the candidate: as for `SimpleRNN`.
+        activation: of the candidate: as for `SimpleRNNCell`.
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         reset_after: whether the reset gate is applied to the product with the recurrent kernel,
             which has a bias of its own, or to the state before the product, which is slower.
-        options: as for `SimpleRNN`.
-
-    >>> GRU(4)(np.zeros((2, 5, 3), np.float32)).shape
-    (2, 4)
+        options: as for `SimpleRNNCell`.
     """
+
+    _kind = operations.GRUStep
 
     def __init__(
         self,
         units: int,
-        activation: str | Callable[[Any], Any] | None = "tanh",
-        recurrent_activation: str | Callable[[Any], Any] | None = "sigmoid",
+        activation: _Function = "tanh",
+        recurrent_activation: _Function = "sigmoid",
         use_bias: bool = True,
         *,
         reset_after: bool = True,
@@ -232,9 +192,266 @@ class GRU(LSTM):
         super().__init__(units, activation, recurrent_activation, use_bias, **options)
         self._bias_rows = (2,) if reset_after else ()
         if not reset_after:
-            self.cell = operations.GRUResetBeforeCell(*vars(self.cell).values())
+            self.step = operations.GRUResetBeforeStep(*vars(self.step).values())
 
-    _kind = operations.GRUCell
+
+class StackedRNNCells(Layer):
+    """A cell of several cells, of which each gets the outputs of the one before.
+
+    >>> RNN(StackedRNNCells([LSTMCell(4), GRUCell(3)]))(np.zeros((2, 5, 1), np.float32)).shape
+    (2, 3)
+    """
+
+    def __init__(self, cells: Sequence[Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.cells = list(cells)
+
+    @property
+    def state_size(self) -> list[Any]:
+        """The sizes of the states of each cell."""
+        return [cell.state_size for cell in self.cells]
+
+    def build(self, input_shape: Sequence[int]) -> None:
+        """Create the variables of the cells."""
+        for cell in self.cells:
+            if not cell.built:
+                cell.build(input_shape)
+            size = getattr(cell, "output_size", cell.state_size)
+            input_shape = *input_shape[:-1], size[0] if isinstance(size, Sequence) else size
+
+    def call(self, inputs: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Return the output of the last cell, and the new states of each."""
+        new = []
+        for cell, before in zip(self.cells, states, strict=True):
+            inputs, after = cell(inputs, before)
+            new.append(after)
+        return inputs, new
+
+    def scan(self, inputs: Any, states: Any, **options: Any) -> tuple[Any, list[Any]]:
+        """Return the outputs of all time steps, and the last states of each cell."""
+        last = []
+        for cell, before in zip(self.cells, states, strict=True):
+            inputs, after = _scan(cell, inputs, before, **options)
+            last.append(after)
+        return inputs, last
+
+
+class RNN(Layer):
+    """A layer that calls a cell for each time step.
+
+    A cell is a layer that is called on a time step and the states before, a list, and returns its
+    output and the new states. It has a `state_size`: the length or the shape of the state, or a
+    list of them; or a method ``get_initial_state(batch_size=...)``.
+
+    Args:
+        cell: the cell; a list of cells is called in turn, see `StackedRNNCells`.
+        return_sequences: whether to return the outputs of all time steps, not only the last.
+        return_state: whether to return the output and the last states, in a list.
+        go_backwards: whether to start at the last time step; outputs are in that order, too.
+        stateful: must be False.
+        zero_output_for_mask: whether the outputs of time steps that a mask leaves out are 0; else
+            they are those of the step before.
+        options: `name`, `trainable` and `dtype`, see `Layer`; `unroll` changes nothing.
+
+    Raises:
+        ValueError: an argument is out of range, or what does not exist here is wanted.
+
+    >>> class Sum(Layer):
+    ...     state_size = 3
+    ...
+    ...     def call(self, inputs, states):
+    ...         total = states[0] + inputs
+    ...         return total, [total]
+    >>> RNN(Sum(), return_sequences=True)(np.ones((1, 2, 3)))[0].tolist()
+    [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]
+    """
+
+    fixes_last_axis = True
+
+    @_ignored
+    def __init__(
+        self,
+        cell: Any,
+        return_sequences: bool = False,
+        return_state: bool = False,
+        go_backwards: bool = False,
+        stateful: bool = False,
+        zero_output_for_mask: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if stateful:
+            raise ValueError(
+                f"{self.name}: stateful=True does not exist here: use return_state=True and pass "
+                "initial_state to a call."
+            )
+        self.cell = StackedRNNCells(cell) if isinstance(cell, list | tuple) else cell
+        if not hasattr(self.cell, "state_size"):
+            raise ValueError(f"{self.name}: a cell needs a state_size, which {cell!r} has not.")
+        self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
+        self.go_backwards = bool(go_backwards)
+        self.zero_output_for_mask = bool(zero_output_for_mask)
+
+    def build(self, input_shape: Any) -> None:
+        """Create the variables of the cell."""
+        is_nest = not all(length is None or isinstance(length, int) for length in input_shape)
+        if not is_nest and len(input_shape) < 3:
+            raise ValueError(
+                f"{self.name}: the input has shape {tuple(input_shape)}, but a recurrent layer "
+                "needs three axes, (batch, time, features). Write x[..., np.newaxis] for one "
+                "feature."
+            )
+        if isinstance(self.cell, Layer) and not (self.cell.built or is_nest):
+            self.cell.build((None, *input_shape[2:]))
+
+    def call(
+        self, inputs: Any, initial_state: Any = None, mask: Any = None, training: bool = False
+    ) -> Any:
+        """Return the output, and the last states with `return_state`.
+
+        Args:
+            inputs: an array of shape ``(batch, time, features)``, or a nest of them.
+            initial_state: the states before the first time step, an array or a list; None: zeros.
+            mask: booleans of shape ``(batch, time)``; None: the mask of the input.
+            training: whether to drop features.
+        """
+        first = tree.flatten(inputs)[0]
+        if not first.shape[1]:
+            raise ValueError(f"{self.name}: the input has shape {first.shape}, without a step.")
+        states = _first_states(self.cell, first) if initial_state is None else initial_state
+        states = states if isinstance(states, Sequence) else [states]
+        mask = tree.flatten(mask)[0]  # Of the first input.
+        mask = None if mask is None else as_operand(mask).astype(bool)
+        if self.go_backwards:
+            inputs = tree.map_leaves(lambda x: x[:, ::-1], inputs)
+            mask = None if mask is None else mask[:, ::-1]
+        y, states = _scan(self.cell, inputs, states, mask=mask, training=training)
+        if not self.return_sequences:
+            y = tree.map_leaves(lambda steps: steps[:, -1], y)
+        elif mask is not None and self.zero_output_for_mask:
+            y = tree.map_leaves(lambda steps: np.where(_like(mask, steps), steps, 0), y)
+        return [y, *states] if self.return_state else y
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the mask of the input, if the outputs of all time steps are returned."""
+        if mask is None or not self.return_sequences:
+            return None
+        return mask[:, ::-1] if self.go_backwards else mask
+
+
+def _scan(
+    cell: Any, inputs: Any, states: Any, *, mask: Any = None, training: bool = False
+) -> tuple[Any, Any]:
+    """Return the outputs of all time steps, and the last states, by `scan` or calls of a cell."""
+    kinds = (kind for kind in type(cell).__mro__ if {"call", "scan"} & vars(kind).keys())
+    if "scan" in vars(next(kinds, object)):  # Else a subclass has a `call` of its own.
+        return cell.scan(inputs, states, mask=mask, training=training)  # type: ignore[no-any-return]
+    outputs: list[Any] = []
+    for t in range(tree.flatten(inputs)[0].shape[1]):
+        y, new = cell(tree.map_leaves(lambda x, t=t: x[:, t], inputs), states)
+        new = list(new) if isinstance(new, Sequence) else [new]
+        if mask is not None:
+            last = outputs[-1] if outputs else tree.map_leaves(np.zeros_like, y)
+            y, new = tree.map_leaves(
+                lambda a, b, t=t: np.where(_like(mask[:, t], a), a, b), (y, new), (last, states)
+            )
+        outputs.append(y)
+        states = new
+    return tree.map_leaves(lambda *steps: np.stack(steps, axis=1), *outputs), states
+
+
+def _like(mask: Any, array: Any) -> Any:
+    """Return a mask with as many axes as an array."""
+    return mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim))
+
+
+def _first_states(cell: Any, like: Any) -> list[Any]:
+    """Return the states before the first time step of a batch."""
+    if isinstance(cell, StackedRNNCells):
+        return [_first_states(each, like) for each in cell.cells]
+    if hasattr(cell, "get_initial_state"):
+        states = cell.get_initial_state(batch_size=like.shape[0])
+        return list(states) if isinstance(states, Sequence) else [states]
+    sizes = cell.state_size if isinstance(cell.state_size, Sequence) else [cell.state_size]
+    shapes = [(*size,) if isinstance(size, Sequence) else (size,) for size in sizes]
+    dtype = getattr(cell, "compute_dtype", np.float32)
+    return [zeros(as_array(like), (like.shape[0], *shape), dtype) for shape in shapes]
+
+
+class SimpleRNN(RNN):
+    """A layer that computes ``h = activation(x @ kernel + h @ recurrent_kernel + bias)`` in turn.
+
+    Args:
+        units: the length of the output's last axis.
+        activation: as for `SimpleRNNCell`, as are others that `options` has.
+        use_bias: whether to add a bias.
+        options: as for `SimpleRNNCell` and `RNN`.
+
+    >>> layer = SimpleRNN(4, return_sequences=True)
+    >>> layer(np.zeros((2, 5, 3), np.float32)).shape, layer.cell.recurrent_kernel.shape
+    ((2, 5, 4), (4, 4))
+    """
+
+    def __init__(
+        self, units: int, activation: _Function = "tanh", use_bias: bool = True, **options: Any
+    ) -> None:
+        super().__init__(**_around(self, SimpleRNNCell, units, activation, use_bias, **options))
+
+
+class LSTM(RNN):
+    """A long short-term memory, whose gates say what its state keeps, takes in and shows.
+
+    Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997.
+
+    Args:
+        units: the length of the output's last axis.
+        activation: as for `LSTMCell`, as are others that `options` has.
+        recurrent_activation: of the gates.
+        use_bias: whether to add a bias.
+        options: as for `LSTMCell` and `RNN`. The states are the output and the cell's state.
+
+    >>> y, h, c = LSTM(4, return_state=True)(np.zeros((2, 5, 3), np.float32))
+    >>> y.shape, h.shape, c.shape
+    ((2, 4), (2, 4), (2, 4))
+    """
+
+    _kind: ClassVar[type[LSTMCell]] = LSTMCell
+
+    def __init__(
+        self,
+        units: int,
+        activation: _Function = "tanh",
+        recurrent_activation: _Function = "sigmoid",
+        use_bias: bool = True,
+        **options: Any,
+    ) -> None:
+        of_cell = units, activation, recurrent_activation, use_bias
+        super().__init__(**_around(self, self._kind, *of_cell, **options))
+
+
+class GRU(LSTM):
+    """A gated recurrent unit, whose gates say how much of its state to renew.
+
+    Its arguments are those of `GRUCell` and `RNN`. Source: Cho et al., "Learning Phrase
+    Representations using RNN Encoder-Decoder", 2014.
+
+    >>> GRU(4)(np.zeros((2, 5, 3), np.float32)).shape
+    (2, 4)
+    """
+
+    _kind = GRUCell
+
+
+_OF_LAYER = {name for kind in (RNN, Layer) for name in inspect.signature(kind.__init__).parameters}
+_OF_BOTH = {"name", "trainable", "dtype"}
+
+
+def _around(layer: RNN, kind: type[SimpleRNNCell], *args: Any, **options: Any) -> dict[str, Any]:
+    """Return the arguments of a layer around a new cell, which gets those that are not `RNN`'s."""
+    options = {**options, "name": options.get("name") or numbered(type(layer).__name__)}
+    of_cell = {name: options[name] for name in options if name not in _OF_LAYER - _OF_BOTH}
+    of_layer = {name: options[name] for name in options if name in _OF_LAYER}
+    return of_layer | {"cell": kind(*args, **of_cell)}
 
 
 _MERGES: dict[str | None, Callable[[list[Any]], Any]] = {
@@ -273,11 +490,12 @@ class Bidirectional(Layer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if merge_mode not in _MERGES:
-            raise ValueError(f"merge_mode must be one of {[*_MERGES]}, got {merge_mode!r}.")
-        config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
-        self.forward_layer, self.merge_mode = layer, merge_mode
-        self.backward_layer = type(layer)(**config) if backward_layer is None else backward_layer
+        if backward_layer is None:
+            config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
+            backward_layer = type(layer).from_config(cloned(config, {}))
+        self.merge_mode = one_of(merge_mode, "Bidirectional: merge_mode", _MERGES)
+        self.forward_layer = layer
+        self.backward_layer = backward_layer
         for name in ("return_sequences", "return_state"):
             if getattr(layer, name) != getattr(self.backward_layer, name):
                 raise ValueError(f"Bidirectional: the two layers differ in {name}.")
@@ -312,11 +530,15 @@ class Bidirectional(Layer):
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the input, if the outputs of all time steps are returned."""
-        return mask if self.forward_layer.return_sequences else None
+        if mask is None or not self.forward_layer.return_sequences:
+            return None
+        return mask if self.merge_mode else [mask, mask]
 
 
 class TimeDistributed(Layer):
     """A layer that applies a layer to each time step of a sequence.
+
+    The layer gets the mask of what is in the time steps, if the mask has more than two axes.
 
     Args:
         layer: the layer.
@@ -327,13 +549,11 @@ class TimeDistributed(Layer):
     (4, 5, 6, 6, 2)
     """
 
-    supports_masking = True
-
     def __init__(self, layer: Layer, **options: Any) -> None:
         super().__init__(**options)
         self.layer = layer
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Any, mask: Any = None) -> Any:
         """Return the outputs, of shape ``(batch, time, ...)``."""
         if len(inputs.shape) < 3:
             raise ValueError(
@@ -341,29 +561,18 @@ class TimeDistributed(Layer):
                 "time, ...)."
             )
         head = inputs.shape[:2]
-        y = self.layer(inputs.reshape(math.prod(head), *inputs.shape[2:]))
-        return y.reshape(*head, *y.shape[1:])
-
-
-class Masking(Layer):
-    """A layer that masks the time steps all of whose features have one value, and sets them to 0.
-
-    Args:
-        mask_value: the value.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> Masking(9.0)(np.array([[[1.0, 9.0], [9.0, 9.0]]])).tolist()
-    [[[1.0, 9.0], [0.0, 0.0]]]
-    """
-
-    def __init__(self, mask_value: float = 0.0, **options: Any) -> None:
-        super().__init__(**options)
-        self.mask_value = mask_value
-
-    def call(self, inputs: Any) -> Any:
-        """Return the input, with 0 where it is masked."""
-        return inputs * self.compute_mask(inputs)[..., None].astype(inputs.dtype)
+        x = inputs.reshape(math.prod(head), *inputs.shape[2:])
+        if mask is not None and mask.ndim > 2:
+            attach_mask(x, mask.reshape(len(x), *mask.shape[2:]))
+        y = self.layer(x)
+        inner = mask_of(y)
+        y = y.reshape(*head, *y.shape[1:])
+        attach_mask(y, None if inner is None else inner.reshape(*head, *inner.shape[1:]))
+        return y
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return where a feature has another value."""
-        return (as_array(inputs) != self.mask_value).any(axis=-1)
+        """Return the mask of the time steps: those in which something counts."""
+        return mask if mask is None or mask.ndim < 3 else mask.any(axis=tuple(range(2, mask.ndim)))
+
+
+_export(vars())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
-from ndistribute.models.layers.convolution import SpatialLayer, lengths
-from ndistribute.models.layers.core import random_generator
+from ndistribute.devices import array_namespace
+from ndistribute.exports import export as _export
+from ndistribute.models.layers.arguments import lengths, one_of, random_generator
+from ndistribute.models.layers.convolution import SpatialLayer, check_axes
 from ndistribute.models.layers.layer import Layer
 
+Factor = float | Sequence[float]
 Sides = int | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -87,6 +91,8 @@ class Rescaling(Layer):
     [[0.0, 1.0]]
     """
 
+    supports_masking = True
+
     def __init__(self, scale: float, offset: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
         self.scale, self.offset = scale, offset
@@ -97,7 +103,29 @@ class Rescaling(Layer):
         return floats * np.asarray(self.scale, floats.dtype) + np.asarray(self.offset, floats.dtype)
 
 
-class CenterCrop(SpatialLayer):
+class _ImageLayer(Layer):
+    """The base class of layers for images, or for one image, as `Dataset.map` may pass it.
+
+    A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Every
+    replica draws from its own generator.
+    """
+
+    def call(self, inputs: Any, training: bool = True) -> Any:
+        """Return the changed images; random changes are made in training."""
+        if inputs.ndim == 3:
+            return self._changed(inputs[None], training)[0]
+        check_axes(self, inputs.shape, 2)
+        return self._changed(inputs, training)
+
+    def _changed(self, images: Any, training: bool) -> Any:
+        raise NotImplementedError
+
+    def _drawn(self, images: Any, low: float, high: float) -> Any:
+        """Return a random number for each image."""
+        return random_generator().random(len(images), dtype=np.float32) * (high - low) + low
+
+
+class CenterCrop(_ImageLayer):
     """A layer that cuts the middle out of an image.
 
     Args:
@@ -113,14 +141,13 @@ class CenterCrop(SpatialLayer):
         super().__init__(**options)
         self.height, self.width = lengths((height, width), f"{type(self).__name__}: size", 2)
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        """Return the smaller images."""
-        rest = inputs.shape[1] - self.height, inputs.shape[2] - self.width
+    def _changed(self, images: Any, training: bool) -> Any:
+        rest = images.shape[1] - self.height, images.shape[2] - self.width
         if min(rest) < 0:
             size = f"{self.height} x {self.width}"
-            raise ValueError(f"{self.name}: images of shape {inputs.shape[1:]} are below {size}.")
+            raise ValueError(f"{self.name}: images of shape {images.shape[1:]} are below {size}.")
         y, x = self._corner(rest, training)
-        return inputs[:, y : y + self.height, x : x + self.width]
+        return images[:, y : y + self.height, x : x + self.width]
 
     def _corner(self, rest: tuple[int, int], training: bool) -> tuple[int, int]:
         return rest[0] // 2, rest[1] // 2
@@ -129,14 +156,9 @@ class CenterCrop(SpatialLayer):
 class RandomCrop(CenterCrop):
     """A layer that cuts a random part out of the images of a batch, the middle out of training.
 
-    A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Its
-    arguments are those of `CenterCrop`. Every replica draws from its own generator; a compiled
-    step, whose shapes and slices are fixed, refuses it.
+    Its arguments are those of `CenterCrop`. A call that says nothing of `training` counts as
+    training. A compiled step, whose shapes and slices are fixed, refuses it.
     """
-
-    def call(self, inputs: Any, training: bool = True) -> Any:
-        """Return the smaller images."""
-        return super().call(inputs, training)
 
     def _corner(self, rest: tuple[int, int], training: bool) -> tuple[int, int]:
         if not training:
@@ -147,7 +169,7 @@ class RandomCrop(CenterCrop):
         return y, x
 
 
-class RandomFlip(SpatialLayer):
+class RandomFlip(_ImageLayer):
     """A layer that mirrors each image with a probability of one half, none out of training.
 
     A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Every
@@ -165,16 +187,236 @@ class RandomFlip(SpatialLayer):
 
     def __init__(self, mode: str = "horizontal_and_vertical", **options: Any) -> None:
         super().__init__(**options)
-        if mode not in self._axes:
-            raise ValueError(f"RandomFlip: mode must be one of {[*self._axes]}, got {mode!r}.")
-        self.mode = mode
+        self.mode = one_of(mode, "RandomFlip: mode", self._axes)
 
-    def call(self, inputs: Any, training: bool = True) -> Any:
-        """Return the images, in training some of them mirrored."""
+    def _changed(self, images: Any, training: bool) -> Any:
         for axis in self._axes[self.mode] if training else ():
-            flips = random_generator().random((inputs.shape[0], 1, 1, 1), dtype=np.float32) < 0.5
-            inputs = np.where(flips, np.flip(inputs, axis), inputs)
-        return inputs
+            flips = self._drawn(images, 0, 1)[:, None, None, None] < 0.5
+            images = np.where(flips, np.flip(images, axis), images)
+        return images
+
+
+class RandomContrast(_ImageLayer):
+    """A layer that in training changes how far the elements of an image are from their mean.
+
+    Args:
+        factor: by how much at most: distances are multiplied by a number from ``1 - factor`` to ``1
+            + factor``; or a number for each end.
+        value_range: the smallest and the largest value of the result.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> float(RandomContrast((0.5, -0.5))(np.array([[[[1.0], [3.0]]]])).max())
+    2.5
+    """
+
+    _lower = -1
+    """What the first of two numbers is multiplied by."""
+
+    def __init__(
+        self, factor: Factor, value_range: Sequence[float] = (0, 255), **options: Any
+    ) -> None:
+        super().__init__(**options)
+        ends = (self._lower * factor[0], factor[1]) if isinstance(factor, Sequence) else factor
+        self.factor = _range(ends, f"{type(self).__name__}: factor")
+        self.value_range = value_range
+
+    def _changed(self, images: Any, training: bool) -> Any:
+        images = images.astype(self.compute_dtype)
+        if not training:
+            return images
+        low, high = self.value_range
+        amounts = self._drawn(images, *self.factor)[:, None, None, None].astype(images.dtype)
+        return np.clip(self._shifted(images, amounts), low, high)
+
+    def _shifted(self, images: Any, amounts: Any) -> Any:
+        mean = np.mean(images, axis=(1, 2), keepdims=True)
+        return (images - mean) * (1 + amounts) + mean
+
+
+class RandomBrightness(RandomContrast):
+    """A layer that in training adds a number to an image: a share of the range of values.
+
+    Its arguments are those of `RandomContrast`; the lower one of two ends may be negative.
+    """
+
+    _lower = 1
+
+    def _shifted(self, images: Any, amounts: Any) -> Any:
+        low, high = self.value_range
+        return images + amounts * (high - low)
+
+
+class Resizing(_ImageLayer):
+    """A layer that changes the height and width of images.
+
+    Args:
+        height: the height of the result.
+        width: its width.
+        interpolation: ``"bilinear"`` or ``"nearest"``.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> Resizing(1, 2)(np.arange(8.0).reshape(1, 2, 4, 1)).ravel().tolist()
+    [2.5, 4.5]
+    """
+
+    def __init__(
+        self, height: int, width: int, interpolation: str = "bilinear", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.height, self.width = lengths((height, width), f"{type(self).__name__}: size", 2)
+        self.interpolation = one_of(interpolation, f"{self.name}: interpolation", _INTERPOLATIONS)
+
+    def _changed(self, images: Any, training: bool) -> Any:
+        images, xp = images.astype(self.compute_dtype), array_namespace(untrack(images))
+        sizes = zip((self.height, self.width), images.shape[1:3], strict=True)
+        y, x = ((xp.arange(n) + 0.5) * (length / n) - 0.5 for n, length in sizes)
+        return _sampled(images, y[None, :, None], x[None, None], self.interpolation)
+
+
+class _Warp(_ImageLayer):
+    """The base class of layers that take each element of an image from another place in it."""
+
+    def __init__(
+        self,
+        fill_mode: str = "reflect",
+        interpolation: str = "bilinear",
+        fill_value: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.fill_mode = one_of(fill_mode, f"{self.name}: fill_mode", _FOLDS)
+        self.interpolation = one_of(interpolation, f"{self.name}: interpolation", _INTERPOLATIONS)
+        self.fill_value = float(fill_value)
+
+    def _changed(self, images: Any, training: bool) -> Any:
+        images = images.astype(self.compute_dtype)
+        if not training:
+            return images
+        xp, (height, width) = array_namespace(untrack(images)), images.shape[1:3]
+        middle = (height - 1) / 2, (width - 1) / 2
+        y = xp.arange(height, dtype=np.float32)[None, :, None] - middle[0]
+        x = xp.arange(width, dtype=np.float32)[None, None] - middle[1]
+        y, x = self._sources(images, y, x)
+        places = y + middle[0], x + middle[1]
+        return _sampled(images, *places, self.interpolation, self.fill_mode, self.fill_value)
+
+    def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
+        """Return from where elements are taken; places are relative to the middle."""
+        raise NotImplementedError
+
+
+class RandomRotation(_Warp):
+    """A layer that in training turns images around their middle.
+
+    Args:
+        factor: by how much at most, in full turns, against the clock and with it; or the two ends.
+        fill_mode: what is outside of an image: ``"reflect"``, ``"wrap"``, ``"nearest"``, or
+            ``"constant"``, the `fill_value`.
+        interpolation: ``"bilinear"`` or ``"nearest"``.
+        fill_value: see `fill_mode`.
+        options: `name`, `trainable` and `dtype`, see `Layer`.
+
+    >>> RandomRotation((0.25, 0.25))(np.arange(4.0).reshape(1, 2, 2, 1)).round().ravel().tolist()
+    [1.0, 3.0, 0.0, 2.0]
+    """
+
+    def __init__(self, factor: Factor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.factor = _range(factor, "RandomRotation: factor")
+
+    def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
+        angles = self._drawn(images, *self.factor)[:, None, None] * (2 * np.pi)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return cos * y + sin * x, cos * x - sin * y
+
+
+class RandomZoom(_Warp):
+    """A layer that in training makes what images show larger or smaller.
+
+    Args:
+        height_factor: by how much at most; positive numbers make it smaller; or the two ends.
+        width_factor: the same for the width; None: that of the height, for each image.
+        options: `fill_mode`, `interpolation` and `fill_value`, as for `RandomRotation`; and `name`,
+            `trainable` and `dtype`, see `Layer`.
+
+    >>> RandomZoom((1.0, 1.0), fill_mode="constant")(np.ones((1, 2, 2, 1))).ravel().tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+
+    _needs_both: ClassVar[bool] = False
+
+    def __init__(
+        self, height_factor: Factor, width_factor: Factor | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        kind = type(self).__name__
+        self.height_factor = _range(height_factor, f"{kind}: height_factor")
+        is_same = width_factor is None and not self._needs_both
+        self.width_factor = None if is_same else _range(width_factor, f"{kind}: width_factor")
+
+    def _amounts(self, images: Any) -> tuple[Any, Any]:
+        of_height = self._drawn(images, *self.height_factor)[:, None, None]
+        if self.width_factor is None:
+            return of_height, of_height
+        return of_height, self._drawn(images, *self.width_factor)[:, None, None]
+
+    def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
+        of_height, of_width = self._amounts(images)
+        return y * (1 + of_height), x * (1 + of_width)
+
+
+class RandomTranslation(RandomZoom):
+    """A layer that in training moves images down and to the right, or up and to the left.
+
+    Args:
+        height_factor: by which share of the height at most; or the two ends, down being positive.
+        width_factor: the same for the width, to the right being positive.
+        options: as for `RandomZoom`.
+    """
+
+    _needs_both = True
+
+    def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
+        of_height, of_width = self._amounts(images)
+        return y - of_height * images.shape[1], x - of_width * images.shape[2] + 0 * of_height
+
+
+_INTERPOLATIONS = "bilinear", "nearest"
+_FOLDS: dict[str, Callable[[Any, int], Any]] = {
+    "reflect": lambda k, n: np.minimum(k % (2 * n), 2 * n - 1 - k % (2 * n)),
+    "wrap": lambda k, n: k % n,
+    "nearest": lambda k, n: np.clip(k, 0, n - 1),
+    "constant": lambda k, n: np.clip(k, 0, n - 1),
+}
+"""Which of n lines stands for a line, which may be outside."""
+
+
+def _sampled(
+    images: Any, y: Any, x: Any, interpolation: str, mode: str = "nearest", value: float = 0.0
+) -> Any:
+    """Return the elements at places between those of images, one row of places for each."""
+    xp, (count, height, width, _) = array_namespace(untrack(images)), images.shape
+    if interpolation == "nearest":
+        y, x = np.floor(y + 0.5), np.floor(x + 0.5)
+    rows, columns = np.floor(y).astype(np.int64), np.floor(x).astype(np.int64)
+    number, fold, total = xp.arange(count)[:, None, None], _FOLDS[mode], 0
+    for row in (rows, rows + 1):
+        for column in (columns, columns + 1):
+            weight = (1 - np.abs(y - row)) * (1 - np.abs(x - column))
+            part = images[number, fold(row, height), fold(column, width)]
+            if mode == "constant":
+                is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+                part = np.where(is_inside[..., None], part, value)
+            total = total + part * weight[..., None].astype(images.dtype)
+    return total
+
+
+def _range(factor: Any, what: str) -> tuple[float, float]:
+    """Return the two ends of a range, of which one number means it below and above 0."""
+    ends = (-factor, factor) if isinstance(factor, int | float) else factor
+    if not isinstance(ends, Sequence) or len(ends) != 2 or ends[0] > ends[1]:
+        raise ValueError(f"{what} must be a number, 0 or more, or a pair in order, got {factor!r}.")
+    return float(ends[0]), float(ends[1])
 
 
 def _sides(value: Sides, what: str) -> tuple[tuple[int, int], ...]:
@@ -187,3 +429,6 @@ def _sides(value: Sides, what: str) -> tuple[tuple[int, int], ...]:
             f"{what} must be an integer, 0 or more, or two of them, or two pairs, got {value!r}."
         )
     return tuple((int(before), int(after)) for before, after in sides)
+
+
+_export(vars(), but="Factor Sides")

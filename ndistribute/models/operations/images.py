@@ -283,10 +283,22 @@ def _computed_once(value: Any) -> Any:
 
 
 def differentiated(function: Callable[..., Any], *boxes: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return what a function of JAX gives in a compiled step, and the function of its gradients."""
-    kind, jax = type(boxes[-1]), jax_module()
+    """Return what a function of JAX gives in a compiled step, and the function of its gradients.
+
+    Arguments may be None; the result is an array or a list.
+    """
+    jax = jax_module()
+    kind = next(type(box) for box in boxes if hasattr(box, "on_device"))
     result, pull = jax.vjp(function, *(getattr(box, "value", box) for box in boxes))
-    return kind(result), lambda g: [kind(change) for change in pull(g.value)]
+
+    def gradients(g: Any) -> list[Any]:
+        if isinstance(result, list):
+            pairs = zip(result, g, strict=True)
+            g = [kind(jax.numpy.zeros_like(y)) if dy is None else dy for y, dy in pairs]
+        changes = pull(jax.tree.map(lambda dy: getattr(dy, "value", dy), g))
+        return [None if change is None else kind(change) for change in changes]
+
+    return jax.tree.map(kind, result), gradients
 
 
 class _Columns:

@@ -304,7 +304,7 @@ def attention(
     xp, scale = array_namespace(q), 1 / math.sqrt(max(1, q.shape[-1]))
     weights = q @ k.swapaxes(-1, -2)
     weights *= scale
-    for allowed in (mask, _causal(untrack(weights)) if is_causal else None):
+    for allowed in (mask, causal_mask(untrack(weights)) if is_causal else None):
         if allowed is not None:
             weights += xp.where(allowed, 0, -np.inf).astype(weights.dtype)
     limits = np.finfo(weights.dtype)
@@ -333,7 +333,7 @@ def attention(
     return y.astype(dtype, copy=False), joint
 
 
-def _causal(weights: Array) -> Array:
+def causal_mask(weights: Array) -> Array:
     """Return for each query whether it may attend to each key."""
     xp, shape = array_namespace(weights), weights.shape
     return xp.arange(shape[-1]) <= xp.arange(shape[-2])[:, None]
@@ -374,8 +374,8 @@ def _plain_normalized(
     if total is not None:
         raise NotImplementedError("the statistics are those of all replicas")
     axes = tuple(range(x.ndim - 1)) if axes is None else axes
-    mean = of.get("mean", np.mean(x, axes, keepdims=True))
-    variance = of.get("variance", np.var(x, axes, keepdims=True))
+    mean = of["mean"] if of else np.mean(x, axes, keepdims=True)
+    variance = of["variance"] if of else np.var(x, axes, keepdims=True)
     mean, variance = (as_operand(moment).astype(x.dtype) for moment in (mean, variance))
     y = (x - mean) / np.sqrt(variance + epsilon)
     y = y if gamma is None else y * gamma
@@ -414,6 +414,25 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
         return [product.reshape(x.shape), of_gamma, of_beta]
 
     return (y, mean, variance), joint
+
+
+def masked_normalization(
+    x: Any, gamma: Any, beta: Any, *, mask: Any, epsilon: float, total: Total | None = None
+) -> tuple[Any, Any, Any]:
+    """Return what `batch_normalization` does, with statistics of what a mask does not leave out.
+
+    The mask has the axes of `x` but the last.
+    """
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(f"a mask of shape {mask.shape} does not fit an array of {x.shape}.")
+    if total is not None:
+        raise ValueError("synchronized statistics leave no time steps out: remove the mask.")
+    weights, axes = mask[..., None].astype(x.dtype), tuple(range(x.ndim - 1))
+    count = np.maximum(weights.sum(), 1)
+    mean = np.sum(x * weights, axes) / count
+    variance = np.sum(np.square(x - mean) * weights, axes) / count
+    y = _plain_normalized(x, gamma, beta, epsilon=epsilon, mean=mean, variance=variance)
+    return y, untrack(mean), untrack(variance)
 
 
 @fused(_plain_normalized)

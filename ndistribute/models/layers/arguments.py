@@ -1,0 +1,110 @@
+"""What layers check and make of their arguments: numbers, dtypes, and random numbers to drop."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.dtypes import dtype_named, kind_of
+from ndistribute.models.masks import with_mask_of
+from ndistribute.names import snake_case
+
+Pair = int | Sequence[int]
+
+
+def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
+    """Return an array of 0, with the probability `rate`, and ``1 / (1 - rate)``; None for rate 0.
+
+    Args:
+        like: an array, plain or tracked, of the dtype and device of the result.
+        shape: the shape of the result.
+        rate: the share of zeros.
+    """
+    if not rate:
+        return None
+    factors = (random_generator().random(shape, dtype=np.float32) >= rate).astype(like.dtype)
+    factors *= like.dtype.type(1 / (1 - rate))
+    return factors
+
+
+def random_generator() -> Any:
+    """Return the generator of this replica; outside of replicas, that of the first."""
+    replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
+    return replica.rng
+
+
+def as_floats(x: Any, variable: Any) -> Any:
+    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider."""
+    narrow = x.dtype.kind not in "iub" and x.dtype.itemsize <= variable.dtype.itemsize
+    return x if narrow else x.astype(variable.dtype)
+
+
+def rate_of(rate: float, what: str) -> float:
+    """Return a share of elements to drop, which must be in ``[0, 1)``."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{what} must be in [0, 1), got {rate}.")
+    return float(rate)
+
+
+def positive(value: int, what: str) -> int:
+    """Return an integer, which must be 1 or more."""
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{what} must be an integer, 1 or more, got {value!r}.")
+    return int(value)
+
+
+def lengths(value: Pair, what: str, rank: int) -> tuple[int, ...]:
+    """Return one or two positive integers, for what a user passed."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
+    if len(values) != rank:
+        count = "a sequence of one" if rank == 1 else "two of them"
+        raise ValueError(f"{what} must be an integer or {count}, got {value!r}.")
+    return tuple(positive(each, what) for each in values)
+
+
+def one_of(value: Any, what: str, known: Iterable[Any]) -> Any:
+    """Return a value, which must be a known one."""
+    names = [*known]
+    if value not in names:
+        raise ValueError(f"{what} must be one of {names}, got {value!r}.")
+    return value
+
+
+def dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return the dtypes of the variables and of the computation."""
+    name = policy if isinstance(policy, str) else np.dtype(policy).name
+    mixed = name.removeprefix("mixed_")
+    if mixed not in ("float16", "bfloat16", "float32", "float64"):
+        raise ValueError(
+            f"a layer's dtype must be float16, bfloat16, float32, float64, mixed_float16 or "
+            f"mixed_bfloat16, got {policy!r}."
+        )
+    computing = dtype_named(mixed)
+    return (computing if mixed == name else np.dtype(np.float32)), computing
+
+
+def cast_floats(dtype: np.dtype[Any], value: Any) -> Any:
+    """Return an array of floats in a dtype; other values are returned unchanged."""
+    present = getattr(value, "dtype", None)
+    stays = present is None or present == dtype or kind_of(present) != "f"
+    return value if stays else with_mask_of(value.astype(dtype), value)
+
+
+_numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+
+
+def numbered(kind: str) -> str:
+    """Return a class name in snake case, with a number from the second of a strategy on.
+
+    So the names are the same in all processes that run the same program.
+    """
+    label = snake_case(kind)
+    numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
+    number = next(numbers[label])
+    return f"{label}_{number}" if number else label
