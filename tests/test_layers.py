@@ -71,6 +71,7 @@ OPTIONAL: dict[str, set[str]] = {
     "jax": {"devices.py"},
     "kubernetes": set(),
     "matplotlib": set(),
+    "PIL": set(),
     "ml_dtypes": set(),
     "mpi4py": set(),
     "ray": set(),

@@ -72,6 +72,14 @@ def _of_elements(function: Any) -> Any:
     return call if callable(function) else function
 
 
+class NumpyIterator(ElementIterator):
+    """An iterator of elements of NumPy's arrays, with a method `next`."""
+
+    def next(self) -> Any:
+        """Return the next element."""
+        return next(self)
+
+
 class TensorDataset(nd.Dataset):
     """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
 
@@ -87,7 +95,7 @@ class TensorDataset(nd.Dataset):
     reduce = unary(nd.Dataset.reduce, 0)
 
     _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
-    as_numpy_iterator = lambda self: ElementIterator(self._node)  # noqa: E731
+    as_numpy_iterator = lambda self: NumpyIterator(self._node)  # noqa: E731
 
     def make_one_shot_iterator(self) -> Any:
         """Return an iterator whose `get_next` gives tensors of a graph."""

@@ -18,7 +18,6 @@ from ndistribute.data import Dataset
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.scopes import REGULARIZATION_LOSSES, glorot_uniform
 from ndistribute.graph.shapes import narrowed
-from ndistribute.jit.function import function as jit_function
 from ndistribute.mistakes import accepting
 from ndistribute.models import nn
 
@@ -495,9 +494,3 @@ def _as_bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray) and not value.ndim:  # A number, as NumPy's functions return.
         return value[()]
     return value
-
-
-def function(func: Any = None, jit_compile: bool | None = None) -> Any:
-    """Return a function itself, or compiled by XLA where the program asks for that."""
-    make = jit_function if jit_compile else lambda wrapped: wrapped
-    return make if func is None else make(func)

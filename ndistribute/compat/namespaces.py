@@ -103,7 +103,8 @@ class Names(types.ModuleType):
         hint = f"Similar names: {', '.join(close)}." if close else f"dir({where}) lists the names."
         if elsewhere:
             hint = f"Use {min(elsewhere, key=lambda at: ('compat' in at, len(at)))}."
-        hint = f"Use {INSTEAD[path]}." if path in INSTEAD else hint
+        instead = INSTEAD.get(path) or INSTEAD.get(f"{path.rpartition('.')[0]}.*")
+        hint = f"Use {instead}." if instead else hint
         return f"{where}.{name} does not exist in {ROOT}{root}. {hint}"
 
 

@@ -70,7 +70,7 @@ def _shuffle(value: Any, seed: Any = None) -> Any:
 
 def _categorical(logits: Any, num_samples: int, dtype: Any = np.int64, seed: Any = None) -> Any:
     noise = generator(seed).gumbel(size=(len(logits), num_samples, np.shape(logits)[1]))
-    return np.argmax(np.asarray(logits)[:, None] + noise, -1).astype(dtype)
+    return np.argmax(np.asarray(nd.stop_gradient(logits))[:, None] + noise, -1).astype(dtype)
 
 
 def _gamma(shape: Any, alpha: Any, beta: Any = 1, dtype: Any = np.float32, seed: Any = None) -> Any:

@@ -81,10 +81,15 @@ TF2 = """
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
     indicator_column numeric_column
-[io]
+[image] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
+    decode_png=decode_image
+[io] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
+    decode_png=decode_image read_file
 [io.gfile] os/file: listdir mkdir remove  os.path: exists isdir join  glob: glob
     builtins/file: GFile=open  .compat.adapters/file: makedirs rmtree
 [keras] .compat.adapters: Input Model Sequential
+[keras.applications]
+[keras.datasets]
 [keras.activations] .models.activations: * swish=silu
 [keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: backend epsilon
     floatx image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul
@@ -108,6 +113,7 @@ TF2 = """
     .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
     .compat.adapters: Input InputLayer=Input SyncBatchNormalization  .compat.keras_layers: Layer
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
+    mae=mean_absolute_error mse=mean_squared_error
     .models.losses: deserialize  .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
@@ -141,7 +147,9 @@ TF2 = """
     .compat.keras_objects: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *  .names: serialize
-[keras.preprocessing]
+[keras.preprocessing] .compat.files: image_dataset_from_directory text_dataset_from_directory
+    timeseries_dataset_from_array
+[keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.array_functions: pad_sequences
 [keras.random] .compat.keras_functions: SeedGenerator categorical dropout gamma normal randint
     shuffle truncated_normal uniform
@@ -155,8 +163,9 @@ TF2 = """
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
     register_keras_serializable  .compat.array_functions: pad_sequences to_categorical
     .compat.keras_objects: deserialize_keras_object=deserialize_object
-    serialize_keras_object=serialize_object  .compat.keras_plots: plot_model
-    .compat.keras_objects: PyDataset Sequence=PyDataset
+    serialize_keras_object=serialize_object PyDataset Sequence=PyDataset
+    .compat.files: array_to_img image_dataset_from_directory img_to_array load_img plot_model
+    save_img text_dataset_from_directory timeseries_dataset_from_array
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -218,8 +227,9 @@ TF2 = """
     GradientTape=WatchingTape IndexedSlices Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
     custom_gradient TensorArray TensorSpec clip_by_global_norm clip_by_value complex=complex_number
-    expand_dims fill function gather identity is_tensor one_hot ones range=numbers slice=slice_
-    split squeeze tile transpose unstack where zeros  .compat.tensor_functions/either: cond constant
+    expand_dims fill gather identity is_tensor one_hot ones range=numbers slice=slice_
+    split squeeze tile transpose unstack where zeros
+    .compat.functions: function  .compat.tensor_functions/either: cond constant
     control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
     argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
     searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
@@ -322,19 +332,12 @@ INSTEAD = {
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image.adjust_hue": "Pillow in Dataset.map",
-    "image.decode_image": "Pillow in Dataset.map",
-    "image.decode_jpeg": "Pillow in Dataset.map",
-    "image.decode_png": "Pillow in Dataset.map",
     "image.rgb_to_hsv": "Pillow in Dataset.map",
-    "io.decode_image": "Pillow in Dataset.map",
-    "io.decode_jpeg": "Pillow in Dataset.map",
     "io.parse_single_example": "arrays, or Dataset.from_files with a reader",
-    "io.read_file": "tf.io.gfile.GFile",
-    "keras.applications": "layers, and load_weights: nothing is downloaded",
-    "keras.datasets": "arrays that you load: nothing is downloaded",
+    "keras.applications.*": "layers, and load_weights: nothing is downloaded",
+    "keras.datasets.*": "arrays that you load: nothing is downloaded",
     "keras.experimental": "tf.keras.Sequential, or tf.estimator.DNNLinearCombinedEstimator",
     "keras.layers.DenseFeatures": "tf.compat.v1.feature_column.input_layer in a graph",
-    "keras.preprocessing.image": "arrays, or NumPy and Pillow in Dataset.map",
     "keras.preprocessing.text": "tf.keras.layers.TextVectorization",
     "keras.constraints": "regularizers, or a callback that assigns variables",
     "keras.layers.Conv3D": "Conv2D of each slice, by TimeDistributed",

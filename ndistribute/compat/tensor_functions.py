@@ -160,11 +160,6 @@ def filled(number: int) -> Any:
 
 
 fill, zeros, ones = unary(_fill, 0), filled(0), filled(1)
-_COMPILING = (
-    "autograph experimental_autograph_options experimental_relax_shapes input_signature "
-    "reduce_retracing"
-)
-function = adapted(graphs.function, *_COMPILING.split(), experimental_compile="jit_compile")
 
 
 def _global_norm(t_list: Any) -> Any:
@@ -195,10 +190,17 @@ global_norm = adapted(
 def _called(convert: Any) -> Any:
     """Return a function that calls another one with tensors, and returns tensors of dtypes."""
 
-    def call(func: Any, inp: Any, Tout: Any = None, stateful: bool = True) -> Any:  # noqa: N803
+    def call(
+        func: Any = None,
+        inp: Any = None,
+        Tout: Any = None,  # noqa: N803
+        stateful: bool = True,
+    ) -> Any:
+        if func is None:  # It decorates a function.
+            return lambda func: lambda *inp: call(func, inp, Tout)
         result = func(*map(convert, inp))
         if isinstance(Tout, list | tuple):
-            results = result if isinstance(result, list | tuple) else [result]
+            results = result if isinstance(result, list | tuple) else [result] * len(Tout[:1])
             return [convert_to_tensor(*pair) for pair in zip(results, Tout, strict=True)]
         return None if Tout is None or result is None else convert_to_tensor(result, Tout)
 

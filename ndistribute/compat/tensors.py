@@ -23,7 +23,7 @@ from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape, narrowed
 from ndistribute.mistakes import accepting
-from ndistribute.models.masks import mask_of
+from ndistribute.models.masks import detach_mask, mask_of
 from ndistribute.models.symbolic import SymbolicArray
 from ndistribute.numpy_functions import ArrayMethods
 from ndistribute.values import DistributedValues
@@ -58,7 +58,6 @@ class _Shaped:
     """What tensors and variables tell of themselves."""
 
     __slots__ = ()
-    _keras_mask = property(mask_of)
 
     def ref(self) -> Reference:
         """Return a reference, which can be a key."""
@@ -71,6 +70,17 @@ class _Shaped:
     def set_shape(self, shape: Any) -> None:
         """Raise ValueError if this is not the shape; None stands for any length."""
         self.get_shape().merged(Shape(shape))
+
+    @property
+    def _keras_mask(self) -> Any:
+        mask = mask_of(self)
+        if mask is None:
+            raise AttributeError("the tensor has no mask.")
+        return mask
+
+    @_keras_mask.deleter
+    def _keras_mask(self) -> None:
+        detach_mask(self)
 
 
 class Tensor(_Shaped, np.ndarray[Any, Any]):
@@ -93,6 +103,15 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
 
     def __iter__(self) -> Any:
         return map(self.__getitem__, range(len(self)))
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Return that of the number, so that the elements of a tensor can be in a set."""
+        if self.ndim:
+            raise TypeError("a tensor with axes is not hashable: use x.ref() as the key.")
+        return hash(self.item())
 
     def __str__(self) -> str:
         return str(self.view(np.ndarray))

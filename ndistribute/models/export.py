@@ -175,7 +175,8 @@ class _Architecture(Encoder):
             return {"object": type(value).__name__, "fields": fields}
         if isinstance(value, np.ndarray):
             flat = self.encode(value.ravel().tolist(), path)
-            return {"array": flat, "shape": list(value.shape), "dtype": value.dtype.name}
+            kind = "str" if value.dtype.kind == "U" else value.dtype.name
+            return {"array": flat, "shape": list(value.shape), "dtype": kind}
         if getattr(value, "__name__", "<lambda>") != "<lambda>" and callable(value):
             with contextlib.suppress(TypeError):
                 return {"numpy": name_of(value)}

@@ -237,21 +237,31 @@ def _source_of(value: SymbolicArray) -> RecordedCall:
     return call
 
 
+def with_axes(wanted: SymbolicArray, array: Any) -> Any:
+    """Return an array with the number of axes of an input, if an axis of length 1 at the end does.
+
+    >>> from ndistribute.models.layers import Input
+    >>> with_axes(Input((1,)), np.zeros(4)).shape
+    (4, 1)
+    """
+    axes, shape = wanted.shape, np.shape(array)
+    if axes[-1:] == (1,) and len(shape) == len(axes) - 1 and shape[1:] != axes[1:]:
+        return array[..., None]
+    return array[..., 0] if shape[-1:] == (1,) and len(shape) == len(axes) + 1 else array
+
+
 def _fitted(wanted: SymbolicArray, name: str, array: Any) -> Any:
     """Return an array in the dtype of an input; an axis of length 1 at the end may be missing."""
-    array = array if hasattr(array, "shape") else np.asarray(array)
-    axes = wanted.shape
+    array, axes = array if hasattr(array, "shape") else np.asarray(array), wanted.shape
+    is_example = array.shape == axes[1:]
+    array = with_axes(wanted, array)
     if array.shape[1:] != axes[1:]:
-        if axes[-1:] == (1,) and array.ndim == len(axes) - 1:
-            array = array[..., None]
-        elif array.shape[-1:] == (1,) and array.ndim == len(axes) + 1:
-            array = array[..., 0]
         pairs = zip(axes[1:], array.shape[1:], strict=False)
         if array.ndim != len(axes) or any(length not in (None, have) for length, have in pairs):
             raise ValueError(
                 f"the input {name!r} has the shape {axes}, but the model was called on an array of "
                 f"shape {array.shape}."
                 + " It is one example: pass a batch (batch before map)."
-                * (array.shape == axes[1:])
+                * is_example
             )
     return array if array.dtype == wanted.dtype else with_mask_of(array.astype(wanted.dtype), array)

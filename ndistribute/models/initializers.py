@@ -203,8 +203,8 @@ NAMED: dict[str, type[Initializer]] = table_of(
 )
 
 
-def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return an initializer for its name; other callables are returned unchanged.
+def get(initializer: str | Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return an initializer for its name, `GlorotUniform` for None; others are returned unchanged.
 
     Raises:
         ValueError: the name is unknown.
@@ -212,7 +212,8 @@ def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:
     >>> get("ones")
     Ones(value=1.0)
     """
-    return named(NAMED, initializer, "initializer")  # type: ignore[no-any-return]
+    name = "glorot_uniform" if initializer is None else initializer
+    return named(NAMED, name, "initializer")  # type: ignore[no-any-return]
 
 
 _export(vars())

@@ -60,3 +60,8 @@ def with_mask_of(array: Any, former: Any) -> Any:
 def _mask_of_leaf(leaf: Any) -> Any:
     entry = _masks.get(id(untrack(leaf)))
     return None if entry is None else entry[1]
+
+
+def detach_mask(array: Any) -> None:
+    """Let an array have no mask."""
+    _masks.pop(id(untrack(array)), None)

@@ -14,7 +14,7 @@ from ndistribute.dtypes import kind_of
 from ndistribute.mistakes import accepting
 from ndistribute.models.checkpoint import check_absent
 from ndistribute.models.export import export, save, to_json
-from ndistribute.models.functional import CallGraph, cloned, connected
+from ndistribute.models.functional import CallGraph, cloned, connected, with_axes
 from ndistribute.models.layers.inputs import Input, InputLayer
 from ndistribute.models.layers.layer import Layer, Replaceable
 from ndistribute.models.symbolic import SymbolicArray, is_symbolic
@@ -78,6 +78,7 @@ class Model(Trainer):
     def __init__(
         self, inputs: Any = None, outputs: Any = None, *, name: str | None = None, **options: Any
     ) -> None:
+        inputs = None if inputs is self else inputs  # Some subclasses pass themselves.
         graph = None if inputs is None and outputs is None else CallGraph(inputs, outputs)
         if graph is not None:
             floats = (value.dtype for value in tree.flatten(inputs) if kind_of(value.dtype) == "f")
@@ -357,6 +358,8 @@ class Sequential(Model):
 
     def call(self, inputs: Any) -> Any:
         """Return the output of the last layer."""
+        if self._values and hasattr(inputs, "shape"):
+            inputs = with_axes(self._values[0], inputs)
         for layer in self.layers:
             inputs = layer(inputs)
         return inputs

@@ -1,7 +1,5 @@
 """`keras.ops` and `keras.random` compute what Keras 3 says, and layers return tensors."""
 
-import pathlib
-
 import numpy as np
 import pytest
 
@@ -274,16 +272,6 @@ def test_a_loop_scales_its_loss_itself() -> None:
             np.testing.assert_array_equal(gradients[0], [3])
         optimizer.apply_gradients(zip(gradients, [variable], strict=True))
     np.testing.assert_array_equal(variable, [-2])
-
-
-def test_models_are_drawn(tmp_path: object) -> None:
-    x = keras.Input((4,), name="x")
-    model = keras.Model(x, tf.concat([x, layers.Dense(3, name="hidden")(x)], 1))
-    keras.utils.plot_model(model, f"{tmp_path}/model.dot", show_shapes=True)
-    text = pathlib.Path(f"{tmp_path}/model.dot").read_text()
-    assert text.count("->") == 3
-    assert "hidden (Dense)\\n(None, 3)" in text
-    keras.utils.plot_model(keras.Sequential([layers.Dense(1)] * 2), f"{tmp_path}/model.dot")
 
 
 def test_numbered_batches_are_fitted() -> None:

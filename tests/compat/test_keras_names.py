@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ndistribute.compat import tf
+from ndistribute.models.masks import attach_mask
 
 keras = tf.keras
 layers = keras.layers
@@ -135,3 +136,46 @@ def test_a_metric_that_a_program_defines_has_tensors():
         assert metric.inner.result().numpy() == 4.0
     assert isinstance(tf.keras.metrics.Mean(), tf.keras.metrics.Metric)
     assert not isinstance(tf.keras.metrics.Mean(), Rate)
+
+
+def test_a_column_of_inputs_may_be_one_axis() -> None:
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(1,))])
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    x = np.linspace(0, 1, 32)
+    model.fit(x, 2 * x, epochs=40, verbose=0)
+    assert model.predict(x).shape == (32, 1)
+    assert model.evaluate(x, 2 * x, verbose=0) < 1e-2
+
+
+def test_a_subclass_may_pass_itself_to_its_base() -> None:
+    class Doubling(tf.keras.Model):
+        def __init__(self):
+            super().__init__(self)
+
+        def call(self, x):
+            return 2 * x
+
+    assert Doubling()(tf.ones([2])).numpy().tolist() == [2, 2]
+
+
+def test_data_to_download_can_be_imported_and_says_what_to_use() -> None:
+    from ndistribute.compat.tf.keras import datasets
+
+    with pytest.raises(AttributeError, match="nothing is downloaded"):
+        datasets.mnist  # noqa: B018
+
+
+def test_a_mask_can_be_read_and_taken_away() -> None:
+    embedded = tf.constant(layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]])))
+    with pytest.raises(AttributeError, match="no mask"):
+        embedded._keras_mask  # noqa: B018
+    attach_mask(embedded, np.array([[True, False]]))
+    assert embedded._keras_mask.tolist() == [[True, False]]
+    del embedded._keras_mask
+    assert not hasattr(embedded, "_keras_mask")
+
+
+def test_no_initializer_is_the_usual_one_of_weights() -> None:
+    dense = layers.Dense(2, kernel_initializer=None, bias_initializer=None)
+    dense(np.ones((1, 3), np.float32))
+    assert all(np.ptp(weight) > 0 for weight in dense.get_weights())

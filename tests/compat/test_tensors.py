@@ -385,3 +385,62 @@ def test_the_one_replica_of_a_worker_gives_what_other_workers_do_not_know() -> N
         both = strategy.run(lambda: tf.constant(1.0))
         assert isinstance(both, nd.PerReplica)
         assert all(isinstance(value, tf.Tensor) for value in both.values)
+
+
+def test_a_signature_checks_the_arguments_of_a_function() -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
+    def collatz(x):
+        return tf.where(x % 2 == 0, x // 2, 3 * x + 1)
+
+    assert collatz([1, 2]).numpy().tolist() == [4, 1]
+    for wrong in (tf.constant([[1, 2]]), tf.constant([1.0])):
+        with pytest.raises(TypeError, match="collatz: of the argument 'x'"):
+            collatz(wrong)
+
+    @tf.function
+    def double(a):
+        return a + a
+
+    concrete = double.get_concrete_function(tf.TensorSpec(None, tf.string))
+    assert concrete(a=tf.constant("b")).numpy() == b"bb"
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is not"):
+        concrete(tf.constant(1))
+
+    class Stepper(tf.Module):
+        @tf.function(input_signature=(tf.TensorSpec([], tf.float32),))
+        def __call__(self, size):
+            return size / 2
+
+    assert Stepper()(3).numpy() == 1.5
+    with pytest.raises(NotImplementedError, match="call the method itself"):
+        Stepper.__call__.get_concrete_function()
+
+
+def test_functions_of_numpy_are_decorated_and_called_without_results() -> None:
+    @tf.numpy_function(Tout=[tf.float32, tf.int32])
+    def step(x):
+        assert isinstance(x, np.ndarray)
+        return x + 1, 2
+
+    state, count = step(tf.constant([1.0]))
+    assert state.numpy().tolist() == [2.0]
+    assert count.dtype == np.int32
+    seen: list = []
+    assert tf.py_function(seen.append, [tf.constant(3)], Tout=[]) == []
+    assert seen[0].numpy() == 3
+
+
+def test_actions_are_drawn_while_a_tape_records() -> None:
+    logits = tf.Variable([[0.0, 50.0]])
+    with tf.GradientTape() as tape:
+        action = tf.random.categorical(logits * 1.0, 1)[0, 0]
+        loss = tf.nn.log_softmax(logits)[0, action]
+    assert action.numpy() == 1
+    assert tape.gradient(loss, logits).shape == (1, 2)
+
+
+def test_numbers_in_tensors_are_numbers_of_python() -> None:
+    assert float(tf.constant([0.25])) == 0.25
+    assert {*tf.constant([1, 2, 1])} == {1, 2}
+    with pytest.raises(TypeError, match="not hashable"):
+        hash(tf.constant([1]))

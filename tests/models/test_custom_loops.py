@@ -111,9 +111,13 @@ def test_labels_may_have_a_last_axis_of_one_that_predictions_have_not(kind):
     assert float(kind()(np.array([[1.0], [2.0]]), np.zeros(2))) == 2.5
 
 
-def test_a_metric_of_one_number_for_a_batch_is_refused():
+def test_one_number_for_a_batch_counts_for_each_of_its_examples():
+    metric = metrics.get(worst, losses.MeanSquaredError())
+    metric.update_state(np.array([[1.0], [4.0], [0.0]]), np.zeros((3, 1)))
+    metric.update_state(np.array([[8.0]]), np.zeros((1, 1)))
+    assert metric.result() == (3 * 4 + 8) / 4
     with pytest.raises(ValueError, match=r"'worst' returned an array of shape \(\) for 2 examples"):
-        metrics.get(worst, losses.MeanSquaredError()).update_state(np.ones((2, 1)), np.ones((2, 1)))
+        metric.update_state(np.ones((2, 1)), np.ones((2, 1)), np.ones(2))
 
 
 def test_values_without_a_last_axis_are_examples_of_their_own():

@@ -145,3 +145,16 @@ def test_hashes_spread_over_all_bins_but_that_of_the_mask():
 def test_what_cannot_be_prepared_is_refused(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_an_empty_text_builds_recurrent_layers():
+    texts = layers.TextVectorization(vocabulary=["word"])
+    model = nd.Sequential([texts, layers.Embedding(3, 2, mask_zero=True), layers.LSTM(2)])
+    assert model(np.array([""])).tolist() == [[0, 0]]
+    assert model(np.array(["word word"])).shape == (1, 2)
+
+
+def test_statistics_of_one_axis_serve_a_column():
+    numbers = layers.Normalization(axis=None, input_shape=(1,))
+    numbers.adapt(np.array([1.0, 3.0]))
+    assert nd.Sequential([numbers])(np.array([[1.0], [3.0]])).ravel().tolist() == [-1, 1]

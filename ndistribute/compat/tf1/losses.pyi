@@ -49,10 +49,12 @@ hinge: Any
 huber: Any
 kl_divergence: Any
 log_cosh: Any
+mae: Any
 mean_absolute_error: Any
 mean_absolute_percentage_error: Any
 mean_squared_error: Any
 mean_squared_logarithmic_error: Any
+mse: Any
 poisson: Any
 scale_regularization_loss: Any
 serialize: Any

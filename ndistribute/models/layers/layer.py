@@ -399,7 +399,7 @@ class Layer(Explaining):
         """Create the variables, or check that the input has the features that they are for."""
         if not self.built:
             self._build_once(args)
-        last = getattr(self.input_spec, "shape", ())[-1:]
+        last = getattr(self.input_spec, "shape", ())[1:][-1:]
         if last and self.fixes_last_axis and args[0].shape[-1:] != last:
             raise ValueError(
                 f"{self.name}: the input has shape {tuple(args[0].shape)}, but the layer was built "

@@ -473,7 +473,8 @@ class TextVectorization(StringLookup):
         self._check_words()
         rows = self._rows(inputs)
         if self.output_mode == "int":
-            longest = 32 * len(rows) if describes() else max(map(len, rows), default=0)
+            # At least 1, so that an empty text builds the layers after this one.
+            longest = 32 * len(rows) if describes() else max([1, *map(len, rows)])
             n = longest if self.output_sequence_length is None else self.output_sequence_length
             rows = [[*row, *[""] * n][:n] for row in rows]
         vectors = [self._vectors(self._numbered_words(row, (len(row),))) for row in rows]

@@ -26,8 +26,8 @@ class MeanMetric(Mean):
         name: the name in logs; None: the function's name.
         parameters: passed to the function.
 
-    A function that returns one number for a batch is a `ValueError`: a mean of such numbers depends
-    on the sizes of batches, and on the number of replicas.
+    One number for a batch is taken for the mean of its examples, and allows no weights; then the
+    result may depend on the sizes of batches, and on the number of replicas.
     """
 
     def __init__(
@@ -41,11 +41,13 @@ class MeanMetric(Mean):
         mask = mask_of(y_pred)
         labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
         values = losses.per_example(self._function, labels, predicted, self._parameters)
-        if np.shape(values)[:1] != predicted.shape[:1] or not np.ndim(values):
+        if not np.ndim(values) and sample_weight is None:
+            values, mask = values * np.ones(predicted.shape[:1], np.float32), None
+        if np.shape(values)[:1] != predicted.shape[:1]:
             raise ValueError(
                 f"metric {self.name!r} returned an array of shape {np.shape(values)} for "
                 f"{predicted.shape[0]} examples: return one value for each example, whose mean is "
-                "the metric, or write a subclass of nd.metrics.Metric."
+                "the metric, or one number if there are no weights."
             )
         if mask is not None:
             weight = 1 if sample_weight is None else as_array(sample_weight)

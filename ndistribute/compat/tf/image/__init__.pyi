@@ -9,6 +9,10 @@ adjust_saturation: Any
 central_crop: Any
 convert_image_dtype: Any
 crop_to_bounding_box: Any
+decode_bmp: Any
+decode_image: Any
+decode_jpeg: Any
+decode_png: Any
 flip_left_right: Any
 flip_up_down: Any
 grayscale_to_rgb: Any

@@ -2,9 +2,11 @@
 from typing import Any
 
 from ndistribute.compat.tf.keras import activations as activations
+from ndistribute.compat.tf.keras import applications as applications
 from ndistribute.compat.tf.keras import backend as backend
 from ndistribute.compat.tf.keras import callbacks as callbacks
 from ndistribute.compat.tf.keras import config as config
+from ndistribute.compat.tf.keras import datasets as datasets
 from ndistribute.compat.tf.keras import estimator as estimator
 from ndistribute.compat.tf.keras import initializers as initializers
 from ndistribute.compat.tf.keras import layers as layers

@@ -1,0 +1,371 @@
+"""Images and text in files, and directories of them with a folder for each class.
+
+Images are read by Pillow. Files are read when the dataset gives their elements.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ndistribute.compat.adapters import TensorDataset
+from ndistribute.compat.tensors import as_tensor
+from ndistribute.errors import MissingDependencyError
+
+_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+_MODES = {"grayscale": "L", "rgb": "RGB", "rgba": "RGBA"}
+_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def _pillow(part: str = "Image") -> Any:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        what = "Images in files need Pillow: pip install 'ndistribute[images]'."
+        raise MissingDependencyError(what) from error
+    return import_module(f"PIL.{part}")
+
+
+def read_file(filename: Any, name: Any = None) -> Any:
+    """Return the contents of a file: a tensor of text, or of one `bytes` if it is no UTF-8."""
+    with open(str(filename), "rb") as file:
+        contents = file.read()
+    try:
+        return as_tensor(np.array(contents.decode()))
+    except UnicodeDecodeError:
+        return as_tensor(np.array(contents, object))
+
+
+def decode_image(
+    contents: Any,
+    channels: int | None = 0,
+    dtype: Any = np.uint8,
+    name: Any = None,
+    expand_animations: bool = False,
+) -> Any:
+    """Return the image in the bytes of a file: a tensor of rows, columns and channels.
+
+    Args:
+        contents: what `read_file` returned, or `bytes`.
+        channels: 1, 3 or 4; 0 or None: as many as the file has.
+        dtype: `uint8`, or a dtype of floats, whose images are between 0 and 1.
+        name: ignored.
+        expand_animations: must be False: the first image of several is returned.
+    """
+    if expand_animations or channels not in (0, None, *_CHANNELS):
+        what = f"channels={channels}, expand_animations={expand_animations}"
+        raise ValueError(f"decode_image: channels must be 0, 1, 3 or 4, of one image, got {what}.")
+    data = np.asarray(contents).item() if hasattr(contents, "dtype") else contents
+    image = _pillow().open(io.BytesIO(data if isinstance(data, bytes) else data.encode()))
+    known = image.mode if image.mode in _CHANNELS.values() else "RGB"
+    array = np.asarray(image.convert(_CHANNELS[channels] if channels else known))
+    array = array if array.ndim == 3 else array[..., None]
+    is_float = np.dtype(dtype).kind == "f"
+    return as_tensor((array / 255 if is_float else array).astype(dtype))
+
+
+def load_img(
+    path: Any,
+    color_mode: str = "rgb",
+    target_size: Sequence[int] | None = None,
+    interpolation: str = "nearest",
+) -> Any:
+    """Return an image of Pillow, of the height and width `target_size` if they are given."""
+    pillow = _pillow()
+    image = pillow.open(path).convert(_MODES[color_mode])
+    if target_size is None:
+        return image
+    how = getattr(pillow.Resampling, interpolation.upper())
+    return image.resize((target_size[1], target_size[0]), how)
+
+
+def img_to_array(img: Any, data_format: str | None = None, dtype: Any = np.float32) -> Any:
+    """Return an image as an array of rows, columns and channels."""
+    if data_format not in (None, "channels_last"):
+        raise ValueError(f"img_to_array: data_format is 'channels_last', got {data_format!r}.")
+    array = np.asarray(img).astype(dtype or np.float32)
+    return array if array.ndim == 3 else array[..., None]
+
+
+def array_to_img(x: Any, data_format: str | None = None, scale: bool = True) -> Any:
+    """Return an image of Pillow for an array; `scale` makes its least number 0, its greatest 255.
+
+    Without `scale` its numbers are from 0 to 255.
+    """
+    array = img_to_array(x, data_format)
+    if scale:
+        array = array - array.min()
+        array = array / (array.max() or 1) * 255
+    mode = _CHANNELS[array.shape[-1]]
+    pixels = array.astype(np.uint8)
+    return _pillow().fromarray(pixels[..., 0] if mode == "L" else pixels)
+
+
+def save_img(path: Any, x: Any, file_format: str | None = None, scale: bool = True) -> None:
+    """Write an array as a file of an image; see `array_to_img`."""
+    array_to_img(x, scale=scale).save(path, file_format)
+
+
+def image_dataset_from_directory(
+    directory: Any,
+    color_mode: str = "rgb",
+    image_size: Sequence[int] = (256, 256),
+    interpolation: str = "bilinear",
+    **options: Any,
+) -> Any:
+    """Return a dataset of images of one size, `float32` from 0 to 255, and their labels.
+
+    Args:
+        directory: with a folder for each class.
+        color_mode: ``"rgb"``, ``"rgba"`` or ``"grayscale"``.
+        image_size: the height and width.
+        interpolation: ``"bilinear"`` or ``"nearest"``.
+        options: see `_of_directory`.
+    """
+    if interpolation not in ("bilinear", "nearest"):
+        why = f"'bilinear' or 'nearest', got {interpolation!r}"
+        raise ValueError(f"image_dataset_from_directory: interpolation must be {why}.")
+
+    def load(path: str) -> Any:
+        image = img_to_array(load_img(path, color_mode))
+        for axis, length in enumerate(image_size):
+            image = _resized(image, axis, length, interpolation)
+        return image
+
+    return _of_directory(directory, load, _IMAGES, **options)
+
+
+def text_dataset_from_directory(
+    directory: Any, max_length: int | None = None, **options: Any
+) -> Any:
+    """Return a dataset of texts and their labels; see `image_dataset_from_directory`.
+
+    `max_length` is the number of characters of a text that are kept.
+    """
+
+    def load(path: str) -> Any:
+        with open(path, encoding="utf-8") as file:
+            return np.array(file.read()[:max_length])
+
+    return _of_directory(directory, load, (".txt",), **options)
+
+
+def timeseries_dataset_from_array(
+    data: Any,
+    targets: Any,
+    sequence_length: int,
+    sequence_stride: int = 1,
+    sampling_rate: int = 1,
+    batch_size: int | None = 128,
+    shuffle: bool = False,
+    seed: int | None = None,
+    start_index: int | None = None,
+    end_index: int | None = None,
+) -> Any:
+    """Return a dataset of sequences of rows of an array, with the target of each one's first row.
+
+    Args:
+        data: an array, by time.
+        targets: the target of the sequence that begins at each row; None: there are none.
+        sequence_length: the number of rows of a sequence.
+        sequence_stride: the rows from the start of a sequence to the next one's.
+        sampling_rate: the rows from one in a sequence to the next.
+        batch_size: None: elements are single sequences.
+        shuffle: whether the order changes in each epoch.
+        seed: of the order.
+        start_index: the first row that is used.
+        end_index: the row after the last one that is used.
+    """
+    data = np.asarray(data)[start_index:end_index]
+    count = len(data) - (sequence_length - 1) * sampling_rate
+    if targets is not None:
+        targets = np.asarray(targets)[start_index:end_index]
+        count = min(count, len(targets))
+    steps = np.arange(sequence_length) * sampling_rate
+
+    def sequence(start: Any) -> Any:
+        rows = data[np.asarray(start) + steps]
+        return rows if targets is None else (rows, targets[int(start)])
+
+    starts = np.arange(0, count, sequence_stride)
+    dataset = TensorDataset.from_tensor_slices(starts)
+    dataset = dataset.shuffle(len(starts) or 1, seed) if shuffle else dataset
+    dataset = dataset.map(sequence)
+    return dataset if batch_size is None else dataset.batch(batch_size)
+
+
+def _of_directory(
+    directory: Any,
+    load: Callable[[str], Any],
+    endings: tuple[str, ...],
+    labels: Any = "inferred",
+    label_mode: str | None = "int",
+    class_names: Sequence[str] | None = None,
+    batch_size: int | None = 32,
+    shuffle: bool = True,
+    seed: int | None = None,
+    validation_split: float | None = None,
+    subset: str | None = None,
+    verbose: bool = True,
+) -> Any:
+    """Return a dataset of what is in the files of a directory.
+
+    Args:
+        directory: see `image_dataset_from_directory`.
+        load: a function of the path of a file.
+        endings: of the names of the files.
+        labels: ``"inferred"``, the number of each file's folder; a list in the order of the files'
+            names; or None.
+        label_mode: ``"int"``, ``"binary"``, ``"categorical"``; or None: there are no labels.
+        class_names: the folders in the order of their numbers; None sorts them.
+        batch_size: None: elements are single examples.
+        shuffle: whether the order changes in each epoch; else it is that of the names.
+        seed: of the order; needed to divide the files.
+        validation_split: the share of the files that is kept for validation.
+        subset: ``"training"``, ``"validation"`` or, for a tuple, ``"both"``.
+        verbose: ignored.
+    """
+    share = validation_split
+    if (share is None) != (subset is None) or subset not in (
+        None,
+        "training",
+        "validation",
+        "both",
+    ):
+        what = f"validation_split={share}, subset={subset!r}"
+        raise ValueError(f"pass both: a share, and 'training', 'validation' or 'both'; got {what}.")
+    if share is not None and shuffle and seed is None:
+        raise ValueError("validation_split needs a seed, so that its parts have no file in common.")
+    folders = sorted(each.name for each in os.scandir(directory) if each.is_dir())
+    names = folders if class_names is None else [*class_names]
+    if labels == "inferred" and sorted(names) != folders:
+        raise ValueError(f"class_names {names} are not the folders {folders} of {directory}.")
+    paths, numbers = _files_of(directory, names if labels == "inferred" else [""], endings)
+    wanted = _labels(numbers if labels == "inferred" else labels, label_mode, names, len(paths))
+    order = np.arange(len(paths))
+    if shuffle:
+        np.random.default_rng(seed).shuffle(order)
+    at = len(paths) - int((share or 0) * len(paths))
+
+    def made(part: Any) -> Any:
+        if not len(part):
+            raise ValueError(
+                f"validation_split={share} of {len(paths)} files leaves one part empty."
+            )
+        some = np.array(paths)[part]
+        dataset = TensorDataset.from_tensor_slices((some, *(labels[part] for labels in wanted)))
+        dataset = dataset.shuffle(len(part), seed) if shuffle else dataset
+        result: Any = dataset.map(
+            lambda path, *label: (load(str(path)), *label) if wanted else load(str(path))
+        )
+        result = result if batch_size is None else result.batch(batch_size)
+        result.class_names, result.file_paths = names, some.tolist()
+        return result
+
+    parts = order[:at], order[at:]
+    if share is None:
+        return made(order)
+    return tuple(map(made, parts)) if subset == "both" else made(parts[subset == "validation"])
+
+
+def _files_of(root: Any, folders: Any, endings: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """Return the paths of files with some endings, by folder and name, and the folders' numbers."""
+    paths, numbers = list[str](), list[int]()
+    for number, folder in enumerate(folders):
+        tree = os.walk(os.path.join(root, folder))
+        below = sorted(os.path.join(at, name) for at, _, files in tree for name in files)
+        chosen = [path for path in below if path.lower().endswith(endings)]
+        paths += chosen
+        numbers += [number] * len(chosen)
+    if not paths:
+        raise ValueError(f"{root}: no file in it ends with {', '.join(endings)}.")
+    return paths, numbers
+
+
+def _labels(numbers: Any, mode: str | None, names: Sequence[str], count: int) -> list[Any]:
+    """Return the labels in the form of a mode; none, or one array."""
+    if mode is None or numbers is None:
+        return []
+    if len(numbers) != count:
+        raise ValueError(f"there are {count} files, but {len(numbers)} labels.")
+    labels = np.asarray(numbers, np.int32)
+    if mode == "binary" and len(names) == 2:
+        return [labels.astype(np.float32)[:, None]]
+    if mode not in ("int", "categorical"):
+        what = f"got {mode!r} for the classes {[*names]}"
+        raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
+    return [labels if mode == "int" else np.eye(len(names), dtype=np.float32)[labels]]
+
+
+def plot_model(
+    model: Any,
+    to_file: Any = "model.png",
+    show_shapes: bool = False,
+    show_layer_names: bool = True,
+    rankdir: str = "TB",
+    dpi: int = 96,
+    **details: Any,
+) -> Any:
+    """Draw the layers of a functional model and what they are connected to; return the image.
+
+    Args:
+        model: a functional model, or a `Sequential` that knows its input.
+        to_file: where to write the image; None: nowhere.
+        show_shapes: whether the boxes have the shapes of outputs.
+        show_layer_names: whether they have names, besides the kinds of layers.
+        rankdir: ``"TB"``, from top to bottom, or ``"LR"``, from left to right.
+        dpi: the dots of an inch, 8 lines of text.
+        details: `expand_nested` changes nothing: a model is one box. Others are refused.
+    """
+    wrong = [name for name in details if details[name] and name != "expand_nested"]
+    if wrong or rankdir not in ("TB", "LR"):
+        raise ValueError(f"plot_model: it has no {wrong}, and rankdir is 'TB' or 'LR': leave out.")
+    boxes = dict[str, tuple[str, int, list[str]]]()
+    for label, shapes, _, sources in model._connected().rows():
+        name, kind = label.removesuffix(")").split(" (")
+        text = (f"{name}: {kind}" if show_layer_names else kind) + f"\n{shapes}" * show_shapes
+        before = [source for source in sources.split(", ") if source in boxes]
+        level = 1 + max((boxes[source][1] for source in before), default=-1)
+        boxes[name] = text, level, before
+    longest = max(len(line) for text, *_ in boxes.values() for line in text.split("\n"))
+    size, counts = dpi / 8, dict.fromkeys([level for _, level, _ in boxes.values()], 0)
+    width, height = size * (2 + 0.6 * longest), size * (2 + 1.5 * show_shapes)
+    corners = dict[str, tuple[float, float]]()
+    for name, (_, level, _) in boxes.items():
+        place = (counts[level], level) if rankdir == "TB" else (level, counts[level])
+        corners[name] = size + place[0] * (width + 2 * size), size + place[1] * (height + 2 * size)
+        counts[level] += 1
+    ends = [max(corner[k] for corner in corners.values()) for k in (0, 1)]
+    image = _pillow().new(
+        "RGB", (int(ends[0] + width + size), int(ends[1] + height + size)), "white"
+    )
+    draw, font = _pillow("ImageDraw").Draw(image), _pillow("ImageFont").load_default(size)
+    for name, (_, _, before) in boxes.items():
+        for source in before:
+            lines = [(x + width / 2, y + height / 2) for x, y in (corners[source], corners[name])]
+            draw.line(lines, "gray", 2)
+    for name, (text, _, _) in boxes.items():
+        x, y = corners[name]
+        draw.rectangle((x, y, x + width, y + height), "white", "black")
+        draw.text((x + size, y + size / 2), text, "black", font)
+    if to_file is not None:
+        image.save(to_file)
+    return image
+
+
+def _resized(image: Any, axis: int, length: int, how: str) -> Any:
+    """Return an image with another length of an axis."""
+    old = image.shape[axis]
+    places = (np.arange(length) + 0.5) * (old / length)
+    if how == "nearest":
+        return np.take(image, np.minimum(places.astype(int), old - 1), axis)
+    places = np.clip(places - 0.5, 0, old - 1)
+    low = places.astype(int)
+    part = np.moveaxis((places - low).astype(image.dtype)[:, None, None], 0, axis)
+    high = np.minimum(low + 1, old - 1)
+    return np.take(image, low, axis) * (1 - part) + np.take(image, high, axis) * part

@@ -1,0 +1,92 @@
+"""`tf.function`: a function runs at once, after a check of its arguments if it has a signature.
+
+Python's control flow is that of the program: nothing is traced, unless XLA compiles the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ndistribute.compat.signatures import adapted
+from ndistribute.compat.tensors import convert_to_tensor
+from ndistribute.errors import InvalidArgumentError
+from ndistribute.graph.shapes import Shape
+from ndistribute.jit.function import function as jit_function
+from ndistribute.tree import map_leaves
+from ndistribute.values import DistributedValues
+
+
+class SignatureError(InvalidArgumentError, TypeError):
+    """An argument that does not fit the signature of a function."""
+
+
+def _function(func: Any = None, input_signature: Any = None, jit_compile: Any = None) -> Any:
+    """Return a function itself, one that checks its arguments, or one that XLA has compiled."""
+    if func is None:
+        return functools.partial(
+            _function, input_signature=input_signature, jit_compile=jit_compile
+        )
+    if jit_compile:
+        return jit_function(func)
+    result: Any = func if input_signature is None else _checked(func, input_signature)
+    with contextlib.suppress(AttributeError):  # Bound methods have no attributes.
+        result.python_function = func
+        result.get_concrete_function = functools.partial(_concrete, func, input_signature)
+    return result
+
+
+function = adapted(
+    _function,
+    *"autograph experimental_autograph_options experimental_relax_shapes reduce_retracing".split(),
+    experimental_compile="jit_compile",
+)
+
+
+def _concrete(func: Any, signature: Any, *specs: Any) -> Any:
+    """Return a function that checks its arguments."""
+    if next(iter(inspect.signature(func).parameters), None) == "self":
+        raise NotImplementedError(
+            f"get_concrete_function of the method {func.__name__!r}: call the method itself, or "
+            "tf.function of a function that calls it."
+        )
+    return _checked(func, specs or signature or ())
+
+
+def _checked(func: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that gets tensors of the shapes and dtypes of its signature."""
+    signature = inspect.signature(func)
+    names = [name for name in signature.parameters if name != "self"][: len(specs)]
+
+    def fitted(name: str, spec: Any, value: Any) -> Any:
+        if not hasattr(spec, "dtype") or isinstance(value, DistributedValues):
+            return value
+        tensor = convert_to_tensor(value, None if hasattr(value, "dtype") else spec.dtype)
+        kinds = [np.dtype(each.dtype) for each in (spec, tensor)]
+        is_text = all(kind.kind in "OSU" for kind in kinds)
+        try:
+            if not is_text and kinds[0] != kinds[1]:
+                raise ValueError(f"the dtype is {kinds[1]}, which is not {kinds[0]}.")
+            if spec.shape is not None:
+                Shape(spec.shape).merged(Shape(tensor.shape))
+        except ValueError as error:
+            raise SignatureError(f"{func.__name__}: of the argument {name!r} {error}") from None
+        return tensor
+
+    @functools.wraps(func)
+    def call(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        for name, spec in zip(names, specs, strict=False):
+            if name in bound.arguments:
+                check, value = functools.partial(fitted, name), bound.arguments[name]
+                is_nest = not hasattr(spec, "dtype")
+                value = map_leaves(check, spec, value) if is_nest else check(spec, value)
+                bound.arguments[name] = value
+        return func(*bound.args, **bound.kwargs)
+
+    return call
