@@ -20,7 +20,7 @@ from ndistribute import graph, models
 from ndistribute.compat import programs, tensor_functions
 from ndistribute.compat.keras_functions import keras_operation
 from ndistribute.compat.keras_layers import WithTensors, layer
-from ndistribute.compat.keras_objects import get_optimizer
+from ndistribute.compat.keras_objects import get_optimizer, with_decay
 from ndistribute.compat.signatures import (
     adapted,
     binary,
@@ -175,6 +175,7 @@ class Checkpoint(nd.Checkpoint):
 class Model(WithTensors, models.Model):
     """A model with the methods of Keras."""
 
+    @accepting("auto_scale_loss", "experimental_run_tf_function")
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         kwargs["jit_compile"] = kwargs.get("jit_compile") not in (None, "auto", False)
         with self.strategy.scope():
@@ -207,6 +208,7 @@ class Model(WithTensors, models.Model):
 
     submodules = property(lambda self: tuple(self.walk())[1:])
 
+    @accepting("expand_nested", "layer_range", "show_trainable")
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
         (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
         return super().summary()
@@ -500,6 +502,7 @@ ADAPTERS: dict[str, Any] = {
     "operation": lambda function: unary(function, 0),
     "optimizer": lambda kind: subclass(
         kind,
+        __init__=with_decay(kind),
         learning_rate=rate,
         lr=rate,
         iterations=steps,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import ndistribute as nd
-from ndistribute import tree
+from ndistribute import models, tree
 from ndistribute.compat import random_numbers, tensor_functions
 from ndistribute.compat.graphs import dtype_of
 from ndistribute.compat.signatures import plainly, unary
@@ -162,3 +162,47 @@ normal, uniform, truncated_normal = (
 categorical, gamma = _drawing(random_numbers.categorical), _drawing(random_numbers.gamma)
 dropout = _drawing(tensor_functions.dropout)
 randint, shuffle = unary(_randint, 0), unary(_shuffle)
+
+
+def extract_patches(
+    images: Any, size: Any, strides: Any = None, dilation_rate: int = 1, padding: str = "valid"
+) -> Any:
+    """Return the elements of each window of images in a row, ``(batch, rows, columns, elements)``.
+
+    Args:
+        images: of shape ``(batch, height, width, channels)``.
+        size: the height and width of a window, or one number.
+        strides: the steps between windows; None: as long as they are.
+        dilation_rate: must be 1.
+        padding: must be ``"valid"``.
+    """
+    if (dilation_rate, padding) != (1, "valid"):
+        raise ValueError("extract_patches: dilation_rate must be 1, and padding 'valid'.")
+    height, width = (size, size) if isinstance(size, int) else size
+    steps = size if strides is None else strides
+    down, right = (steps, steps) if isinstance(steps, int) else steps
+    rows, columns = (images.shape[1] - height) // down + 1, (images.shape[2] - width) // right + 1
+    parts = [
+        images[
+            :,
+            top : top + down * (rows - 1) + 1 : down,
+            left : left + right * (columns - 1) + 1 : right,
+        ]
+        for top in range(height)
+        for left in range(width)
+    ]
+    return as_tensor(np.concatenate(parts, axis=-1))
+
+
+def function(inputs: Any, outputs: Any) -> Any:
+    """Return a function of a list of arrays that computes symbolic outputs, as NumPy's arrays."""
+    model = models.Model(inputs, outputs)
+
+    def call(values: Any) -> Any:
+        return tree.map_leaves(convert_to_numpy, model(values, training=False))
+
+    return call
+
+
+joined_last = unary(lambda tensors, axis=-1: np.concatenate(tensors, axis), 0)
+flatten = unary(lambda x: np.reshape(x, (-1,)))

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ndistribute.compat.keras_precision import policy_of
+from ndistribute.compat.programs import StandIn
 from ndistribute.compat.signatures import tensor_if_array
-from ndistribute.compat.tensors import StandIn, weight
+from ndistribute.compat.tensors import weight
 from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
@@ -102,6 +103,9 @@ def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
         if weights is not None:
             table: Any = np.asarray(weights[0])
             options["embeddings_initializer"] = initializers.Constant(table)
+    modes = {"binary": "multi_hot", "tf-idf": "tf_idf"}  # As they were called first.
+    if "output_mode" in options:
+        options["output_mode"] = modes.get(options["output_mode"], options["output_mode"])
     if kind.__name__ == "Lambda":
         options.pop("output_shape", None)  # It is found by a call.
     return options

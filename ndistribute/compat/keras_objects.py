@@ -5,6 +5,8 @@ A program may define classes of the same names, which are then those in its file
 
 from __future__ import annotations
 
+import functools
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +20,7 @@ from ndistribute.names import (
     named,
     serialize,
 )
+from ndistribute.optimizers import schedules
 
 _IN_FILES = "optimizers", "layers", "models"
 
@@ -107,3 +110,21 @@ class PyDataset:
 
     def on_epoch_end(self) -> None:
         """Change what the next epoch gets; nothing here."""
+
+
+def with_decay(kind: Any) -> Any:
+    """Return the constructor of an optimizer that takes the keywords of the first ones of Keras."""
+    construct: Any = kind.__init__
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, lr: Any = None, decay: Any = None, **options: Any) -> None:
+        if lr is not None:
+            options["learning_rate"] = lr
+        if decay:
+            usual = inspect.signature(construct).parameters["learning_rate"].default
+            first, args = options.get("learning_rate", args[0] if args else usual), args[1:]
+            options["learning_rate"] = schedules.InverseTimeDecay(first, 1, decay)
+        self._arguments = args, options  # For `get_config`.
+        construct(self, *args, **options)
+
+    return init

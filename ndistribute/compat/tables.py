@@ -91,12 +91,18 @@ TF2 = """
 [keras.applications]
 [keras.datasets]
 [keras.activations] .models.activations: * swish=silu
-[keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: backend epsilon
-    floatx image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul
-    expand_dims gather get_value one_hot ones set_value squeeze zeros
-    .compat.tf.math: abs argmax cumsum equal exp log max=reduce_max maximum mean=reduce_mean
-    min=reduce_min minimum pow round sigmoid sign softplus sqrt square std=reduce_std
-    sum=reduce_sum tanh  .compat.tf.nn: relu softmax
+[keras.backend] .compat.keras_functions: binary_crossentropy concatenate=joined_last flatten
+    function int_shape=shape  .compat.signatures: clear_session=nothing
+    .compat.adapters: backend epsilon floatx image_data_format
+    .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims gather get_value
+    one_hot ones set_value squeeze zeros
+    .compat.tf.math: abs all=reduce_all any=reduce_any argmax argmin cos cumsum equal exp greater
+    greater_equal less less_equal log logsumexp=reduce_logsumexp max=reduce_max maximum
+    mean=reduce_mean min=reduce_min minimum not_equal pow prod=reduce_prod round sigmoid sign sin
+    softplus sqrt square std=reduce_std sum=reduce_sum tanh var=reduce_variance
+    .compat.tf.nn: elu l2_normalize relu softmax softsign  .compat.tf: constant eye ndim=rank
+    ones_like permute_dimensions=transpose reshape shape stack stop_gradient tile transpose
+    variable=Variable zeros_like
     .compat.tf.random: random_normal=normal random_uniform=uniform
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
     .models.layers: set_dtype_policy set_floatx=set_dtype_policy
@@ -143,6 +149,11 @@ TF2 = """
     unstack vectorized_map  .compat.keras_functions: binary_crossentropy convert_to_numpy fori_loop
     in_top_k normalize one_hot shape slice_update while_loop
     .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
+[keras.ops.image] .compat.keras_functions: extract_patches  .compat.tf.image: resize
+[keras.ops.linalg] .compat.tf.keras.ops: cholesky det eigh inv norm qr solve svd
+[keras.ops.nn] .compat.tf.keras.ops: binary_crossentropy categorical_crossentropy elu gelu
+    leaky_relu log_sigmoid log_softmax moments normalize one_hot relu relu6 selu sigmoid silu
+    softmax softplus softsign sparse_categorical_crossentropy swish
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
     .compat.keras_objects: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *

@@ -529,16 +529,6 @@ def eager_variable(
     return variable
 
 
-class StandIn(type):
-    """The type of a class that stands for others: its instances are those of them, too."""
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return super().__instancecheck__(value) or isinstance(value, vars(cls).get("native", ()))
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return super().__subclasscheck__(kind) or issubclass(kind, vars(cls).get("native", ()))
-
-
 def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
     """Return rows of an array, whose shape need not be known."""
     values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
@@ -546,7 +536,9 @@ def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> An
     return nd.IndexedSlices(values, rows, least if dense_shape is None else dense_shape)
 
 
-IndexedSlices = StandIn("IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices})
+IndexedSlices = programs.StandIn(
+    "IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices}
+)
 
 
 def variable_type(meanings: Any, program: programs.Program) -> type:
@@ -554,7 +546,7 @@ def variable_type(meanings: Any, program: programs.Program) -> type:
     make = programs.either(meanings, program)
     new = lambda cls, *args, **options: make(*args, **options)  # noqa: E731
     native = nd.Variable, graph.GraphVariable
-    return StandIn("Variable", (), {"__new__": new, "native": native})
+    return programs.StandIn("Variable", (), {"__new__": new, "native": native})
 
 
 def convert_to_tensor(
@@ -588,8 +580,11 @@ def convert_to_tensor(
     has_dtype = any(hasattr(each, "dtype") for each in values)
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
-        weak = has_dtype and not any(isinstance(each, list | tuple) for each in values)
-        return as_tensor(array.astype(np.result_type(*values), copy=False) if weak else array)
+        flat = has_dtype and not any(isinstance(each, list | tuple) for each in values)
+        if flat and values is value:
+            array = array.astype(np.result_type(*values), copy=False)
+        is_text = array.dtype.kind == "O" and all(isinstance(each, str) for each in array.flat)
+        return as_tensor(array.astype(str) if is_text and array.size else array)
     kinds = array.dtype.kind, np.dtype(dtype).kind
     if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):
         raise TypeError(f"{value!r} is no {np.dtype(dtype)}: convert it, or tf.cast the tensor.")

@@ -326,3 +326,42 @@ def test_numpy_gets_values_while_a_tape_records() -> None:
         y = variable * 2.0
         loss = tf.reduce_sum(y * np.asarray(y))
     np.testing.assert_array_equal(tape.gradient(loss, variable), [4, 8])
+
+
+def test_functions_of_the_backend_of_keras() -> None:
+    backend, x = keras.backend, keras.Input((2,))
+    outputs = backend.function([x], [x * 2.0, backend.concatenate([x, x])])([np.ones((1, 2))])
+    assert [type(each) for each in outputs] == [np.ndarray] * 2
+    np.testing.assert_array_equal(outputs[0], [[2, 2]])
+    assert outputs[1].shape == (1, 4)
+    assert backend.int_shape(backend.flatten(tf.zeros((2, 3)))) == (6,)
+    patches = keras.ops.image.extract_patches(np.arange(16.0).reshape(1, 4, 4, 1), size=2)
+    np.testing.assert_array_equal(patches[0, 1, 0], [8, 9, 12, 13])
+
+
+def test_optimizers_take_the_first_keywords_of_keras() -> None:
+    optimizer = keras.optimizers.SGD(lr=0.5, decay=1.0)
+    variable = tf.Variable([1.0])
+    for expected in (0.5, 0.25):
+        optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+        np.testing.assert_allclose(variable, expected)
+    assert float(keras.optimizers.Adam(lr=0.5).learning_rate) == 0.5
+
+
+def test_a_layer_that_needs_a_mask_gets_it_in_a_functional_model() -> None:
+    class Masked(layers.Layer):
+        def call(self, inputs: object, mask: object = None) -> object:
+            assert mask is not None
+            return tf.reduce_sum(inputs * tf.cast(mask, tf.float32)[..., None], axis=1)
+
+    x = keras.Input((None,), dtype="int32")
+    embedded = layers.Embedding(3, 2, embeddings_initializer="ones", mask_zero=True)(x)
+    model = keras.Model(x, Masked()(layers.Dense(1, kernel_initializer="ones")(embedded)))
+    np.testing.assert_array_equal(model(np.array([[1, 2, 0]])), [[4]])
+
+
+def test_the_first_names_of_initializers_and_modes() -> None:
+    for name in ("uniform", "normal", "zero", "one", "lecun_normal", "lecun_uniform"):
+        assert keras.initializers.get(name)((3, 2)).shape == (3, 2)
+    lookup = layers.StringLookup(vocabulary=["a"], output_mode="binary")
+    np.testing.assert_array_equal(lookup([["a"]]), [[0, 1]])

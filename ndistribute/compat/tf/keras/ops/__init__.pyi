@@ -1,6 +1,9 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+from ndistribute.compat.tf.keras.ops import image as image
+from ndistribute.compat.tf.keras.ops import linalg as linalg
+from ndistribute.compat.tf.keras.ops import nn as nn
 abs: Any
 absolute: Any
 add: Any
