@@ -354,6 +354,9 @@ def test_a_layer_that_needs_a_mask_gets_it_in_a_functional_model() -> None:
             assert mask is not None
             return tf.reduce_sum(inputs * tf.cast(mask, tf.float32)[..., None], axis=1)
 
+        def compute_mask(self, inputs: object, mask: object = None) -> None:
+            return None
+
     x = keras.Input((None,), dtype="int32")
     embedded = layers.Embedding(3, 2, embeddings_initializer="ones", mask_zero=True)(x)
     model = keras.Model(x, Masked()(layers.Dense(1, kernel_initializer="ones")(embedded)))
