@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ndistribute.autodiff import Tracked
 from ndistribute.compat.keras_precision import policy_of
 from ndistribute.compat.programs import StandIn
 from ndistribute.compat.signatures import tensor_if_array
-from ndistribute.compat.tensors import weight
+from ndistribute.compat.tensors import TrackedTensor, weight
 from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
@@ -27,12 +28,32 @@ def _tensor_with_mask(array: Any) -> Any:
     return tensor
 
 
+@functools.cache
+def _is_of_users(kind: type) -> bool:
+    """Return whether a program defines the `call` of a kind of layer."""
+    owner = next(base for base in kind.__mro__ if "call" in vars(base))
+    return owner.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def _with_methods(array: Any) -> Any:
+    """Return an array of NumPy as a tensor, and a tracked one with the methods of tensors."""
+    if type(array) is Tracked:
+        array.__class__ = TrackedTensor
+    return _tensor_with_mask(array) if type(array) is np.ndarray else array
+
+
 class WithTensors:
     """What layers have beside those of this package: weights with methods, tensors as outputs."""
 
     dtype: Any
     compute_dtype: Any
     dtype_policy = property(lambda self: policy_of(self.dtype.name, self.compute_dtype.name))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        kind: Any = type(self)
+        if _is_of_users(kind):  # Others need no methods of tensors.
+            args = map_leaves(_with_methods, args)
+        return super().__call__(*args, **options)  # type: ignore[misc]
 
     def add_weight(self, *args: Any, **options: Any) -> Any:
         """Return a new variable; Keras 2 has the name first, and Keras 3 the shape."""

@@ -334,6 +334,8 @@ def test_functions_of_the_backend_of_keras() -> None:
     assert [type(each) for each in outputs] == [np.ndarray] * 2
     np.testing.assert_array_equal(outputs[0], [[2, 2]])
     assert outputs[1].shape == (1, 4)
+    model = keras.Model(x, layers.Dense(1)(x))
+    assert model.layers[0].input is x
     assert backend.int_shape(backend.flatten(tf.zeros((2, 3)))) == (6,)
     patches = keras.ops.image.extract_patches(np.arange(16.0).reshape(1, 4, 4, 1), size=2)
     np.testing.assert_array_equal(patches[0, 1, 0], [8, 9, 12, 13])
@@ -368,3 +370,27 @@ def test_the_first_names_of_initializers_and_modes() -> None:
         assert keras.initializers.get(name)((3, 2)).shape == (3, 2)
     lookup = layers.StringLookup(vocabulary=["a"], output_mode="binary")
     np.testing.assert_array_equal(lookup([["a"]]), [[0, 1]])
+
+
+def test_the_call_of_a_program_gets_tensors_while_it_trains_too() -> None:
+    class Pairs(layers.Layer):
+        def call(self, inputs: object) -> object:
+            length = inputs.shape.as_list()[-1]
+            assert inputs.get_shape()[-1] == length
+            return tf.reshape(inputs, [tf.shape(inputs)[0], length // 2, 2])
+
+    x = keras.Input((4,))
+    model = keras.Model(x, Pairs()(layers.Dense(4)(x)))
+    model.compile("sgd", "mse")
+    model.fit(np.ones((2, 4)), np.ones((2, 2, 2)), verbose=0)
+    assert model.predict(np.ones((3, 4))).shape == (3, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["SimpleRNN", "GRU", "LSTM"])
+def test_states_begin_with_zeros(kind: str) -> None:
+    layer, x = getattr(layers, kind)(3, return_state=True), np.ones((2, 4, 5), np.float32)
+    states = layer.get_initial_state(x)
+    assert [each.shape for each in states] == [(2, 3)] * len(states)
+    first, *_ = layer(x, initial_state=states)
+    np.testing.assert_array_equal(first, layer(x)[0])
+    np.testing.assert_array_equal(layer.get_initial_state(2), states)

@@ -445,7 +445,7 @@ class Layer(Explaining):
         call = self._recorded[0]
         if part == "output":
             return call.outputs
-        return call.args[0] if len(call.args) == 1 else call.inputs
+        return call.args[0] if len(call.args) == 1 else call.inputs or call.outputs
 
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""

@@ -292,6 +292,11 @@ class RNN(Layer):
         self.go_backwards = bool(go_backwards)
         self.zero_output_for_mask = bool(zero_output_for_mask)
 
+    def get_initial_state(self, inputs: Any) -> list[Any]:
+        """Return the states before the first time step, for a batch of inputs or for its length."""
+        like = np.zeros((inputs,), self.compute_dtype) if isinstance(inputs, int) else inputs
+        return _first_states(self.cell, like)
+
     def build(self, input_shape: Any) -> None:
         """Create the variables of the cell."""
         is_nest = not all(length is None or isinstance(length, int) for length in input_shape)
