@@ -79,7 +79,7 @@ def test_layers_return_tensors_with_their_masks() -> None:
 
 @pytest.mark.parametrize("args", [("scale", (2,), "ones"), ((2,), "ones")])
 def test_the_name_or_the_shape_of_a_weight_comes_first(args: tuple) -> None:
-    class Scale(layers.Layer):
+    class Weighed(layers.Layer):
         def build(self, input_shape: object) -> None:
             self.scale = self.add_weight(*args)
             self.bias = self.add_weight(initializer="zeros", name="bias")
@@ -87,7 +87,7 @@ def test_the_name_or_the_shape_of_a_weight_comes_first(args: tuple) -> None:
         def call(self, inputs: object) -> object:
             return inputs * self.scale + self.bias
 
-    layer = Scale()
+    layer = Weighed()
     np.testing.assert_array_equal(layer(np.float32([[2, 3]])), [[2, 3]])
     assert layer.bias.shape == ()
 
