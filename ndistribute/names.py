@@ -8,6 +8,7 @@ classes and functions that a program has registered.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -121,6 +122,9 @@ def serialize(made: Any) -> Any:
         return {"class_name": registered_name(type(made)), "config": config}
     if hasattr(made, "__name__"):
         return registered_name(made)
+    if dataclasses.is_dataclass(made):
+        config = {each.name: _plain(getattr(made, each.name)) for each in dataclasses.fields(made)}
+        return {"class_name": registered_name(type(made)), "config": config}
     raise ValueError(f"serialize: {made!r} has no get_config, and no name.")
 
 

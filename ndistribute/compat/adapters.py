@@ -11,7 +11,6 @@ import operator
 import os
 import shutil
 import sys
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,9 @@ import numpy as np
 import ndistribute as nd
 from ndistribute import graph, models
 from ndistribute.compat import programs, tensor_functions
+from ndistribute.compat.keras_functions import keras_operation
+from ndistribute.compat.keras_layers import WithTensors, layer
+from ndistribute.compat.keras_objects import get_optimizer, with_decay
 from ndistribute.compat.signatures import (
     adapted,
     binary,
@@ -38,20 +40,16 @@ from ndistribute.compat.signatures import (
 from ndistribute.compat.strategies import by_communication, strategy
 from ndistribute.compat.tensor_functions import eager_constant
 from ndistribute.compat.tensors import (
-    StandIn,
     WatchingTape,
     as_tensor,
     assignable,
     plain,
     variable_type,
-    weight,
 )
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.mistakes import accepting
 from ndistribute.models import layers
-from ndistribute.models.masks import with_mask_of
-from ndistribute.names import custom_object_scope, deserializing
 from ndistribute.tree import flatten, map_leaves
 
 
@@ -181,36 +179,10 @@ class Checkpoint(nd.Checkpoint):
     read = restore
 
 
-class WithTensors:
-    """What layers have beside those of this package: weights with methods, tensors as outputs."""
-
-    def add_weight(self, *args: Any, **options: Any) -> Any:
-        """Return a new variable with TensorFlow's methods; see `add_weight` of layers."""
-        variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
-        kind: Any = type(variable)
-        variable.__class__ = weight(kind)
-        return variable
-
-    def _returned(self, outputs: Any, like: Any) -> Any:
-        return map_leaves(lambda y: with_mask_of(tensor_if_array(y), y), outputs)
-
-
-Layer: Any = StandIn("Layer", (WithTensors, layers.Layer), {"native": layers.Layer})
-
-
-@functools.cache
-def layer(kind: Any) -> Any:
-    """Return a kind of layer that is one of `WithTensors`; others unchanged."""
-    if not (isinstance(kind, type) and issubclass(kind, layers.Layer)):
-        return kind
-    made = type(kind.__name__, (WithTensors, kind), {})
-    layers.Layer.known[kind.__name__] = kind  # Other programs load the native classes.
-    return made
-
-
 class Model(WithTensors, models.Model):
     """A model with the methods of Keras."""
 
+    @accepting("auto_scale_loss", "experimental_run_tf_function")
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         kwargs["jit_compile"] = kwargs.get("jit_compile") not in (None, "auto", False)
         with self.strategy.scope():
@@ -243,6 +215,7 @@ class Model(WithTensors, models.Model):
 
     submodules = property(lambda self: tuple(self.walk())[1:])
 
+    @accepting("expand_nested", "layer_range", "show_trainable")
     def summary(self, line_length: Any = None, positions: Any = None, print_fn: Any = None) -> str:
         (print_fn or (lambda text: sys.stdout.write(f"{text}\n")))(super().summary())
         return super().summary()
@@ -255,27 +228,6 @@ class Sequential(Model, models.Sequential):
 dataset_iterator = graph.DatasetIterator, iter
 # Other programs load the native classes; `load_model` loads ours.
 layers.Layer.known.update(Layer=layers.Layer, Model=models.Model, Sequential=models.Sequential)
-
-
-def _classes() -> dict[str, Any]:
-    """Return the classes here that are in files of models."""
-    known: dict[str, Any] = {"Model": Model, "Sequential": Sequential}
-    for kinds in map(import_module, _KINDS):
-        values = {name: getattr(kinds, name) for name in kinds.__all__}
-        known |= {name: kind for name, kind in values.items() if isinstance(kind, type)}
-    return known
-
-
-_KINDS = "ndistribute.compat.tf.keras.layers", "ndistribute.compat.tf.keras.optimizers"
-
-
-def get_optimizer(identifier: Any) -> Any:
-    """Return an optimizer for a name; one that is given is returned unchanged."""
-    with custom_object_scope({name.lower(): kind for name, kind in _classes().items()}):
-        return models.optimizers.get(identifier)
-
-
-deserialize_optimizer = deserializing(get_optimizer)
 
 
 def _holder(optimizer: Any) -> Any:
@@ -393,6 +345,7 @@ ADAPTERS: dict[str, Any] = {
     "index": index,
     "initializer": lambda kind: subclass(kind, "dtype"),
     "joining": joining,
+    "keras": keras_operation,
     "layer": layer,
     "last_axis": lambda operation: unary(
         lambda logits, axis=-1: floating(operation)(logits, -1 if axis is None else axis),
@@ -409,6 +362,7 @@ ADAPTERS: dict[str, Any] = {
     "operation": lambda function: unary(function, 0),
     "optimizer": lambda kind: subclass(
         kind,
+        __init__=with_decay(kind),
         learning_rate=rate,
         lr=rate,
         iterations=steps,
@@ -449,17 +403,7 @@ _itself = property(lambda self: self)
 Options = subclass(
     nd.InputOptions, __setattr__=_set_option, experimental_distribute=_itself, **_PARTS
 )
-SyncBatchNormalization = functools.partial(layers.BatchNormalization, synchronized=True)
-
-
-def _loading(load: Any) -> Any:
-    def call(source: Any, custom_objects: Any = None, **options: Any) -> Any:
-        return load(source, _classes() | (custom_objects or {}), **options)
-
-    return adapted(call, "options", "safe_mode", filepath="source", json_string="source")
-
-
-load_model, model_from_json = _loading(models.load), _loading(models.model_from_json)
+SyncBatchNormalization = functools.partial(layer(layers.BatchNormalization), synchronized=True)
 makedirs = functools.partial(os.makedirs, exist_ok=True)
 
 
@@ -489,7 +433,8 @@ def _save(model: Any, filepath: Any, *args: Any, options: Any = None, **keywords
 
 
 save_model = adapted(_save, obj="model", export_dir="filepath")
-epsilon, floatx, image_data_format = (lambda: 1e-7), (lambda: "float32"), lambda: "channels_last"
+backend, epsilon = (lambda: "tensorflow"), lambda: 1e-7
+floatx, image_data_format = (lambda: "float32"), lambda: "channels_last"
 
 
 def do_not_convert(func: Any = None) -> Any:

@@ -119,3 +119,13 @@ def executing_eagerly(program: Program) -> bool:
 
 def _as_operation(value: Any) -> Any:
     return graph.as_tensor(value) if isinstance(value, list | np.ndarray) else value
+
+
+class StandIn(type):
+    """The type of a class that stands for others: its instances are those of them, too."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return super().__instancecheck__(value) or isinstance(value, vars(cls).get("native", ()))
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return super().__subclasscheck__(kind) or issubclass(kind, vars(cls).get("native", ()))

@@ -24,6 +24,8 @@ def generator(seed: Any = None) -> Any:
     """
     if isinstance(seed, np.random.Generator):
         return seed
+    if hasattr(seed, "generator"):  # Of `keras.random.SeedGenerator`.
+        return seed.generator()
     if np.ndim(seed):
         return np.random.default_rng(np.asarray(seed))
     replica = nd.get_replica_context()

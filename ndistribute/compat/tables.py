@@ -97,12 +97,22 @@ TF2 = """
 [keras.applications]
 [keras.datasets]
 [keras.activations] .models.activations: * swish=silu
-[keras.backend] .compat.signatures: clear_session=nothing  .compat.adapters: epsilon floatx
-    image_data_format  .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims
-    gather get_value one_hot ones set_value squeeze zeros  .compat.tf.math: abs argmax cumsum equal
-    exp log max=reduce_max maximum mean=reduce_mean min=reduce_min minimum pow round sigmoid sign
-    softplus sqrt square std=reduce_std sum=reduce_sum tanh  .compat.tf.nn: relu softmax
+[keras.backend] .compat.keras_functions: binary_crossentropy concatenate=joined_last flatten
+    function int_shape=shape  .compat.signatures: clear_session=nothing
+    .compat.adapters: backend epsilon floatx image_data_format
+    .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims gather get_value
+    one_hot ones set_value squeeze zeros
+    .compat.tf.math: abs all=reduce_all any=reduce_any argmax argmin cos cumsum equal exp greater
+    greater_equal less less_equal log logsumexp=reduce_logsumexp max=reduce_max maximum
+    mean=reduce_mean min=reduce_min minimum not_equal pow prod=reduce_prod round sigmoid sign sin
+    softplus sqrt square std=reduce_std sum=reduce_sum tanh var=reduce_variance
+    .compat.tf.nn: elu l2_normalize relu softmax softsign  .compat.tf: constant eye ndim=rank
+    ones_like permute_dimensions=transpose reshape shape stack stop_gradient tile transpose
+    variable=Variable zeros_like
     .compat.tf.random: random_normal=normal random_uniform=uniform
+[keras.config] .compat.adapters: backend epsilon floatx image_data_format
+    .models.layers: set_dtype_policy set_floatx=set_dtype_policy
+    .compat.keras_precision: dtype_policy=global_policy
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
@@ -112,7 +122,8 @@ TF2 = """
     AveragePooling2D=AveragePool2D Convolution2D=Conv2D GlobalAveragePooling1D=GlobalAveragePool1D
     GlobalAveragePooling2D=GlobalAveragePool2D GlobalMaxPooling1D=GlobalMaxPool1D
     GlobalMaxPooling2D=GlobalMaxPool2D MaxPooling1D=MaxPool1D MaxPooling2D=MaxPool2D
-    .compat.adapters: Input InputLayer=Input Layer SyncBatchNormalization
+    .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
+    .compat.adapters: Input InputLayer=Input SyncBatchNormalization  .compat.keras_layers: Layer
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
     mae=mean_absolute_error mse=mean_squared_error
     .models.losses: deserialize  .names: serialize
@@ -121,12 +132,36 @@ TF2 = """
 [keras.metrics] .models.metrics/metric: *  .models.metrics: deserialize get
     .compat.own_metrics: Metric=OwnMetric
     .names: serialize
-[keras.mixed_precision] .optimizers: LossScaleOptimizer=LossScale
-    .models.layers: set_global_policy=set_dtype_policy
-[keras.models] .compat.adapters: Model Sequential load_model model_from_json save_model
-    .models: clone_model
+[keras.mixed_precision] .compat.keras_precision: DTypePolicy=Policy LossScaleOptimizer Policy
+    dtype_policy=global_policy global_policy
+    .models.layers: set_dtype_policy set_global_policy=set_dtype_policy
+[keras.models] .compat.adapters: Model Sequential save_model
+    .compat.keras_objects: load_model model_from_json  .models: clone_model
+[keras.ops] numpy/keras: abs absolute add all any arange argmax argmin argsort average broadcast_to
+    ceil clip concatenate conj conjugate cos cosh count_nonzero cross cumprod cumsum diag diagonal
+    diff digitize divide dot einsum equal exp expand_dims expm1 eye flip floor floor_divide full
+    full_like greater greater_equal hstack isclose isfinite isinf isnan less less_equal linspace log
+    log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor matmul max maximum
+    mean median meshgrid min minimum mod moveaxis multiply nan_to_num ndim negative nonzero
+    not_equal ones ones_like outer pad power prod quantile ravel reciprocal repeat reshape roll
+    round searchsorted sign sin sinh size sort split sqrt square squeeze stack std subtract sum
+    swapaxes take take_along_axis tan tanh tensordot tile trace transpose tri tril triu true_divide
+    var vdot vstack where zeros zeros_like arccos arcsin arctan arctan2
+    numpy.linalg/keras: cholesky det eigh inv norm qr solve svd
+    .compat.tf.nn: elu gelu leaky_relu log_sigmoid log_softmax moments relu relu6 selu sigmoid silu
+    softmax softplus softsign swish  .compat.tf.math: divide_no_nan erf
+    logsumexp=reduce_logsumexp rsqrt segment_sum top_k  .compat.tf: cast cond convert_to_tensor
+    custom_gradient scatter=scatter_nd scatter_update=tensor_scatter_nd_update slice stop_gradient
+    unstack vectorized_map  .compat.keras_functions: binary_crossentropy convert_to_numpy fori_loop
+    in_top_k normalize one_hot shape slice_update while_loop
+    .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
+[keras.ops.image] .compat.keras_functions: extract_patches  .compat.tf.image: resize
+[keras.ops.linalg] .compat.tf.keras.ops: cholesky det eigh inv norm qr solve svd
+[keras.ops.nn] .compat.tf.keras.ops: binary_crossentropy categorical_crossentropy elu gelu
+    leaky_relu log_sigmoid log_softmax moments normalize one_hot relu relu6 selu sigmoid silu
+    softmax softplus softsign sparse_categorical_crossentropy swish
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
-    .compat.adapters: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
+    .compat.keras_objects: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
 [keras.optimizers.schedules] .optimizers.schedules: *  .names: serialize
 [keras.preprocessing] .compat.files: image_dataset_from_directory text_dataset_from_directory
@@ -134,13 +169,21 @@ TF2 = """
 [keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.array_functions: pad_sequences
     .compat.random_numbers: make_sampling_table skipgrams
+[keras.random] .compat.keras_functions: SeedGenerator categorical dropout gamma normal randint
+    shuffle truncated_normal uniform
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
+[keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
+    deserialize_keras_object=deserialize_object get_registered_object
+    serialize_keras_object=serialize_object
+    .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
+    get_registered_name=registered_name register_keras_serializable
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
-    register_keras_serializable
-    .compat.array_functions: pad_sequences to_categorical  .compat.files: array_to_img
-    image_dataset_from_directory img_to_array load_img plot_model save_img
-    text_dataset_from_directory timeseries_dataset_from_array
+    register_keras_serializable  .compat.array_functions: pad_sequences to_categorical
+    .compat.keras_objects: deserialize_keras_object=deserialize_object
+    serialize_keras_object=serialize_object PyDataset Sequence=PyDataset
+    .compat.files: array_to_img image_dataset_from_directory img_to_array load_img plot_model
+    save_img text_dataset_from_directory timeseries_dataset_from_array
 [keras.utils.experimental] .models.batches: DatasetCreator
 [initializers] .compat.tf.keras.initializers: *
 [losses] .compat.tf.keras.losses: *
@@ -186,7 +229,7 @@ TF2 = """
     .compat.random_numbers/either: normal truncated_normal uniform
 [random.experimental] .compat.random_numbers: Generator get_global_generator
     stateless_split=split
-[saved_model] .compat.adapters: load=load_model save=save_model
+[saved_model] .compat.adapters: save=save_model  .compat.keras_objects: load=load_model
     .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
@@ -329,9 +372,6 @@ INSTEAD = {
     "keras.constraints": "regularizers, or a callback that assigns variables",
     "keras.layers.Conv3D": "Conv2D of each slice, by TimeDistributed",
     "keras.layers.ConvLSTM2D": "RNN of a cell of your own, which may call Conv2D",
-    "keras.layers.deserialize": "from_config of the class of the layer",
-    "keras.layers.serialize": "get_config of the layer",
-    "keras.utils.Sequence": "a generator, or Dataset.from_generator",
     "keras.utils.get_file": "files that you fetch: nothing is downloaded",
     "keras.utils.Progbar": "the progress bar of model.fit, or print",
     "keras.utils.split_dataset": "Dataset.take and Dataset.skip",

@@ -17,6 +17,7 @@ from ndistribute import graph, models
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import graphs
 from ndistribute.compat.array_functions import clip_by_norm
+from ndistribute.compat.programs import StandIn
 from ndistribute.compat.random_numbers import generator
 from ndistribute.compat.signatures import (
     adapted,
@@ -30,7 +31,6 @@ from ndistribute.compat.signatures import (
     unary,
 )
 from ndistribute.compat.tensors import (
-    StandIn,
     Tensor,
     as_tensor,
     convert_to_tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul".split()
 _COMPARISONS = "lt le gt ge eq ne".split()
 _log = logging.getLogger("ndistribute")
 _TASK = "/job:localhost/replica:0/task:0"
+_here = threading.local()
 _lengths = vars(np.ndarray)["shape"].__get__
 
 
@@ -149,7 +151,7 @@ def matched(tensor: Any, other: Any) -> Any:
         fits = kinds[0] == kinds[1] or (kinds[0] in "fciu" and kinds[1] in "fiu")
         narrower = array.dtype.kind == "f" and array.dtype.itemsize < 8  # As in mixed precision.
         return array.astype(tensor.dtype) if fits and not narrower else array
-    if other.dtype != tensor.dtype:
+    if other.dtype != tensor.dtype and not getattr(_here, "differentiates", False):
         dtypes = f"{tensor.dtype} and {other.dtype}"
         raise InvalidArgumentError(f"the operands are tensors of {dtypes}: tf.cast one of them.")
     return other
@@ -239,6 +241,10 @@ class TrackedTensor(_Shaped, Tracked):
     def numpy(self) -> Any:
         return Tracked.numpy(self)[()]
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the values without a gradient, as TensorFlow does."""
+        return np.array(self.numpy(), dtype)
+
 
 _TENSORS = Tensor, Tracked, ArrayLike
 _NUMBERS = int, float, complex, type(None), Symbolic, DistributedValues, slice
@@ -313,7 +319,11 @@ class WatchingTape(nd.GradientTape):
                 "of a compiled step: write x = tape.watch(x), and compute with the result."
             )
         known = [leaf for leaf in leaves if isinstance(leaf, Tracked | ArrayLike)]
-        results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
+        _here.differentiates = True  # Rules multiply gradients by booleans and counts.
+        try:
+            results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
+        finally:
+            _here.differentiates = False
         zero = str(getattr(unconnected, "value", unconnected)).lower() == "zero"
         gradients = [
             next(results)
@@ -528,22 +538,12 @@ def eager_variable(
     return variable
 
 
-class StandIn(type):
-    """The type of a class that stands for others: its instances are those of them, too."""
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return super().__instancecheck__(value) or isinstance(value, vars(cls).get("native", ()))
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return super().__subclasscheck__(kind) or issubclass(kind, vars(cls).get("native", ()))
-
-
 def variable_type(meanings: Any, program: programs.Program) -> type:
     """Return the class `tf.Variable` of a program."""
     make = programs.either(meanings, program)
     new = lambda cls, *args, **options: make(*args, **options)  # noqa: E731
     native = nd.Variable, graph.GraphVariable
-    return StandIn("Variable", (), {"__new__": new, "native": native})
+    return programs.StandIn("Variable", (), {"__new__": new, "native": native})
 
 
 def convert_to_tensor(
@@ -580,8 +580,10 @@ def convert_to_tensor(
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
         is_flat = has_dtype and not any(isinstance(part, list | tuple) for part in parts)
-        is_flat = is_flat and parts is value  # Numbers of Python do not widen those with a dtype.
-        return as_tensor(array.astype(np.result_type(*parts), copy=False) if is_flat else array)
+        if is_flat and parts is value:  # Numbers of Python do not widen those with a dtype.
+            array = array.astype(np.result_type(*parts), copy=False)
+        is_text = array.dtype.kind == "O" and all(isinstance(each, str) for each in array.flat)
+        return as_tensor(array.astype(str) if is_text and array.size else array)
     kinds = array.dtype.kind, np.dtype(dtype).kind
     if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):
         raise TypeError(f"{value!r} is no {np.dtype(dtype)}: convert it, or tf.cast the tensor.")

@@ -61,7 +61,8 @@ def batches_of(
         x = x.distributed(get_strategy())
     x, y, sample_weight = map(as_arrays, (x, y, sample_weight))
     if not _are_arrays(x):
-        if y is not None or sample_weight is not None or batch_size is not None:
+        sized = batch_size is not None and not hasattr(x, "on_epoch_end")  # As Keras ignores it.
+        if y is not None or sample_weight is not None or sized:
             what = "x is a dataset"
             if not isinstance(x, Dataset):
                 what = f"x is a {type(x).__name__}, not arrays, so it is taken for a dataset"

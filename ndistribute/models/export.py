@@ -46,8 +46,7 @@ def export(
     path, encoder = Path(path), _Architecture()
     data = _described(model, encoder)
     if state is not None and model.compiled is not None:
-        how = {"optimizer": model.optimizer, "jit_compile": model._jit_compile}
-        data["compiled"] = encoder.encode(model.compiled | how)
+        data["compiled"] = encoder.encode(model.get_compile_config())
     state = Weights(model=model) if state is None else state
     write = state.writer(path.parent, path.name, max_to_keep, {"architecture": data}, "model")
     return Path(by_chief(model.strategy, write))
@@ -89,7 +88,8 @@ def load(
         model = _made(described, decoder)
         compiled = decoder.decode(described.get("compiled", {})) if compile else {}
     if compiled:
-        model.compile(**compiled)
+        model.compile_from_config(compiled)
+    if model.compiled is not None:
         data.pop("random")  # The generators are those of this program.
         Checkpoint(model=model).load(source, tensors, data)
     else:

@@ -160,6 +160,22 @@ class HeNormal(HeUniform):
     _is_normal = True
 
 
+class LecunUniform(_Scaled):
+    """A uniform initializer with the variance ``1 / inputs``, for layers with a SELU.
+
+    Source: LeCun et al., "Efficient BackProp", 1998.
+    """
+
+    def _variance(self, inputs: float, outputs: float) -> float:
+        return super()._variance(inputs, inputs)
+
+
+class LecunNormal(LecunUniform):
+    """A normal initializer with the variance ``1 / inputs``, for layers with a SELU."""
+
+    _is_normal = True
+
+
 @dataclass(frozen=True)
 class Orthogonal(_Random):
     """An initializer of matrices with orthonormal rows or columns, whichever are fewer.
@@ -198,9 +214,10 @@ def _fans(shape: Shape) -> tuple[float, float]:
 
 
 NAMED: dict[str, type[Initializer]] = table_of(
-    *(Constant, Zeros, Ones, RandomNormal, RandomUniform, Orthogonal),
-    *(GlorotNormal, GlorotUniform, HeNormal, HeUniform),
+    *(Constant, Zeros, Ones, RandomNormal, RandomUniform, TruncatedNormal, Orthogonal),
+    *(GlorotNormal, GlorotUniform, HeNormal, HeUniform, LecunNormal, LecunUniform),
 )
+NAMED |= {"normal": RandomNormal, "one": Ones, "uniform": RandomUniform, "zero": Zeros}
 
 
 def get(initializer: str | Callable[..., Any] | None) -> Callable[..., Any]:

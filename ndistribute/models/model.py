@@ -73,6 +73,7 @@ class Model(Trainer):
     input_names: Any = Replaceable(lambda model: model._graph and model._graph.input_names)
     output_names: Any = Replaceable(lambda model: model._graph and model._graph.output_names)
     _graph: CallGraph | None = None
+    _aside: Any = None  # The graph with the symbolic losses and metrics that were added, if any.
 
     def __init__(
         self, inputs: Any = None, outputs: Any = None, *, name: str | None = None, **options: Any
@@ -89,7 +90,36 @@ class Model(Trainer):
 
     def call(self, inputs: Any) -> Any:
         """Return the outputs; a subclass overrides this."""
-        return super().call(inputs) if self._graph is None else self._graph.run(inputs)
+        if self._aside is None:
+            return super().call(inputs) if self._graph is None else self._graph.run(inputs)
+        outputs, losses, metrics = self._aside.run(inputs)
+        super().add_loss(losses)
+        for name, value in metrics.items():
+            super().add_metric(value, name)
+        return outputs
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a number to the loss: in `call`, or one that is computed from symbolic inputs."""
+        if not is_symbolic(loss):
+            return super().add_loss(loss)
+        _, losses, metrics = self._added()
+        self._add_aside([*losses, *(loss if isinstance(loss, list | tuple) else [loss])], metrics)
+        return None
+
+    def add_metric(self, value: Any, name: str, aggregation: str | None = "mean") -> None:
+        """Add numbers to a mean in the logs: in `call`, or computed from symbolic inputs."""
+        if not is_symbolic(value):
+            return super().add_metric(value, name, aggregation)
+        _, losses, metrics = self._added()
+        self._add_aside(losses, {**metrics, name: value})
+        return None
+
+    def _added(self) -> Any:
+        return (None, [], {}) if self._aside is None else self._aside.outputs
+
+    def _add_aside(self, losses: list[Any], metrics: dict[str, Any]) -> None:
+        graph = self._connected()
+        self._aside = CallGraph(graph.inputs, (graph.outputs, losses, metrics))
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return None: the layers of the model have attached the masks of the outputs."""

@@ -20,6 +20,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.devices import copy_to
+from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
 from ndistribute.numpy_functions import ArrayMethods, function_named, written_to
 
 # In the two calls: the length of a batch, and of other axes, which convolutions may divide by 32.
@@ -44,6 +45,7 @@ class SymbolicArray(ArrayMethods, NDArrayOperatorsMixin):
 
     def __init__(self, call: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any]) -> None:
         self.call, self.shape, self.dtype = call, shape, dtype
+        self.masked = 0  # The number of the first axes that its mask has, if any.
 
     @property
     def ndim(self) -> int:
@@ -216,12 +218,15 @@ def _described(call: RecordedCall, lengths: tuple[int, int], strategy: Any) -> A
     device = strategy.devices[0] if replica is None else replica.device
 
     def zeros(value: SymbolicArray) -> Any:
-        return copy_to(np.zeros(sample_shape(value, lengths), value.dtype), device)
+        array = copy_to(np.zeros(sample_shape(value, lengths), value.dtype), device)
+        if value.masked:
+            attach_mask(array, np.ones(array.shape[: value.masked], bool))
+        return array
 
     def described(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+        return with_mask_of(np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), leaf)
 
     _thread.describes = True
     try:
@@ -261,4 +266,7 @@ def _output(call: RecordedCall, short: Any, long: Any) -> Any:
             "one of 2: name the axis, as in np.squeeze(x, axis=1)."
         )
     pairs = zip(short.shape, long.shape, strict=True)
-    return SymbolicArray(call, tuple(a if a == b else None for a, b in pairs), short.dtype)
+    value = SymbolicArray(call, tuple(a if a == b else None for a, b in pairs), short.dtype)
+    mask = mask_of(short)
+    value.masked = 0 if mask is None else mask.ndim
+    return value

@@ -306,7 +306,7 @@ class Trainer(TrainingSteps):
     ) -> TrainingPosition:
         """Begin a training, alike on all workers, and return its position."""
         trained = self.trainable_variables
-        if not trained and not self._defines("train_step"):
+        if not trained and self.variables and not self._defines("train_step"):
             raise ValueError(
                 f"fit of model {self.name!r}: it has no variables to train. Add layers, or set "
                 "layer.trainable = True."

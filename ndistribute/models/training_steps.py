@@ -8,6 +8,7 @@ the ones here. This file knows nothing of epochs, datasets and callbacks.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,23 @@ class TrainingSteps(Layer):
             like = named[0] if named else self.loss
             self._name_outputs(self.output_names or names_of(like))
 
+    def get_compile_config(self) -> dict[str, Any]:
+        """Return what `save` writes of `compile`; a model whose `compile` differs defines it."""
+        how = {"optimizer": self.optimizer, "jit_compile": self._jit_compile}
+        return {**(self.compiled or {}), **how}
+
+    def compile_from_config(self, config: Mapping[str, Any]) -> None:
+        """Compile a loaded model with what `get_compile_config` returned.
+
+        A model that defines `compile` alone is not compiled: a warning says so.
+        """
+        owner = next(kind for kind in type(self).__mro__ if "compile" in vars(kind))
+        if owner.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            return self.compile(**config)
+        text = f"{self._called} is not compiled: it defines compile, but not compile_from_config."
+        warnings.warn(text, stacklevel=4)
+        return None
+
     def _check_jit(self, jit_compile: bool) -> None:
         kind = type(self.strategy)
         if jit_compile and hasattr(kind, "servers"):
@@ -151,10 +169,7 @@ class TrainingSteps(Layer):
     def metrics(self) -> list[_metrics.Metric]:
         """The means of losses, the metrics given to `compile`, and those that layers hold."""
         compiled = [] if self._objective is None else self._objective.named.values()
-        kinds = (_metrics.Metric, list, tuple, dict)
-        nests = [v for layer in self.walk() for v in vars(layer).values() if isinstance(v, kinds)]
-        held = [value for _, value in tree.leaves("", nests) if isinstance(value, _metrics.Metric)]
-        return list({id(metric): metric for metric in (*compiled, *held)}.values())
+        return list({id(each): each for each in (*compiled, *self._held_metrics())}.values())
 
     @property
     def metrics_names(self) -> list[str]:
@@ -268,7 +283,8 @@ class TrainingSteps(Layer):
     def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
         count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
         gradients, logs = self._steps.get("_gradients", self._gradients)(data, count)
-        self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
+        if gradients:  # Not if nothing but statistics is trained.
+            self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
         return logs
 
     def _gradients(self, data: Any, rows: float) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from ndistribute.exports import export as _export
 from ndistribute.names import serialize as serialize
 from ndistribute.optimizers import schedules as schedules
 from ndistribute.optimizers.algorithms import SGD as SGD
+from ndistribute.optimizers.algorithms import Adadelta as Adadelta
 from ndistribute.optimizers.algorithms import Adagrad as Adagrad
 from ndistribute.optimizers.algorithms import Adam as Adam
 from ndistribute.optimizers.algorithms import AdamW as AdamW

@@ -189,6 +189,54 @@ class Adagrad(Optimizer):
 
 
 @dataclass(frozen=True)
+class AdadeltaRule(Rule):
+    """The update rule of `Adadelta`."""
+
+    name = "adadelta"
+    slot_names = ("squares", "changes")
+    rho: float = 0.95
+    epsilon: float = 1e-7
+
+    def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: float) -> None:
+        squares, changes = slots
+        xp = array_namespace(gradient)
+        squares *= self.rho
+        squares += (1 - self.rho) * xp.square(gradient)
+        gradient *= xp.sqrt((changes + self.epsilon) / (squares + self.epsilon))
+        changes *= self.rho
+        changes += (1 - self.rho) * xp.square(gradient)
+        variable -= rate * gradient
+
+
+class Adadelta(Optimizer):
+    """Adadelta, whose steps have the size of earlier ones, by the squares of recent gradients.
+
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, whose learning rate is 1.
+
+    Args:
+        learning_rate: a number, or a function of the number of steps made that returns a number.
+        rho: how much of the averages of squares stays in a step.
+        epsilon: a constant that is added to the averages.
+        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+
+    >>> import ndistribute as nd
+    >>> v = nd.Variable([1.0])
+    >>> Adadelta(1.0, rho=0.0, epsilon=1.0).apply_gradients([([0.0], v)])
+    >>> v.numpy()
+    array([1.])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(AdadeltaRule(rho, epsilon), learning_rate, **options)
+
+
+@dataclass(frozen=True)
 class AdamRule(Rule):
     """The update rule of `Adam`."""
 
@@ -526,7 +574,7 @@ def _check_below_one(**numbers: float) -> None:
 
 # After so many steps the product of the momentums of `Nadam` does not change the rate.
 _PRODUCT_STEPS = 1000
-_ALL = (Adagrad, Adam, AdamW, Ftrl, Nadam, RMSprop, SGD)
+_ALL = (Adadelta, Adagrad, Adam, AdamW, Ftrl, Nadam, RMSprop, SGD)
 NAMED: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _ALL}
 _PARTS: dict[str, Any] = NAMED | schedules.NAMED  # What the configuration of one may have.
 

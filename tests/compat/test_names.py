@@ -111,6 +111,7 @@ def test_namespaces_are_imported_like_modules() -> None:
     assert keras is tf.keras
     assert layers.MaxPooling2D is layers.MaxPool2D
     assert issubclass(layers.MaxPool2D, nd.layers.MaxPool2D)
+    assert issubclass(layers.MaxPool2D, layers.Layer)
     assert issubclass(layers.AveragePooling2D, nd.layers.AveragePool2D)
     assert issubclass(layers.GlobalAveragePooling2D, nd.layers.GlobalAveragePool2D)
     assert importlib.import_module("ndistribute.compat.tf.keras.losses") is keras.losses

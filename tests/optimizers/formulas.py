@@ -5,7 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Nadam, Optimizer, RMSprop
+from ndistribute.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Nadam,
+    Optimizer,
+    RMSprop,
+)
 from ndistribute.optimizers.algorithms import MomentumRule
 
 RNG = np.random.default_rng(1)
@@ -41,6 +51,12 @@ def gradient_sum(nesterov: bool) -> Callable[..., tuple[Any, ...]]:
 def adagrad(k: int, g: Any, total: Any, value: Any) -> tuple[Any, ...]:
     total = total + g**2
     return -0.1 * g / np.sqrt(total + 1e-7), total
+
+
+def adadelta(k: int, g: Any, square: Any, change: Any, value: Any) -> tuple[Any, ...]:
+    square = 0.9 * square + 0.1 * g**2
+    step = np.sqrt(change + 1e-7) / np.sqrt(square + 1e-7) * g
+    return -0.1 * step, square, 0.9 * change + 0.1 * step**2
 
 
 def adam(k: int, g: Any, mean: Any, square: Any, value: Any) -> tuple[Any, ...]:
@@ -111,6 +127,7 @@ FORMULAS: dict[str, tuple[Callable[[], Optimizer], Callable[..., Any], tuple[flo
     "sum": (lambda: summing(False), gradient_sum(False), (0,)),
     "sum of nesterov": (lambda: summing(True), gradient_sum(True), (0,)),
     "adagrad": (lambda: Adagrad(0.1), adagrad, (0.1,)),
+    "adadelta": (lambda: Adadelta(0.1, 0.9), adadelta, (0, 0)),
     "adam": (lambda: Adam(0.1), adam, (0, 0)),
     "amsgrad": (
         lambda: Adam(0.1, beta_2=0.5, amsgrad=True, weight_decay=0.2),

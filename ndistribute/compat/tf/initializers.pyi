@@ -13,6 +13,10 @@ from ndistribute.models.initializers import HeUniform as _HeUniform
 HeUniform = _HeUniform
 from ndistribute.models.initializers import Initializer as _Initializer
 Initializer = _Initializer
+from ndistribute.models.initializers import LecunNormal as _LecunNormal
+LecunNormal = _LecunNormal
+from ndistribute.models.initializers import LecunUniform as _LecunUniform
+LecunUniform = _LecunUniform
 from ndistribute.models.initializers import Ones as _Ones
 Ones = _Ones
 from ndistribute.models.initializers import Orthogonal as _Orthogonal

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import numpy as np
 from ndistribute.context import get_replica_context, get_strategy
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.models.masks import with_mask_of
+from ndistribute.names import snake_case
 
 Pair = int | Sequence[int]
 
@@ -90,3 +94,17 @@ def cast_floats(dtype: np.dtype[Any], value: Any) -> Any:
     present = getattr(value, "dtype", None)
     stays = present is None or present == dtype or kind_of(present) != "f"
     return value if stays else with_mask_of(value.astype(dtype), value)
+
+
+_numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+
+
+def numbered(kind: str) -> str:
+    """Return a class name in snake case, with a number from the second of a strategy on.
+
+    So the names are the same in all processes that run the same program.
+    """
+    label = snake_case(kind)
+    numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
+    number = next(numbers[label])
+    return f"{label}_{number}" if number else label

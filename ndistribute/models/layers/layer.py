@@ -11,27 +11,23 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import itertools
 import threading
 import warnings
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.context import get_replica_context
 from ndistribute.devices import copy_to
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, regularizers
-from ndistribute.models.layers.arguments import cast_floats, dtypes_of
+from ndistribute.models.layers.arguments import cast_floats, dtypes_of, numbered
 from ndistribute.models.losses import global_count
 from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
-from ndistribute.models.metrics import Mean
+from ndistribute.models.metrics import Mean, Metric
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
-from ndistribute.names import snake_case
 from ndistribute.variables import Variable
 
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
@@ -214,6 +210,7 @@ class Layer(Explaining):
     output: Any = Replaceable(lambda layer: layer._first_call("output"))
     input_shape: Any = Replaceable(lambda layer: shapes_of(layer.input))
     output_shape: Any = Replaceable(lambda layer: shapes_of(layer.output))
+    metrics: Any = Replaceable(lambda layer: layer._held_metrics())
     weights: Any = Replaceable(lambda layer: layer.variables)
     trainable_weights: Any = Replaceable(lambda layer: layer.trainable_variables)
     non_trainable_weights: Any = Replaceable(lambda layer: layer.non_trainable_variables)
@@ -389,6 +386,14 @@ class Layer(Explaining):
             _once(lambda: self._means.setdefault(name, Mean(name)))
         self._means[name].update_state(value)
 
+    def _held_metrics(self) -> list[Metric]:
+        """Return the metrics that this layer and its layers hold, also in lists and dicts."""
+        kinds = (Metric, list, tuple, dict)
+        parts = [item for layer in self.walk() for item in vars(layer).items()]
+        parts.sort(key=lambda item: item[0] == "_means")  # Those of `add_metric` come last.
+        nests = [value for _, value in parts if isinstance(value, kinds)]
+        return [value for _, value in tree.leaves("", nests) if isinstance(value, Metric)]
+
     def _prepare(self, args: Sequence[Any]) -> None:
         """Create the variables, or check that the input has the features that they are for."""
         if not self.built:
@@ -439,7 +444,7 @@ class Layer(Explaining):
         call = self._recorded[0]
         if part == "output":
             return call.outputs
-        return call.args[0] if len(call.args) == 1 else call.inputs
+        return call.args[0] if len(call.args) == 1 else call.inputs or call.outputs
 
     def _held(self, prefix: str = "", inside: frozenset[int] = frozenset()) -> Iterator[Any]:
         """Yield the path and value of each layer and variable that this layer holds."""
@@ -583,17 +588,3 @@ def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return np.zeros((0, *np.shape(value)[1:]), dtype)
-
-
-_numbers: weakref.WeakKeyDictionary[Any, dict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
-
-
-def numbered(kind: str) -> str:
-    """Return a class name in snake case, with a number from the second of a strategy on.
-
-    So the names are the same in all processes that run the same program.
-    """
-    label = snake_case(kind)
-    numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
-    number = next(numbers[label])
-    return f"{label}_{number}" if number else label

@@ -26,11 +26,12 @@ from ndistribute.models.functional import cloned
 from ndistribute.models.layers.arguments import (
     as_floats,
     dropout_factors,
+    numbered,
     one_of,
     positive,
     rate_of,
 )
-from ndistribute.models.layers.layer import Layer, numbered
+from ndistribute.models.layers.layer import Layer
 from ndistribute.models.masks import attach_mask, mask_of
 
 _ignored = accepting("implementation", "unroll", "use_cudnn")
@@ -287,6 +288,11 @@ class RNN(Layer):
         self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
         self.go_backwards = bool(go_backwards)
         self.zero_output_for_mask = bool(zero_output_for_mask)
+
+    def get_initial_state(self, inputs: Any) -> list[Any]:
+        """Return the states before the first time step, for a batch of inputs or for its length."""
+        like = np.zeros((inputs,), self.compute_dtype) if isinstance(inputs, int) else inputs
+        return _first_states(self.cell, like)
 
     def build(self, input_shape: Any) -> None:
         """Create the variables of the cell."""

@@ -57,7 +57,7 @@ class MeanMetric(Mean):
 
 def sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
     """Return for each example whether its most probable class is the label, an integer."""
-    return y_pred.argmax(axis=-1) == _squeezed(y_true, y_pred)
+    return np.equal(y_pred.argmax(axis=-1), _squeezed(y_true, y_pred))  # Of any two dtypes.
 
 
 def categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
@@ -74,7 +74,7 @@ def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
 
 def _is_among(y_true: Any, y_pred: Any, k: int) -> Any:
     best = np.argpartition(-y_pred, min(k, y_pred.shape[-1]) - 1, axis=-1)[..., :k]
-    return (best == _squeezed(y_true, y_pred)[..., None]).any(axis=-1)
+    return np.equal(best, _squeezed(y_true, y_pred)[..., None]).any(axis=-1)
 
 
 def _has_among(y_true: Any, y_pred: Any, k: int) -> Any:
@@ -84,7 +84,7 @@ def _has_among(y_true: Any, y_pred: Any, k: int) -> Any:
 
 def _is_equal(y_true: Any, y_pred: Any) -> Any:
     losses.check_shape(y_true, y_pred.shape)
-    return (y_true == y_pred).astype(np.float64)
+    return np.equal(y_true, y_pred).astype(np.float64)
 
 
 def _squeezed(y_true: Any, y_pred: Any) -> Any:

@@ -93,7 +93,7 @@ from ndistribute.models.layers.recurrent import LSTMCell as _LSTMCell
 LSTMCell = _LSTMCell
 from ndistribute.models.layers.core import Lambda as _Lambda
 Lambda = _Lambda
-from ndistribute.compat.adapters import Layer as _Layer
+from ndistribute.compat.keras_layers import Layer as _Layer
 Layer = _Layer
 from ndistribute.models.layers.normalization import LayerNormalization as _LayerNormalization
 LayerNormalization = _LayerNormalization
@@ -183,9 +183,11 @@ ZeroPadding2D = _ZeroPadding2D
 add: Any
 average: Any
 concatenate: Any
+deserialize: Any
 dot: Any
 maximum: Any
 minimum: Any
 multiply: Any
+serialize: Any
 set_dtype_policy: Any
 subtract: Any

@@ -3,6 +3,8 @@ from typing import Any
 
 from ndistribute.compat.tf.keras.optimizers import legacy as legacy
 from ndistribute.compat.tf.keras.optimizers import schedules as schedules
+from ndistribute.optimizers.algorithms import Adadelta as _Adadelta
+Adadelta = _Adadelta
 from ndistribute.optimizers.algorithms import Adagrad as _Adagrad
 Adagrad = _Adagrad
 from ndistribute.optimizers.algorithms import Adam as _Adam

@@ -1,6 +1,8 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
+from ndistribute.optimizers.algorithms import Adadelta as _Adadelta
+Adadelta = _Adadelta
 from ndistribute.optimizers.algorithms import Adagrad as _Adagrad
 Adagrad = _Adagrad
 from ndistribute.optimizers.algorithms import Adam as _Adam

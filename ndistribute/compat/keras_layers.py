@@ -1,0 +1,141 @@
+"""The layers of `tf.keras`: those of `ndistribute.models`, which return tensors.
+
+A kind of layer is adapted when its name is first used. Native layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import numpy as np
+
+from ndistribute.autodiff import Tracked
+from ndistribute.compat.keras_precision import policy_of
+from ndistribute.compat.programs import StandIn
+from ndistribute.compat.signatures import tensor_if_array
+from ndistribute.compat.tensors import TrackedTensor, weight
+from ndistribute.models import initializers, layers
+from ndistribute.models.masks import attach_mask, mask_of
+from ndistribute.tree import map_leaves
+
+
+def _tensor_with_mask(array: Any) -> Any:
+    tensor = tensor_if_array(array)
+    if tensor is not array:
+        attach_mask(tensor, mask_of(array))
+    return tensor
+
+
+@functools.cache
+def _is_of_users(kind: type) -> bool:
+    """Return whether a program defines the `call` of a kind of layer."""
+    owner = next(base for base in kind.__mro__ if "call" in vars(base))
+    return owner.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def _with_methods(array: Any) -> Any:
+    """Return an array of NumPy as a tensor, and a tracked one with the methods of tensors."""
+    if type(array) is Tracked:
+        array.__class__ = TrackedTensor
+    return _tensor_with_mask(array) if type(array) is np.ndarray else array
+
+
+class WithTensors:
+    """What layers have beside those of this package: weights with methods, tensors as outputs."""
+
+    dtype: Any
+    compute_dtype: Any
+    dtype_policy = property(lambda self: policy_of(self.dtype.name, self.compute_dtype.name))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        kind: Any = type(self)
+        if _is_of_users(kind):  # Others need no methods of tensors.
+            args = map_leaves(_with_methods, args)
+        return super().__call__(*args, **options)  # type: ignore[misc]
+
+    def add_weight(self, *args: Any, **options: Any) -> Any:
+        """Return a new variable; Keras 2 has the name first, and Keras 3 the shape."""
+        if args and not isinstance(args[0], str | None):
+            args, options = args[1:], {"shape": args[0]} | options
+            options |= dict(zip(("initializer", "dtype", "trainable"), args, strict=False))
+            args = ()
+        if len(args) < 2 and options.get("shape") is None:
+            options["shape"] = ()
+        variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
+        kind: Any = type(variable)
+        variable.__class__ = weight(kind)
+        return variable
+
+    def _returned(self, outputs: Any, like: Any) -> Any:
+        return map_leaves(_tensor_with_mask, outputs)
+
+
+Layer: Any = StandIn("Layer", (WithTensors, layers.Layer), {"native": layers.Layer})
+_RENAMED = {"LeakyReLU": {"alpha": "negative_slope"}}
+"""The names of arguments of Keras 2 in this package, by the class."""
+_ONLY: dict[str, Any] = {
+    "data_format": (None, "channels_last"),
+    "dilation_rate": (1, (1, 1)),
+    "groups": (1,),
+    "time_major": (False,),
+    "unroll": (False, True),
+    "implementation": (0, 1, 2),
+}
+"""The values of arguments of Keras that mean what layers without such an argument do."""
+
+
+def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of this package for those of Keras."""
+    known = {name for base in kind.__mro__ for name in _parameters(base)}
+    renamed = _RENAMED.get(kind.__name__, {})
+    options = {renamed.get(name, name): value for name, value in options.items()}
+    for name, values in _ONLY.items():
+        value = options.get(name, ())
+        if name not in known and (tuple(value) if isinstance(value, list) else value) in values:
+            del options[name]
+    for name in ("batch_input_shape", "batch_shape"):
+        if name in options and name not in known:
+            options["input_shape"] = options.pop(name)[1:]
+    if kind.__name__ == "Embedding":
+        length, weights = options.pop("input_length", None), options.pop("weights", None)
+        if length is not None:
+            options.setdefault("input_shape", (length,))
+        if weights is not None:
+            table: Any = np.asarray(weights[0])
+            options["embeddings_initializer"] = initializers.Constant(table)
+    modes = {"binary": "multi_hot", "tf-idf": "tf_idf"}  # As they were called first.
+    if "output_mode" in options:
+        options["output_mode"] = modes.get(options["output_mode"], options["output_mode"])
+    if kind.__name__ == "Lambda":
+        options.pop("output_shape", None)  # It is found by a call.
+    return options
+
+
+def _parameters(kind: type) -> Any:
+    return inspect.signature(vars(kind)["__init__"]).parameters if "__init__" in vars(kind) else ()
+
+
+@functools.cache
+def layer(kind: Any) -> Any:
+    """Return a kind of layer that is one of `WithTensors`; others unchanged."""
+    if kind is layers.Layer:
+        return Layer
+    if not (isinstance(kind, type) and issubclass(kind, layers.Layer)):
+        return kind
+
+    construct: Any = kind.__init__
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        options = _arguments(kind, options)
+        if type(self) is made:
+            self._arguments = args, options  # For `get_config`.
+        construct(self, *args, **options)
+
+    made: Any = type(
+        kind.__name__, (WithTensors, kind), {"__doc__": kind.__doc__, "__init__": init}
+    )
+    layers.Layer.known[kind.__name__] = kind  # Other programs load the native classes.
+    return made

@@ -1,0 +1,13 @@
+# Written by tests/compat/name_stubs.py from the tables of names.
+from typing import Any
+
+from ndistribute.compat.keras_functions import SeedGenerator as _SeedGenerator
+SeedGenerator = _SeedGenerator
+categorical: Any
+dropout: Any
+gamma: Any
+normal: Any
+randint: Any
+shuffle: Any
+truncated_normal: Any
+uniform: Any
