@@ -230,7 +230,8 @@ def to_host(array: Array) -> np.ndarray[Any, Any]:
 def copy_to(array: Array, device: Device) -> Array:
     """Return an array in the memory of a device, without a copy if it is there already.
 
-    Arrays enter and leave compiled steps as arguments and results, and not by this function.
+    Text and objects stay in host memory: no GPU holds them. Arrays enter and leave compiled steps
+    as arguments and results, and not by this function.
     """
     if device.kind == "cpu" and type(array) is np.ndarray:
         return array
@@ -252,6 +253,8 @@ def copy_to(array: Array, device: Device) -> Array:
             target = array.copy()  # CuPy copies to the current device.
         else:
             host = np.asarray(array)
+            if host.dtype.kind in "OSU":
+                return host
             pinned = _pinned_empty(host.shape, host.dtype)
             pinned[...] = host
             target = cupy.empty(host.shape, host.dtype)

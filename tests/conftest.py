@@ -5,6 +5,7 @@ the package's docstrings.
 """
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -97,9 +98,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sees_gpu() -> bool:
+    """Return True if there is a GPU, after its driver has opened its files for good."""
     from ndistribute.devices import list_devices
 
-    return bool(list_devices("gpu"))
+    gpus = list_devices("gpu")
+    for gpu in gpus:
+        with gpu.namespace.cuda.Device(gpu.index):
+            gpu.namespace.ones(1).sum().get()
+    gc.collect()
+    return bool(gpus)
 
 
 class LeakCheck:

@@ -193,6 +193,23 @@ def test_elements_stay_in_host_memory_unless_an_option_places_them(strategy):
             assert {type(piece) for piece in pieces} == {np.ndarray}
 
 
+def test_layers_take_inputs_of_the_host(strategy):
+    with strategy.scope():
+        layer = nd.layers.Dense(2, kernel_initializer="ones")
+    outputs = strategy.local_results(strategy.run(layer, args=(np.ones((3, 4), np.float32),)))
+    assert all(map(on, outputs, strategy.devices))
+    np.testing.assert_array_equal(hosts(outputs), np.full((len(outputs), 3, 2), 4))
+
+
+def test_text_stays_in_host_memory(strategy):
+    size = strategy.num_replicas_in_sync
+    words = np.array(["a", "b"] * size)
+    dataset = nd.Dataset.from_tensor_slices({"words": words, "x": np.zeros(2 * size)})
+    for batch in strategy.distribute_dataset(dataset.batch(2 * size)):
+        assert all(map(on, strategy.local_results(batch["x"]), strategy.devices))
+        assert strategy.gather(batch["words"], axis=0).tolist() == words.tolist()
+
+
 def test_replicas_draw_numbers_of_their_own_on_their_devices(strategy):
     def step():
         drawn = context().rng.random(4), context().rng.standard_normal((2, 2), dtype=np.float32)

@@ -118,7 +118,7 @@ def test_gradients_flow_through_collectives(strategy):
 
 @plain_step("the arrays of a program are in the machine's order")
 def test_replicas_may_pass_one_dtype_in_different_byte_orders(strategy):
-    pair = np.dtype([("a", np.int16), ("b", np.float64)])
+    pair = np.dtype([("a", np.int16), ("b", np.float64)], align=True)
     with strategy.scope():
         v = nd.Variable(np.zeros(3, np.float32), aggregation="sum")
 

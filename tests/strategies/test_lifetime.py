@@ -13,6 +13,7 @@ from tests.kinds import (
     DEADLINE,
     closing,
     context,
+    host_memory,
     in_thread,
     meet,
     mirrored,
@@ -103,6 +104,7 @@ def test_run_in_a_forked_child_raises_and_closing_there_closes_nothing(several):
 
 @one_process("workers have a test of their own")
 @plain_step("no replica forks")
+@host_memory("CUDA itself refuses a process that was forked")
 def test_a_collective_raises_in_a_child_that_a_replica_forks(several):
     def step():
         told = forked(meet) if rank() == 0 else ""

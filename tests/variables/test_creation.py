@@ -166,7 +166,7 @@ def test_in_run_all_replicas_get_one_variable_matched_by_order(strategy):
     assert calls == [1]
     assert (made["first"].name, made["second"].name) == ("first", "second")
     strategy.run(lambda: made["first"].assign_add(np.ones(2)))
-    assert np.array_equal(made["first"], [strategy.num_replicas_in_sync] * 2)
+    assert made["first"].numpy().tolist() == [strategy.num_replicas_in_sync] * 2
     assert {float(part) for part in strategy.local_results(made["second"])} == {5.0}
     assert float(made["third"]) == 3
     assert strategy.run(step)["first"] is not made["first"]

@@ -220,7 +220,8 @@ class Layer(Explaining):
 
         Args:
             args: passed to `call`; the first is the input, whose floats are cast to the layer's
-                dtype of computation.
+                dtype of computation, and whose host arrays go to the GPU of the replica that
+                calls the layer.
             training: whether the model is being trained; None: as in the layer that calls this one;
                 if nothing calls it, the default of `call`, or False.
             kwargs: passed to `call`; a keyword `mask` of it receives the mask of the input.
@@ -235,6 +236,8 @@ class Layer(Explaining):
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(cast_floats, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
+        if args and not _calls.nested:
+            args = (_placed(args[0]), *args[1:])
         if not self.built or self.fixes_last_axis:
             self._prepare(args)
         outer = _calls.nested, _calls.training
@@ -491,6 +494,16 @@ def shapes_of(nest: Any) -> Any:
     return tree.map_leaves(lambda array: array.shape, nest)
 
 
+def _placed(inputs: Any) -> Any:
+    """Return inputs with the arrays of the host on the GPU of this replica, if it has one."""
+    replica = get_replica_context()
+    if replica is None or replica.device.kind != "gpu":
+        return inputs
+    device = replica.device
+    place = lambda leaf: copy_to(leaf, device) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    return tree.map_leaves(place, inputs)
+
+
 def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
     """Create the variables of a layer for inputs of the shapes and dtypes of a batch.
 
@@ -499,13 +512,8 @@ def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
     """
     example = tree.map_leaves(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), batch)
 
-    def call(inputs: Any) -> Any:
-        replica = get_replica_context()
-        device = strategy.devices[0] if replica is None else replica.device
-        return layer(tree.map_leaves(lambda array: copy_to(array, device), inputs), training=False)
-
     with strategy.scope():
-        return strategy.run(call, args=(example,))
+        return strategy.run(lambda inputs: layer(inputs, training=False), args=(example,))
 
 
 def set_dtype_policy(policy: Any) -> None:
