@@ -195,7 +195,8 @@ TF1 = """
 [flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
     DEFINE_integer DEFINE_string FLAGS
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
-    LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
+    LOSSES=losses METRIC_VARIABLES=metric_variables REGULARIZATION_LOSSES=regularization_losses
+    SUMMARIES=summaries
     TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
 [gfile] .compat.tf.io.gfile: *  builtins: FastGFile=open Open=open  glob: Glob=glob
     os: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
@@ -206,8 +207,8 @@ TF1 = """
     set_verbosity warn=warning warning
 [losses] .compat.graphs/losses: get_regularization_loss get_total_loss mean_squared_error
     sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
-[metrics] .graph.streaming_metrics/graph: accuracy mean mean_absolute_error mean_squared_error
-    precision recall root_mean_squared_error
+[metrics] .graph.streaming_metrics/graph: * sparse_precision_at_k=precision_at_k
+    sparse_average_precision_at_k=average_precision_at_k
 [math] .compat.graphs/operation: in_top_k
 [nn] .compat.graphs/operation: in_top_k xw_plus_b
     .compat.tensor_functions/either: dropout=dropout_v1

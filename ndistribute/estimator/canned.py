@@ -369,7 +369,7 @@ class Head:
         weighted = losses if weights is None else losses * weights.astype(np.float32)
         loss = np.mean(weighted)
         if mode == ModeKeys.EVAL:
-            measured = {"average_loss": g.metrics.mean(losses, weights, "average_loss")}
+            measured = {"average_loss": g.metrics.mean(losses, weights, name="average_loss")}
             measured |= self.metrics(labels, predicted, weights)
             return EstimatorSpec(mode, predicted, loss, eval_metric_ops=measured)
         step = g.get_or_create_global_step()
@@ -470,7 +470,7 @@ def multi_class_head(
 
 
 def _means(weights: Any, values: Tensors) -> dict[str, Any]:
-    return {name: g.metrics.mean(value, weights, name) for name, value in values.items()}
+    return {name: g.metrics.mean(value, weights, name=name) for name, value in values.items()}
 
 
 def _classes(labels: Any, count: int, words: Any) -> Any:
