@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ndistribute.compat.graphs import BytesSession
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import write_speed
 from ndistribute.graph.monitored import Coordinator, Scaffold, open_session
@@ -126,7 +127,7 @@ class Supervisor(Coordinator):
         if self.summary_writer is None and self._writes:
             self.summary_writer = FileWriter(str(self._folder))
         with self.graph.as_default():
-            options = config, self._folder, max_wait_secs, self.is_chief
+            options = BytesSession, config, self._folder, max_wait_secs, self.is_chief
             session = open_session(self._scaffold, master, *options)
         if start_standard_services and self.is_chief:
             self._start_services(session)

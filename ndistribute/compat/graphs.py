@@ -31,36 +31,20 @@ def get_logger() -> logging.Logger:
     return _log
 
 
-class _BytesForText:
+class BytesSession(graph.Session):
     """A session that returns text as bytes, and arrays, which constants before any graph are."""
 
-    graph: Any
-
-    def run(
-        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
-    ) -> Any:
+    def run(self, fetches: Any, *args: Any, **options: Any) -> Any:
         """Return the values of fetches; see `ndistribute.graph.Session`."""
         with self.graph.as_default():
             known = tree.map_leaves(_as_fetch, fetches)
-        return tree.map_leaves(_as_bytes, super().run(known, feed_dict))  # type: ignore[misc]
+        return tree.map_leaves(_as_bytes, super().run(known, *args, **options))
 
 
-class BytesSession(_BytesForText, graph.Session):
-    """A session of TensorFlow's kind."""
-
-
-class MonitoredBytesSession(_BytesForText, graph.MonitoredTrainingSession):
+class MonitoredBytesSession(graph.MonitoredTrainingSession):
     """A session with hooks, of TensorFlow's kind."""
 
-
-class RunOptions:
-    """Options of a run; those that change no value are taken, and a limit of time is refused."""
-
-    NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
-
-    @accepting("output_partition_graphs", "trace_level")
-    def __init__(self) -> None:
-        """Do nothing."""
+    _session_type = BytesSession
 
 
 class InteractiveSession(BytesSession):

@@ -66,7 +66,7 @@ TF2 = """
     Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
     MultiClassHead=multi_class_head RegressionHead=regression_head RunConfig TrainSpec
     WarmStartSettings add_metrics train_and_evaluate  .graph: CheckpointSaverHook
-    CheckpointSaverListener FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
+    CheckpointSaverListener FeedFnHook FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
     NanLossDuringTrainingError NanTensorHook SessionRunArgs SessionRunContext SessionRunHook
     SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
 [estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
@@ -224,12 +224,13 @@ TF1 = """
     .compat.signatures: start_queue_runners=nothing
     .compat.graphs: MonitoredTrainingSession=MonitoredBytesSession global_step
     .compat.graph_supervisor: Supervisor  .compat.graph_sessions: ChiefSessionCreator
-    MonitoredSession SingularMonitoredSession WorkerSessionCreator
+    MonitoredSession SecondOrStepTimer SessionManager SingularMonitoredSession WorkerSessionCreator
+    .estimator.specs: warm_start
     .graph.variables: get_global_step=find_global_step
     .compat.tf.compat.v1.summary: SummaryWriter  .graph: CheckpointSaverHook CheckpointSaverListener
-    FinalOpsHook GlobalStepWaiterHook LoggingTensorHook NanLossDuringTrainingError NanTensorHook
-    Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
-    StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer exponential_decay
+    FeedFnHook FinalOpsHook GlobalStepWaiterHook LoggingTensorHook NanLossDuringTrainingError
+    NanTensorHook Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook
+    SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer exponential_decay
     piecewise_constant polynomial_decay replica_device_setter
     init_from_checkpoint
 [] .compat.tensor_functions/either: get_variable global_variables_initializer
@@ -239,9 +240,9 @@ TF1 = """
     .compat.random_numbers/either: random_normal=normal random_uniform=uniform truncated_normal
     .compat.programs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
     enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
-    .compat.graphs: InteractiveSession RunOptions Session=BytesSession add_to_collection assign
-    assign_add assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
-    to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions
+    .compat.graphs: InteractiveSession Session=BytesSession add_to_collection assign assign_add
+    assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
+    to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions RunOptions
     .compat.graphs/graph: placeholder  .graph: AUTO_REUSE ConfigProto all_variables=global_variables
     get_default_graph get_variable_scope global_variables gradients local_variables
     report_uninitialized_variables reset_default_graph trainable_variables variable_scope
@@ -265,6 +266,11 @@ INSTEAD = {
     "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.experimental.stop_if_higher_hook": "make_early_stopping_hook",
     "estimator.experimental.stop_if_lower_hook": "make_early_stopping_hook",
+    "estimator.BaselineClassifier": "tf.estimator.LinearClassifier of a constant feature",
+    "estimator.BaselineRegressor": "tf.estimator.LinearRegressor of a constant feature",
+    "estimator.ProfilerHook": "the command ndistribute trace",
+    "estimator.VocabInfo": "the same vocabulary in both models",
+    "estimator.export": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.tpu": "tf.keras.estimator.model_to_estimator of a model under TPUStrategy",
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
     "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
@@ -301,9 +307,11 @@ INSTEAD = {
     "strings.join": "str.join, or + of tensors of text",
     "strings.split": "str.split of x.numpy().decode()",
     "train.Example": "arrays in .npz files",
+    "train.LooperThread": "Supervisor.loop",
+    "train.ProfilerHook": "the command ndistribute trace",
     "train.QueueRunner": "a dataset",
-    "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",
-    "train.SessionManager": "tf.compat.v1.train.MonitoredTrainingSession, or Supervisor",
+    "train.SessionCreator": "tf.compat.v1.train.ChiefSessionCreator, or WorkerSessionCreator",
+    "train.VocabInfo": "the same vocabulary in both models",
     "train.batch": "Dataset.batch",
     "train.string_input_producer": "Dataset.from_files",
 }

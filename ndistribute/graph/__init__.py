@@ -22,6 +22,7 @@ from ndistribute.graph.graph import get_default_graph as get_default_graph
 from ndistribute.graph.graph import reset_default_graph as reset_default_graph
 from ndistribute.graph.hooks import CheckpointSaverHook as CheckpointSaverHook
 from ndistribute.graph.hooks import CheckpointSaverListener as CheckpointSaverListener
+from ndistribute.graph.hooks import FeedFnHook as FeedFnHook
 from ndistribute.graph.hooks import FinalOpsHook as FinalOpsHook
 from ndistribute.graph.hooks import GlobalStepWaiterHook as GlobalStepWaiterHook
 from ndistribute.graph.hooks import LoggingTensorHook as LoggingTensorHook
@@ -68,6 +69,7 @@ from ndistribute.graph.scopes import get_variable as get_variable
 from ndistribute.graph.scopes import get_variable_scope as get_variable_scope
 from ndistribute.graph.scopes import variable_scope as variable_scope
 from ndistribute.graph.session import ConfigProto as ConfigProto
+from ndistribute.graph.session import RunOptions as RunOptions
 from ndistribute.graph.session import Session as Session
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
 from ndistribute.graph.variables import GraphVariable as GraphVariable

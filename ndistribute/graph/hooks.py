@@ -429,6 +429,16 @@ class NanTensorHook(SessionRunHook):
         run_context.request_stop()
 
 
+class FeedFnHook(SessionRunHook):
+    """Feeds each run what a function without arguments returns."""
+
+    def __init__(self, feed_fn: Callable[[], Mapping[Any, Any]]) -> None:
+        self._feed_fn = feed_fn
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(None, self._feed_fn())
+
+
 class FinalOpsHook(SessionRunHook):
     """Runs operations at the end, and keeps their values as `final_ops_values`."""
 
