@@ -65,10 +65,7 @@ TF2 = """
     DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor
     Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
     MultiClassHead=multi_class_head RegressionHead=regression_head RunConfig TrainSpec
-    WarmStartSettings add_metrics train_and_evaluate  .graph: CheckpointSaverHook
-    CheckpointSaverListener FeedFnHook FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
-    NanLossDuringTrainingError NanTensorHook SessionRunArgs SessionRunContext SessionRunHook
-    SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
+    WarmStartSettings add_metrics train_and_evaluate  .graph.hooks: *
 [estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
     stop_if_no_decrease_hook stop_if_no_increase_hook
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
@@ -225,14 +222,10 @@ TF1 = """
     .compat.graphs: MonitoredTrainingSession=MonitoredBytesSession global_step
     .compat.graph_supervisor: Supervisor  .compat.graph_sessions: ChiefSessionCreator
     MonitoredSession SecondOrStepTimer SessionManager SingularMonitoredSession WorkerSessionCreator
-    .estimator.specs: warm_start
-    .graph.variables: get_global_step=find_global_step
-    .compat.tf.compat.v1.summary: SummaryWriter  .graph: CheckpointSaverHook CheckpointSaverListener
-    FeedFnHook FinalOpsHook GlobalStepWaiterHook LoggingTensorHook NanLossDuringTrainingError
-    NanTensorHook Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook
-    SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer exponential_decay
+    .estimator.specs: warm_start  .graph.variables: get_global_step=find_global_step
+    .compat.tf.compat.v1.summary: SummaryWriter  .graph.hooks: *
+    .graph: Optimizer Saver Scaffold SyncReplicasOptimizer exponential_decay init_from_checkpoint
     piecewise_constant polynomial_decay replica_device_setter
-    init_from_checkpoint
 [] .compat.tensor_functions/either: get_variable global_variables_initializer
     glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func

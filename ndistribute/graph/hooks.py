@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.event_files import scalar
+from ndistribute.exports import export as _export
 from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
@@ -460,3 +461,6 @@ class GlobalStepWaiterHook(_StepHook):
         while self._wait_until > 0 and run_context.session.run(self._step) < self._wait_until:
             time.sleep(_POLL_SECONDS)
         self._wait_until = 0
+
+
+_export(vars(), but="EarlyStoppingHook WritingHook write_speed")
