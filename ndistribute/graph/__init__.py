@@ -36,6 +36,7 @@ from ndistribute.graph.hooks import StepCounterHook as StepCounterHook
 from ndistribute.graph.hooks import StopAtStepHook as StopAtStepHook
 from ndistribute.graph.hooks import SummarySaverHook as SummarySaverHook
 from ndistribute.graph.iterators import DatasetIterator as DatasetIterator
+from ndistribute.graph.model_calls import call_in_graph as call_in_graph
 from ndistribute.graph.monitored import Coordinator as Coordinator
 from ndistribute.graph.monitored import MonitoredTrainingSession as MonitoredTrainingSession
 from ndistribute.graph.monitored import Scaffold as Scaffold
@@ -86,7 +87,7 @@ from ndistribute.numpy_functions import register as register
 
 metrics = streaming_metrics
 Variable = GraphVariable
-_export(vars(), "metrics summary", but="GraphVariable")
+_export(vars(), "metrics summary", but="GraphVariable call_in_graph")
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):

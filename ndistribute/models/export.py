@@ -42,7 +42,7 @@ def export(
             f"export of model {model.name!r}: it is not built yet, so it has no weights. Fit it, "
             "or call it on an input first."
         )
-    path, encoder = Path(path), _Architecture()
+    path, encoder = Path(path), Architecture()
     data = {"model": encoder.encode(model), "input": encoder.encode(model.input_spec)}
     data["trainable"] = [layer.trainable for layer in model.walk()]
     if state is not None and model.compiled is not None:
@@ -81,7 +81,7 @@ def load(
     if "architecture" not in data:
         raise ValueError(f"{source} is no exported model: write one with model.export(path).")
     described = data["architecture"]
-    decoder = _Architecture(source, custom_objects)
+    decoder = Architecture(source, custom_objects)
     model = decoder.decode(described["model"])
     if not model.built:
         model.build_for(decoder.decode(described["input"]))
@@ -106,7 +106,7 @@ def _saved(path: Path) -> Path:
     return path / _NAME if tensor_files.paths(path, _NAME) else path
 
 
-class _Architecture(Encoder):
+class Architecture(Encoder):
     """Encode the arguments of layers for JSON; a layer that occurs again is a number.
 
     Decoding makes values of known classes and functions only.

@@ -195,6 +195,12 @@ class Layer(Explaining):
         """
         if not args and _first_of(type(self).call) in kwargs:
             args = (kwargs.pop(_first_of(type(self).call)),)
+        for leaf in tree.flatten(list(args)):
+            if hasattr(leaf, "__call_model__"):  # A tensor of a graph.
+                trains = bool(_calls.training if training is None else training)
+                outputs = leaf.__call_model__(self, args, {"training": trains} | kwargs)
+                if outputs is not NotImplemented:
+                    return outputs
         if any(map(is_symbolic, (*args, *kwargs.values()))):
             options = {} if training is None else {"training": training}
             self._recorded.append(record(self, args, kwargs | options))
