@@ -202,8 +202,9 @@ TF1 = """
     MaxPooling2D average_pooling2d batch_normalization conv2d dense dropout flatten max_pooling2d
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING  .compat.graphs: debug error info
     set_verbosity warn=warning warning
-[losses] .compat.graphs/losses: get_regularization_loss get_total_loss mean_squared_error
-    sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
+[losses] .compat.graphs/losses: absolute_difference get_regularization_loss get_total_loss
+    huber_loss mean_squared_error sigmoid_cross_entropy softmax_cross_entropy
+    sparse_softmax_cross_entropy
 [metrics] .graph.streaming_metrics/graph: * sparse_precision_at_k=precision_at_k
     sparse_average_precision_at_k=average_precision_at_k
 [math] .compat.graphs/operation: in_top_k

@@ -47,6 +47,10 @@ def _metric(function: Callable[..., Metric]) -> Callable[..., Metric]:
     return call
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 @_metric
 def mean(values: Any, weights: Any = None) -> Metric:
     """Return the weighted mean of values over all updates, and the operation that adds a batch.
@@ -83,28 +87,37 @@ def mean_tensor(values: Any, weights: Any = None) -> Metric:
     return _summed(_share, [values * spread, spread], tuple(values.shape))
 
 
-@_metric
-def accuracy(labels: Any, predictions: Any, weights: Any = None) -> Metric:
-    """Return the share of predictions that equal their labels; see `mean`."""
-    return _mean(np.equal(_like(predictions, labels), predictions), weights)
+def _named(name: str, what: str, function: Callable[..., Metric]) -> Callable[..., Metric]:
+    """Return a metric of a name."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Return {what}; see `mean`."
+    return _metric(function)
 
 
-@_metric
-def mean_squared_error(labels: Any, predictions: Any, weights: Any = None) -> Metric:
-    """Return the mean of the squared differences; see `mean`."""
-    return _mean(np.square(_like(predictions, labels) - predictions), weights)
+def _mean_of(
+    name: str, what: str, of: Callable[[Any, Any], Any], then: Callable[[Any], Any] = _same
+) -> Callable[..., Metric]:
+    """Return a metric that is a function of the mean of what another one makes of examples."""
+
+    def metric(labels: Any, predictions: Any, weights: Any = None) -> Metric:
+        return _mean(of(_like(predictions, labels), predictions), weights, then)
+
+    return _named(name, what, metric)
 
 
-@_metric
-def root_mean_squared_error(labels: Any, predictions: Any, weights: Any = None) -> Metric:
-    """Return the root of the mean of the squared differences; see `mean`."""
-    return _mean(np.square(_like(predictions, labels) - predictions), weights, np.sqrt)
-
-
-@_metric
-def mean_absolute_error(labels: Any, predictions: Any, weights: Any = None) -> Metric:
-    """Return the mean of the absolute differences; see `mean`."""
-    return _mean(np.abs(_like(predictions, labels) - predictions), weights)
+accuracy = _mean_of("accuracy", "the share of predictions that equal their labels", np.equal)
+mean_squared_error = _mean_of(
+    "mean_squared_error", "the mean of the squared differences", lambda y, p: np.square(y - p)
+)
+root_mean_squared_error = _mean_of(
+    "root_mean_squared_error",
+    "the root of `mean_squared_error`",
+    lambda y, p: np.square(y - p),
+    np.sqrt,
+)
+mean_absolute_error = _mean_of(
+    "mean_absolute_error", "the mean of the absolute differences", lambda y, p: np.abs(y - p)
+)
 
 
 @_metric
@@ -129,7 +142,7 @@ def percentage_below(values: Any, threshold: float, weights: Any = None) -> Metr
     return _mean(np.less(as_tensor(values), threshold), weights)
 
 
-def _at_thresholds(name: str, value: _Curve, of: str) -> tuple[Callable[..., Metric], ...]:
+def _at_thresholds(name: str, what: str, value: _Curve) -> tuple[Callable[..., Metric], ...]:
     """Return two metrics of true and false examples: of predicted truth, and above thresholds."""
 
     def of_truth(labels: Any, predictions: Any, weights: Any = None) -> Metric:
@@ -141,30 +154,27 @@ def _at_thresholds(name: str, value: _Curve, of: str) -> tuple[Callable[..., Met
     ) -> Metric:
         return _above(value, labels, predictions, thresholds, weights)
 
-    for function, suffix in ((of_truth, ""), (of_thresholds, "_at_thresholds")):
-        where = ", for predictions above each of `thresholds`" if suffix else ""
-        function.__name__ = function.__qualname__ = name + suffix
-        function.__doc__ = f"Return {of}{where}; see `mean`."
-    return _metric(of_truth), _metric(of_thresholds)
+    above = f"{what}, for predictions above each of `thresholds`"
+    return _named(name, what, of_truth), _named(f"{name}_at_thresholds", above, of_thresholds)
 
 
 true_positives, true_positives_at_thresholds = _at_thresholds(
-    "true_positives", lambda tp, fp, tn, fn: tp, "the number of true labels predicted true"
+    "true_positives", "the number of true labels predicted true", lambda tp, fp, tn, fn: tp
 )
 false_positives, false_positives_at_thresholds = _at_thresholds(
-    "false_positives", lambda tp, fp, tn, fn: fp, "the number of false labels predicted true"
+    "false_positives", "the number of false labels predicted true", lambda tp, fp, tn, fn: fp
 )
 true_negatives, true_negatives_at_thresholds = _at_thresholds(
-    "true_negatives", lambda tp, fp, tn, fn: tn, "the number of false labels predicted false"
+    "true_negatives", "the number of false labels predicted false", lambda tp, fp, tn, fn: tn
 )
 false_negatives, false_negatives_at_thresholds = _at_thresholds(
-    "false_negatives", lambda tp, fp, tn, fn: fn, "the number of true labels predicted false"
+    "false_negatives", "the number of true labels predicted false", lambda tp, fp, tn, fn: fn
 )
 precision, precision_at_thresholds = _at_thresholds(
-    "precision", lambda tp, fp, tn, fn: _share(tp, tp + fp), "the share of true positives"
+    "precision", "the share of true positives", lambda tp, fp, tn, fn: _share(tp, tp + fp)
 )
 recall, recall_at_thresholds = _at_thresholds(
-    "recall", lambda tp, fp, tn, fn: _share(tp, tp + fn), "the share of true labels predicted true"
+    "recall", "the share of true labels found", lambda tp, fp, tn, fn: _share(tp, tp + fn)
 )
 
 
@@ -267,54 +277,42 @@ def mean_per_class_accuracy(
     )
 
 
-@_metric
-def precision_at_k(
-    labels: Any, predictions: Any, k: int, class_id: int | None = None, weights: Any = None
-) -> Metric:
-    """Return the share of the `k` highest predictions of each example that are among its labels.
+def _at_top(name: str, what: str, of_labels: bool) -> tuple[Callable[..., Metric], ...]:
+    """Return two metrics of the highest predictions: of scores, and of classes in their order.
 
-    Args:
-        labels: class numbers, of shape ``(..., labels)``, or without the last axis.
-        predictions: of shape ``(..., classes)``.
-        k: the number of predictions.
-        class_id: the only class to count; None: all.
-        weights: of shape ``(...)``; None: ones.
+    Labels are classes, of shape ``(..., labels)``, or without the last axis; scores have the shape
+    ``(..., classes)``, and weights ``(...)``. Only `class_id` counts, if it is given.
     """
-    return _at_top(labels, _top(predictions, k), class_id, weights, of_labels=False)
+
+    def of_classes(
+        labels: Any,
+        predictions_idx: Any,
+        k: int | None = None,
+        class_id: int | None = None,
+        weights: Any = None,
+    ) -> Metric:
+        top = as_tensor(predictions_idx)[..., :k]
+        counted = _rows_of(labels, top) if of_labels else top
+        is_hit = np.any(_pairs(labels, top), axis=-2 if of_labels else -1)
+        chosen = np.ones_like(is_hit) if class_id is None else np.equal(counted, class_id)
+        spread = 1.0 if weights is None else as_tensor(weights)[..., None]
+        return _summed(_share, [np.sum(spread * each) for each in (is_hit * chosen, chosen)])
+
+    def of_scores(
+        labels: Any, predictions: Any, k: int, class_id: int | None = None, weights: Any = None
+    ) -> Metric:
+        return of_classes(labels, _top(predictions, k), None, class_id, weights)
+
+    ordered = f"{what}, which are classes in their order"
+    return _named(f"{name}_at_k", what, of_scores), _named(f"{name}_at_top_k", ordered, of_classes)
 
 
-@_metric
-def recall_at_k(
-    labels: Any, predictions: Any, k: int, class_id: int | None = None, weights: Any = None
-) -> Metric:
-    """Return the share of labels among the `k` highest predictions; see `precision_at_k`."""
-    return _at_top(labels, _top(predictions, k), class_id, weights, of_labels=True)
-
-
-@_metric
-def precision_at_top_k(
-    labels: Any,
-    predictions_idx: Any,
-    k: int | None = None,
-    class_id: int | None = None,
-    weights: Any = None,
-) -> Metric:
-    """Return `precision_at_k` of predictions that are classes already, the first of them `k`."""
-    top = as_tensor(predictions_idx)[..., :k]
-    return _at_top(labels, top, class_id, weights, of_labels=False)
-
-
-@_metric
-def recall_at_top_k(
-    labels: Any,
-    predictions_idx: Any,
-    k: int | None = None,
-    class_id: int | None = None,
-    weights: Any = None,
-) -> Metric:
-    """Return `recall_at_k` of predictions that are classes already, the first of them `k`."""
-    top = as_tensor(predictions_idx)[..., :k]
-    return _at_top(labels, top, class_id, weights, of_labels=True)
+precision_at_k, precision_at_top_k = _at_top(
+    "precision", "the share of the `k` highest predictions that are among the labels", False
+)
+recall_at_k, recall_at_top_k = _at_top(
+    "recall", "the share of labels that are among the `k` highest predictions", True
+)
 
 
 @_metric
@@ -405,16 +403,7 @@ def _pairs(labels: Any, top: Any) -> Any:
     return np.equal(top[..., None], _rows_of(labels, top)[..., None, :])
 
 
-def _at_top(labels: Any, top: Any, only: int | None, weights: Any, *, of_labels: bool) -> Metric:
-    """Return the share of labels, or of the highest predictions, that are among the others."""
-    pairs, counted = _pairs(labels, top), _rows_of(labels, top) if of_labels else top
-    is_hit = np.any(pairs, axis=-2 if of_labels else -1)
-    chosen = np.ones_like(is_hit) if only is None else np.equal(counted, only)
-    spread = 1.0 if weights is None else as_tensor(weights)[..., None]
-    return _summed(_share, [np.sum(spread * each) for each in (is_hit * chosen, chosen)])
-
-
-def _mean(values: Any, weights: Any, then: Callable[[Any], Any] = lambda mean: mean) -> Metric:
+def _mean(values: Any, weights: Any, then: Callable[[Any], Any] = _same) -> Metric:
     """Return a function of the weighted mean of values."""
     values = as_tensor(values).astype(np.float64)
     spread = None if weights is None else _spread(weights, values)
