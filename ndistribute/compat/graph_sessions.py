@@ -16,9 +16,20 @@ from ndistribute.timers import Timer
 
 
 def ChiefSessionCreator(  # noqa: N802
-    scaffold: Any = None, master: str = "", config: Any = None, checkpoint_dir: Any = None
+    scaffold: Any = None,
+    master: str = "",
+    config: Any = None,
+    checkpoint_dir: Any = None,
+    checkpoint_filename_with_path: str | None = None,
 ) -> dict[str, Any]:
-    """Return how a `MonitoredSession` of a chief begins; see `MonitoredTrainingSession`."""
+    """Return how a `MonitoredSession` of a chief begins: with what `MonitoredTrainingSession` has.
+
+    It restores the newest checkpoint of a folder, or the one of a path.
+    """
+    path = checkpoint_filename_with_path
+    if path is not None:
+        scaffold = scaffold or Scaffold()
+        scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
     begin = {"scaffold": scaffold, "master": master, "config": config}
     return {**begin, "checkpoint_dir": checkpoint_dir}
 
@@ -144,6 +155,12 @@ class SessionManager:
             DeadlineExceededError: it has not within `max_wait_secs`.
         """
         return self._opened(master, config, None, max_wait_secs, False)
+
+    def completed(self, scaffold: Scaffold) -> Scaffold:
+        """Return a scaffold with the operations of this manager where it has none."""
+        made = {name: each for name, each in vars(self._scaffold).items() if each is not None}
+        lacking = [name for name, each in vars(scaffold).items() if each is None]
+        return dataclasses.replace(scaffold, **{k: made[k] for k in lacking if k in made})
 
     def _opened(self, master: str, *how: Any, **ops: Any) -> Any:
         with self._graph.as_default():

@@ -30,12 +30,15 @@ class SessionRunArgs(NamedTuple):
 
     fetches: Any
     feed_dict: Mapping[Any, Any] | None = None
+    options: Any = None
 
 
 class SessionRunValues(NamedTuple):
-    """What a run returned for the fetches of a hook."""
+    """What a run returned for the fetches of a hook, and its options."""
 
     results: Any
+    options: Any = None
+    run_metadata: Any = None
 
 
 class SessionRunContext:
@@ -212,6 +215,8 @@ class CheckpointSaverHook(_StepHook):
         scaffold: Any = None,
         listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> None:
+        if saver is not None and scaffold is not None:
+            raise ValueError("CheckpointSaverHook got both saver and scaffold: pass one of them.")
         self._timer = Timer(save_steps, save_secs)
         self._saver, self._scaffold = saver, scaffold
         self._listeners = list(listeners or ())
@@ -448,7 +453,8 @@ class FinalOpsHook(SessionRunHook):
         self.final_ops_values: Any = None
 
     def end(self, session: Any) -> None:
-        self.final_ops_values = session.run(self._ops, self._feeds)
+        if self._ops is not None:
+            self.final_ops_values = session.run(self._ops, self._feeds)
 
 
 class GlobalStepWaiterHook(_StepHook):

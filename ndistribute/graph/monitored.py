@@ -42,7 +42,7 @@ class Scaffold:
         init_feed_dict: what to feed to it.
         init_fn: called as ``init_fn(scaffold, session)`` after it.
         ready_op: a boolean tensor, or names of variables without a value: ready means all True,
-            or none; None: whether the global variables have values.
+            or none; None: whether all variables have values.
         local_init_op: run by each worker; None: that of the local variables.
         summary_op: the summary to write; None: that of all summaries.
         saver: saves and restores; None: one for the global variables.
@@ -81,7 +81,7 @@ class Scaffold:
             makers: dict[str, Callable[[], Any]] = {
                 "init_op": lambda: v.variables_initializer(variables),
                 "local_init_op": lambda: v.variables_initializer(v.local_variables(), "local_init"),
-                "ready_op": lambda: v.report_uninitialized_variables(variables),
+                "ready_op": v.report_uninitialized_variables,
                 "ready_for_local_init_op": lambda: v.report_uninitialized_variables(variables),
                 "summary_op": summary.merge_all,
                 "saver": lambda: Saver(max_to_keep=self.max_to_keep) if variables else None,
@@ -376,7 +376,7 @@ class MonitoredTrainingSession:
         Raises:
             RuntimeError: the session was closed.
         """
-        return self._recovering(lambda: self._run(fetches, feed_dict, options))
+        return self._recovering(lambda: self._run(fetches, feed_dict, options, run_metadata))
 
     def _recovering(self, work: Callable[[], T]) -> T:
         """Return a function's result; if a task fails, it is called again with a new session."""
@@ -434,7 +434,9 @@ class MonitoredTrainingSession:
         self._abandon()
         return False
 
-    def _run(self, fetches: Any, feed_dict: Any = None, options: Any = None) -> Any:
+    def _run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
         session, feeds = self._session, dict(feed_dict or {})
         context = h.SessionRunContext(h.SessionRunArgs(fetches, feed_dict), session)
         wanted: dict[Any, Any] = {"caller": fetches}
@@ -446,11 +448,13 @@ class MonitoredTrainingSession:
                 for tensor, value in (added.feed_dict or {}).items():
                     if tensor in feeds:
                         name = type(hook).__name__
-                        raise ValueError(f"{name} feeds {tensor!r}, which is fed already.")
+                        raise RuntimeError(f"{name} feeds {tensor!r}, which is fed already.")
                     feeds[tensor] = value
+                options = options or added.options
         values = session.run(wanted, feeds, options)  # type: ignore[union-attr]
         for k, hook in enumerate(self._hooks):
-            hook.after_run(context, h.SessionRunValues(values.get(str(k))))
+            results = values.get(str(k))
+            hook.after_run(context, h.SessionRunValues(results, options, run_metadata))
         if context.stop_requested:
             self.coordinator.request_stop()
         return values["caller"]

@@ -148,7 +148,7 @@ def test_hooks_feed_log_and_listen(tmp_path, caplog):
 def test_a_hook_may_not_feed_what_is_fed():
     x = tf.placeholder(tf.float32, [])
     feeding = tf.train.FeedFnHook(lambda: {x: 1.0})
-    twice = pytest.raises(ValueError, match=r"FeedFnHook feeds .* which is fed already")
+    twice = pytest.raises(RuntimeError, match=r"FeedFnHook feeds .* which is fed already")
     with tf.train.MonitoredSession(hooks=[feeding]) as session, twice:
         session.run(x, {x: 2.0})
 
@@ -195,6 +195,69 @@ def test_a_warm_start_takes_trainable_or_all_variables(tmp_path):
     assert values(lambda made: "dense/w", var_name_to_prev_var_name=renamed)[0] == 6.0
     with pytest.raises(ValueError, match="matches none of"):
         values(lambda made: "conv")
+
+
+def test_the_options_of_a_hook_hold_for_the_run():
+    seen = []
+
+    class Watching(tf.train.SessionRunHook):
+        def before_run(self, run_context):
+            return tf.train.SessionRunArgs(None, options=tf.RunOptions(timeout_in_ms=200))
+
+        def after_run(self, run_context, run_values):
+            seen.append((run_values.results, run_values.options.timeout_in_ms))
+
+    forever = tf.while_loop(lambda i: i >= 0, lambda i: i * 1, [tf.constant(1)])
+    with tf.train.MonitoredSession(hooks=[Watching()]) as session:
+        assert session.run(tf.get_default_graph().get_tensor_by_name("constant:0")) == 1
+        with pytest.raises(tf.errors.DeadlineExceededError):
+            session.run(forever)
+    assert seen == [(None, 200)]
+
+
+def test_mistakes_in_hooks_are_said(tmp_path):
+    with pytest.raises(ValueError, match="number of steps must be 1 or more, got 0"):
+        tf.train.LoggingTensorHook(["x"], every_n_iter=0)
+    tf.train.get_or_create_global_step()
+    both = {"saver": tf.train.Saver(), "scaffold": tf.train.Scaffold()}
+    with pytest.raises(ValueError, match="got both saver and scaffold"):
+        tf.train.CheckpointSaverHook(str(tmp_path), save_steps=1, **both)
+    nothing = tf.train.FinalOpsHook(None)
+    with tf.train.MonitoredSession(hooks=[nothing]):
+        pass
+    assert nothing.final_ops_values is None
+
+
+def test_a_session_begins_with_the_checkpoint_of_a_path(tmp_path):
+    step = tf.train.get_or_create_global_step()
+    add = tf.assign_add(step, 1)
+    saving = tf.train.CheckpointSaverHook(str(tmp_path), save_steps=1)
+    with tf.train.MonitoredSession(hooks=[saving]) as session:
+        for _ in range(3):
+            session.run(add)
+    path = str(tmp_path / "model.ckpt-2")
+    creator = tf.train.ChiefSessionCreator(checkpoint_filename_with_path=path)
+    with tf.train.MonitoredSession(creator) as session:
+        assert session.run(step) == 2
+
+
+def test_a_supervisor_takes_a_manager_and_the_names_of_the_first_releases(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    w = tf.Variable(1.0)
+    local = tf.Variable(w * 2, collections=[tf.GraphKeys.LOCAL_VARIABLES])
+    manager = tf.train.SessionManager(local_init_op=local.initializer)
+    supervisor = tf.train.Supervisor(logdir="", session_manager=manager, save_model_secs=7)
+    session = supervisor.PrepareSession()
+    assert session.run(local) == 2.0
+    assert (supervisor.save_model_secs, supervisor.summary_writer) == (7, None)
+    assert not supervisor.ShouldStop()
+    supervisor.Stop()
+    session.close()
+    assert supervisor.should_stop()
+    assert not list(tmp_path.iterdir())
+    other = tf.train.Supervisor(is_chief=False)
+    with pytest.raises(RuntimeError, match="only the chief"):
+        other.StartStandardServices(None)
 
 
 REFUSED = {
