@@ -69,8 +69,8 @@ TF2 = """
 [estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
     stop_if_no_decrease_hook stop_if_no_increase_hook
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
-    categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
-    indicator_column numeric_column
+    categorical_column_with_identity categorical_column_with_vocabulary_list crossed_column
+    embedding_column indicator_column numeric_column
 [io]
 [io.gfile] os: listdir remove  os.path: exists isdir join  glob: glob  builtins: GFile=open
     .compat.adapters: makedirs rmtree
@@ -267,7 +267,6 @@ INSTEAD = {
     "estimator.export": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.tpu": "tf.keras.estimator.model_to_estimator of a model under TPUStrategy",
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
-    "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image": "NumPy or Pillow in Dataset.map",
@@ -296,6 +295,8 @@ INSTEAD = {
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
+    "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
+    "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "signal.stft": "SciPy",
     "sparse": "tf.IndexedSlices, or whole arrays",
     "strings.join": "str.join, or + of tensors of text",
