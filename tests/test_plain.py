@@ -85,3 +85,9 @@ def test_models_of_earlier_versions_are_read_and_written_alike():
     assert (spec["x"].shape, spec["x"].dtype) == ((0, 4), np.float32)
     again = Architecture().decode(json.loads(json.dumps(Architecture().encode(spec))))
     assert (again["x"].shape, again["x"].dtype) == ((0, 4), np.float32)
+
+
+def test_a_file_makes_objects_of_models_alone():
+    node = {"made": "rmtree", "group": "compat.tf.io.gfile", "config": {"dict": {}}}
+    with pytest.raises(ValueError, match=r"a file needs 'compat\.tf\.io\.gfile', which is unknown"):
+        Architecture("a file").decode(node)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.graph.graph import Symbolic, apply_named, as_tensor, get_default_graph
-from ndistribute.graph.scopes import get_variable, variable_scope
+from ndistribute.graph.scopes import get_variable, glorot_uniform, variable_scope
 from ndistribute.graph.variables import GraphVariable
 from ndistribute.mistakes import accepting
 from ndistribute.models import Model, initializers, layers, losses
@@ -91,7 +91,9 @@ def _add_weight(
     dtype: Any = None,
 ) -> GraphVariable:
     wanted = np.dtype(layer.dtype if dtype is None else dtype)
-    make = initializers.get(initializer)
+    make: Any = initializers.get(initializer)
+    if isinstance(make, initializers.GlorotUniform):
+        make = glorot_uniform  # By the seed of the graph.
     return get_variable(name, shape, wanted, make, trainable and layer.trainable)
 
 

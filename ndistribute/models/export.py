@@ -185,6 +185,7 @@ class Architecture(Encoder):
             case {"shared": number}:
                 return self._layers[number]
             case {"made": name, "group": group, "config": config}:
+                self._known(_GROUPS, group)
                 module = import_module(f"ndistribute.{group}")
                 table = {each: getattr(module, each) for each in module.__all__}
                 return self._known(table, name)(**self.decode(config))

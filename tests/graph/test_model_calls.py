@@ -133,6 +133,30 @@ def test_a_model_trains_in_an_estimator_under_a_strategy(tmp_path, devices):
     assert model.get_variable_names() == names
 
 
+def test_a_server_computes_layers_and_losses():
+    with nd.Server.create_local_server() as server, g.Graph().as_default():
+        outputs = L.Dense(1)(g.constant(ROWS))
+        loss = nd.losses.MeanSquaredError()(np.ones((3, 1), np.float32), outputs)
+        step = g.GradientDescentOptimizer(0.1).minimize(loss)
+        with g.Session(server.target) as session:
+            session.run(g.global_variables_initializer())
+            values = [session.run([loss, step])[0] for _ in range(5)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_weights_follow_the_seed_of_the_graph():
+    def weights():
+        with g.Graph().as_default() as graph, g.Session() as session:
+            graph.seed = 3
+            L.Dense(2)(g.placeholder(np.float32, [None, 2]))
+            session.run(g.global_variables_initializer())
+            return session.run(g.global_variables()[0])
+
+    first = weights()
+    np.testing.assert_array_equal(first, weights())
+    assert np.ptp(first) > 0
+
+
 def test_layers_are_named_in_each_graph_and_shared_in_one():
     for _ in range(2):
         with tf.Graph().as_default():
