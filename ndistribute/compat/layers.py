@@ -59,13 +59,10 @@ def _weighted(
     inputs: Any,
     how: dict[str, Any],
     activation: Callable[[Any], Any] | None,
-    kernel_initializer: Any = None,
-    bias_initializer: Any = np.zeros,
-    kernel_regularizer: Any = None,
-    bias_regularizer: Any = None,
     trainable: bool = True,
     name: str | None = None,
     reuse: Any = None,
+    **starts: Any,
 ) -> Any:
     """Return what a layer with a kernel and a bias makes of its inputs.
 
@@ -75,28 +72,34 @@ def _weighted(
         inputs: a tensor whose last axis has a known length.
         how: the arguments of the layer.
         activation: a function of the result, or its name; None: none.
-        kernel_initializer: see `get_variable`, as are those below.
-        bias_initializer: None: as of the scope.
-        kernel_regularizer: a function whose result is one of the regularization losses.
-        bias_regularizer: the same for the bias.
         trainable: whether optimizers change the weights by default.
         name: the scope of the weights; None: a new one.
         reuse: whether the weights exist; see `variable_scope`.
+        starts: ``kernel_initializer``, ``bias_initializer``, ``kernel_regularizer`` and
+            ``bias_regularizer``, see `get_variable`.
     """
     inputs, is_named = graph.as_tensor(inputs), isinstance(activation, str)
     _channels(inputs)  # Which must be known.
-    starts = {"kernel": (kernel_initializer, kernel_regularizer)}
-    starts["bias"] = bias_initializer, bias_regularizer
-
-    def add_weight(label: str, shape: Any, *initial: Any) -> Any:
-        start, regularizer = starts[label]
-        return get_variable(label, shape, layer.dtype, start, trainable, None, regularizer)
-
     layer = make(**how, activation=activation if is_named else None, dtype=_dtype_of(inputs))
+    weight = _weights(layer.dtype, starts, kernel=None, bias=np.zeros)
     with variable_scope(name, scope, reuse=reuse):
-        build_in_graph(layer, [inputs], add_weight)
+        build_in_graph(layer, [inputs], lambda label, shape, _: weight(label, shape, trainable))
         outputs = layer(inputs)
         return outputs if is_named or activation is None else activation(outputs)
+
+
+def _weights(dtype: Any, starts: dict[str, Any], **otherwise: Any) -> Callable[..., Any]:
+    """Return a function that makes weights as the options of a layer say, or else as others do."""
+    known = {f"{label}_{what}" for label in otherwise for what in ("initializer", "regularizer")}
+    if unknown := sorted(starts.keys() - known):
+        raise TypeError(f"a layer got the unknown arguments {unknown}: it takes {sorted(known)}.")
+
+    def weight(label: str, shape: Any, trains: bool) -> Any:
+        start = starts.get(f"{label}_initializer", otherwise[label])
+        regularizer = starts.get(f"{label}_regularizer")
+        return get_variable(label, shape, dtype, start, trains, None, regularizer)
+
+    return weight
 
 
 def batch_normalization(
@@ -106,18 +109,13 @@ def batch_normalization(
     epsilon: float = 1e-3,
     center: bool = True,
     scale: bool = True,
-    beta_initializer: Any = np.zeros,
-    gamma_initializer: Any = np.ones,
-    moving_mean_initializer: Any = np.zeros,
-    moving_variance_initializer: Any = np.ones,
-    beta_regularizer: Any = None,
-    gamma_regularizer: Any = None,
     *,
     training: Any = False,
     trainable: bool = True,
     name: str | None = None,
     reuse: Any = None,
     fused: bool | None = None,
+    **starts: Any,
 ) -> Any:
     """Return inputs with the mean 0 and variance 1 in each channel, scaled and moved.
 
@@ -131,33 +129,24 @@ def batch_normalization(
         epsilon: added to the variance.
         center: whether `beta` is added.
         scale: whether the result is multiplied by `gamma`.
-        beta_initializer: see `get_variable`, as are those below.
-        gamma_initializer: the same.
-        moving_mean_initializer: the same.
-        moving_variance_initializer: the same.
-        beta_regularizer: a function whose result is one of the regularization losses.
-        gamma_regularizer: the same.
         training: whether to use the moments of the batch: a truth value, or a tensor of one.
         trainable: whether optimizers change `beta` and `gamma` by default.
         name: the scope of the variables; None: a new one.
         reuse: whether the variables exist; see `variable_scope`.
         fused: ignored.
+        starts: ``beta_initializer``, ``beta_regularizer`` and so on, see `get_variable`, of `beta`,
+            `gamma`, `moving_mean` and `moving_variance`.
     """
     inputs = graph.as_tensor(inputs)
-    channels = _channels(inputs)
+    channels = [_channels(inputs)]
     if axis not in (-1, len(inputs.shape) - 1):
         raise ValueError(f"batch_normalization: axis must be the last one, got {axis}.")
+    others = {"moving_mean": np.zeros, "moving_variance": np.ones}
+    weight = _weights(inputs.dtype, starts, gamma=np.ones, beta=np.zeros, **others)
     with variable_scope(name, "batch_normalization", reuse=reuse):
-
-        def weight(label: str, start: Any, trains: bool, regularizer: Any = None) -> Any:
-            return get_variable(label, [channels], inputs.dtype, start, trains, None, regularizer)
-
-        gamma = weight("gamma", gamma_initializer, trainable, gamma_regularizer) if scale else 1.0
-        beta = weight("beta", beta_initializer, trainable, beta_regularizer) if center else 0.0
-        moving = [
-            weight("moving_mean", moving_mean_initializer, False),
-            weight("moving_variance", moving_variance_initializer, False),
-        ]
+        gamma = weight("gamma", channels, trainable) if scale else 1.0
+        beta = weight("beta", channels, trainable) if center else 0.0
+        moving = [weight(label, channels, False) for label in others]
         moments: list[Any] = moving
         if training is not False:
             axes = tuple(range(len(inputs.shape) - 1))

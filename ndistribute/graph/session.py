@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ndistribute.graph.service import SessionClient, service_at
 from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.mistakes import accepting
 from ndistribute.ownership import read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
@@ -72,23 +73,18 @@ class ConfigProto:
     intra_op_parallelism_threads: int = field(default=0, compare=False)
 
 
-@dataclass(slots=True, kw_only=True)
 class RunOptions:
     """The options of a run, under the names of `tf.compat.v1.RunOptions`.
 
     Args:
         timeout_in_ms: the most milliseconds that the run may take; 0: as the session says.
-        trace_level: changes nothing: ``ndistribute trace`` shows what a run does.
-        output_partition_graphs: changes nothing.
     """
 
-    NO_TRACE: ClassVar[int] = 0
-    SOFTWARE_TRACE: ClassVar[int] = 1
-    HARDWARE_TRACE: ClassVar[int] = 2
-    FULL_TRACE: ClassVar[int] = 3
-    timeout_in_ms: int = 0
-    trace_level: int = field(default=0, compare=False)
-    output_partition_graphs: bool = field(default=False, compare=False)
+    NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
+
+    @accepting("output_partition_graphs", "trace_level")
+    def __init__(self, timeout_in_ms: int = 0) -> None:
+        self.timeout_in_ms = timeout_in_ms
 
 
 class Session:
