@@ -66,8 +66,7 @@ TF2 = """
     Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
     MultiClassHead=multi_class_head RegressionHead=regression_head RunConfig TrainSpec
     WarmStartSettings add_metrics train_and_evaluate  .graph.hooks: *
-[estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
-    stop_if_no_decrease_hook stop_if_no_increase_hook
+[estimator.experimental] .estimator.early_stopping: *
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
     categorical_column_with_identity categorical_column_with_vocabulary_list crossed_column
     embedding_column indicator_column numeric_column
@@ -258,8 +257,6 @@ INSTEAD = {
     "estimator.BoostedTreesEstimator": "sklearn.ensemble.HistGradientBoostingClassifier",
     "estimator.FinalExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.experimental.stop_if_higher_hook": "make_early_stopping_hook",
-    "estimator.experimental.stop_if_lower_hook": "make_early_stopping_hook",
     "estimator.BaselineClassifier": "tf.estimator.LinearClassifier of a constant feature",
     "estimator.BaselineRegressor": "tf.estimator.LinearRegressor of a constant feature",
     "estimator.ProfilerHook": "the command ndistribute trace",
