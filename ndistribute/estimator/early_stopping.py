@@ -78,7 +78,7 @@ def stop_if_higher_hook(
     The other arguments are those of `stop_if_no_decrease_hook`.
     """
     return _stop_by_metric(
-        estimator, metric_name, lambda found: max(found.values()) > threshold, **when
+        estimator, metric_name, lambda values: max(values.values()) > threshold, **when
     )
 
 
@@ -90,13 +90,13 @@ def stop_if_lower_hook(
     The other arguments are those of `stop_if_no_decrease_hook`.
     """
     return _stop_by_metric(
-        estimator, metric_name, lambda found: min(found.values()) < threshold, **when
+        estimator, metric_name, lambda values: min(values.values()) < threshold, **when
     )
 
 
 def _since(best_of: Callable[..., int], most_steps: int) -> Callable[[dict[int, float]], bool]:
     """Return whether so many steps have passed since the best of metrics by step."""
-    return lambda found: max(found) - best_of(found, key=lambda step: found[step]) >= most_steps
+    return lambda of: max(of) - best_of(of, key=lambda step: of[step]) >= most_steps
 
 
 def _stop_by_metric(
