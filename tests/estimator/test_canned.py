@@ -268,6 +268,8 @@ def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path, name):
         assert again.evaluate(once(X, Y))["global_step"] == 60
         predicted = [one["predictions"] for one in again.predict(lambda: X[:6])]
         np.testing.assert_allclose(predicted, Y[:6], atol=0.1)
+        named = again.evaluate(lambda: ({"dense_input": X}, Y))
+        assert named == pytest.approx(again.evaluate(once(X, Y)), rel=1e-5)
 
 
 def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(tmp_path):
