@@ -18,7 +18,7 @@ class Timer:
     """Tells when so many steps or seconds have passed since the last time.
 
     Raises:
-        ValueError: both are given, or neither.
+        ValueError: both are given, or neither, or a number of steps below 1.
 
     >>> timer = Timer(steps=10)
     >>> timer.is_due(3)
@@ -31,6 +31,8 @@ class Timer:
     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
         if (steps is None) == (seconds is None):
             raise ValueError("give either a number of steps or a number of seconds.")
+        if steps is not None and steps < 1:
+            raise ValueError(f"the number of steps must be 1 or more, got {steps}.")
         self._steps, self._seconds = steps, seconds
         self.last_step: int | None = None
         self._last_time = 0.0

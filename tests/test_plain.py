@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ndistribute.models import Sequential, contents, layers
-from ndistribute.models.export import _Architecture
+from ndistribute.models.export import Architecture
 from ndistribute.plain import Encoder
 
 VALUE = {
@@ -71,17 +71,23 @@ def test_states_are_written_as_earlier_versions_read_them():
 
 
 def test_models_of_earlier_versions_are_read_and_written_alike():
-    model = _Architecture().decode(json.loads(MODEL))
+    model = Architecture().decode(json.loads(MODEL))
     assert isinstance(model, Sequential)
     dense, *reshapes = model.layers
     assert (model.name, dense.name, dense.units, dense.dtype) == ("m", "d", 2, np.float64)
     assert reshapes[0] is reshapes[1]
     assert isinstance(reshapes[0], layers.Reshape)
-    node = _Architecture().encode(model)
+    node = Architecture().encode(model)
     assert [each.get("shared") for each in node["config"]["layers"]] == [None, None, 2]
     assert node["config"]["layers"][1]["config"]["target_shape"] == {"tuple": [1, 2]}
-    assert _Architecture().encode(float("inf")) == {"float": "inf"}
-    spec = _Architecture().decode(json.loads(INPUT))
+    assert Architecture().encode(float("inf")) == {"float": "inf"}
+    spec = Architecture().decode(json.loads(INPUT))
     assert (spec["x"].shape, spec["x"].dtype) == ((0, 4), np.float32)
-    again = _Architecture().decode(json.loads(json.dumps(_Architecture().encode(spec))))
+    again = Architecture().decode(json.loads(json.dumps(Architecture().encode(spec))))
     assert (again["x"].shape, again["x"].dtype) == ((0, 4), np.float32)
+
+
+def test_a_file_makes_objects_of_models_alone():
+    node = {"made": "rmtree", "group": "compat.tf.io.gfile", "config": {"dict": {}}}
+    with pytest.raises(ValueError, match=r"a file needs 'compat\.tf\.io\.gfile', which is unknown"):
+        Architecture("a file").decode(node)

@@ -1,17 +1,35 @@
-"""The sessions of TensorFlow 1 that call no hooks but those that they get."""
+"""Sessions of TensorFlow 1 that call no hooks of their own, their manager, and their timer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ndistribute.compat.graphs import MonitoredBytesSession
+from ndistribute.compat.graphs import BytesSession, MonitoredBytesSession
+from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.monitored import Scaffold, is_ready, open_session
+from ndistribute.graph.saver import Saver, latest_checkpoint
+from ndistribute.mistakes import accepting
+from ndistribute.timers import Timer
 
 
 def ChiefSessionCreator(  # noqa: N802
-    scaffold: Any = None, master: str = "", config: Any = None, checkpoint_dir: Any = None
+    scaffold: Any = None,
+    master: str = "",
+    config: Any = None,
+    checkpoint_dir: Any = None,
+    checkpoint_filename_with_path: str | None = None,
 ) -> dict[str, Any]:
-    """Return how a `MonitoredSession` of a chief begins; see `MonitoredTrainingSession`."""
+    """Return how a `MonitoredSession` of a chief begins: with what `MonitoredTrainingSession` has.
+
+    It restores the newest checkpoint of a folder, or the one of a path.
+    """
+    path = checkpoint_filename_with_path
+    if path is not None:
+        scaffold = scaffold or Scaffold()
+        scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
     begin = {"scaffold": scaffold, "master": master, "config": config}
     return {**begin, "checkpoint_dir": checkpoint_dir}
 
@@ -58,3 +76,125 @@ class SingularMonitoredSession(MonitoredSession):
     def raw_session(self) -> Any:
         """Return the session without hooks."""
         return self.run_step_fn(lambda step_context: step_context.session)
+
+
+class SessionManager:
+    """Opens sessions in which the variables of a graph have values.
+
+    Args:
+        local_init_op: run in each session; None: nothing is.
+        ready_op: see `Scaffold`; None: sessions are ready at once.
+        ready_for_local_init_op: tells when `local_init_op` can run; None: at once.
+        graph: the graph; None: the default graph.
+
+    >>> from ndistribute.graph import Variable, global_variables_initializer
+    >>> with Graph().as_default():
+    ...     w = Variable(2.0)
+    ...     with SessionManager().prepare_session("", global_variables_initializer()) as session:
+    ...         float(session.run(w))
+    2.0
+    """
+
+    @accepting("recovery_wait_secs", "local_init_run_options")
+    def __init__(
+        self,
+        local_init_op: Any = None,
+        ready_op: Any = None,
+        ready_for_local_init_op: Any = None,
+        graph: Graph | None = None,
+    ) -> None:
+        self._graph, ops = graph or get_default_graph(), (ready_op, local_init_op)
+        self._scaffold = Scaffold(None, None, None, *ops, None, None, ready_for_local_init_op)
+
+    def prepare_session(
+        self,
+        master: str,
+        init_op: Any = None,
+        saver: Saver | None = None,
+        checkpoint_dir: str | None = None,
+        max_wait_secs: float = 7200,
+        config: Any = None,
+        init_feed_dict: Mapping[Any, Any] | None = None,
+        init_fn: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Return a session with the values of the newest checkpoint, or else of `init_op`.
+
+        Raises:
+            RuntimeError: there is no checkpoint, and nothing to initialise by.
+            FailedPreconditionError: it is not ready afterwards.
+        """
+        none = init_op is init_fn is self._scaffold.local_init_op is None
+        if none and not _has_checkpoint(saver, checkpoint_dir):
+            why = "pass init_op, init_fn or local_init_op, or checkpoint_dir with a saver."
+            raise RuntimeError(
+                f"prepare_session: there is no checkpoint in {checkpoint_dir}: {why}"
+            )
+        start = None if init_fn is None else lambda _, session: init_fn(session)
+        ops = {"init_op": init_op, "init_feed_dict": init_feed_dict, "init_fn": start}
+        return self._opened(master, config, checkpoint_dir, max_wait_secs, saver=saver, **ops)
+
+    def recover_session(
+        self,
+        master: str,
+        saver: Saver | None = None,
+        checkpoint_dir: str | None = None,
+        max_wait_secs: float = 7200,
+        config: Any = None,
+    ) -> tuple[Any, bool]:
+        """Return a session with the values of the newest checkpoint, and whether it is ready."""
+        ops, ready = {"saver": saver, "ready_op": None}, self._scaffold.ready_op
+        session = self._opened(master, config, checkpoint_dir, max_wait_secs, **ops)
+        return session, _has_checkpoint(saver, checkpoint_dir) and is_ready(session, ready)
+
+    def wait_for_session(
+        self, master: str, config: Any = None, max_wait_secs: float = math.inf
+    ) -> Any:
+        """Return a session once another process has initialised the variables.
+
+        Raises:
+            DeadlineExceededError: it has not within `max_wait_secs`.
+        """
+        return self._opened(master, config, None, max_wait_secs, False)
+
+    def completed(self, scaffold: Scaffold) -> Scaffold:
+        """Return a scaffold with the operations of this manager where it has none."""
+        made = {name: each for name, each in vars(self._scaffold).items() if each is not None}
+        lacking = [name for name, each in vars(scaffold).items() if each is None]
+        return dataclasses.replace(scaffold, **{k: made[k] for k in lacking if k in made})
+
+    def _opened(self, master: str, *how: Any, **ops: Any) -> Any:
+        with self._graph.as_default():
+            scaffold = dataclasses.replace(self._scaffold, **ops)
+            return open_session(scaffold, master, BytesSession, *how)
+
+
+def _has_checkpoint(saver: Saver | None, folder: str | None) -> bool:
+    return saver is not None and folder is not None and latest_checkpoint(folder) is not None
+
+
+class SecondOrStepTimer(Timer):
+    """Tells when so many seconds or steps have passed; see `Timer`.
+
+    >>> timer = SecondOrStepTimer(every_steps=3)
+    >>> timer.update_last_triggered_step(1)
+    (None, None)
+    >>> timer.should_trigger_for_step(3), timer.should_trigger_for_step(4)
+    (False, True)
+    """
+
+    def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
+        super().__init__(every_steps, every_secs)
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return True at the first step, and at another step when the time has come."""
+        return step != self.last_step and self.is_due(step)
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Start again at a step; return the seconds and the steps since the last time."""
+        last, before = self.last_step, self._last_time
+        self.mark(step)
+        return (None, None) if last is None else (self._last_time - before, step - last)
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step at which it started."""
+        return self.last_step

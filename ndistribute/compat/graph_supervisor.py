@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ndistribute.compat.graph_sessions import SessionManager
+from ndistribute.compat.graphs import BytesSession
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import write_speed
 from ndistribute.graph.monitored import Coordinator, Scaffold, open_session
@@ -48,6 +50,7 @@ class Supervisor(Coordinator):
         stop_grace_secs: the time for threads to end.
         checkpoint_basename: the beginning of the names of checkpoints.
         summary_writer: what writes summaries; None: none does.
+        session_manager: has `ready_op` and `local_init_op`, if these are not given.
         init_fn: called as ``init_fn(session)`` after `init_op`.
 
     >>> from ndistribute.graph import Variable
@@ -76,6 +79,7 @@ class Supervisor(Coordinator):
         recovery_wait_secs: float = 30,
         stop_grace_secs: float = 120,
         checkpoint_basename: str = "model.ckpt",
+        session_manager: SessionManager | None = None,
         summary_writer: Any = UNSET,
         init_fn: Callable[[Any], None] | None = None,
     ) -> None:
@@ -84,20 +88,24 @@ class Supervisor(Coordinator):
         self.is_chief, self.coord = is_chief, self
         self.save_path = str(Path(logdir or "", checkpoint_basename))
         """The beginning of the paths of checkpoints."""
-        self._folder, self._grace = logdir, stop_grace_secs
-        self._save_secs, self._summary_secs = save_model_secs, save_summaries_secs
+        self._folder, self._grace = logdir or None, stop_grace_secs
+        self.save_model_secs, self.save_summaries_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
             self.global_step = find_global_step(self.graph) if global_step is None else global_step
             start = None if init_fn is None else lambda _, session: init_fn(session)
             ops = init_op, init_feed_dict, start, ready_op, local_init_op
             scaffold = Scaffold(*ops, ready_for_local_init_op=ready_for_local_init_op)
+            if session_manager is not None:
+                scaffold = session_manager.completed(scaffold)
             scaffold.saver = None if saver is UNSET else saver
             self._scaffold = scaffold.finalize()
         self.saver: Saver | None = None if saver is None else scaffold.saver
         """What saves and restores."""
         scaffold.saver = self.saver
         scaffold.summary_op = scaffold.summary_op if summary_op is UNSET else summary_op
-        self._writes = summary_writer is UNSET and logdir is not None and is_chief
+        self.init_op, self.init_feed_dict = scaffold.init_op, init_feed_dict
+        self.ready_op, self.summary_op = scaffold.ready_op, scaffold.summary_op
+        self._writes = summary_writer is UNSET and self._folder is not None and is_chief
         if summary_writer is UNSET:
             summary_writer = FileWriter(str(logdir)) if self._writes else None
         self.summary_writer: FileWriter | None = summary_writer
@@ -126,13 +134,11 @@ class Supervisor(Coordinator):
         if self.summary_writer is None and self._writes:
             self.summary_writer = FileWriter(str(self._folder))
         with self.graph.as_default():
-            options = config, self._folder, max_wait_secs, self.is_chief
+            options = BytesSession, config, self._folder, max_wait_secs, self.is_chief
             session = open_session(self._scaffold, master, *options)
         if start_standard_services and self.is_chief:
-            self._start_services(session)
+            self.start_standard_services(session)
         return session
-
-    PrepareSession = prepare_or_wait_for_session
 
     @contextlib.contextmanager
     def managed_session(
@@ -159,7 +165,7 @@ class Supervisor(Coordinator):
         finally:
             try:
                 self.stop(close_summary_writer=close_summary_writer)
-                if session and self.is_chief and self._save_secs and not is_interrupted:
+                if session and self.is_chief and self.save_model_secs and not is_interrupted:
                     self._save(session)
             finally:
                 if session:
@@ -215,17 +221,31 @@ class Supervisor(Coordinator):
             global_step = sess.run(self.global_step)
         self.summary_writer.add_summary(summary, global_step)
 
-    def _start_services(self, session: Session) -> None:
-        if self._folder and self._save_secs and self.saver is not None:
-            self.loop(self._save_secs, self._save, (session,))
-        if self.summary_writer and self._summary_secs:
+    def start_standard_services(self, sess: Session) -> None:
+        """Start the threads by which the chief saves, writes summaries and reports its speed."""
+        if not self.is_chief:
+            raise RuntimeError("only the chief saves and writes summaries: pass is_chief=True.")
+        session = sess
+        if self._folder and self.save_model_secs and self.saver is not None:
+            self.loop(self.save_model_secs, self._save, (session,))
+        if self.summary_writer and self.save_summaries_secs:
             run, op, step = session.run, self._scaffold.summary_op, self.global_step
             timer, writer = Timer(seconds=0.0), self.summary_writer
             if op is not None:
-                self.loop(self._summary_secs, lambda: self.summary_computed(session, run(op)))
+                self.loop(self.save_summaries_secs, lambda: self.summary_computed(session, run(op)))
             if step is not None:
-                self.loop(self._summary_secs, lambda: write_speed(timer, int(run(step)), writer))
+                self.loop(
+                    self.save_summaries_secs, lambda: write_speed(timer, int(run(step)), writer)
+                )
 
     def _save(self, session: Session) -> None:
         if self._folder and self.saver is not None:
             self.saver.save(session, self.save_path, self.global_step)
+
+
+Supervisor.PrepareSession = Supervisor.prepare_or_wait_for_session  # type: ignore[attr-defined]
+for _name in (
+    "loop request_stop should_stop start_queue_runners start_standard_services stop "
+    "stop_on_exception summary_computed wait_for_stop"
+).split():  # As programs of the first releases call them.
+    setattr(Supervisor, _name.title().replace("_", ""), getattr(Supervisor, _name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import sys
@@ -30,36 +31,20 @@ def get_logger() -> logging.Logger:
     return _log
 
 
-class _BytesForText:
+class BytesSession(graph.Session):
     """A session that returns text as bytes, and arrays, which constants before any graph are."""
 
-    graph: Any
-
-    def run(
-        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
-    ) -> Any:
+    def run(self, fetches: Any, *args: Any, **options: Any) -> Any:
         """Return the values of fetches; see `ndistribute.graph.Session`."""
         with self.graph.as_default():
             known = tree.map_leaves(_as_fetch, fetches)
-        return tree.map_leaves(_as_bytes, super().run(known, feed_dict))  # type: ignore[misc]
+        return tree.map_leaves(_as_bytes, super().run(known, *args, **options))
 
 
-class BytesSession(_BytesForText, graph.Session):
-    """A session of TensorFlow's kind."""
-
-
-class MonitoredBytesSession(_BytesForText, graph.MonitoredTrainingSession):
+class MonitoredBytesSession(graph.MonitoredTrainingSession):
     """A session with hooks, of TensorFlow's kind."""
 
-
-class RunOptions:
-    """Options of a run; those that change no value are taken, and a limit of time is refused."""
-
-    NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
-
-    @accepting("output_partition_graphs", "trace_level")
-    def __init__(self) -> None:
-        """Do nothing."""
+    _session_type = BytesSession
 
 
 class InteractiveSession(BytesSession):
@@ -157,16 +142,17 @@ def conv2d(
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
-def max_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
-    """Return the greatest element of each window."""
-    check_layout(data_format)
-    return nn.max_pool2d(value, windows(ksize), windows(strides), padding.lower())
+def _pool(of_windows: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
+        check_layout(data_format)
+        return of_windows(value, windows(ksize), windows(strides), padding.lower())
+
+    pool.__doc__ = f"Return the {what} of each window."
+    return pool
 
 
-def avg_pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
-    """Return the mean of each window."""
-    check_layout(data_format)
-    return nn.average_pool2d(value, windows(ksize), windows(strides), padding.lower())
+max_pool = _pool(nn.max_pool2d, "greatest element")
+avg_pool = _pool(nn.average_pool2d, "mean")
 
 
 @accepting("back_prop", "parallel_iterations", "shape_invariants", "swap_memory")
@@ -280,77 +266,80 @@ def _check_ranks(labels: Any, predictions: Any) -> None:
         )
 
 
-def _mean_loss(losses: Any, weights: Any, collection: str | None) -> Any:
+def _mean_of(of_each: Callable[..., Any]) -> Callable[..., Any]:
     """Return the mean of losses with a weight that is not 0, which a collection gets."""
-    if isinstance(weights, int | float) and weights == 1:
-        loss = np.mean(losses)
-    else:
-        weights = _tensor(weights).astype(losses.dtype or np.float32)
-        spread = np.broadcast_to(weights, np.shape(losses))
-        count = np.sum(np.not_equal(spread, 0)).astype(losses.dtype or np.float32)
-        loss = np.sum(losses * spread) / np.maximum(count, 1)
-    if collection and isinstance(loss, Symbolic):
-        graph.get_default_graph().add_to_collection(collection, loss)
-    return loss
+
+    @functools.wraps(of_each)
+    def mean_loss(
+        *args: Any, scope: str | None = None, loss_collection: str | None = "losses", **options: Any
+    ) -> Any:
+        weights = args[2] if len(args) > 2 else options.pop("weights", 1.0)
+        losses = of_each(*args[:2], *args[3:], **options)
+        if isinstance(weights, int | float) and weights == 1:
+            loss = np.mean(losses)
+        else:
+            weights = _tensor(weights).astype(losses.dtype or np.float32)
+            spread = np.broadcast_to(weights, np.shape(losses))
+            count = np.sum(np.not_equal(spread, 0)).astype(losses.dtype or np.float32)
+            loss = np.sum(losses * spread) / np.maximum(count, 1)
+        if loss_collection and isinstance(loss, Symbolic):
+            graph.get_default_graph().add_to_collection(loss_collection, loss)
+        return loss
+
+    return mean_loss
 
 
-def mean_squared_error(
-    labels: Any,
-    predictions: Any,
-    weights: Any = 1.0,
-    scope: str | None = None,
-    loss_collection: str | None = "losses",
-) -> Any:
-    """Return the mean of the squared differences."""
+def _error(labels: Any, predictions: Any) -> Any:
     _check_ranks(labels, predictions)
     predictions = _tensor(predictions)
-    labels = _tensor(labels).astype(predictions.dtype or np.float32)
-    return _mean_loss(np.square(predictions - labels), weights, loss_collection)
+    return predictions - _tensor(labels).astype(predictions.dtype or np.float32)
 
 
-def softmax_cross_entropy(
-    onehot_labels: Any,
-    logits: Any,
-    weights: Any = 1.0,
-    label_smoothing: float = 0,
-    scope: str | None = None,
-    loss_collection: str | None = "losses",
-) -> Any:
+@_mean_of
+def absolute_difference(labels: Any, predictions: Any) -> Any:
+    """Return the mean of the absolute differences."""
+    return np.abs(_error(labels, predictions))
+
+
+@_mean_of
+def huber_loss(labels: Any, predictions: Any, delta: float = 1.0) -> Any:
+    """Return the mean of half the squared differences up to `delta`, and linear beyond it."""
+    error = np.abs(_error(labels, predictions))
+    below = np.minimum(error, delta)
+    return np.square(below) / 2 + delta * (error - below)
+
+
+@_mean_of
+def mean_squared_error(labels: Any, predictions: Any) -> Any:
+    """Return the mean of the squared differences."""
+    return np.square(_error(labels, predictions))
+
+
+@_mean_of
+def softmax_cross_entropy(onehot_labels: Any, logits: Any, label_smoothing: float = 0) -> Any:
     """Return the mean cross entropy of rows of probabilities."""
     if label_smoothing:
         labels = _tensor(onehot_labels).astype(_tensor(logits).dtype or np.float32)
         spread = label_smoothing / np.shape(labels)[-1].astype(labels.dtype)
         onehot_labels = labels * (1 - label_smoothing) + spread
-    losses = nn.softmax_cross_entropy(logits, onehot_labels)
-    return _mean_loss(losses, weights, loss_collection)
+    return nn.softmax_cross_entropy(logits, onehot_labels)
 
 
-def sparse_softmax_cross_entropy(
-    labels: Any,
-    logits: Any,
-    weights: Any = 1.0,
-    scope: str | None = None,
-    loss_collection: str | None = "losses",
-) -> Any:
+@_mean_of
+def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
     """Return the mean cross entropy of class numbers."""
     numbers = np.reshape(_tensor(labels), np.shape(logits)[:-1])
-    return _mean_loss(nn.softmax_cross_entropy(logits, numbers), weights, loss_collection)
+    return nn.softmax_cross_entropy(logits, numbers)
 
 
-def sigmoid_cross_entropy(
-    multi_class_labels: Any,
-    logits: Any,
-    weights: Any = 1.0,
-    label_smoothing: float = 0,
-    scope: str | None = None,
-    loss_collection: str | None = "losses",
-) -> Any:
+@_mean_of
+def sigmoid_cross_entropy(multi_class_labels: Any, logits: Any, label_smoothing: float = 0) -> Any:
     """Return the mean cross entropy of probabilities that do not exclude each other."""
     _check_ranks(multi_class_labels, logits)
     labels = _tensor(multi_class_labels).astype(_tensor(logits).dtype or np.float32)
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
-    return _mean_loss(nn.sigmoid_cross_entropy(logits, labels), weights, loss_collection)
+    return nn.sigmoid_cross_entropy(logits, labels)
 
 
 def get_regularization_loss(scope: str | None = None) -> Any:

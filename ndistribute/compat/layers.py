@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,22 +11,27 @@ import numpy as np
 from ndistribute import graph
 from ndistribute.compat import graphs
 from ndistribute.graph.graph import Symbolic
+from ndistribute.graph.model_calls import build_in_graph
 from ndistribute.graph.scopes import get_variable, variable_scope
-from ndistribute.models import nn
+from ndistribute.models import layers
 
 _UPDATES = "update_ops"
 
 
-def dense(inputs: Any, units: int, activation: Any = None, **options: Any) -> Any:
+def dense(
+    inputs: Any, units: int, activation: Any = None, use_bias: bool = True, **options: Any
+) -> Any:
     """Return ``activation(inputs @ kernel + bias)``.
 
     Args:
         inputs: a tensor whose last axis has a known length.
         units: the length of the last axis of the result.
-        activation: a function of a tensor; None: none.
+        activation: a function of a tensor, or its name; None: none.
+        use_bias: whether a bias is added.
         options: those of all layers with weights; see `_weighted`.
     """
-    return _weighted("dense", inputs, (), units, np.matmul, activation, **options)
+    how = {"units": units, "use_bias": use_bias}
+    return _weighted("dense", layers.Dense, inputs, how, activation, **options)
 
 
 def conv2d(
@@ -39,67 +43,63 @@ def conv2d(
     data_format: str = "channels_last",
     dilation_rate: Any = (1, 1),
     activation: Any = None,
+    use_bias: bool = True,
     **options: Any,
 ) -> Any:
     """Return ``activation(convolution + bias)`` of images, ``(batch, height, width, channels)``."""
-    graphs.check_layout(data_format, dilation_rate, "channels_last")
-
-    def convolve(images: Any, kernel: Any) -> Any:
-        return nn.conv2d(images, kernel, strides=graphs.windows(strides), padding=padding.lower())
-
-    size = graphs.windows(kernel_size)
-    return _weighted("conv2d", inputs, size, filters, convolve, activation, **options)
+    graphs.check_layout(data_format, known="channels_last")
+    how = {"filters": filters, "kernel_size": kernel_size, "strides": strides, "padding": padding}
+    how |= {"dilation_rate": dilation_rate, "use_bias": use_bias}
+    return _weighted("conv2d", layers.Conv2D, inputs, how, activation, **options)
 
 
 def _weighted(
-    kind: str,
+    scope: str,
+    make: Callable[..., Any],
     inputs: Any,
-    size: tuple[int, ...],
-    units: int,
-    combine: Callable[[Any, Any], Any],
+    how: dict[str, Any],
     activation: Callable[[Any], Any] | None,
-    use_bias: bool = True,
-    kernel_initializer: Any = None,
-    bias_initializer: Any = np.zeros,
-    kernel_regularizer: Any = None,
-    bias_regularizer: Any = None,
     trainable: bool = True,
     name: str | None = None,
     reuse: Any = None,
+    **starts: Any,
 ) -> Any:
     """Return what a layer with a kernel and a bias makes of its inputs.
 
     Args:
-        kind: its name, if it gets none.
+        scope: the name of the scope, if the layer gets none.
+        make: makes a layer of models.
         inputs: a tensor whose last axis has a known length.
-        size: the first lengths of the kernel.
-        units: the length of the last axis of the result.
-        combine: a function of the inputs and the kernel.
-        activation: a function of the result, or its name in `tf.nn`; None: none.
-        use_bias: whether a bias is added.
-        kernel_initializer: see `get_variable`, as are those below.
-        bias_initializer: None or not given: zeros.
-        kernel_regularizer: a function whose result is one of the regularization losses.
-        bias_regularizer: the same for the bias.
+        how: the arguments of the layer.
+        activation: a function of the result, or its name; None: none.
         trainable: whether optimizers change the weights by default.
         name: the scope of the weights; None: a new one.
         reuse: whether the weights exist; see `variable_scope`.
+        starts: ``kernel_initializer``, ``bias_initializer``, ``kernel_regularizer`` and
+            ``bias_regularizer``, see `get_variable`.
     """
-    inputs = graph.as_tensor(inputs)
-    shape = [*size, _channels(inputs), units]
-    with variable_scope(name, kind, reuse=reuse):
+    inputs, is_named = graph.as_tensor(inputs), isinstance(activation, str)
+    _channels(inputs)  # Which must be known.
+    layer = make(**how, activation=activation if is_named else None, dtype=_dtype_of(inputs))
+    weight = _weights(layer.dtype, starts, kernel=None, bias=np.zeros)
+    with variable_scope(name, scope, reuse=reuse):
+        build_in_graph(layer, [inputs], lambda label, shape, _: weight(label, shape, trainable))
+        outputs = layer(inputs)
+        return outputs if is_named or activation is None else activation(outputs)
 
-        def weight(label: str, shape: list[int], start: Any, regularizer: Any) -> Any:
-            return get_variable(label, shape, inputs.dtype, start, trainable, None, regularizer)
 
-        kernel = weight("kernel", shape, kernel_initializer, kernel_regularizer)
-        outputs = combine(inputs, kernel)
-        if use_bias:
-            outputs = outputs + weight("bias", [units], bias_initializer, bias_regularizer)
-        if isinstance(activation, str):
-            known = import_module("ndistribute.compat.tf.nn")
-            activation = None if activation == "linear" else getattr(known, activation)
-        return outputs if activation is None else activation(outputs)
+def _weights(dtype: Any, starts: dict[str, Any], **otherwise: Any) -> Callable[..., Any]:
+    """Return a function that makes weights as the options of a layer say, or else as others do."""
+    known = {f"{label}_{what}" for label in otherwise for what in ("initializer", "regularizer")}
+    if unknown := sorted(starts.keys() - known):
+        raise TypeError(f"a layer got the unknown arguments {unknown}: it takes {sorted(known)}.")
+
+    def weight(label: str, shape: Any, trains: bool) -> Any:
+        start = starts.get(f"{label}_initializer", otherwise[label])
+        regularizer = starts.get(f"{label}_regularizer")
+        return get_variable(label, shape, dtype, start, trains, None, regularizer)
+
+    return weight
 
 
 def batch_normalization(
@@ -109,18 +109,13 @@ def batch_normalization(
     epsilon: float = 1e-3,
     center: bool = True,
     scale: bool = True,
-    beta_initializer: Any = np.zeros,
-    gamma_initializer: Any = np.ones,
-    moving_mean_initializer: Any = np.zeros,
-    moving_variance_initializer: Any = np.ones,
-    beta_regularizer: Any = None,
-    gamma_regularizer: Any = None,
     *,
     training: Any = False,
     trainable: bool = True,
     name: str | None = None,
     reuse: Any = None,
     fused: bool | None = None,
+    **starts: Any,
 ) -> Any:
     """Return inputs with the mean 0 and variance 1 in each channel, scaled and moved.
 
@@ -134,33 +129,24 @@ def batch_normalization(
         epsilon: added to the variance.
         center: whether `beta` is added.
         scale: whether the result is multiplied by `gamma`.
-        beta_initializer: see `get_variable`, as are those below.
-        gamma_initializer: the same.
-        moving_mean_initializer: the same.
-        moving_variance_initializer: the same.
-        beta_regularizer: a function whose result is one of the regularization losses.
-        gamma_regularizer: the same.
         training: whether to use the moments of the batch: a truth value, or a tensor of one.
         trainable: whether optimizers change `beta` and `gamma` by default.
         name: the scope of the variables; None: a new one.
         reuse: whether the variables exist; see `variable_scope`.
         fused: ignored.
+        starts: ``beta_initializer``, ``beta_regularizer`` and so on, see `get_variable`, of `beta`,
+            `gamma`, `moving_mean` and `moving_variance`.
     """
     inputs = graph.as_tensor(inputs)
-    channels = _channels(inputs)
+    channels = [_channels(inputs)]
     if axis not in (-1, len(inputs.shape) - 1):
         raise ValueError(f"batch_normalization: axis must be the last one, got {axis}.")
+    others = {"moving_mean": np.zeros, "moving_variance": np.ones}
+    weight = _weights(inputs.dtype, starts, gamma=np.ones, beta=np.zeros, **others)
     with variable_scope(name, "batch_normalization", reuse=reuse):
-
-        def weight(label: str, start: Any, trains: bool, regularizer: Any = None) -> Any:
-            return get_variable(label, [channels], inputs.dtype, start, trains, None, regularizer)
-
-        gamma = weight("gamma", gamma_initializer, trainable, gamma_regularizer) if scale else 1.0
-        beta = weight("beta", beta_initializer, trainable, beta_regularizer) if center else 0.0
-        moving = [
-            weight("moving_mean", moving_mean_initializer, False),
-            weight("moving_variance", moving_variance_initializer, False),
-        ]
+        gamma = weight("gamma", channels, trainable) if scale else 1.0
+        beta = weight("beta", channels, trainable) if center else 0.0
+        moving = [weight(label, channels, False) for label in others]
         moments: list[Any] = moving
         if training is not False:
             axes = tuple(range(len(inputs.shape) - 1))
@@ -207,14 +193,13 @@ def dropout(
 def flatten(inputs: Any, name: str | None = None) -> Any:
     """Return inputs with all axes but the first one in one."""
     inputs = graph.as_tensor(inputs)
-    length = inputs.get_shape()[1:].num_elements()
-    return inputs.reshape(np.shape(inputs)[0] if length is None else -1, length or -1)
+    return layers.Flatten(dtype=_dtype_of(inputs))(inputs)
 
 
-def _pooling(pool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer that calls a function of images, windows, strides and padding."""
+def _pooling(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a layer of models."""
 
-    def layer(
+    def pooling(
         inputs: Any,
         pool_size: Any,
         strides: Any,
@@ -223,14 +208,13 @@ def _pooling(pool: Callable[..., Any]) -> Callable[..., Any]:
         name: str | None = None,
     ) -> Any:
         graphs.check_layout(data_format, known="channels_last")
-        sizes = graphs.windows(pool_size), graphs.windows(strides)
-        return pool(inputs, *sizes, padding.lower())
+        inputs = graph.as_tensor(inputs)
+        return make(pool_size, strides, padding, dtype=_dtype_of(inputs))(inputs)
 
-    return layer
+    return pooling
 
 
-average_pooling2d = _pooling(nn.average_pool2d)
-max_pooling2d = _pooling(nn.max_pool2d)
+average_pooling2d, max_pooling2d = map(_pooling, (layers.AveragePool2D, layers.MaxPool2D))
 
 
 class GraphLayer:
@@ -285,6 +269,11 @@ Dense = _class("Dense", dense)
 Dropout = _class("Dropout", dropout)
 Flatten = _class("Flatten", flatten)
 MaxPooling2D = _class("MaxPooling2D", max_pooling2d)
+
+
+def _dtype_of(inputs: Any) -> Any:
+    """Return the dtype of floats; None: a layer chooses it."""
+    return inputs.dtype if inputs.dtype is not None and inputs.dtype.kind == "f" else None
 
 
 def _channels(inputs: Any) -> int:

@@ -80,15 +80,11 @@ TF2 = """
     DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor
     Estimator EstimatorSpec EvalSpec LinearClassifier LinearEstimator LinearRegressor ModeKeys
     MultiClassHead=multi_class_head RegressionHead=regression_head RunConfig TrainSpec
-    WarmStartSettings add_metrics train_and_evaluate  .graph: CheckpointSaverHook
-    CheckpointSaverListener FinalOpsHook GlobalStepWaiterHook LoggingTensorHook
-    NanLossDuringTrainingError NanTensorHook SessionRunArgs SessionRunContext SessionRunHook
-    SessionRunValues StepCounterHook StopAtStepHook SummarySaverHook
-[estimator.experimental] .estimator.early_stopping: make_early_stopping_hook
-    stop_if_no_decrease_hook stop_if_no_increase_hook
+    WarmStartSettings add_metrics train_and_evaluate  .graph.hooks: *
+[estimator.experimental] .estimator.early_stopping: *
 [feature_column] .estimator.feature_column: bucketized_column categorical_column_with_hash_bucket
-    categorical_column_with_identity categorical_column_with_vocabulary_list embedding_column
-    indicator_column numeric_column
+    categorical_column_with_identity categorical_column_with_vocabulary_list crossed_column
+    embedding_column indicator_column numeric_column
 [io] .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
     decode_png=decode_image read_file
 [io.gfile] os/file: listdir mkdir remove stat walk  os.path: exists isdir join  glob: glob
@@ -278,7 +274,8 @@ TF1 = """
 [flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
     DEFINE_integer DEFINE_string FLAGS
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
-    LOSSES=losses REGULARIZATION_LOSSES=regularization_losses SUMMARIES=summaries
+    LOSSES=losses METRIC_VARIABLES=metric_variables REGULARIZATION_LOSSES=regularization_losses
+    SUMMARIES=summaries
     TRAINABLE_VARIABLES=trainable_variables UPDATE_OPS=update_ops VARIABLES=variables
 [gfile] .compat.tf.io.gfile: *  builtins/file: FastGFile=open Open=open  glob: Glob=glob
     os/file: ListDirectory=listdir Remove=remove  os.path: Exists=exists IsDirectory=isdir
@@ -287,10 +284,11 @@ TF1 = """
     MaxPooling2D average_pooling2d batch_normalization conv2d dense dropout flatten max_pooling2d
 [logging] logging: DEBUG ERROR FATAL INFO WARN=WARNING  .compat.graphs: debug error info
     set_verbosity warn=warning warning
-[losses] .compat.graphs/losses: get_regularization_loss get_total_loss mean_squared_error
-    sigmoid_cross_entropy softmax_cross_entropy sparse_softmax_cross_entropy
-[metrics] .graph.streaming_metrics/graph: accuracy mean mean_absolute_error mean_squared_error
-    precision recall root_mean_squared_error
+[losses] .compat.graphs/losses: absolute_difference get_regularization_loss get_total_loss
+    huber_loss mean_squared_error sigmoid_cross_entropy softmax_cross_entropy
+    sparse_softmax_cross_entropy
+[metrics] .graph.streaming_metrics/graph: * sparse_precision_at_k=precision_at_k
+    sparse_average_precision_at_k=average_precision_at_k
 [math] .compat.graphs/operation: in_top_k
 [nn] .compat.graphs/operation: in_top_k xw_plus_b
     .compat.tensor_functions/either: dropout=dropout_v1
@@ -306,14 +304,11 @@ TF1 = """
     .compat.signatures: start_queue_runners=nothing
     .compat.graphs: MonitoredTrainingSession=MonitoredBytesSession global_step
     .compat.graph_supervisor: Supervisor  .compat.graph_sessions: ChiefSessionCreator
-    MonitoredSession SingularMonitoredSession WorkerSessionCreator
-    .graph.variables: get_global_step=find_global_step
-    .compat.tf.compat.v1.summary: SummaryWriter  .graph: CheckpointSaverHook CheckpointSaverListener
-    FinalOpsHook GlobalStepWaiterHook LoggingTensorHook NanLossDuringTrainingError NanTensorHook
-    Optimizer Saver Scaffold SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
-    StepCounterHook StopAtStepHook SummarySaverHook SyncReplicasOptimizer exponential_decay
+    MonitoredSession SecondOrStepTimer SessionManager SingularMonitoredSession WorkerSessionCreator
+    .estimator.specs: warm_start  .graph.variables: get_global_step=find_global_step
+    .compat.tf.compat.v1.summary: SummaryWriter  .graph.hooks: *
+    .graph: Optimizer Saver Scaffold SyncReplicasOptimizer exponential_decay init_from_checkpoint
     piecewise_constant polynomial_decay replica_device_setter
-    init_from_checkpoint
 [] .compat.tensor_functions/either: get_variable global_variables_initializer
     glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
@@ -321,9 +316,9 @@ TF1 = """
     .compat.random_numbers/either: random_normal=normal random_uniform=uniform truncated_normal
     .compat.programs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
     enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
-    .compat.graphs: InteractiveSession RunOptions Session=BytesSession add_to_collection assign
-    assign_add assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
-    to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions
+    .compat.graphs: InteractiveSession Session=BytesSession add_to_collection assign assign_add
+    assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
+    to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions RunOptions
     .compat.graphs/graph: placeholder  .graph: AUTO_REUSE ConfigProto all_variables=global_variables
     get_default_graph get_variable_scope global_variables gradients local_variables
     report_uninitialized_variables reset_default_graph trainable_variables variable_scope
@@ -350,11 +345,13 @@ INSTEAD = {
     "estimator.BoostedTreesEstimator": "sklearn.ensemble.HistGradientBoostingClassifier",
     "estimator.FinalExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.experimental.stop_if_higher_hook": "make_early_stopping_hook",
-    "estimator.experimental.stop_if_lower_hook": "make_early_stopping_hook",
+    "estimator.BaselineClassifier": "tf.estimator.LinearClassifier of a constant feature",
+    "estimator.BaselineRegressor": "tf.estimator.LinearRegressor of a constant feature",
+    "estimator.ProfilerHook": "the command ndistribute trace",
+    "estimator.VocabInfo": "the same vocabulary in both models",
+    "estimator.export": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.tpu": "tf.keras.estimator.model_to_estimator of a model under TPUStrategy",
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
-    "feature_column.crossed_column": "one column of both words, joined in Dataset.map",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image.adjust_hue": "Pillow in Dataset.map",
@@ -396,9 +393,13 @@ INSTEAD = {
     "summary.trace_export": "the command ndistribute trace",
     "summary.trace_on": "the command ndistribute trace",
     "train.Example": "Dataset.save, or arrays in .npz files",
+    "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
+    "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
+    "train.LooperThread": "Supervisor.loop",
+    "train.ProfilerHook": "the command ndistribute trace",
     "train.QueueRunner": "a dataset",
-    "train.SecondOrStepTimer": "time.monotonic(), or the step, in after_run of the hook",
-    "train.SessionManager": "tf.compat.v1.train.MonitoredTrainingSession, or Supervisor",
+    "train.SessionCreator": "tf.compat.v1.train.ChiefSessionCreator, or WorkerSessionCreator",
+    "train.VocabInfo": "the same vocabulary in both models",
     "train.batch": "Dataset.batch",
     "train.string_input_producer": "Dataset.from_files",
 }

@@ -21,9 +21,8 @@ from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.specs import EstimatorSpec, ModeKeys, WarmStart
 from ndistribute.graph.graph import apply_named
 from ndistribute.graph.optimizers import OptimizerOfScopes
-from ndistribute.graph.scopes import glorot_uniform
 from ndistribute.mistakes import accepting
-from ndistribute.models import nn
+from ndistribute.models import layers, nn
 from ndistribute.numpy_functions import register
 from ndistribute.optimizers import Ftrl
 
@@ -282,25 +281,17 @@ def _dense(
     known, hidden, rate = fc.sorted_columns(columns), tuple(hidden_units), dropout or 0.0
     dtype = fc.dtype_of(known)
 
-    def layer(values: Any, width: int, units: int) -> Any:
-        kernel = g.Variable(glorot_uniform((width, units), dtype), name="kernel")
-        return values @ kernel + g.Variable(np.zeros(units, dtype), name="bias")
-
     def logits(features: Any, units: int, mode: str) -> Any:
-        graph = g.get_default_graph()
         with g.variable_scope("input_from_feature_columns"):
             values = fc.input_layer(features, known)
-        width = sum(column.width for column in known)
+        values.set_shape([None, sum(column.width for column in known)])
         for k, size in enumerate(hidden):
-            with graph.name_scope(f"hiddenlayer_{k}"):
-                values = layer(values, width, size)
-                values = activation(values) if activation else np.maximum(values, 0)
-                if mode == ModeKeys.TRAIN and rate:
-                    kept = g.random_uniform(np.shape(values), dtype=dtype) >= rate
-                    values = np.where(kept, values / (1 - rate), 0)
-            width = size
-        with graph.name_scope("logits"):
-            return layer(values, width, units)
+            values = layers.Dense(size, name=f"hiddenlayer_{k}", dtype=dtype)(values)
+            values = activation(values) if activation else np.maximum(values, 0)
+            if mode == ModeKeys.TRAIN and rate:
+                kept = g.random_uniform(np.shape(values), dtype=dtype) >= rate
+                values = np.where(kept, values / (1 - rate), 0)
+        return layers.Dense(units, name="logits", dtype=dtype)(values)
 
     return Network("dnn", logits, optimizer, rate=0.05)
 
@@ -369,7 +360,7 @@ class Head:
         weighted = losses if weights is None else losses * weights.astype(np.float32)
         loss = np.mean(weighted)
         if mode == ModeKeys.EVAL:
-            measured = {"average_loss": g.metrics.mean(losses, weights, "average_loss")}
+            measured = {"average_loss": g.metrics.mean(losses, weights, name="average_loss")}
             measured |= self.metrics(labels, predicted, weights)
             return EstimatorSpec(mode, predicted, loss, eval_metric_ops=measured)
         step = g.get_or_create_global_step()
@@ -470,7 +461,7 @@ def multi_class_head(
 
 
 def _means(weights: Any, values: Tensors) -> dict[str, Any]:
-    return {name: g.metrics.mean(value, weights, name) for name, value in values.items()}
+    return {name: g.metrics.mean(value, weights, name=name) for name, value in values.items()}
 
 
 def _classes(labels: Any, count: int, words: Any) -> Any:

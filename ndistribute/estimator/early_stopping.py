@@ -57,7 +57,7 @@ def stop_if_no_decrease_hook(
             given; ``min_steps``, before which evaluations do not count; ``run_every_secs`` and
             ``run_every_steps`` of `make_early_stopping_hook`.
     """
-    return _stop_by_metric(estimator, metric_name, min, max_steps_without_decrease, **when)
+    return _stop_by_metric(estimator, metric_name, _since(min, max_steps_without_decrease), **when)
 
 
 def stop_if_no_increase_hook(
@@ -67,14 +67,42 @@ def stop_if_no_increase_hook(
 
     The arguments are those of `stop_if_no_decrease_hook`.
     """
-    return _stop_by_metric(estimator, metric_name, max, max_steps_without_increase, **when)
+    return _stop_by_metric(estimator, metric_name, _since(max, max_steps_without_increase), **when)
+
+
+def stop_if_higher_hook(
+    estimator: Estimator, metric_name: str, threshold: float, **when: Any
+) -> SessionRunHook:
+    """Return a hook that ends the training when a metric is above a threshold.
+
+    The other arguments are those of `stop_if_no_decrease_hook`.
+    """
+    return _stop_by_metric(
+        estimator, metric_name, lambda values: max(values.values()) > threshold, **when
+    )
+
+
+def stop_if_lower_hook(
+    estimator: Estimator, metric_name: str, threshold: float, **when: Any
+) -> SessionRunHook:
+    """Return a hook that ends the training when a metric is below a threshold.
+
+    The other arguments are those of `stop_if_no_decrease_hook`.
+    """
+    return _stop_by_metric(
+        estimator, metric_name, lambda values: min(values.values()) < threshold, **when
+    )
+
+
+def _since(best_of: Callable[..., int], most_steps: int) -> Callable[[dict[int, float]], bool]:
+    """Return whether so many steps have passed since the best of metrics by step."""
+    return lambda of: max(of) - best_of(of, key=lambda step: of[step]) >= most_steps
 
 
 def _stop_by_metric(
     estimator: Estimator,
     metric_name: str,
-    best_of: Callable[..., int],
-    most_steps: int,
+    ends: Callable[[dict[int, float]], bool],
     *,
     eval_dir: str | os.PathLike[str] | None = None,
     min_steps: int = 0,
@@ -87,8 +115,7 @@ def _stop_by_metric(
         numbers = {k: of for k, of in read_scalars(folder).items() if k >= min_steps}
         if any(metric_name not in metrics for metrics in numbers.values()):
             raise ValueError(f"an evaluation in {folder} has no metric {metric_name!r}.")
-        best = best_of(numbers, key=lambda step: numbers[step][metric_name], default=0)
-        return max(numbers, default=0) - best >= most_steps
+        return bool(numbers) and ends({k: of[metric_name] for k, of in numbers.items()})
 
     return make_early_stopping_hook(estimator, should_stop, run_every_secs, run_every_steps)
 

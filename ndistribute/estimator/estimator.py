@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -171,6 +171,11 @@ class Estimator:
         path = self._path(checkpoint_path)
         batches = self.loops.predict(input_fn, keys, hooks or (), path)
         return _examples(batches) if yield_single_examples else batches
+
+    def export_saved_model(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise `NotImplementedError`: an estimator has no export."""
+        why = "use tf.keras.estimator.model_to_estimator, and Model.export"
+        raise NotImplementedError(f"an estimator has no export: {why}; or its checkpoints.")
 
     def latest_checkpoint(self) -> str | None:
         """Return the path of the newest checkpoint, or None."""

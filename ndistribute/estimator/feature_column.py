@@ -162,6 +162,34 @@ def categorical_column_with_hash_bucket(
     return _looked_up(key, hash_bucket_size, "lookup", np.array([], str), -1, hash_bucket_size)
 
 
+def crossed_column(keys: Sequence[str | Column], hash_bucket_size: int) -> Column:
+    """Return a column of the combinations of several columns, whose ids are hashes.
+
+    An example with several words has the combinations of all with all. The hash is that of
+    `categorical_column_with_hash_bucket`.
+
+    Args:
+        keys: names of features of words or integers, and categorical or bucketized columns.
+        hash_bucket_size: the number of ids.
+    """
+    _check_size(hash_bucket_size, f"crossed_column({keys!r}): hash_bucket_size")
+    if len(keys) < 2:
+        raise ValueError(f"crossed_column needs two keys or more, got {keys!r}.")
+    names = sorted(key if isinstance(key, str) else key.name for key in keys)
+
+    sources = [
+        functools.partial(_feature, key=key)
+        if isinstance(key, str)
+        else _ids_of(key, "crossed_column")
+        for key in keys
+    ]
+
+    def ids(features: Features) -> Any:
+        return _function("crossed", [source(features) for source in sources], hash_bucket_size)
+
+    return Column("_X_".join(names), hash_bucket_size, ids=ids)
+
+
 def indicator_column(categorical_column: Column) -> Column:
     """Return a column with the number of occurrences of each id."""
     source, ids = categorical_column, _ids_of(categorical_column, "indicator_column")
@@ -377,6 +405,16 @@ def lookup(values: Any, vocabulary: Any, default: int, oov_buckets: int) -> Any:
     return np.array([place(word) for word in rows.ravel().tolist()], np.int64).reshape(rows.shape)
 
 
+def _crossed(values: Sequence[Any], buckets: int) -> Any:
+    def place(words: tuple[Any, ...]) -> int:
+        plain = [_plain(word) for word in words]
+        is_missing = any(word in ("", -1) for word in plain)
+        return -1 if is_missing else _hash("_X_".join(map(str, plain)), buckets)
+
+    rows = zip(*(_rows(each).tolist() for each in values), strict=True)
+    return np.array([[*map(place, itertools.product(*row))] for row in rows], np.int64)
+
+
 def _plain(word: Any) -> Any:
     return word.decode("utf-8", "surrogateescape") if isinstance(word, bytes) else word
 
@@ -394,7 +432,7 @@ def _counts(ids: Any, buckets: int) -> Any:
     return counts
 
 
-for _callable in (_numbers, _checked, lookup, _counts):
+for _callable in (_numbers, _checked, lookup, _crossed, _counts):
     register(f"feature_column.{_callable.__name__.lstrip('_')}", _callable)
 
 

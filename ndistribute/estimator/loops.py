@@ -32,7 +32,7 @@ from ndistribute.estimator.specs import EstimatorSpec, EvalSpec, ModeKeys, Train
 from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
-from ndistribute.graph.variables import GLOBAL_VARIABLES
+from ndistribute.graph.variables import GLOBAL_VARIABLES, METRIC_VARIABLES
 from ndistribute.models.batches import unpacked
 from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 from ndistribute.strategies import TPUStrategy
@@ -106,8 +106,7 @@ class GraphLoops:
             first = replicas.first.session
             some = itertools.islice(batches, spec.steps)
             replicas.run(itertools.takewhile(lambda _: not first.should_stop(), some))
-            variables = g.metrics.METRIC_VARIABLES
-            replicas.exchange(variables, lambda values, ctx: ctx.all_reduce("sum", values))
+            replicas.exchange(METRIC_VARIABLES, lambda values, ctx: ctx.all_reduce("sum", values))
             values = replicas.first.raw.run(replicas.first.results)
         return {name: value if np.ndim(value) else value.item() for name, value in values.items()}
 

@@ -21,7 +21,7 @@ from ndistribute.models.batches import unpacked
 from ndistribute.models.callbacks.callback import Callback, LambdaCallback
 from ndistribute.models.checkpoint import Checkpoint, by_chief, latest_checkpoint
 from ndistribute.models.checkpoint_manager import CheckpointManager
-from ndistribute.models.model import Model
+from ndistribute.models.model import Model, Sequential
 from ndistribute.timers import Timer
 
 
@@ -127,6 +127,8 @@ class ModelLoops:
     def _data(self, input_fn: InputFn, mode: str) -> Dataset:
         """Return the batches, and create the variables that checkpoints contain."""
         data = dataset_from(input_fn, mode, InputContext(), self._config, {})
+        if isinstance(self._model, Sequential) and _is_named(data.element_spec):
+            data = data.map(_without_name)
         if not self._model.built:
             batch = next(iter(data), None)
             if batch is None:
@@ -135,6 +137,18 @@ class ModelLoops:
         with self._model.strategy.scope():
             self._model.optimizer.build(self._model.trainable_variables)
         return data
+
+
+def _is_named(spec: Any) -> bool:
+    """Return whether the features of batches are a dict with the only input of a model."""
+    features = spec[0] if isinstance(spec, tuple) else spec
+    return isinstance(features, dict) and len(features) == 1
+
+
+def _without_name(features: dict[str, Any], *labels: Any) -> Any:
+    """Return a batch with the features alone."""
+    (values,) = features.values()
+    return (values, *labels) if labels else values
 
 
 def _refuse(hooks: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ndistribute.graph.graph import Operation, Tensor
 from ndistribute.graph.saver import init_from_checkpoint
-from ndistribute.graph.variables import trainable_variables
+from ndistribute.graph.variables import global_variables, trainable_variables
 
 
 class ModeKeys:
@@ -95,14 +95,14 @@ class WarmStartSettings:
 
     Args:
         ckpt_to_initialize_from: a checkpoint, or a directory of which the newest counts.
-        vars_to_warm_start: a regular expression, or several, for the beginning of the names of
-            trainable variables.
+        vars_to_warm_start: a regular expression for the beginning of the names of trainable
+            variables, several for those of all global variables, or the variables.
         var_name_to_vocab_info: must be None: vocabularies are not remapped.
         var_name_to_prev_var_name: by name, the name in the checkpoint if it is another one.
     """
 
     ckpt_to_initialize_from: str
-    vars_to_warm_start: str | Sequence[str] = ".*"
+    vars_to_warm_start: str | Sequence[Any] = ".*"
     var_name_to_vocab_info: None = None
     var_name_to_prev_var_name: Mapping[str, str] | None = None
 
@@ -112,15 +112,31 @@ class WarmStartSettings:
 
     def initialize(self) -> None:
         """Let the initializers of variables of the default graph take the values."""
-        patterns = self.vars_to_warm_start
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        names = [variable.op.name for variable in trainable_variables()]
-        chosen = [name for name in names if any(re.match(each, name) for each in patterns)]
+        wanted, pool = self.vars_to_warm_start, global_variables()
+        if isinstance(wanted, str):
+            wanted, pool = [wanted], trainable_variables()
+        names = [variable.op.name for variable in pool]
+        chosen = [name for each in wanted for name in _matching(each, names)]
         if not chosen:
-            raise ValueError(f"vars_to_warm_start={patterns} matches none of {names}.")
+            raise ValueError(f"vars_to_warm_start={wanted} matches none of {names}.")
         earlier = self.var_name_to_prev_var_name or {}
         places = {earlier.get(name, name): name for name in chosen}
         init_from_checkpoint(self.ckpt_to_initialize_from, places)
+
+
+def _matching(wanted: Any, names: Sequence[str]) -> list[str]:
+    """Return the names that a regular expression matches, or that of a variable."""
+    if isinstance(wanted, str):
+        return [name for name in names if re.match(wanted, name)]
+    return [wanted.op.name]
+
+
+def warm_start(ckpt_to_initialize_from: str, *args: Any, **options: Any) -> None:
+    """Let variables of the default graph begin with values of a checkpoint.
+
+    The arguments are those of `WarmStartSettings`.
+    """
+    WarmStartSettings(ckpt_to_initialize_from, *args, **options).initialize()
 
 
 WarmStart = str | WarmStartSettings | None

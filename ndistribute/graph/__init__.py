@@ -22,6 +22,7 @@ from ndistribute.graph.graph import get_default_graph as get_default_graph
 from ndistribute.graph.graph import reset_default_graph as reset_default_graph
 from ndistribute.graph.hooks import CheckpointSaverHook as CheckpointSaverHook
 from ndistribute.graph.hooks import CheckpointSaverListener as CheckpointSaverListener
+from ndistribute.graph.hooks import FeedFnHook as FeedFnHook
 from ndistribute.graph.hooks import FinalOpsHook as FinalOpsHook
 from ndistribute.graph.hooks import GlobalStepWaiterHook as GlobalStepWaiterHook
 from ndistribute.graph.hooks import LoggingTensorHook as LoggingTensorHook
@@ -35,6 +36,7 @@ from ndistribute.graph.hooks import StepCounterHook as StepCounterHook
 from ndistribute.graph.hooks import StopAtStepHook as StopAtStepHook
 from ndistribute.graph.hooks import SummarySaverHook as SummarySaverHook
 from ndistribute.graph.iterators import DatasetIterator as DatasetIterator
+from ndistribute.graph.model_calls import call_in_graph as call_in_graph
 from ndistribute.graph.monitored import Coordinator as Coordinator
 from ndistribute.graph.monitored import MonitoredTrainingSession as MonitoredTrainingSession
 from ndistribute.graph.monitored import Scaffold as Scaffold
@@ -68,6 +70,7 @@ from ndistribute.graph.scopes import get_variable as get_variable
 from ndistribute.graph.scopes import get_variable_scope as get_variable_scope
 from ndistribute.graph.scopes import variable_scope as variable_scope
 from ndistribute.graph.session import ConfigProto as ConfigProto
+from ndistribute.graph.session import RunOptions as RunOptions
 from ndistribute.graph.session import Session as Session
 from ndistribute.graph.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
 from ndistribute.graph.variables import GraphVariable as GraphVariable
@@ -84,7 +87,7 @@ from ndistribute.numpy_functions import register as register
 
 metrics = streaming_metrics
 Variable = GraphVariable
-_export(vars(), "metrics summary", but="GraphVariable")
+_export(vars(), "metrics summary", but="GraphVariable call_in_graph")
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):

@@ -38,6 +38,7 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
     dtype: Any
     op: Operation
     shape: Any
+    __call_model__: Any  # Calls a layer or a loss on tensors: see `model_calls`.
 
     @property
     def graph(self) -> Graph:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ndistribute.event_files import scalar
+from ndistribute.exports import export as _export
 from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.saver import Saver
 from ndistribute.graph.summary import FileWriter
@@ -29,12 +30,15 @@ class SessionRunArgs(NamedTuple):
 
     fetches: Any
     feed_dict: Mapping[Any, Any] | None = None
+    options: Any = None
 
 
 class SessionRunValues(NamedTuple):
-    """What a run returned for the fetches of a hook."""
+    """What a run returned for the fetches of a hook, and its options."""
 
     results: Any
+    options: Any = None
+    run_metadata: Any = None
 
 
 class SessionRunContext:
@@ -211,6 +215,8 @@ class CheckpointSaverHook(_StepHook):
         scaffold: Any = None,
         listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> None:
+        if saver is not None and scaffold is not None:
+            raise ValueError("CheckpointSaverHook got both saver and scaffold: pass one of them.")
         self._timer = Timer(save_steps, save_secs)
         self._saver, self._scaffold = saver, scaffold
         self._listeners = list(listeners or ())
@@ -429,6 +435,16 @@ class NanTensorHook(SessionRunHook):
         run_context.request_stop()
 
 
+class FeedFnHook(SessionRunHook):
+    """Feeds each run what a function without arguments returns."""
+
+    def __init__(self, feed_fn: Callable[[], Mapping[Any, Any]]) -> None:
+        self._feed_fn = feed_fn
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(None, self._feed_fn())
+
+
 class FinalOpsHook(SessionRunHook):
     """Runs operations at the end, and keeps their values as `final_ops_values`."""
 
@@ -437,7 +453,8 @@ class FinalOpsHook(SessionRunHook):
         self.final_ops_values: Any = None
 
     def end(self, session: Any) -> None:
-        self.final_ops_values = session.run(self._ops, self._feeds)
+        if self._ops is not None:
+            self.final_ops_values = session.run(self._ops, self._feeds)
 
 
 class GlobalStepWaiterHook(_StepHook):
@@ -450,3 +467,6 @@ class GlobalStepWaiterHook(_StepHook):
         while self._wait_until > 0 and run_context.session.run(self._step) < self._wait_until:
             time.sleep(_POLL_SECONDS)
         self._wait_until = 0
+
+
+_export(vars(), but="EarlyStoppingHook WritingHook write_speed")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -42,11 +42,12 @@ class Scaffold:
         init_feed_dict: what to feed to it.
         init_fn: called as ``init_fn(scaffold, session)`` after it.
         ready_op: a boolean tensor, or names of variables without a value: ready means all True,
-            or none; None: whether all variables have a value.
+            or none; None: whether all variables have values.
         local_init_op: run by each worker; None: that of the local variables.
         summary_op: the summary to write; None: that of all summaries.
         saver: saves and restores; None: one for the global variables.
-        ready_for_local_init_op: None.
+        ready_for_local_init_op: tells, as `ready_op` does, when `local_init_op` can run; None:
+            whether the global variables have values.
     """
 
     init_op: Any = None
@@ -64,10 +65,6 @@ class Scaffold:
     jobs: dict[str, str] = field(default_factory=dict, init=False)
     """By target: the job whose servers the training uses."""
 
-    def __post_init__(self) -> None:
-        if self.ready_for_local_init_op is not None:
-            raise ValueError("ready_for_local_init_op has no effect: local_init_op runs at once.")
-
     def finalize(self) -> Self:
         """Make what was not given, and the graph read-only; return the scaffold.
 
@@ -84,7 +81,8 @@ class Scaffold:
             makers: dict[str, Callable[[], Any]] = {
                 "init_op": lambda: v.variables_initializer(variables),
                 "local_init_op": lambda: v.variables_initializer(v.local_variables(), "local_init"),
-                "ready_op": lambda: v.report_uninitialized_variables(variables),
+                "ready_op": v.report_uninitialized_variables,
+                "ready_for_local_init_op": lambda: v.report_uninitialized_variables(variables),
                 "summary_op": summary.merge_all,
                 "saver": lambda: Saver(max_to_keep=self.max_to_keep) if variables else None,
             }
@@ -215,6 +213,7 @@ def retried(make: Callable[[], T], max_wait_secs: float) -> T:
 def open_session(
     scaffold: Scaffold,
     target: str,
+    kind: type[Session],
     config: Any,
     folder: Any,
     max_wait_secs: float,
@@ -232,17 +231,21 @@ def open_session(
     """
 
     def attempt() -> Session:
-        session = Session(target, config=config, job=scaffold.jobs.get(target, ""))
+        session = kind(target, config=config, job=scaffold.jobs.get(target, ""))
         try:
+            restored = None
             if is_chief:
                 restored = _restore_or_initialize(session, scaffold, folder, is_recovered)
-            elif not is_ready(session, scaffold.ready_op):
-                raise errors.UnavailableError("the chief has not initialised the variables.")
-            if scaffold.local_init_op is not None:
-                session.run(scaffold.local_init_op)
-            if is_chief and not is_ready(session, scaffold.ready_op):
+            lacking = scaffold.ready_for_local_init_op
+            if is_ready(session, lacking):
+                lacking = scaffold.ready_op
+                if scaffold.local_init_op is not None:
+                    session.run(scaffold.local_init_op)
+            if not is_ready(session, lacking):
+                if not is_chief:
+                    raise errors.UnavailableError("the chief has not initialised the variables.")
                 raise errors.FailedPreconditionError(
-                    f"not ready after the initialisation: {session.run(scaffold.ready_op)}"
+                    f"not ready after the initialisation: {session.run(lacking)}"
                     + (f" and the restored {restored}" if restored else "")
                     + ": init_op and the saver must cover all of them."
                 )
@@ -270,7 +273,8 @@ def _restore_or_initialize(
         if restored is not None:
             return restored
     if not (is_recovered and is_ready(session, scaffold.ready_op)):
-        session.run(scaffold.init_op, scaffold.init_feed_dict)
+        if scaffold.init_op is not None:
+            session.run(scaffold.init_op, scaffold.init_feed_dict)
         if scaffold.init_fn is not None:
             scaffold.init_fn(scaffold, session)
     return None
@@ -314,6 +318,8 @@ class MonitoredTrainingSession:
     3
     """
 
+    _session_type: ClassVar[type[Session]] = Session
+
     def __init__(
         self,
         master: str = "",
@@ -335,7 +341,7 @@ class MonitoredTrainingSession:
         self._target, self._max_wait = master, max_wait_secs
         self._grace = stop_grace_period_secs
         self._scaffold = scaffold or Scaffold()
-        start = config, checkpoint_dir, max_wait_secs, is_chief
+        start = self._session_type, config, checkpoint_dir, max_wait_secs, is_chief
         self._open = functools.partial(open_session, self._scaffold, master, *start)
         self._hooks = list(hooks or [])
         self.graph = get_default_graph()
@@ -362,13 +368,15 @@ class MonitoredTrainingSession:
             self._abandon()
             raise
 
-    def run(self, fetches: Any, feed_dict: Any = None) -> Any:
+    def run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
         """Run a step with what the hooks add to it, and return the values; see `Session.run`.
 
         Raises:
             RuntimeError: the session was closed.
         """
-        return self._recovering(lambda: self._run(fetches, feed_dict))
+        return self._recovering(lambda: self._run(fetches, feed_dict, options, run_metadata))
 
     def _recovering(self, work: Callable[[], T]) -> T:
         """Return a function's result; if a task fails, it is called again with a new session."""
@@ -426,7 +434,9 @@ class MonitoredTrainingSession:
         self._abandon()
         return False
 
-    def _run(self, fetches: Any, feed_dict: Any = None) -> Any:
+    def _run(
+        self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
+    ) -> Any:
         session, feeds = self._session, dict(feed_dict or {})
         context = h.SessionRunContext(h.SessionRunArgs(fetches, feed_dict), session)
         wanted: dict[Any, Any] = {"caller": fetches}
@@ -438,11 +448,13 @@ class MonitoredTrainingSession:
                 for tensor, value in (added.feed_dict or {}).items():
                     if tensor in feeds:
                         name = type(hook).__name__
-                        raise ValueError(f"{name} feeds {tensor!r}, which is fed already.")
+                        raise RuntimeError(f"{name} feeds {tensor!r}, which is fed already.")
                     feeds[tensor] = value
-        values = session.run(wanted, feeds)  # type: ignore[union-attr]
+                options = options or added.options
+        values = session.run(wanted, feeds, options)  # type: ignore[union-attr]
         for k, hook in enumerate(self._hooks):
-            hook.after_run(context, h.SessionRunValues(values.get(str(k))))
+            results = values.get(str(k))
+            hook.after_run(context, h.SessionRunValues(results, options, run_metadata))
         if context.stop_requested:
             self.coordinator.request_stop()
         return values["caller"]

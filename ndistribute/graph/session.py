@@ -27,6 +27,7 @@ from ndistribute.graph.service import SessionClient, service_at
 from ndistribute.graph.shapes import known_of
 from ndistribute.graph.step import Resources, Step
 from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.mistakes import accepting
 from ndistribute.ownership import read_only
 from ndistribute.transport.secret import Credentials, find_secret, tls_files
 
@@ -34,6 +35,7 @@ HERE = "/job:localhost/task:0"
 """The only task of a session without a target."""
 _CLOSE_SECONDS = 5.0
 Names = Sequence[str]
+Seconds = float | None
 _log = logging.getLogger("ndistribute")
 
 
@@ -71,6 +73,20 @@ class ConfigProto:
     intra_op_parallelism_threads: int = field(default=0, compare=False)
 
 
+class RunOptions:
+    """The options of a run, under the names of `tf.compat.v1.RunOptions`.
+
+    Args:
+        timeout_in_ms: the most milliseconds that the run may take; 0: as the session says.
+    """
+
+    NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
+
+    @accepting("output_partition_graphs", "trace_level")
+    def __init__(self, timeout_in_ms: int = 0) -> None:
+        self.timeout_in_ms = timeout_in_ms
+
+
 class Session:
     """Run operations of a graph, and return the values of tensors.
 
@@ -93,17 +109,26 @@ class Session:
     ) -> None:
         self.graph = graph or get_default_graph()
         self.target, self.config = target, config
+        self._timeout = _seconds(getattr(config, "operation_timeout_in_ms", 0))
         self._runner: _Remote | _InProcess | None = (
             _Remote(target, config, self.graph, job) if target else _InProcess(config)
         )
         self._entered = contextlib.ExitStack()
 
-    def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+    def run(
+        self,
+        fetches: Any,
+        feed_dict: Mapping[Any, Any] | None = None,
+        options: RunOptions | None = None,
+        run_metadata: Any = None,
+    ) -> Any:
         """Run what fetches need, and return their values.
 
         Args:
             fetches: a nest of tensors, variables, operations, and names of tensors or operations.
             feed_dict: values to use for tensors, in place of what their operations compute.
+            options: see `RunOptions`.
+            run_metadata: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             The same nest with arrays for tensors and variables, and None for operations.
@@ -126,7 +151,8 @@ class Session:
             feeds[tensor.name] = read_only(_fed(tensor, value))
         names = [each.name for each in elements if isinstance(each, Tensor)]
         targets = [each.name for each in elements if isinstance(each, Operation)]
-        values = iter(self._runner.run(graph, names, targets, feeds))
+        timeout = _seconds(getattr(options, "timeout_in_ms", 0)) or self._timeout
+        values = iter(self._runner.run(graph, names, targets, feeds, timeout))
         results = [next(values) if isinstance(each, Tensor) else None for each in elements]
         return tree.unflatten(fetches, results)
 
@@ -168,9 +194,11 @@ class _InProcess:
         self._resources = Resources()
         self._plans: dict[Any, Plan] = {}
         self._steps: set[Step] = set()  # Those that are running.
-        self._soft, self._log, self._timeout = _options(config)
+        self._soft, self._log = _options(config)
 
-    def run(self, graph: Graph, fetches: Names, targets: Names, feeds: dict[str, Any]) -> list[Any]:
+    def run(
+        self, graph: Graph, fetches: Names, targets: Names, feeds: dict[str, Any], timeout: Seconds
+    ) -> list[Any]:
         key = (*fetches, None, *targets, None, *feeds)
         plan = self._plans.get(key)
         if plan is None:
@@ -181,7 +209,7 @@ class _InProcess:
                 if self._log:
                     _log.info("%s: %s", op.name, op.device or HERE)
             plan = self._plans[key] = Plan(needed, list(feeds), fetches, self._soft)
-        step = Step(self._resources, functions=graph.functions, timeout=self._timeout)
+        step = Step(self._resources, functions=graph.functions, timeout=timeout)
         self._steps.add(step)
         try:
             return _owned(plan.run(step, list(feeds.values())))
@@ -206,19 +234,21 @@ class _Remote:
         self._client = SessionClient(f"client#{secrets.token_hex(6)}", graph.functions)
         self._session = secrets.token_hex(8)
         self._known = 0  # The number of operations that the master has.
-        self._soft, self._log, self._timeout = _options(config)
+        self._soft, self._log = _options(config)
 
-    def run(self, graph: Graph, fetches: Names, targets: Names, feeds: dict[str, Any]) -> list[Any]:
+    def run(
+        self, graph: Graph, fetches: Names, targets: Names, feeds: dict[str, Any], timeout: Seconds
+    ) -> list[Any]:
         wanted = [name for name in fetches if name not in feeds]
         known = self._known
         added = graph.get_operations()[known:] if graph.version > known else []
         new = [op.definition for op in added]
         values = tuple(map(sendable, feeds, feeds.values()))
         names = tuple(new), tuple(wanted), tuple(targets), tuple(feeds)
-        options = self._timeout, self._soft, self._log
+        options = timeout, self._soft, self._log
         request = m.RunStep(self._session, known, *names, values, *options)
         # The master ends a step that takes too long, unless it is stopped itself.
-        seconds = math.inf if self._timeout is None else self._timeout + _CLOSE_SECONDS
+        seconds = math.inf if timeout is None else timeout + _CLOSE_SECONDS
         results = map(unpack, m.values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
         return _owned([feeds[name] if name in feeds else next(results) for name in fetches])
@@ -257,11 +287,15 @@ def _writable(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
 
-def _options(config: Any) -> tuple[bool, bool, float | None]:
-    """Return whether to replace devices that do not exist, to log, and the timeout of a step."""
+def _options(config: Any) -> tuple[bool, bool]:
+    """Return whether to replace devices that do not exist, and to log."""
     soft = bool(getattr(config, "allow_soft_placement", False))
-    log = bool(getattr(config, "log_device_placement", False))
-    return soft, log, getattr(config, "operation_timeout_in_ms", 0) / 1000 or None
+    return soft, bool(getattr(config, "log_device_placement", False))
+
+
+def _seconds(milliseconds: int) -> Seconds:
+    """Return the timeout of a run; 0: None."""
+    return milliseconds / 1000 or None
 
 
 def address_of(target: str) -> str:

@@ -1,11 +1,16 @@
 """Metrics of many batches, as pairs of tensors: the value so far, and the update by a batch.
 
-Each keeps sums in local variables of the collection `METRIC_VARIABLES`. So clients with batches of
-their own add these variables up, and the value is that of all batches.
+Each keeps sums in local variables of the collection `METRIC_VARIABLES`, and its value is a function
+of them. So clients with batches of their own add these variables up, and the value is that of all
+batches. All metrics also take `name`, the scope of their operations, and the names of collections
+to which the two tensors are added, `metrics_collections` and `updates_collections`. A share of
+nothing is 0.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,20 +18,46 @@ import numpy as np
 from ndistribute.exports import export as _export
 from ndistribute.graph.graph import Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import identity
-from ndistribute.graph.variables import LOCAL_VARIABLES, GraphVariable
-
-METRIC_VARIABLES = "metric_variables"
+from ndistribute.graph.variables import LOCAL_VARIABLES, METRIC_VARIABLES, GraphVariable
 
 Metric = tuple[Tensor, Tensor]
+_Curve = Callable[[Any, Any, Any, Any], Any]
 
 
-def mean(values: Any, weights: Any = None, name: str = "mean") -> Metric:
+def _metric(function: Callable[..., Metric]) -> Callable[..., Metric]:
+    """Return a function that also takes what all metrics do."""
+
+    @functools.wraps(function)
+    def call(
+        *args: Any,
+        name: str | None = None,
+        metrics_collections: Sequence[str] | None = None,
+        updates_collections: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Metric:
+        graph = get_default_graph()
+        with graph.name_scope(name or function.__name__):
+            value, update = function(*args, **options)
+            pair = identity(value, "value"), identity(update, "update_op")
+        for keys, made in zip((metrics_collections, updates_collections), pair, strict=True):
+            for key in keys or ():
+                graph.add_to_collection(key, made)
+        return pair
+
+    return call
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@_metric
+def mean(values: Any, weights: Any = None) -> Metric:
     """Return the weighted mean of values over all updates, and the operation that adds a batch.
 
     Args:
         values: a tensor of any shape.
         weights: a tensor that broadcasts to the values; None: ones.
-        name: the name scope of the operations.
 
     Returns:
         Two tensors: the value so far, and the value after an update by this batch.
@@ -43,59 +74,342 @@ def mean(values: Any, weights: Any = None, name: str = "mean") -> Metric:
     ...     float(session.run(value))
     3.0
     """
-    with get_default_graph().name_scope(name):
-        values = as_tensor(values).astype(np.float64)
-        if weights is None:
-            return _ratio(np.sum(values), np.size(values))
-        spread = _spread(weights, values)
-        return _ratio(np.sum(values * spread), np.sum(spread))
+    return _mean(values, weights)
 
 
-def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str = "accuracy") -> Metric:
-    """Return the share of predictions that equal their labels; see `mean`."""
-    return mean(np.equal(_like(predictions, labels), predictions), weights, name)
+@_metric
+def mean_tensor(values: Any, weights: Any = None) -> Metric:
+    """Return the weighted mean of each element; the shape must be known. See `mean`."""
+    values = as_tensor(values).astype(np.float64)
+    spread = np.ones_like(values) if weights is None else _spread(weights, values)
+    if values.shape is None or None in values.shape:
+        raise ValueError(f"mean_tensor needs a tensor of a known shape, got {values!r}.")
+    return _summed(_share, [values * spread, spread], tuple(values.shape))
 
 
-def mean_squared_error(
-    labels: Any, predictions: Any, weights: Any = None, name: str = "mean_squared_error"
+def _named(name: str, what: str, function: Callable[..., Metric]) -> Callable[..., Metric]:
+    """Return a metric of a name."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Return {what}; see `mean`."
+    return _metric(function)
+
+
+def _mean_of(
+    name: str, what: str, of: Callable[[Any, Any], Any], then: Callable[[Any], Any] = _same
+) -> Callable[..., Metric]:
+    """Return a metric that is a function of the mean of what another one makes of examples."""
+
+    def metric(labels: Any, predictions: Any, weights: Any = None) -> Metric:
+        return _mean(of(_like(predictions, labels), predictions), weights, then)
+
+    return _named(name, what, metric)
+
+
+accuracy = _mean_of("accuracy", "the share of predictions that equal their labels", np.equal)
+mean_squared_error = _mean_of(
+    "mean_squared_error", "the mean of the squared differences", lambda y, p: np.square(y - p)
+)
+root_mean_squared_error = _mean_of(
+    "root_mean_squared_error",
+    "the root of `mean_squared_error`",
+    lambda y, p: np.square(y - p),
+    np.sqrt,
+)
+mean_absolute_error = _mean_of(
+    "mean_absolute_error", "the mean of the absolute differences", lambda y, p: np.abs(y - p)
+)
+
+
+@_metric
+def mean_relative_error(
+    labels: Any, predictions: Any, normalizer: Any, weights: Any = None
 ) -> Metric:
-    """Return the mean of the squared differences; see `mean`."""
-    return mean(np.square(_like(predictions, labels) - predictions), weights, name)
+    """Return the mean of the absolute differences divided by a normalizer, 0 where that is."""
+    errors = np.abs(_like(predictions, labels) - predictions)
+    return _mean(_share(errors, _like(predictions, normalizer)), weights)
 
 
-def root_mean_squared_error(
-    labels: Any, predictions: Any, weights: Any = None, name: str = "root_mean_squared_error"
+@_metric
+def mean_cosine_distance(labels: Any, predictions: Any, dim: int, weights: Any = None) -> Metric:
+    """Return the mean of 1 minus the products of vectors of length 1 along an axis."""
+    products = np.sum(labels * as_tensor(predictions), axis=dim, keepdims=True)
+    return _mean(products, weights, lambda product: 1.0 - product)
+
+
+@_metric
+def percentage_below(values: Any, threshold: float, weights: Any = None) -> Metric:
+    """Return the share of values below a threshold; see `mean`."""
+    return _mean(np.less(as_tensor(values), threshold), weights)
+
+
+def _at_thresholds(name: str, what: str, value: _Curve) -> tuple[Callable[..., Metric], ...]:
+    """Return two metrics of true and false examples: of predicted truth, and above thresholds."""
+
+    def of_truth(labels: Any, predictions: Any, weights: Any = None) -> Metric:
+        predicted = as_tensor(predictions).astype(bool).astype(np.float64)
+        return _above(lambda *counts: value(*counts)[0], labels, predicted, [0.5], weights)
+
+    def of_thresholds(
+        labels: Any, predictions: Any, thresholds: Sequence[float], weights: Any = None
+    ) -> Metric:
+        return _above(value, labels, predictions, thresholds, weights)
+
+    above = f"{what}, for predictions above each of `thresholds`"
+    return _named(name, what, of_truth), _named(f"{name}_at_thresholds", above, of_thresholds)
+
+
+true_positives, true_positives_at_thresholds = _at_thresholds(
+    "true_positives", "the number of true labels predicted true", lambda tp, fp, tn, fn: tp
+)
+false_positives, false_positives_at_thresholds = _at_thresholds(
+    "false_positives", "the number of false labels predicted true", lambda tp, fp, tn, fn: fp
+)
+true_negatives, true_negatives_at_thresholds = _at_thresholds(
+    "true_negatives", "the number of false labels predicted false", lambda tp, fp, tn, fn: tn
+)
+false_negatives, false_negatives_at_thresholds = _at_thresholds(
+    "false_negatives", "the number of true labels predicted false", lambda tp, fp, tn, fn: fn
+)
+precision, precision_at_thresholds = _at_thresholds(
+    "precision", "the share of true positives", lambda tp, fp, tn, fn: _share(tp, tp + fp)
+)
+recall, recall_at_thresholds = _at_thresholds(
+    "recall", "the share of true labels found", lambda tp, fp, tn, fn: _share(tp, tp + fn)
+)
+
+
+@_metric
+def auc(
+    labels: Any,
+    predictions: Any,
+    weights: Any = None,
+    num_thresholds: int = 200,
+    curve: str = "ROC",
+    summation_method: str = "trapezoidal",
+    thresholds: Sequence[float] | None = None,
 ) -> Metric:
-    """Return the root of the mean of the squared differences; see `mean`."""
-    pair = mean_squared_error(labels, predictions, weights, name)
-    return tuple(np.sqrt(squared) for squared in pair)  # type: ignore[return-value]
+    """Return the area under a curve of shares that a threshold from 0 to 1 gives.
+
+    Args:
+        labels: truth values.
+        predictions: probabilities.
+        weights: see `mean`.
+        num_thresholds: the number of thresholds.
+        curve: ``"ROC"``, the share of true positives over that of false ones, or ``"PR"``, the
+            precision over the recall.
+        summation_method: ``"trapezoidal"``; ``"minoring"`` or ``"majoring"``, which take the lower
+            or the higher end of each part; for ``"PR"`` also ``"careful_interpolation"``, after
+            Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
+        thresholds: the thresholds between 0 and 1; None: evenly spaced ones.
+
+    Raises:
+        ValueError: the curve or the method is unknown.
+    """
+    careful = ["careful_interpolation"] if curve == "PR" else []
+    if curve not in ("ROC", "PR") or summation_method not in [*_HEIGHTS, *careful]:
+        known = f"curve must be 'ROC' or 'PR', and summation_method one of {[*_HEIGHTS, *careful]}"
+        raise ValueError(f"auc: {known}, got {curve!r} and {summation_method!r}.")
+
+    def area(tp: Any, fp: Any, tn: Any, fn: Any) -> Any:
+        if summation_method in careful:
+            return _interpolated(tp, tp + fp, tp + fn)
+        x, y = _share(fp, fp + tn), _share(tp, tp + fn)
+        if curve == "PR":  # Above all predictions the precision counts as 1.
+            x, y = y, _share(tp + _TINY, tp + fp + _TINY)
+        return np.sum((x[:-1] - x[1:]) * _HEIGHTS[summation_method](y[:-1], y[1:]))
+
+    return _above(area, labels, predictions, _bounds(num_thresholds, thresholds), weights)
 
 
-def mean_absolute_error(
-    labels: Any, predictions: Any, weights: Any = None, name: str = "mean_absolute_error"
+@_metric
+def sensitivity_at_specificity(
+    labels: Any,
+    predictions: Any,
+    specificity: float,
+    weights: Any = None,
+    num_thresholds: int = 200,
 ) -> Metric:
-    """Return the mean of the absolute differences; see `mean`."""
-    return mean(np.abs(_like(predictions, labels) - predictions), weights, name)
+    """Return the recall at the threshold whose share of true negatives is nearest to a number."""
+
+    def nearest(tp: Any, fp: Any, tn: Any, fn: Any) -> Any:
+        return _share(tp, tp + fn)[np.argmin(np.abs(_share(tn, tn + fp) - specificity))]
+
+    return _above(nearest, labels, predictions, _bounds(num_thresholds), weights)
 
 
-def precision(
-    labels: Any, predictions: Any, weights: Any = None, name: str = "precision"
+@_metric
+def specificity_at_sensitivity(
+    labels: Any,
+    predictions: Any,
+    sensitivity: float,
+    weights: Any = None,
+    num_thresholds: int = 200,
 ) -> Metric:
-    """Return the share of true labels where predictions are true; see `mean`."""
-    return _share_where(predictions, labels, weights, name)
+    """Return the share of true negatives at the threshold whose recall is nearest to a number."""
+
+    def nearest(tp: Any, fp: Any, tn: Any, fn: Any) -> Any:
+        distance = np.abs(_share(tp, tp + fn) - sensitivity)  # The highest threshold counts.
+        return _share(tn, tn + fp)[::-1][np.argmin(distance[::-1])]
+
+    return _above(nearest, labels, predictions, _bounds(num_thresholds), weights)
 
 
-def recall(labels: Any, predictions: Any, weights: Any = None, name: str = "recall") -> Metric:
-    """Return the share of true predictions where labels are true; see `mean`."""
-    return _share_where(labels, predictions, weights, name)
+@_metric
+def mean_iou(labels: Any, predictions: Any, num_classes: int, weights: Any = None) -> Metric:
+    """Return the mean over classes of the intersection of both sets of examples over the union."""
+
+    def value(counts: Any) -> Any:
+        both = np.diagonal(counts)
+        union = np.sum(counts, axis=0) + np.sum(counts, axis=1) - both
+        return _share(np.sum(_share(both, union)), np.sum(np.greater(union, 0)))
+
+    return _confusion(value, labels, predictions, num_classes, weights)
 
 
-def _share_where(there: Any, counted: Any, weights: Any, name: str) -> Metric:
-    with get_default_graph().name_scope(name):
-        true = as_tensor(there).astype(bool)
-        chosen = true if weights is None else true * _spread(weights, true)
-        both = chosen * _like(true, counted).astype(bool)
-        return _ratio(np.sum(both), np.sum(chosen))
+@_metric
+def mean_per_class_accuracy(
+    labels: Any, predictions: Any, num_classes: int, weights: Any = None
+) -> Metric:
+    """Return the mean over classes of the share of their examples that are predicted right."""
+    return _confusion(
+        lambda counts: np.mean(_share(np.diagonal(counts), np.sum(counts, axis=1))),
+        *(labels, predictions, num_classes, weights),
+    )
+
+
+def _at_top(name: str, what: str, of_labels: bool) -> tuple[Callable[..., Metric], ...]:
+    """Return two metrics of the highest predictions: of scores, and of classes in their order.
+
+    Labels are classes, of shape ``(..., labels)``, or without the last axis; scores have the shape
+    ``(..., classes)``, and weights ``(...)``. Only `class_id` counts, if it is given.
+    """
+
+    def of_classes(
+        labels: Any,
+        predictions_idx: Any,
+        k: int | None = None,
+        class_id: int | None = None,
+        weights: Any = None,
+    ) -> Metric:
+        top = as_tensor(predictions_idx)[..., :k]
+        counted = _rows_of(labels, top) if of_labels else top
+        is_hit = np.any(_pairs(labels, top), axis=-2 if of_labels else -1)
+        chosen = np.ones_like(is_hit) if class_id is None else np.equal(counted, class_id)
+        spread = 1.0 if weights is None else as_tensor(weights)[..., None]
+        return _summed(_share, [np.sum(spread * each) for each in (is_hit * chosen, chosen)])
+
+    def of_scores(
+        labels: Any, predictions: Any, k: int, class_id: int | None = None, weights: Any = None
+    ) -> Metric:
+        return of_classes(labels, _top(predictions, k), None, class_id, weights)
+
+    ordered = f"{what}, which are classes in their order"
+    return _named(f"{name}_at_k", what, of_scores), _named(f"{name}_at_top_k", ordered, of_classes)
+
+
+precision_at_k, precision_at_top_k = _at_top(
+    "precision", "the share of the `k` highest predictions that are among the labels", False
+)
+recall_at_k, recall_at_top_k = _at_top(
+    "recall", "the share of labels that are among the `k` highest predictions", True
+)
+
+
+@_metric
+def average_precision_at_k(labels: Any, predictions: Any, k: int, weights: Any = None) -> Metric:
+    """Return the mean over examples of the precision at each of their labels; see `precision_at_k`.
+
+    Labels that are not among the `k` highest predictions count as 0.
+    """
+    top, labels = _top(predictions, k), as_tensor(labels)
+    hits = np.any(_pairs(labels, top), axis=-1).astype(np.float64)
+    share = np.cumsum(hits, axis=-1) / np.arange(1.0, k + 1)
+    most = np.minimum(np.shape(_rows_of(labels, top))[-1], k)
+    return _mean(np.sum(share * hits, axis=-1) / most, weights)
+
+
+_TINY = 1e-7
+_HEIGHTS: dict[str, Callable[[Any, Any], Any]] = {
+    "trapezoidal": lambda low, high: (low + high) / 2,
+    "minoring": np.minimum,
+    "majoring": np.maximum,
+}
+
+
+def _interpolated(right: Any, predicted: Any, positive: Any) -> Any:
+    """Return the area under the precision over the recall."""
+    gained = right[:-1] - right[1:]
+    slope = _share(gained, predicted[:-1] - predicted[1:])
+    start = right[1:] - slope * predicted[1:]
+    ratio = np.where(np.equal(predicted[1:], 0), 1.0, _share(predicted[:-1], predicted[1:]))
+    return np.sum(_share(slope * (gained + start * np.log(ratio)), positive[1:]))
+
+
+def _bounds(count: int, inner: Sequence[float] | None = None) -> list[float]:
+    """Return thresholds, the first and the last of them outside the range from 0 to 1."""
+    if count < 2:
+        raise ValueError(f"num_thresholds must be 2 or more, got {count}.")
+    evenly = [k / (count - 1) for k in range(1, count - 1)]
+    return [-_TINY, *(evenly if inner is None else sorted(inner)), 1 + _TINY]
+
+
+def _above(
+    value: _Curve, labels: Any, predictions: Any, thresholds: Sequence[float], weights: Any
+) -> Metric:
+    """Return a function of true and false positives and negatives, an array of each."""
+    predictions = as_tensor(predictions)
+    is_real = predictions.dtype is not None and predictions.dtype.kind == "f"
+    dtype = predictions.dtype if is_real else np.dtype(np.float32)
+    truth = _like(predictions, labels).astype(bool).astype(np.float64)
+    spread = 1.0 if weights is None else _spread(weights, predictions)
+    kinds = [np.reshape(kind * spread, -1) for kind in (truth, 1.0 - truth)]
+    bounds = np.asarray(thresholds, dtype)[:, None]
+    above = np.greater(np.reshape(predictions.astype(dtype), (1, -1)), bounds).astype(np.float64)
+
+    def of_counts(positive: Any, negative: Any, tp: Any, fp: Any) -> Any:
+        return value(tp, fp, negative - fp, positive - tp)
+
+    counts = [np.matmul(each, kind) for each in (np.ones_like(above), above) for kind in kinds]
+    return _summed(of_counts, counts, (len(thresholds),))
+
+
+def _confusion(
+    value: Callable[[Any], Any], labels: Any, predictions: Any, classes: int, weights: Any
+) -> Metric:
+    """Return a function of how often each class, by row, is predicted as each other, by column."""
+    predictions, known = as_tensor(predictions), np.arange(classes)
+    spread = np.ones_like(predictions) if weights is None else _spread(weights, predictions)
+    rows, columns = (
+        np.equal(np.reshape(each, (-1, 1)), known).astype(np.float64)
+        for each in (_like(predictions, labels), predictions)
+    )
+    rows = rows * np.reshape(spread, (-1, 1))
+    return _summed(value, [np.matmul(np.transpose(rows), columns)], (classes, classes))
+
+
+def _top(predictions: Any, k: int) -> Any:
+    return np.argsort(-as_tensor(predictions), axis=-1, kind="stable")[..., :k]
+
+
+def _rows_of(labels: Any, top: Any) -> Any:
+    """Return labels with an axis for those of an example."""
+    labels = as_tensor(labels)
+    is_short = labels.shape is not None and len(labels.shape) < len(top.get_shape())
+    return labels[..., None] if is_short else labels
+
+
+def _pairs(labels: Any, top: Any) -> Any:
+    """Return which of the highest predictions, by row, are which labels, by column."""
+    return np.equal(top[..., None], _rows_of(labels, top)[..., None, :])
+
+
+def _mean(values: Any, weights: Any, then: Callable[[Any], Any] = _same) -> Metric:
+    """Return a function of the weighted mean of values."""
+    values = as_tensor(values).astype(np.float64)
+    spread = None if weights is None else _spread(weights, values)
+    sums = [np.sum(values if spread is None else values * spread)]
+    sums.append(np.size(values) if spread is None else np.sum(spread))
+    return _summed(lambda total, count: then(_share(total, count)), sums)
 
 
 def _spread(weights: Any, values: Any) -> Any:
@@ -109,20 +423,21 @@ def _spread(weights: Any, values: Any) -> Any:
     return np.broadcast_to(weights, np.shape(values))
 
 
-def _ratio(total: Any, count: Any) -> Metric:
-    """Return the quotient of two sums over all updates, 0 before the first one."""
-    sums = [_local("total"), _local("count")]
-    added = [kept.assign_add(by) for kept, by in zip(sums, (total, count), strict=True)]
-    value, update = (
-        np.where(np.equal(divisor, 0), 0.0, dividend / np.where(np.equal(divisor, 0), 1.0, divisor))
-        for dividend, divisor in (sums, added)
-    )
-    return identity(value, "value"), identity(update, "update_op")
+def _share(part: Any, whole: Any) -> Any:
+    """Return quotients, 0 where the divisor is."""
+    is_zero = np.equal(whole, 0)
+    return np.where(is_zero, 0.0, part / np.where(is_zero, 1.0, whole))
 
 
-def _local(name: str) -> GraphVariable:
-    collections = [LOCAL_VARIABLES, METRIC_VARIABLES]
-    return GraphVariable(np.float64(0), False, name, collections=collections)
+def _summed(
+    value: Callable[..., Any], sums: Sequence[Any], shape: tuple[int, ...] = ()
+) -> tuple[Any, Any]:
+    """Return a function of sums over all updates, before and after an update by these."""
+    places = [LOCAL_VARIABLES, METRIC_VARIABLES]
+    zeros = np.zeros(shape)
+    kept = [GraphVariable(zeros, False, "sum", collections=places) for _ in sums]
+    added = [variable.assign_add(by) for variable, by in zip(kept, sums, strict=True)]
+    return value(*kept), value(*added)
 
 
 def _like(predictions: Any, labels: Any) -> Any:
@@ -130,4 +445,4 @@ def _like(predictions: Any, labels: Any) -> Any:
     return np.reshape(as_tensor(labels), np.shape(as_tensor(predictions)))
 
 
-_export(vars(), "METRIC_VARIABLES")
+_export(vars())

@@ -16,6 +16,7 @@ from ndistribute.variables.policy import fitted
 
 GLOBAL_VARIABLES = "variables"
 LOCAL_VARIABLES = "local_variables"
+METRIC_VARIABLES = "metric_variables"
 TRAINABLE_VARIABLES = "trainable_variables"
 GLOBAL_STEP = "global_step"
 

@@ -43,7 +43,7 @@ def export(
             f"export of model {model.name!r}: it is not built yet, so it has no weights. Fit it, "
             "or call it on an input first."
         )
-    path, encoder = Path(path), _Architecture()
+    path, encoder = Path(path), Architecture()
     data = _described(model, encoder)
     if state is not None and model.compiled is not None:
         data["compiled"] = encoder.encode(model.get_compile_config())
@@ -83,7 +83,7 @@ def load(
     source, tensors, data = by_chief(get_strategy(), lambda: read_newest(Path(path)))
     if "architecture" not in data:
         raise ValueError(f"{source} is no exported model: write one with model.export(path).")
-    described, decoder = data["architecture"], _Architecture(source)
+    described, decoder = data["architecture"], Architecture(source)
     with custom_object_scope(custom_objects or {}):
         model = _made(described, decoder)
         compiled = decoder.decode(described.get("compiled", {})) if compile else {}
@@ -99,7 +99,7 @@ def load(
 
 def to_json(model: Any) -> str:
     """Return the architecture of a model as text, without weights; see `model_from_json`."""
-    return json.dumps(_described(model, _Architecture()))
+    return json.dumps(_described(model, Architecture()))
 
 
 def model_from_json(
@@ -113,15 +113,15 @@ def model_from_json(
     8
     """
     with custom_object_scope(custom_objects or {}):
-        return _made(json.loads(json_string), _Architecture("the text"))
+        return _made(json.loads(json_string), Architecture("the text"))
 
 
-def _described(model: Any, encoder: _Architecture) -> dict[str, Any]:
+def _described(model: Any, encoder: Architecture) -> dict[str, Any]:
     data = {"model": encoder.encode(model), "input": encoder.encode(model.input_spec)}
     return data | {"trainable": [layer.trainable for layer in model.walk()]}
 
 
-def _made(described: Mapping[str, Any], decoder: _Architecture) -> Any:
+def _made(described: Mapping[str, Any], decoder: Architecture) -> Any:
     model, inputs = decoder.decode(described["model"]), decoder.decode(described["input"])
     if not model.built and inputs is not None:
         model.build_for(inputs)
@@ -135,7 +135,7 @@ def save(model: Any, path: str | os.PathLike[str], include_optimizer: bool = Tru
     export(model, Path(path) / NAME, 1, Checkpoint(model=model) if include_optimizer else None)
 
 
-class _Architecture(Encoder):
+class Architecture(Encoder):
     """Encode the arguments of layers for JSON; a layer that occurs again is a number.
 
     Decoding makes values of known classes and functions only.
@@ -209,6 +209,7 @@ class _Architecture(Encoder):
             case {"shared": number}:
                 return self._layers[number]
             case {"made": name, "group": group, "config": config}:
+                self._known(_GROUPS, group)
                 module = import_module(f"ndistribute.{group}")
                 table = {each: getattr(module, each) for each in module.__all__}
                 return self._known(table, name).from_config(self.decode(config))

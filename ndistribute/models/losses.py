@@ -66,6 +66,8 @@ class Loss(Explaining, Shown):
             y_pred: the predictions, plain or tracked.
             sample_weight: the weight of each example; None means 1.
         """
+        if hasattr(y_pred, "__call_model__"):  # A tensor of a graph.
+            return y_pred.__call_model__(self, (y_true, y_pred), {"sample_weight": sample_weight})
         losses = self.weighted(y_true, y_pred, sample_weight)
         if self.reduction == "none":
             return losses

@@ -333,9 +333,8 @@ def test_variables_are_found_by_name_and_collections_by_patterns() -> None:
 
 WITHOUT_EFFECT = {
     "aggregate": lambda w: tf.train.GradientDescentOptimizer(0.1).minimize(w * w, average=True),
-    "run": lambda w: tf.RunOptions(timeout_in_ms=5),
+    "run": lambda w: tf.RunOptions(inter_op_thread_pool=1),
     "initialized": lambda w: tf.train.Scaffold(copy_from_scaffold=print),
-    "ready": lambda w: tf.train.Supervisor(ready_for_local_init_op=w),
     "waits": lambda w: tf.train.Supervisor().prepare_or_wait_for_session(wait_for_checkpoint=True),
     "queues": lambda w: tf.train.Supervisor().start_queue_runners(None, ["runner"]),
     "isolated": lambda w: tf.ConfigProto(isolate_session_state=True),

@@ -61,11 +61,13 @@ def test_losses_take_axes_weights_and_smoothing() -> None:
     weighted = tf.losses.mean_squared_error(y, x, weights=f32([[5.0], [2.0], [0.0]]))
     smooth = tf.losses.sigmoid_cross_entropy(y, x, label_smoothing=0.2, loss_collection=None)
     plain = tf.losses.sigmoid_cross_entropy(0.9 * y, x)
-    found = run([weighted, smooth, plain, tf.losses.get_regularization_loss()])
+    bent = tf.losses.huber_loss(y, x, 1.0, 2.0), tf.losses.absolute_difference(y, x)
+    found = run([weighted, smooth, plain, tf.losses.get_regularization_loss(), *bent])
+    assert found[4:] == [pytest.approx((0 + 0.5 + 4) / 3), pytest.approx(4 / 3)]
     assert found[0] == pytest.approx((5 * 0 + 2 * 1) / 2)
     assert found[1] == pytest.approx(found[2])
     assert found[3] == 0.0
-    assert len(tf.get_collection(tf.GraphKeys.LOSSES)) == 2
+    assert len(tf.get_collection(tf.GraphKeys.LOSSES)) == 4
 
 
 def test_labels_have_gradients_but_in_the_first_generation() -> None:

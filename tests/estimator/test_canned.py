@@ -193,6 +193,22 @@ def test_metrics_are_added_and_a_training_ends_when_the_loss_falls_no_more(tmp_p
     assert 10 < values["global_step"] < 30
 
 
+@pytest.mark.parametrize("name", ["stop_if_lower_hook", "stop_if_higher_hook"])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_training_ends_when_a_metric_passes_a_threshold(tmp_path, name, factor):
+    config = est.RunConfig(str(tmp_path), save_checkpoints_steps=5)
+    model = est.LinearRegressor([COLUMN], optimizer=GradientDescentOptimizer(0.0), config=config)
+    loss = np.mean(np.square(Y))
+    hook = getattr(est.early_stopping, name)(
+        model, "average_loss", factor * loss, run_every_secs=None, run_every_steps=1
+    )
+    spec = est.TrainSpec(batches({"x": X}, Y), max_steps=20, hooks=[hook])
+    every = est.EvalSpec(once({"x": X}, Y), throttle_secs=0)
+    values, _ = est.train_and_evaluate(model, spec, every)
+    ends = (name == "stop_if_lower_hook") == (factor == 2.0)
+    assert (values["global_step"] < 20) == ends
+
+
 def test_what_estimators_cannot_do_is_said(monkeypatch):
     head = est.binary_class_head()
     with pytest.raises(ValueError, match="dnn_feature_columns with dnn_hidden_units"):
@@ -252,6 +268,8 @@ def test_a_model_becomes_an_estimator_under_its_strategy(tmp_path, name):
         assert again.evaluate(once(X, Y))["global_step"] == 60
         predicted = [one["predictions"] for one in again.predict(lambda: X[:6])]
         np.testing.assert_allclose(predicted, Y[:6], atol=0.1)
+        named = again.evaluate(lambda: ({"dense_input": X}, Y))
+        assert named == pytest.approx(again.evaluate(once(X, Y)), rel=1e-5)
 
 
 def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(tmp_path):

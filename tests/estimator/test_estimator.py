@@ -50,8 +50,12 @@ def linear(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> est
     loss = np.mean(np.square(predicted - labels))
     step = g.get_or_create_global_step()
     train_op = g.GradientDescentOptimizer(params["rate"]).minimize(loss, global_step=step)
-    mse = metrics.mean_squared_error(labels, predicted)
-    return est.EstimatorSpec(mode, None, loss, train_op, {"mse": mse})
+    measured = {
+        "mse": metrics.mean_squared_error(labels, predicted),
+        "area": metrics.auc(labels > 0, 1 / (1 + np.exp(-predicted)), num_thresholds=5000),
+        "classes": metrics.mean_per_class_accuracy(labels > 0, predicted > 0, 2),
+    }
+    return est.EstimatorSpec(mode, None, loss, train_op, measured)
 
 
 def estimator(directory: Path, **config: Any) -> est.Estimator:
@@ -107,6 +111,10 @@ def test_metrics_are_those_of_all_examples_on_any_number_of_replicas(tmp_path, s
     parts = [errors[k : k + 10].mean() for k in range(0, len(X), 10)]
     assert found["loss"] == pytest.approx(np.mean(parts), rel=1e-12)
     assert found["global_step"] == 3
+    right = [np.mean((X @ w + b > 0)[kind]) for kind in (Y > 0, Y <= 0)]
+    assert found["classes"] == pytest.approx((right[0] + 1 - right[1]) / 2, rel=1e-12)
+    ranks = (X @ w + b)[Y > 0][:, None] > (X @ w + b)[Y <= 0]
+    assert found["area"] == pytest.approx(np.mean(ranks), abs=0.002)
 
 
 def test_a_model_is_trained_evaluated_used_and_trained_on(tmp_path):

@@ -55,6 +55,22 @@ def test_dense_columns_have_the_values_computed_by_hand(case: str) -> None:
     assert column.width == found.shape[1]
 
 
+def test_a_crossed_column_counts_the_combinations_of_words_and_intervals() -> None:
+    interval = fc.bucketized_column(AGE, [18, 65])
+    crossed = fc.crossed_column(["word", interval], 1000)
+    found = computed(lambda: crossed.ids(FEATURES))
+    nothing = np.array([], str)
+    for ids, words, kind in zip(found, WORDS, [0, 1, 2], strict=True):
+        of_words = [fc.lookup(np.array([[f"{w}_X_{kind}"]]), nothing, -1, 1000) for w in words]
+        expected = [
+            -1 if w == "" else int(k) for w, k in zip(words, np.ravel(of_words), strict=True)
+        ]
+        assert ids.tolist() == expected
+    assert (crossed.name, crossed.width) == ("age_bucketized_X_word", 1000)
+    table = computed(lambda: fc.linear_model(FEATURES, [crossed, AGE]))
+    assert table.shape == (3, 1)
+
+
 def rows(shape: Any, dtype: Any) -> Any:
     return np.array([[1, 2], [4, 8], [16, 32]], dtype)
 

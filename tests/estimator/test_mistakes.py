@@ -93,6 +93,12 @@ fc.bucketized_column(WORD, [1])
 -> ValueError: numeric_column
 fc.indicator_column(AGE)
 -> ValueError: categorical
+fc.crossed_column(["word"], 10)
+-> ValueError: two keys or more
+fc.crossed_column(["word", AGE], 10)
+-> ValueError: crossed_column needs a categorical column
+Estimator(linear, params={}).export_saved_model("path", print)
+-> NotImplementedError: Model.export
 fc.embedding_column(ID, 2, "max")
 -> ValueError: combiner
 fc.categorical_column_with_identity("id", 0)

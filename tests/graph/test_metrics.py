@@ -1,5 +1,6 @@
 """Metrics of graphs against the same figures of all batches together."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,10 @@ LABELS, PREDICTIONS = RNG.integers(0, 2, (2, 20, 1)).astype(float)
 WEIGHTS = RNG.uniform(size=(20, 1))
 
 EXPECTED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "true_positives": lambda y, p, w: np.sum(w * y * p),
+    "false_positives": lambda y, p, w: np.sum(w * (1 - y) * p),
+    "true_negatives": lambda y, p, w: np.sum(w * (1 - y) * (1 - p)),
+    "false_negatives": lambda y, p, w: np.sum(w * y * (1 - p)),
     "accuracy": lambda y, p, w: np.average(y == p, weights=w),
     "mean_squared_error": lambda y, p, w: np.average((y - p) ** 2, weights=w),
     "root_mean_squared_error": lambda y, p, w: np.sqrt(np.average((y - p) ** 2, weights=w)),
@@ -26,27 +31,200 @@ EXPECTED: dict[str, Callable[[Any, Any, Any], Any]] = {
 @pytest.mark.parametrize("name", EXPECTED)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_metric_counts_all_examples_however_they_are_batched(session, name, weighted):
-    y, p, w = (g.placeholder(np.float64, [None, 1]) for _ in range(3))
-    value, update = getattr(metrics, name)(y, p, w if weighted else None)
-    session.run(g.variables_initializer(g.local_variables()))
-    assert session.run(value) == 0.0
-    for part in (slice(0, 7), slice(7, 8), slice(8, None)):
-        feeds = {y: LABELS[part], p: PREDICTIONS[part], w: WEIGHTS[part]}
-        last = session.run(update, feeds)
+    batched = in_batches(session, getattr(metrics, name), LABELS, PREDICTIONS, weighted)
     weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
     expected = EXPECTED[name](LABELS, PREDICTIONS, weights)
-    assert session.run(value) == last == pytest.approx(expected, rel=1e-12)
+    assert batched == pytest.approx(expected, rel=1e-12)
+
+
+def in_batches(session, metric, labels, predictions, weighted, weights=WEIGHTS):
+    """Return the value of a metric after three batches."""
+    y, p, w = (
+        g.placeholder(of.dtype, [None, *of.shape[1:]]) for of in (labels, predictions, weights)
+    )
+    value, update = metric(labels=y, predictions=p, weights=w if weighted else None)
+    session.run(g.variables_initializer(g.local_variables()))
+    assert np.all(session.run(value) == 0.0)
+    for part in (slice(0, 7), slice(7, 8), slice(8, None)):
+        feeds = {y: labels[part], p: predictions[part], w: weights[part]}
+        last = session.run(update, feeds)
+    np.testing.assert_array_equal(session.run(value), last)
+    return last
+
+
+SCORES = RNG.integers(0, 50, (20, 1)) / 50 + 0.003
+SHARES = np.round(SCORES * 0.6 + LABELS * 0.3, 6)  # Better than chance, some alike.
+THRESHOLDS = (0.1, 0.4, 0.7)
+
+
+def rates(y, p, w):
+    """Return the shares of true and of false labels above each of many thresholds."""
+    above = p > np.linspace(0, 1, 200)[:, None, None]
+    return [np.sum(above * kind * w, axis=(1, 2)) / np.sum(kind * w) for kind in (y, 1 - y)]
+
+
+def ranked(y, p, w):
+    """Return how probably a true label has the higher score; equal ones count by half."""
+    pairs = (p[:, 0, None] > p[:, 0]) + 0.5 * (p[:, 0, None] == p[:, 0])
+    of_pairs = (w * y)[:, 0, None] * (w * (1 - y))[:, 0]
+    return np.sum(pairs * of_pairs) / np.sum(of_pairs)
+
+
+def at(share):
+    return lambda y, p, w: np.array([share(y, p > t, w) for t in THRESHOLDS])
+
+
+AT = {"thresholds": THRESHOLDS}
+CURVES: dict[str, tuple[dict[str, Any], Callable[[Any, Any, Any], Any]]] = {
+    **{
+        f"{name}_at_thresholds": (AT, at(EXPECTED[name]))
+        for name in "true_positives false_positives true_negatives precision recall".split()
+    },
+    "false_negatives_at_thresholds": (AT, at(EXPECTED["false_negatives"])),
+    "auc": ({}, ranked),
+    "sensitivity_at_specificity": (
+        {"specificity": 0.7},
+        lambda y, p, w: (r := rates(y, p, w))[0][np.argmin(np.abs(1 - r[1] - 0.7))],
+    ),
+    "specificity_at_sensitivity": (
+        {"sensitivity": 0.7},
+        lambda y, p, w: 1 - (r := rates(y, p, w))[1][::-1][np.argmin(np.abs(r[0] - 0.7)[::-1])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_thresholds_count_all_examples_however_they_are_batched(session, name, weighted):
+    options, compute = CURVES[name]
+    metric = functools.partial(getattr(metrics, name), **options)
+    batched = in_batches(session, metric, LABELS, SHARES, weighted)
+    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
+    np.testing.assert_allclose(batched, compute(LABELS, SHARES, weights), rtol=1e-6)
+
+
+CLASSES, GUESSES = RNG.integers(0, 4, (2, 20))
+LOGITS, SEVERAL = RNG.normal(size=(20, 6)), np.array([RNG.permutation(6)[:2] for _ in range(20)])
+ROWS = WEIGHTS[:, 0]
+
+
+def of_classes(y, p, w, share):
+    table = np.array([[np.sum(w * (y == a) * (p == b)) for b in range(5)] for a in range(5)])
+    right, true, guessed = np.diag(table), table.sum(1), table.sum(0)
+    return share(right, true, guessed)
+
+
+def of_tops(y, p, w, k, score):
+    """Return the sums of numerators over those of denominators of examples."""
+    tops = [sorted(range(6), key=lambda c, row=row: -row[c])[:k] for row in p]
+    both = np.array([score(set(labels.tolist()), top) for labels, top in zip(y, tops, strict=True)])
+    return np.dot(w, both[:, 0]) / np.dot(w, both[:, 1])
+
+
+def average_precision(labels, top):
+    hits = [c in labels for c in top]
+    shares = [sum(hits[: r + 1]) / (r + 1) for r in range(len(top)) if hits[r]]
+    return sum(shares) / min(len(labels), len(top)), 1
+
+
+K, ONLY = {"k": 3}, {"k": 3, "class_id": 2}
+OF_CLASSES: dict[str, tuple[str, dict[str, Any], Any, Any, Callable[..., float]]] = {
+    "iou": (
+        *("mean_iou", {"num_classes": 5}, CLASSES, GUESSES),
+        lambda y, p, w: of_classes(y, p, w, lambda r, t, g: np.mean((r / (t + g - r))[:4])),
+    ),
+    "accuracy of classes": (
+        *("mean_per_class_accuracy", {"num_classes": 5}, CLASSES, GUESSES),
+        lambda y, p, w: of_classes(y, p, w, lambda r, t, g: np.sum((r / t)[:4]) / 5),
+    ),
+    "precision": (
+        *("precision_at_k", K, SEVERAL, LOGITS),
+        lambda y, p, w: of_tops(y, p, w, 3, lambda y, top: (len(y & {*top}), 3)),
+    ),
+    "precision of a class": (
+        *("precision_at_k", ONLY, SEVERAL, LOGITS),
+        lambda y, p, w: of_tops(y, p, w, 3, lambda y, top: (2 in (y & {*top}), 2 in top)),
+    ),
+    "recall": (
+        *("recall_at_k", K, SEVERAL, LOGITS),
+        lambda y, p, w: of_tops(y, p, w, 3, lambda y, top: (len(y & {*top}), len(y))),
+    ),
+    "recall of one label": (
+        *("recall_at_k", K, CLASSES, LOGITS),
+        lambda y, p, w: of_tops(y[:, None], p, w, 3, lambda y, top: (len(y & {*top}), 1)),
+    ),
+    "recall of a class": (
+        *("recall_at_k", ONLY, SEVERAL, LOGITS),
+        lambda y, p, w: of_tops(y, p, w, 3, lambda y, top: (2 in (y & {*top}), 2 in y)),
+    ),
+    "average precision": (
+        *("average_precision_at_k", K, SEVERAL, LOGITS),
+        lambda y, p, w: of_tops(y, p, w, 3, average_precision),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_CLASSES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.filterwarnings("ignore:invalid value")  # The fifth class has no examples.
+def test_classes_count_all_examples_however_they_are_batched(session, case, weighted):
+    name, options, labels, predictions, compute = OF_CLASSES[case]
+    metric = functools.partial(getattr(metrics, name), **options)
+    batched = in_batches(session, metric, labels, predictions, weighted, ROWS)
+    expected = compute(labels, predictions, ROWS if weighted else np.ones(20))
+    assert batched == pytest.approx(expected, rel=1e-12)
 
 
 PAIR = np.array([2, 0, 1, 3]), np.array([1, 1, 2, 0])  # Numbers other than zero are true.
 RIGHT, NINE = np.mean(LABELS == PREDICTIONS), np.arange(9.0).reshape(3, 3)
-SHAPES: dict[str, tuple[Callable[[], Any], float]] = {
+TOPS = np.argsort(-LOGITS)
+SCORED = [0, 0, 1, 1], np.array([0.1, 0.4, 0.35, 0.8])
+PR = {"curve": "PR"}
+SHAPES: dict[str, tuple[Callable[[], Any], Any]] = {
     "labels without an axis": (lambda: metrics.accuracy(LABELS.ravel(), PREDICTIONS), RIGHT),
     "precision of one weight": (lambda: metrics.precision(*PAIR, weights=0.5), 2 / 3),
     "recall of one weight": (lambda: metrics.recall(*PAIR, weights=0.5), 2 / 3),
     "weights of rows": (lambda: metrics.mean(NINE, np.array([1.0, 0.0, 0.0])), 1.0),
     "weights with one more axis": (
         lambda: metrics.accuracy(np.array([1, 0, 3]), np.array([1, 2, 3]), np.eye(3)[:, :1]),
+        1.0,
+    ),
+    "classes of predictions": (
+        lambda: metrics.precision_at_top_k(SEVERAL, TOPS, k=3),
+        of_tops(SEVERAL, LOGITS, np.ones(20), 3, lambda y, top: (len(y & {*top}), 3)),
+    ),
+    "labels among classes of predictions": (
+        lambda: metrics.recall_at_top_k(SEVERAL, TOPS[:, :3]),
+        of_tops(SEVERAL, LOGITS, np.ones(20), 3, lambda y, top: (len(y & {*top}), 2)),
+    ),
+    "whole numbers above thresholds": (
+        lambda: metrics.precision_at_thresholds([0, 1, 1], np.array([0, 1, 0]), [0.5]),
+        1.0,
+    ),
+    "relative to zero": (
+        lambda: metrics.mean_relative_error([1.0, 3.0], np.array([2.0, 4.0]), [0.0, 2.0]),
+        0.25,
+    ),
+    "cosine": (
+        lambda: metrics.mean_cosine_distance(np.eye(3), np.eye(3)[[0, 2, 1]], 1, [[1], [1], [0]]),
+        0.5,
+    ),
+    "below": (lambda: metrics.percentage_below(np.array([2.0, 4.0, 6.0]), 5.0, [1, 1, 2]), 0.5),
+    "elements": (
+        lambda: metrics.mean_tensor(NINE, np.array([[1.0], [1.0], [0.0]])),
+        NINE * [[1], [1], [0]],
+    ),
+    "area by trapezoids": (lambda: metrics.auc(*SCORED, **PR), 0.791667),
+    "area that is interpolated": (
+        lambda: metrics.auc(*SCORED, **PR, summation_method="careful_interpolation"),
+        0.797267,
+    ),
+    "area from below": (
+        lambda: metrics.auc(*SCORED, summation_method="minoring", thresholds=[0.5, 0.2]),
+        0.75,
+    ),
+    "area from above": (
+        lambda: metrics.auc(*SCORED, summation_method="majoring", thresholds=[0.5, 0.2]),
         1.0,
     ),
 }
@@ -57,4 +235,23 @@ def test_shapes_of_labels_and_weights_are_matched(session, case):
     make, expected = SHAPES[case]
     _, update = make()
     session.run(g.variables_initializer(g.local_variables()))
-    assert session.run(update) == pytest.approx(expected)
+    np.testing.assert_allclose(session.run(update), expected, rtol=1e-5)
+
+
+def test_a_metric_joins_the_collections_that_it_is_given(session):
+    value, update = metrics.accuracy(
+        *PAIR, name="hits", metrics_collections=["values"], updates_collections=["updates"]
+    )
+    graph = g.get_default_graph()
+    assert graph.get_collection("values") == [value]
+    assert graph.get_collection("updates") == [update]
+    assert value.name == "hits/value:0"
+
+
+def test_what_a_metric_cannot_compute_is_said():
+    with pytest.raises(ValueError, match=r"'majoring'\], got 'ROC' and 'careful_interpolation'"):
+        metrics.auc([1], [0.5], summation_method="careful_interpolation")
+    with pytest.raises(ValueError, match="num_thresholds must be 2 or more, got 1"):
+        metrics.auc([1], [0.5], num_thresholds=1)
+    with pytest.raises(ValueError, match="mean_tensor needs a tensor of a known shape"):
+        metrics.mean_tensor(g.placeholder(np.float64, [None]))

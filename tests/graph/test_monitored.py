@@ -157,7 +157,7 @@ def test_mistakes_in_hooks_are_errors(tmp_path):
         x = g.placeholder(np.float64, [])
         with g.MonitoredTrainingSession(hooks=[Feeding(x)]) as session:
             assert session.run(x) == 2.0
-            with pytest.raises(ValueError, match=r"Feeding feeds .*placeholder.* fed already"):
+            with pytest.raises(RuntimeError, match=r"Feeding feeds .*placeholder.* fed already"):
                 session.run(x, {x: 1.0})
 
 

@@ -5,6 +5,7 @@ bucketized_column: Any
 categorical_column_with_hash_bucket: Any
 categorical_column_with_identity: Any
 categorical_column_with_vocabulary_list: Any
+crossed_column: Any
 embedding_column: Any
 indicator_column: Any
 numeric_column: Any

@@ -61,7 +61,7 @@ Module = _Module
 from ndistribute.graph.graph import Operation as _Operation
 Operation = _Operation
 RunMetadata: Any
-from ndistribute.compat.graphs import RunOptions as _RunOptions
+from ndistribute.graph.session import RunOptions as _RunOptions
 RunOptions = _RunOptions
 from ndistribute.compat.graphs import BytesSession as _Session
 Session = _Session

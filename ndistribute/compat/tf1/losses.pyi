@@ -36,6 +36,7 @@ from ndistribute.models.losses import SparseCategoricalCrossentropy as _SparseCa
 SparseCategoricalCrossentropy = _SparseCategoricalCrossentropy
 from ndistribute.models.losses import SquaredHinge as _SquaredHinge
 SquaredHinge = _SquaredHinge
+absolute_difference: Any
 binary_crossentropy: Any
 categorical_crossentropy: Any
 categorical_hinge: Any
@@ -47,6 +48,7 @@ get_regularization_loss: Any
 get_total_loss: Any
 hinge: Any
 huber: Any
+huber_loss: Any
 kl_divergence: Any
 log_cosh: Any
 mae: Any

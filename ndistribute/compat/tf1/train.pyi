@@ -21,6 +21,8 @@ ClusterSpec = _ClusterSpec
 from ndistribute.graph.monitored import Coordinator as _Coordinator
 Coordinator = _Coordinator
 ExponentialMovingAverage: Any
+from ndistribute.graph.hooks import FeedFnHook as _FeedFnHook
+FeedFnHook = _FeedFnHook
 from ndistribute.graph.hooks import FinalOpsHook as _FinalOpsHook
 FinalOpsHook = _FinalOpsHook
 from ndistribute.graph.hooks import GlobalStepWaiterHook as _GlobalStepWaiterHook
@@ -47,8 +49,12 @@ from ndistribute.graph.saver import Saver as _Saver
 Saver = _Saver
 from ndistribute.graph.monitored import Scaffold as _Scaffold
 Scaffold = _Scaffold
+from ndistribute.compat.graph_sessions import SecondOrStepTimer as _SecondOrStepTimer
+SecondOrStepTimer = _SecondOrStepTimer
 from ndistribute.task.server import Server as _Server
 Server = _Server
+from ndistribute.compat.graph_sessions import SessionManager as _SessionManager
+SessionManager = _SessionManager
 from ndistribute.graph.hooks import SessionRunArgs as _SessionRunArgs
 SessionRunArgs = _SessionRunArgs
 from ndistribute.graph.hooks import SessionRunContext as _SessionRunContext
@@ -87,3 +93,4 @@ piecewise_constant: Any
 polynomial_decay: Any
 replica_device_setter: Any
 start_queue_runners: Any
+warm_start: Any

@@ -25,6 +25,8 @@ from ndistribute.estimator.specs import EstimatorSpec as _EstimatorSpec
 EstimatorSpec = _EstimatorSpec
 from ndistribute.estimator.specs import EvalSpec as _EvalSpec
 EvalSpec = _EvalSpec
+from ndistribute.graph.hooks import FeedFnHook as _FeedFnHook
+FeedFnHook = _FeedFnHook
 from ndistribute.graph.hooks import FinalOpsHook as _FinalOpsHook
 FinalOpsHook = _FinalOpsHook
 from ndistribute.graph.hooks import GlobalStepWaiterHook as _GlobalStepWaiterHook
