@@ -72,9 +72,13 @@ def reduction(operation: Any) -> Any:
     """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
-        axes = axis_of(axis)
-        result = operation(tensor, axis=axes, keepdims=keepdims)
+        axes, more = axis_of(axis), {}
         whole = tensor.dtype is not None and np.dtype(tensor.dtype).kind in "iu"
+        if operation in (np.max, np.min) and isinstance(tensor, np.ndarray) and not tensor.size:
+            limit = np.iinfo(tensor.dtype) if whole else None
+            least, largest = (limit.min, limit.max) if limit else (-np.inf, np.inf)
+            more = {"initial": least if operation is np.max else largest}
+        result = operation(tensor, axis=axes, keepdims=keepdims, **more)
         return result.astype(tensor.dtype) if whole and result.dtype != tensor.dtype else result
 
     return unary(reduce, reduction_indices="axis", keep_dims="keepdims")

@@ -38,22 +38,25 @@ TF2 = """
     .compat.array_functions/unary: to_number
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: VERSION=__version__
-[distribute] .compat.adapters: get_replica_context get_strategy  ndistribute: CrossDeviceOps
+[distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy
+    ndistribute: CrossDeviceOps
     DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
     InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
     RunOptions Strategy experimental_set_strategy=set_strategy has_strategy in_cross_replica_context
     ndistribute/server: Server  ndistribute/strategy: CentralStorageStrategy MirroredStrategy
     MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute: KubernetesClusterResolver
-    SimpleClusterResolver SlurmClusterResolver UnionResolver
-    ndistribute/resolver: TFConfigClusterResolver TPUClusterResolver
+    SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver UnionResolver
+    ndistribute/resolver: TPUClusterResolver
 [distribute.coordinator] ndistribute: ClusterCoordinator PerWorkerValue RemoteValue
+    PerWorkerValues=PerWorkerValue
 [distribute.experimental] .compat.tf.distribute/by_communication: MultiWorkerMirroredStrategy
     .compat.tf.distribute: CentralStorageStrategy MirroredStrategy OneDeviceStrategy
     ParameterServerStrategy TPUStrategy coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
     CommunicationOptions  .models: TerminationConfig
     .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
+    ndistribute: CollectiveHints=CommunicationOptions ValueContext=ReplicaContext
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy/dtype: bool=bool_
     complex128 complex64 double=float64 float16 float32 float64 half=float16 int16 int32 int64 int8

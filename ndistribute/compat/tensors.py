@@ -6,6 +6,7 @@ dtype, as TensorFlow does; NumPy's own functions follow NumPy's rules.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import Any, ClassVar
@@ -324,6 +325,16 @@ def device_name(device: Any) -> str:
     return f"{_TASK}/device:{str(device).upper()}"
 
 
+def _sparse_read(variable: Any, indices: Any, name: Any = None) -> Any:
+    """Return the rows at some indices."""
+    return as_tensor(variable.tracked_value()[np.asarray(indices)])
+
+
+def _gather_nd(variable: Any, indices: Any, name: Any = None) -> Any:
+    """Return the parts at some positions, of which each is a row of indices."""
+    return as_tensor(variable.tracked_value()[tuple(np.moveaxis(np.asarray(indices), -1, 0))])
+
+
 @functools.cache
 def flavored(kind: Any) -> Any:
     """Return a kind of variable with TensorFlow's methods."""
@@ -350,6 +361,7 @@ def flavored(kind: Any) -> Any:
             return as_tensor(kind.read_value(self))
 
         value = read_value
+        sparse_read, gather_nd = _sparse_read, _gather_nd
 
         def numpy(self) -> Any:
             return kind.numpy(self)[()]
@@ -368,9 +380,9 @@ def flavored(kind: Any) -> Any:
     for name in ("assign", "assign_add", "assign_sub"):
         setattr(Flavored, name, _assign(getattr(kind, name)))
     for name in ("scatter_add", "scatter_sub", "scatter_update"):
-        setattr(Flavored, name, _write(getattr(kind, name)))
+        setattr(Flavored, name, _combined(_write(getattr(kind, name)), name))
     for name, change in _SCATTERED.items():
-        setattr(Flavored, f"scatter_{name}", _scatter(change))
+        setattr(Flavored, f"scatter_{name}", _combined(_scatter(change), f"scatter_{name}"))
     Flavored.__name__, Flavored.__qualname__ = kind.__name__, kind.__qualname__
     Flavored.__module__ = kind.__module__
     return Flavored
@@ -393,8 +405,12 @@ def _divided(array: Any, rows: Any, values: Any) -> None:
     (np.floor_divide if array.dtype.kind in "iu" else np.divide).at(array, rows, values)
 
 
-_EXTREME = {"max": np.maximum.at, "min": np.minimum.at}
-_SCATTERED: dict[str, Any] = {"div": _divided, "mul": np.multiply.at, **_EXTREME}
+_SCATTERED: dict[str, Any] = {
+    "div": _divided,
+    "mul": np.multiply.at,
+    "max": np.maximum.at,
+    "min": np.minimum.at,
+}
 
 
 def _scatter(change: Any) -> Any:
@@ -416,19 +432,27 @@ def _scatter(change: Any) -> Any:
         replica, how = self.replica("write"), self.aggregation.value
         if replica is None:
             return changed(self, sparse_delta)
-        adds = how in ("sum", "mean")
-        if (
-            how == "none"
-            or self.synchronization.value == "on_read"
-            or (adds and change in _EXTREME.values())
-        ):
-            why = f"its aggregation {how!r} does not combine replicas' rows"
-            raise NotImplementedError(f"scatter of variable {self.name!r} inside run: {why}.")
-        rows = replica.all_reduce(how, sparse_delta) if adds else sparse_delta
+        rows = replica.all_reduce(how, sparse_delta) if how in ("sum", "mean") else sparse_delta
         replica.merge_call(lambda _, each: changed(self, each.values[0]), (rows,))
         return self
 
     return scatter
+
+
+def _combined(scatter: Any, name: str) -> Any:
+    """Return a method that changes rows, unless no aggregation combines those of replicas."""
+
+    @functools.wraps(scatter)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        how, adds = self.aggregation.value, name in ("scatter_add", "scatter_sub")
+        ordered = name in ("scatter_min", "scatter_max", "scatter_update")
+        refused = self.synchronization.value == "on_read" or (ordered and how in ("sum", "mean"))
+        if (refused or (how == "none" and not adds)) and self.replica("write") is not None:
+            why = f"its aggregation {how!r} does not combine replicas' rows"
+            raise NotImplementedError(f"{name} of variable {self.name!r} inside run: {why}.")
+        return scatter(self, *args, **options)
+
+    return call
 
 
 def _write(method: Any) -> Any:
@@ -511,6 +535,7 @@ class Module(Layer):
     """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
 
     _uncalled: ClassVar[dict[str, str]] = {}
+    name_scope = property(lambda self: contextlib.nullcontext(self.name))
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name=name)

@@ -201,6 +201,7 @@ NAMED: dict[str, type[Initializer]] = table_of(
     *(Constant, Zeros, Ones, RandomNormal, RandomUniform, Orthogonal),
     *(GlorotNormal, GlorotUniform, HeNormal, HeUniform),
 )
+NAMED |= {"one": Ones, "zero": Zeros, "normal": RandomNormal, "uniform": RandomUniform}
 
 
 def get(initializer: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -298,6 +298,8 @@ class _Counted(Metric):
         y_true, y_pred = untrack(losses.aligned(y_true, y_pred))
         losses.check_shape(y_true, y_pred.shape)
         xp = array_namespace(y_pred)
+        if y_pred.dtype.kind in "biu":  # A bound such as 0.5 is none of these numbers.
+            y_pred = y_pred.astype(np.float64)
         weights = xp.ones(y_pred.shape, np.float64)
         if sample_weight is not None:
             weight = as_array(sample_weight)
@@ -337,6 +339,41 @@ class Precision(_Counted):
 
 class Recall(Precision):
     """The share of the positive examples that are predicted positive; see `Precision`."""
+
+    _index = 1
+
+
+class TruePositives(Precision):
+    """The number of positive examples that are predicted positive; see `Precision`.
+
+    >>> metric = FalseNegatives()
+    >>> metric.update_state(np.array([0, 1, 1]), np.array([0.9, 0.8, 0.1]))
+    >>> metric.result()
+    1.0
+    """
+
+    _column: ClassVar[int] = 0  # Of the positive examples.
+
+    def _shares(self, sums: Any) -> tuple[Any, Any]:
+        """Return the numbers of examples above thresholds, and of the others."""
+        above = sums[:-1, self._column]
+        return above, sums[-1, self._column] - above
+
+
+class FalseNegatives(TruePositives):
+    """The number of positive examples that are predicted negative; see `Precision`."""
+
+    _index = 1
+
+
+class FalsePositives(TruePositives):
+    """The number of negative examples that are predicted positive; see `Precision`."""
+
+    _column = 1
+
+
+class TrueNegatives(FalsePositives):
+    """The number of negative examples that are predicted negative; see `Precision`."""
 
     _index = 1
 

@@ -342,7 +342,7 @@ class Strategy:
         Returns:
             A `PerReplica`, or a nest of them if `value_fn` returns nests.
         """
-        self._refuse_if_closed()
+        self._cross_replica_frame("distribute_values_from_function")
         return tree.regroup(list(map(value_fn, self.replica_contexts)), PerReplica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

@@ -13,6 +13,10 @@ from ndistribute.models.metrics import CategoricalAccuracy as _CategoricalAccura
 CategoricalAccuracy = _CategoricalAccuracy
 from ndistribute.models.metrics import CategoricalCrossentropy as _CategoricalCrossentropy
 CategoricalCrossentropy = _CategoricalCrossentropy
+from ndistribute.models.metrics import FalseNegatives as _FalseNegatives
+FalseNegatives = _FalseNegatives
+from ndistribute.models.metrics import FalsePositives as _FalsePositives
+FalsePositives = _FalsePositives
 from ndistribute.models.metrics import Mean as _Mean
 Mean = _Mean
 from ndistribute.models.metrics import MeanAbsoluteError as _MeanAbsoluteError
@@ -41,4 +45,8 @@ from ndistribute.models.metrics import Sum as _Sum
 Sum = _Sum
 from ndistribute.models.metrics import TopKCategoricalAccuracy as _TopKCategoricalAccuracy
 TopKCategoricalAccuracy = _TopKCategoricalAccuracy
+from ndistribute.models.metrics import TrueNegatives as _TrueNegatives
+TrueNegatives = _TrueNegatives
+from ndistribute.models.metrics import TruePositives as _TruePositives
+TruePositives = _TruePositives
 get: Any
