@@ -82,8 +82,8 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
         if len(leaf.values) != num_replicas:
             raise ValueError(
                 f"a {type(leaf).__name__} of {len(leaf.values)} component(s) was passed where "
-                f"there are {num_replicas} replica(s): it needs one component for each replica of the "
-                "strategy in this process."
+                f"there are {num_replicas} replica(s): it needs one component for each replica of "
+                "the strategy in this process."
             )
         return leaf.values[replica]
 

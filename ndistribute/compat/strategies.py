@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -167,6 +168,16 @@ def _shown(value: Any) -> Any:
     return value.values[0] if alone else value
 
 
+def _of_tensors(function: Any) -> Any:
+    """Return a function whose results are tensors."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return map_leaves(tensor_if_array, function(*args, **options))
+
+    return call
+
+
 _DISTRIBUTED = DistributedValues, nd.Variable
 
 
@@ -185,14 +196,15 @@ def strategy(kind: Any) -> Any:
             return value
         return map_leaves(lambda x: x if isinstance(x, _DISTRIBUTED) else nd.PerReplica([x]), value)
 
+    @_of_tensors
     def reduce(self: Any, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        return map_leaves(tensor_if_array, kind.reduce(self, reduce_op, across(self, value), axis))
+        return kind.reduce(self, reduce_op, across(self, value), axis)
 
+    @_of_tensors
     def gather(self: Any, value: Any, axis: int) -> Any:
-        return map_leaves(tensor_if_array, kind.gather(self, across(self, value), axis))
+        return kind.gather(self, across(self, value), axis)
 
-    def local_results(self: Any, value: Any) -> Any:
-        return map_leaves(tensor_if_array, kind.local_results(self, value))
+    local_results = _of_tensors(kind.local_results)
 
     def distribute_dataset(self: Any, dataset: Any, options: Any = None) -> Any:
         known = getattr(dataset, "_node", None)
@@ -298,15 +310,8 @@ class ReplicaTensors:
         self.strategy = _of_tensorflow(context.strategy)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def all_reduce(self, *args: Any, **options: Any) -> Any:
-        """Return what all replicas' values give together."""
-        return map_leaves(tensor_if_array, self._context.all_reduce(*args, **options))
-
-    def all_gather(self, *args: Any, **options: Any) -> Any:
-        """Return all replicas' values, joined."""
-        return map_leaves(tensor_if_array, self._context.all_gather(*args, **options))
+        value = getattr(self._context, name)
+        return _of_tensors(value) if name in ("all_reduce", "all_gather") else value
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function once for all replicas; see `nd.ReplicaContext.merge_call`."""
@@ -314,8 +319,7 @@ class ReplicaTensors:
         def merged(strategy: Any, *args: Any, **options: Any) -> Any:
             return merge_fn(_of_tensorflow(strategy), *args, **options)
 
-        result = self._context.merge_call(merged, args, kwargs)
-        return map_leaves(tensor_if_array, result)
+        return _of_tensors(self._context.merge_call)(merged, args, kwargs)
 
 
 def get_replica_context() -> Any:
