@@ -341,6 +341,9 @@ class Strategy:
 
         Returns:
             A `PerReplica`, or a nest of them if `value_fn` returns nests.
+
+        Raises:
+            RuntimeError: called inside a replica.
         """
         self._cross_replica_frame("distribute_values_from_function")
         return tree.regroup(list(map(value_fn, self.replica_contexts)), PerReplica)
