@@ -5,7 +5,7 @@ It has only the rows that a step used, so its size depends on the batch and not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ndistribute.devices import (
     Array,
     Device,
     array_namespace,
+    as_array,
     copy_to,
     device_of,
     is_device_array,
@@ -29,39 +30,47 @@ class IndexedSlices:
         values: the rows, of shape ``(k, *dense_shape[1:])``.
         indices: the index of each row, integers of shape ``(k,)`` in ``[0, dense_shape[0])``. Rows
             with the same index are added.
-        dense_shape: the shape of the whole array.
+        dense_shape: the shape of the whole array; None where only the rows matter, as in a scatter.
 
     Raises:
-        ValueError: the shapes are inconsistent.
+        ValueError: the shapes are inconsistent, or an unknown `dense_shape` is needed.
 
     >>> rows = IndexedSlices(np.ones((2, 3)), np.array([4, 4]), (5, 3))
     >>> rows.to_dense()[4]
     array([2., 2., 2.])
     """
 
-    __slots__ = ("dense_shape", "indices", "values")
+    __slots__ = ("_dense_shape", "indices", "values")
 
-    def __init__(self, values: Array, indices: Array, dense_shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, values: Array, indices: Array, dense_shape: Iterable[int] | None = None
+    ) -> None:
+        values = values if hasattr(values, "shape") else as_array(values)
         if type(indices) is not type(values):
-            indices = copy_to(indices, device_of(values))
+            indices = copy_to(as_array(indices), device_of(values))
         self.values, self.indices = values, indices
-        self.dense_shape = tuple(int(length) for length in dense_shape)
-        expected = (*indices.shape, *self.dense_shape[1:])
+        self._dense_shape = None if dense_shape is None else tuple(map(int, dense_shape))
+        whole = values.shape if self._dense_shape is None else self._dense_shape
+        expected = (*indices.shape, *whole[1:])
         if indices.ndim != 1 or values.shape != expected:
             raise ValueError(
-                f"IndexedSlices of a {self.dense_shape} array with indices of shape "
+                f"IndexedSlices of a {whole} array with indices of shape "
                 f"{indices.shape} needs values of shape {expected}, got {values.shape}."
             )
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        if self._dense_shape is None:
+            raise ValueError("the shape of the whole array is unknown: pass dense_shape.")
+        return self._dense_shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the rows."""
         return self.values.dtype  # type: ignore[no-any-return]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
-        return self.dense_shape
+    shape = dense_shape
 
     def summed(self) -> IndexedSlices:
         """Return the same array with unique indices, in ascending order.
@@ -106,7 +115,17 @@ class IndexedSlices:
         return IndexedSlices(values, indices, self.dense_shape)
 
     def __repr__(self) -> str:
-        return f"IndexedSlices(indices={self.indices}, shape={self.shape}, dtype={self.dtype})"
+        return (
+            f"IndexedSlices(indices={self.indices}, shape={self._dense_shape}, dtype={self.dtype})"
+        )
+
+
+def refuse_rows(what: str, leaves: Iterable[Any]) -> None:
+    """Raise NotImplementedError if there are `IndexedSlices` among the leaves of a nest."""
+    if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        raise NotImplementedError(
+            f"{what} does not support IndexedSlices: pass their values and indices, or to_dense()."
+        )
 
 
 def dense(gradient: Any) -> Any:

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ndistribute.values import PerReplica
+from ndistribute.values import DistributedValues
 
 Leaf = Any
 Tree = Any
@@ -83,16 +83,16 @@ def flatten_up_to(like: Tree, tree: Tree) -> list[Any]:
 
 
 def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
-    """Return a structure with one replica's components; itself if it has no `PerReplica` leaf."""
+    """Return a structure with one replica's components; itself if it has no distributed leaf."""
 
     def component(leaf: Leaf) -> Leaf:
-        if not isinstance(leaf, PerReplica):
+        if not isinstance(leaf, DistributedValues):
             return leaf
         if len(leaf.values) != num_replicas:
             raise ValueError(
-                f"a PerReplica of {len(leaf.values)} component(s) was passed where there are "
-                f"{num_replicas} replica(s): it needs one component for each replica of the "
-                "strategy in this process."
+                f"a {type(leaf).__name__} of {len(leaf.values)} component(s) was passed where "
+                f"there are {num_replicas} replica(s): it needs one component for each replica of "
+                "the strategy in this process."
             )
         return leaf.values[replica]
 

@@ -75,6 +75,10 @@ class DistributedValues:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self._only("np.asarray"), dtype=dtype, copy=copy)
 
+    def numpy(self) -> Any:
+        """Return the only component as a NumPy array."""
+        return np.asarray(self)
+
     def __float__(self) -> float:
         return float(self._only("float"))
 

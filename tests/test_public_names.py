@@ -51,7 +51,7 @@ OBJECTS = {
         "apply apply_gradients build finalize_variable_values from_config get_config iterations "
         "learning_rate minimize name rule scale_loss slots variables",
     ),
-    "values": (lambda: nd.PerReplica([1]), "values"),
+    "values": (lambda: nd.PerReplica([1]), "numpy values"),
 }
 
 

@@ -93,6 +93,8 @@ class TFConfigClusterResolver(ClusterResolver):
     Args:
         task_type: the job of this process; None: the one in the variable.
         task_id: its index within the job; None: the one in the variable.
+        rpc_layer: the protocol before addresses in ``master()``; None: the one in the variable.
+        environment: the name of the environment; None: the one in the variable.
         environ: the environment variables; None: ``os.environ``.
 
     Raises:
@@ -108,6 +110,8 @@ class TFConfigClusterResolver(ClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -124,7 +128,10 @@ class TFConfigClusterResolver(ClusterResolver):
                 task_id = number_of(task["index"], "'index' in 'task'")
             if task and not cluster and (task_id or "cluster" not in config):
                 raise ValueError("it has a 'task', but no 'cluster' with the task's address.")
-            super().__init__(cluster, task_type, task_id, str(config.get("environment", "")))
+            where = config.get("environment", "") if environment is None else environment
+            super().__init__(cluster, task_type, task_id, str(where))
+            self._master = config.get("session_master", "")
+            self.rpc_layer = config.get("rpc_layer", "") if rpc_layer is None else rpc_layer
         except (TypeError, ValueError) as error:
             what = f"it is not JSON: {error}." if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(f"TF_CONFIG is malformed: {what} An example: {_EXAMPLE}") from None

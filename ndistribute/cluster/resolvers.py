@@ -24,7 +24,8 @@ class ClusterResolver:
     """A cluster and the task of this process in it.
 
     Args:
-        cluster: the cluster; empty for a process without other processes.
+        cluster: the cluster; empty, or None, for a process without other processes. A subclass may
+            define `cluster_spec`, `task_type` and `task_id` instead, and leave the constructor out.
         task_type: the job of this process, chief, worker, ps or evaluator; None if none.
         task_id: the index of this process within its job.
         environment: the name of the environment, such as ``"slurm"``.
@@ -46,18 +47,22 @@ class ClusterResolver:
     # What a program gave instead of what `master` and `num_accelerators` would find.
     _master = ""
     _accelerators: dict[str, int] | None = None
+    # Of a subclass that does not call the constructor.
+    _cluster = ClusterSpec({})
+    task_type: str | None = None
+    task_id: int | None = None
     _needs_task = True  # Else a process without a task is the one that coordinates the others.
 
     def __init__(
         self,
-        cluster: ClusterSpec,
+        cluster: ClusterSpec | None = None,
         task_type: str | None = None,
         task_id: int | None = None,
         environment: str = "",
     ) -> None:
-        self._cluster = cluster
-        self.task_type = task_type
-        self.task_id = task_id
+        self._cluster = cluster = cluster or self._cluster
+        if task_type is not None or task_id is not None:
+            self.task_type, self.task_id = task_type, task_id
         self.environment = environment
         if self._needs_task or task_type is not None:
             _check(cluster, task_type, task_id)
@@ -137,7 +142,7 @@ class ClusterResolver:
     ) -> dict[str, int]:
         """Return the number of GPUs of this machine, as ``{"GPU": n}``, whatever the task."""
         if self._accelerators is not None:
-            return dict(self._accelerators)
+            return self._accelerators
         from ndistribute.devices import list_devices
 
         return {"GPU": len(list_devices("gpu"))}
@@ -246,18 +251,25 @@ def seconds_of(environ: Mapping[str, str], name: str, usual: float) -> float:
     return seconds
 
 
-def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
+def check_jobs(cluster: ClusterSpec) -> None:
+    """Raise ValueError if a cluster has an unknown job, or too many tasks of one."""
     for job in cluster.jobs:
         if job not in _KNOWN:
             text = f"The cluster has an unknown job {job!r}; the known jobs are {_listed(_KNOWN)}."
             raise ValueError(text)
         if job in _ALONE and cluster.num_tasks(job) > 1:
             raise ValueError(f"A cluster has at most one {job!r}, got {cluster.num_tasks(job)}.")
+
+
+def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
+    check_jobs(cluster)
     jobs = _listed(cluster.jobs)
     # As in TensorFlow, an evaluator need not be listed in the cluster.
     is_listed = task_type in cluster.jobs
     if not cluster or (task_type == "evaluator" and not is_listed and task_id is not None):
         return
+    if task_type is None and sum(map(cluster.num_tasks, cluster.jobs)) == 1:
+        return  # This process, or one that leads it.
     if task_type is None or task_id is None:
         what = f"The cluster has the jobs {jobs}, but the task of this process is unknown:"
         raise ValueError(f"{what} pass its task_type and task_id.")

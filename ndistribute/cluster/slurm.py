@@ -65,7 +65,7 @@ class SlurmClusterResolver(ClusterResolver):
         gpus_per_task: int | None = None,
         tasks_per_node: int | Sequence[int] | Mapping[str, int] | None = None,
         auto_set_gpu: bool = True,
-        rpc_layer: str | None = "",
+        rpc_layer: str | None = "grpc",
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:

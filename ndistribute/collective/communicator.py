@@ -24,7 +24,7 @@ from ndistribute.context import current_trace
 from ndistribute.devices import Array, array_namespace, as_array, copy_to, device_of
 from ndistribute.dtypes import native
 from ndistribute.errors import DistributeError
-from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices, refuse_rows
 from ndistribute.transport.buffers import ReusedMemory
 
 # The allocator reuses the memory of smaller results.
@@ -178,7 +178,9 @@ class Communicator:
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate a nest over all replicas; see `ReplicaContext.all_gather`."""
-        arrays = [native(as_array(leaf)) for leaf in tree.flatten(value)]
+        leaves = tree.flatten(value)
+        refuse_rows("all_gather", leaves)
+        arrays = [native(as_array(leaf)) for leaf in leaves]
         moved = [_rows_first(array, axis) for array in arrays]
         if self.size == 1:
             return tree.unflatten(value, [array.copy() for array in arrays])

@@ -97,6 +97,7 @@ class Module(Layer):
     """A group of variables and modules, which checkpoints save; a subclass defines its calls."""
 
     _uncalled: ClassVar[dict[str, str]] = {}
+    name_scope = property(lambda self: contextlib.nullcontext(self.name))
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name=name)

@@ -1,18 +1,74 @@
-"""Strategies and the contexts of replicas whose results are tensors.
-
-They are those of this package, with the methods that TensorFlow has under other names.
-"""
+"""Strategies with TensorFlow's methods, whose results are tensors, and the contexts of replicas."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import ndistribute as nd
+from ndistribute import tree
 from ndistribute.compat.signatures import subclass, tensor_if_array
 from ndistribute.compat.tensors import device_name
+from ndistribute.graph.graph import Symbolic, in_default_of_a_block
 from ndistribute.strategies.local import DefaultStrategy
+from ndistribute.strategies.parameter_server import ParameterServerStrategy
 from ndistribute.tree import map_leaves
-from ndistribute.values import DistributedValues
+from ndistribute.values import DistributedValues, Mirrored
+
+
+def _refuse_in_graphs(*nest: Any) -> Any:
+    """Return what a step gave, unless it made operations of a graph."""
+    if in_default_of_a_block() or any(isinstance(leaf, Symbolic) for leaf in tree.flatten(nest)):
+        raise NotImplementedError(
+            "a strategy runs steps at once, also for TensorFlow 1: write strategy.run(step, args=("
+            "next(iterator),)) with iterator = iter(strategy.experimental_distribute_dataset("
+            "dataset)), or pass tf.estimator.RunConfig(train_distribute=strategy) to an Estimator."
+        )
+    return nest[0] if nest else None
+
+
+class InputIterator:
+    """An iterator over a distributed dataset that `initialize` sets to its beginning."""
+
+    def __init__(self, dataset: Any) -> None:
+        _refuse_in_graphs()
+        self._dataset = dataset
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Begin anew."""
+        self._iterator = iter(self._dataset)
+
+    def get_next(self) -> Any:
+        """Return the next element; raise `OutOfRangeError` at the end."""
+        return next(self._iterator)
+
+    __next__ = get_next
+    initializer = property(initialize)
+
+
+class StepsContext:
+    """What the steps of `experimental_run_steps_on_iterator` tell their caller."""
+
+    run_op = None
+
+    def __init__(self, strategy: Any, initial: Any) -> None:
+        self._strategy = strategy
+        self.last_step_outputs = dict(initial or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
+        """Keep an output of the last step, reduced over replicas if there is an operation."""
+        if reduce_op is not None:
+            output = self._strategy.reduce(reduce_op, output, axis=None)
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep what is no tensor."""
+        self.non_tensor_outputs[name] = output
 
 
 class StrategyExtended:
@@ -22,59 +78,139 @@ class StrategyExtended:
         self._strategy = strategy
         self.call_for_each_replica = strategy.run
         self.worker_devices = self.parameter_devices = tuple(map(device_name, strategy.devices))
+        self.experimental_require_static_shapes = strategy.needs_equal_parts
+        self.experimental_make_numpy_dataset = strategy.experimental_make_numpy_dataset
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Return a value reduced over all replicas, which all destinations can read."""
         return self._strategy.reduce(reduce_op, value, axis=None)
 
-    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any) -> Any:
+    def batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
+    ) -> Any:
         """Return the result of `reduce_to` for each pair."""
         return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
 
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Return a tensor as a value that is the same on every replica."""
+        return Mirrored([tensor] * len(self._strategy.devices))
+
     def update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: Any = 1) -> Any:
-        """Call a function with a variable, outside of replicas; all its copies change."""
-        result = fn(var, *args, **(kwargs or {}))
+        """Call a function with a variable, outside of replicas; all its copies change.
+
+        If each replica has a value of its own, the function is called on each.
+        """
+        strategy, named = self._strategy, dict(kwargs or {})
+        if var.synchronization is nd.VariableSynchronization.ON_READ:
+            result = strategy.run(fn, (var, *args), named)
+        else:
+            args, named = tree.select((tuple(args), named), 0, len(strategy.devices))
+            result = self.update_non_slot(var, fn, (var, *args), named, group=False)
         return None if group else result
+
+    def update_non_slot(
+        self, colocate_with: Any, fn: Any, args: Any = (), kwargs: Any = None, group: Any = 1
+    ) -> Any:
+        """Call a function once, outside of replicas."""
+        with self._strategy.scope():
+            result = fn(*args, **(kwargs or {}))
+        return None if group else result
+
+    def non_slot_devices(self, var_list: Any) -> Any:
+        """Return where to keep what is no slot of a variable."""
+        return self.parameter_devices
 
     def read_var(self, v: Any) -> Any:
         """Return the value of a variable."""
         return v.read_value()
 
+    def value_container(self, value: Any) -> Any:
+        """Return the variable itself, which has all of its copies."""
+        return value
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a variable belongs to the strategy."""
+        return v.distribute_strategy is self._strategy
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Return a context manager whose variables are where another one is."""
+        if isinstance(self._strategy, ParameterServerStrategy):
+            raise NotImplementedError(
+                "colocate_vars_with: variables go to the servers in turns, and an optimizer keeps "
+                "its slots beside their variable: leave it out."
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(f"{colocate_with_variable!r} is not a variable of {self._strategy!r}.")
+        yield
+
+    def experimental_run_steps_on_iterator(
+        self, fn: Any, iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+    ) -> StepsContext:
+        """Call a function with a context and the next inputs, and return the context."""
+        with self._strategy.scope():
+            context = StepsContext(self._strategy, initial_loop_values)
+            for _ in range(iterations):
+                fn(context, next(iterator))
+        return context
+
+
+def _tensors_of(value: Any) -> Any:
+    if not isinstance(value, DistributedValues):
+        return tensor_if_array(value)
+    return type(value)(map_leaves(tensor_if_array, each) for each in value.values)
+
+
+def _shown(value: Any) -> Any:
+    """Return a result with tensors; that of one replica is no `PerReplica`."""
+    value = _tensors_of(value)
+    alone = isinstance(value, DistributedValues) and len(value.values) == 1
+    return value.values[0] if alone else value
+
+
+def _of_tensors(function: Any) -> Any:
+    """Return a function whose results are tensors."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return map_leaves(tensor_if_array, function(*args, **options))
+
+    return call
+
+
+_DISTRIBUTED = DistributedValues, nd.Variable
+
 
 def strategy(kind: Any) -> Any:
     """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
 
-    def tensors_of(value: Any) -> Any:
-        if not isinstance(value, DistributedValues):
-            return tensor_if_array(value)
-        return type(value)(map_leaves(tensor_if_array, each) for each in value.values)
-
-    def shown(value: Any) -> Any:
-        value = tensors_of(value)
-        alone = isinstance(value, DistributedValues) and len(value.values) == 1
-        return value.values[0] if alone else value
-
     def run(self: Any, fn: Any, args: Any = (), *more: Any, **options: Any) -> Any:
         if self.devices[0].kind != "tpu":  # A compiled step gets what its program takes.
-            args = map_leaves(lambda x: tensors_of(x) if isinstance(x, kept) else x, args)
-        return map_leaves(shown, kind.run(self, fn, args, *more, **options))
-
-    kept = DistributedValues, nd.Variable
+            convert = lambda x: _tensors_of(x) if isinstance(x, _DISTRIBUTED) else x  # noqa: E731
+            args = map_leaves(convert, args)
+        return map_leaves(_shown, kind.run(self, fn, args, *more, **options))
 
     def across(self: Any, value: Any) -> Any:
         """Return what `run` returned on one replica as what differs between workers."""
         if len(self.devices) > 1:
             return value
-        return map_leaves(lambda x: x if isinstance(x, kept) else nd.PerReplica([x]), value)
+        return map_leaves(lambda x: x if isinstance(x, _DISTRIBUTED) else nd.PerReplica([x]), value)
 
+    @_of_tensors
     def reduce(self: Any, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        return map_leaves(tensor_if_array, kind.reduce(self, reduce_op, across(self, value), axis))
+        return kind.reduce(self, reduce_op, across(self, value), axis)
 
+    @_of_tensors
     def gather(self: Any, value: Any, axis: int) -> Any:
-        return map_leaves(tensor_if_array, kind.gather(self, across(self, value), axis))
+        return kind.gather(self, across(self, value), axis)
 
-    def local_results(self: Any, value: Any) -> Any:
-        return map_leaves(tensor_if_array, kind.local_results(self, value))
+    local_results = _of_tensors(kind.local_results)
+
+    def distribute_dataset(self: Any, dataset: Any, options: Any = None) -> Any:
+        known = getattr(dataset, "_node", None)
+        if known and known.spec.batched is False and self.num_replicas_in_sync == 1:
+            return kind.distribute_datasets_from_function(self, lambda _: dataset, options)
+        return kind.distribute_dataset(self, dataset, options)
 
     return subclass(
         kind,
@@ -82,32 +218,76 @@ def strategy(kind: Any) -> Any:
         reduce=reduce,
         gather=gather,
         local_results=local_results,
+        unwrap=local_results,
+        distribute_dataset=distribute_dataset,
         experimental_run_v2=run,
         experimental_distribute_datasets_from_function=kind.distribute_datasets_from_function,
+        experimental_make_numpy_dataset=_numpy_dataset,
+        make_dataset_iterator=_make_dataset_iterator,
+        make_input_fn_iterator=_make_input_fn_iterator,
+        experimental_run=_experimental_run,
         extended=property(StrategyExtended),
-        **dict.fromkeys(_IN_GRAPHS, refused_in_graphs),
+        group=lambda self, value, name=None: None,
+        configure=_configure,
+        update_config_proto=lambda self, config_proto: config_proto,
     )
 
 
-_IN_GRAPHS = "make_dataset_iterator", "make_input_fn_iterator", "experimental_run"
+def _make_dataset_iterator(self: Any, dataset: Any) -> Any:
+    """Return an iterator over a distributed dataset."""
+    with self.scope():
+        return InputIterator(self.distribute_dataset(dataset))
 
 
-def refused_in_graphs(strategy: Any, *args: Any) -> Any:
-    """Refuse what makes operations of a graph for each replica."""
-    raise NotImplementedError(
-        "a strategy runs steps at once, also for TensorFlow 1: write strategy.run(step, "
-        "args=(next(iterator),)) with iterator = iter(strategy.experimental_distribute_dataset("
-        "dataset)), or pass tf.estimator.RunConfig(train_distribute=strategy) to an Estimator."
-    )
+def _make_input_fn_iterator(self: Any, input_fn: Any, replication_mode: Any = None) -> Any:
+    """Return an iterator over the dataset, or the calls of the function, of a function."""
+
+    def dataset_fn(context: Any) -> Any:
+        made = input_fn(context)
+        if not callable(made):
+            return made
+        return nd.Dataset.from_generator(lambda: iter(made, object()))
+
+    with self.scope():
+        return InputIterator(self.distribute_datasets_from_function(dataset_fn))
+
+
+def _experimental_run(self: Any, fn: Any, input_iterator: Any = None) -> Any:
+    """Run a step on the next inputs."""
+    args = () if input_iterator is None else (next(input_iterator),)
+    return _refuse_in_graphs(self.run(fn, args))
+
+
+def _numpy_dataset(self: Any, numpy_input: Any, session: Any = None) -> Any:
+    """Return a dataset of the rows of arrays."""
+    with self.scope():
+        data: Any = sys.modules["ndistribute.compat.tf.data"]  # It leads here.
+        return data.Dataset.from_tensor_slices(numpy_input)
+
+
+def _configure(
+    self: Any,
+    session_config: Any = None,
+    cluster_spec: Any = None,
+    task_type: Any = None,
+    task_id: Any = None,
+) -> None:
+    """Do nothing, but refuse another cluster than that of the constructor."""
+    if any(value is not None for value in (cluster_spec, task_type, task_id)):
+        raise ValueError("configure: pass the cluster to the constructor, as cluster_resolver.")
 
 
 _default = strategy(DefaultStrategy)()
 
 
+def _of_tensorflow(current: Any) -> Any:
+    """Return a strategy, whose results are tensors if it is the default one, too."""
+    return _default if current.is_default else current
+
+
 def get_strategy() -> Any:
     """Return the current strategy; the results of the default one are tensors, too."""
-    current = nd.get_strategy()
-    return _default if current.is_default else current
+    return _of_tensorflow(nd.get_strategy())
 
 
 def by_communication(kind: Any) -> Any:
@@ -127,17 +307,19 @@ class ReplicaTensors:
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self.strategy = _of_tensorflow(context.strategy)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+        value = getattr(self._context, name)
+        return _of_tensors(value) if name in ("all_reduce", "all_gather") else value
 
-    def all_reduce(self, *args: Any, **options: Any) -> Any:
-        """Return what all replicas' values give together."""
-        return map_leaves(tensor_if_array, self._context.all_reduce(*args, **options))
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function once for all replicas; see `nd.ReplicaContext.merge_call`."""
 
-    def all_gather(self, *args: Any, **options: Any) -> Any:
-        """Return all replicas' values, joined."""
-        return map_leaves(tensor_if_array, self._context.all_gather(*args, **options))
+        def merged(strategy: Any, *args: Any, **options: Any) -> Any:
+            return merge_fn(_of_tensorflow(strategy), *args, **options)
+
+        return _of_tensors(self._context.merge_call)(merged, args, kwargs)
 
 
 def get_replica_context() -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import event_files
+from ndistribute.context import get_replica_context
 from ndistribute.event_files import EventFile
 from ndistribute.mistakes import accepting
 
@@ -67,7 +68,10 @@ def get_step() -> Any:
 
 
 def should_record_summaries() -> bool:
-    """Return whether summaries are written now."""
+    """Return whether summaries are written now: of the replicas, the first one writes."""
+    replica = get_replica_context()
+    if replica is not None and replica.replica_id_in_sync_group:
+        return False
     condition = _defaults.records
     return _defaults.writer is not None and bool(condition() if callable(condition) else condition)
 

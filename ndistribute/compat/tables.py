@@ -52,22 +52,25 @@ TF2 = """
     to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
-[distribute] .compat.strategies: get_replica_context get_strategy  ndistribute: CrossDeviceOps
+[distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy
+    ndistribute: CrossDeviceOps
     DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
     InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
     RunOptions Strategy experimental_set_strategy=set_strategy has_strategy in_cross_replica_context
     ndistribute/server: Server  ndistribute/strategy: CentralStorageStrategy MirroredStrategy
     MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute: KubernetesClusterResolver
-    SimpleClusterResolver SlurmClusterResolver UnionResolver
-    ndistribute/resolver: TFConfigClusterResolver TPUClusterResolver
+    SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver UnionResolver
+    ndistribute/resolver: TPUClusterResolver
 [distribute.coordinator] ndistribute: ClusterCoordinator PerWorkerValue RemoteValue
+    PerWorkerValues=PerWorkerValue
 [distribute.experimental] .compat.tf.distribute/by_communication: MultiWorkerMirroredStrategy
     .compat.tf.distribute: CentralStorageStrategy MirroredStrategy OneDeviceStrategy
     ParameterServerStrategy TPUStrategy coordinator
     ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
     CommunicationOptions  .models: TerminationConfig
     .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
+    ndistribute: CollectiveHints=CommunicationOptions ValueContext=ReplicaContext
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy: DType=dtype
     numpy/dtype: bool=bool_ complex128 complex64 double=float64 float16 float32 float64 half=float16

@@ -371,6 +371,16 @@ def _named(kind: type, base: type) -> Any:
     return functools.update_wrapper(kind, base, ["__module__", "__name__", "__qualname__"], [])
 
 
+def _sparse_read(variable: Any, indices: Any, name: Any = None) -> Any:
+    """Return the rows at some indices."""
+    return as_tensor(variable.tracked_value()[np.asarray(indices)])
+
+
+def _gather_nd(variable: Any, indices: Any, name: Any = None) -> Any:
+    """Return the parts at some positions, of which each is a row of indices."""
+    return as_tensor(variable.tracked_value()[tuple(np.moveaxis(np.asarray(indices), -1, 0))])
+
+
 @functools.cache
 def weight(kind: Any) -> Any:
     """Return a kind of variable with TensorFlow's methods; layers compute with its array."""
@@ -392,6 +402,7 @@ def weight(kind: Any) -> Any:
             return as_tensor(kind.read_value(self))
 
         value = read_value
+        sparse_read, gather_nd = _sparse_read, _gather_nd
 
         def numpy(self) -> Any:
             return kind.numpy(self)[()]
@@ -408,9 +419,9 @@ def weight(kind: Any) -> Any:
     for name in ("assign", "assign_add", "assign_sub"):
         setattr(Weight, name, _assign(getattr(kind, name)))
     for name in ("scatter_add", "scatter_sub", "scatter_update"):
-        setattr(Weight, name, _write(getattr(kind, name)))
+        setattr(Weight, name, _combined(_write(getattr(kind, name)), name))
     for name, change in _SCATTERED.items():
-        setattr(Weight, f"scatter_{name}", _scatter(change))
+        setattr(Weight, f"scatter_{name}", _combined(_scatter(change), f"scatter_{name}"))
     return _named(Weight, kind)
 
 
@@ -458,8 +469,12 @@ def _divided(array: Any, rows: Any, values: Any) -> None:
     (np.floor_divide if array.dtype.kind in "iu" else np.divide).at(array, rows, values)
 
 
-_EXTREME = {"max": np.maximum.at, "min": np.minimum.at}
-_SCATTERED: dict[str, Any] = {"div": _divided, "mul": np.multiply.at, **_EXTREME}
+_SCATTERED: dict[str, Any] = {
+    "div": _divided,
+    "mul": np.multiply.at,
+    "max": np.maximum.at,
+    "min": np.minimum.at,
+}
 
 
 def inside(indices: Any, length: int, where: str = "") -> None:
@@ -484,19 +499,27 @@ def _scatter(change: Any) -> Any:
         replica, how = self.replica("write"), self.aggregation.value
         if replica is None:
             return changed(self, sparse_delta)
-        adds = how in ("sum", "mean")
-        if (
-            how == "none"
-            or self.synchronization.value == "on_read"
-            or (adds and change in _EXTREME.values())
-        ):
-            why = f"its aggregation {how!r} does not combine replicas' rows"
-            raise NotImplementedError(f"scatter of variable {self.name!r} inside run: {why}.")
-        rows = replica.all_reduce(how, sparse_delta) if adds else sparse_delta
+        rows = replica.all_reduce(how, sparse_delta) if how in ("sum", "mean") else sparse_delta
         replica.merge_call(lambda _, each: changed(self, each.values[0]), (rows,))
         return self
 
     return scatter
+
+
+def _combined(scatter: Any, name: str) -> Any:
+    """Return a method that changes rows, unless no aggregation combines those of replicas."""
+
+    @functools.wraps(scatter)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        how, adds = self.aggregation.value, name in ("scatter_add", "scatter_sub")
+        ordered = name in ("scatter_min", "scatter_max", "scatter_update")
+        refused = self.synchronization.value == "on_read" or (ordered and how in ("sum", "mean"))
+        if (refused or (how == "none" and not adds)) and self.replica("write") is not None:
+            why = f"its aggregation {how!r} does not combine replicas' rows"
+            raise NotImplementedError(f"{name} of variable {self.name!r} inside run: {why}.")
+        return scatter(self, *args, **options)
+
+    return call
 
 
 def _write(method: Any) -> Any:

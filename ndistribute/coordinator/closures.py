@@ -166,9 +166,14 @@ class PerWorkerDataset:
     becomes the worker's iterator, at its current position. A restarted worker creates new ones.
     """
 
-    def __init__(self, function: Pickled, forget: Callable[[str], None]) -> None:
-        self.function, self.forget = function, forget
+    def __init__(self, made: Any, function: Pickled, forget: Callable[[str], None]) -> None:
+        self._made, self.function, self.forget = made, function, forget
         self._function_key, self._key = key_of(function), _key_while_alive(self, forget)
+
+    @property
+    def element_spec(self) -> Any:
+        """What each element has; a function that makes the dataset is called here for it."""
+        return (self._made() if callable(self._made) else self._made).element_spec
 
     def __iter__(self) -> PerWorkerValue:
         return PerWorkerValue(self)

@@ -59,7 +59,8 @@ class ClusterCoordinator:
 
     Args:
         strategy: the strategy of the variables; its cluster has workers, and this process is its
-            chief, or has no task in it if there is no chief.
+            chief, or has no task in it if there is no chief. A strategy has one coordinator: a
+            second call returns that of the first, until it is closed.
         timeout_seconds: how many seconds functions wait while no worker is available; None: the
             timeout of the strategy, or 60 s.
 
@@ -77,7 +78,16 @@ class ClusterCoordinator:
     [0, 1, 4, 9]
     """
 
+    def __new__(cls, strategy: Any, *, timeout_seconds: float | None = None) -> ClusterCoordinator:
+        """Return the open coordinator of a strategy, or a new one."""
+        known = (each for each in tuple(_coordinators) if each.strategy is strategy)
+        return next((each for each in known if each._is_open()), None) or super().__new__(cls)
+
     def __init__(self, strategy: Any, *, timeout_seconds: float | None = None) -> None:
+        if self in _coordinators:
+            if timeout_seconds is not None:
+                raise ValueError(f"{strategy!r} has a coordinator: pass its timeout only once.")
+            return
         require_cloudpickle()
         self.strategy = strategy
         """The strategy whose variables the functions use."""
@@ -182,14 +192,15 @@ class ClusterCoordinator:
         Raises:
             ValueError: the dataset cannot be pickled.
         """
-        return PerWorkerDataset(self._pickled_function(dataset, "the dataset")[1], forget)
+        function = self._pickled_function(dataset, "the dataset")[1]
+        return PerWorkerDataset(dataset, function, forget)
 
     def close(self) -> None:
         """Cancel unfinished functions, and close the connections to the workers.
 
         A second call does nothing, and neither does a call in a forked process.
         """
-        if self._queue.closing.is_set() or os.getpid() != self._queue.process:
+        if not self._is_open():
             return
         atexit.unregister(self.close)
         self._queue.close()
@@ -201,6 +212,9 @@ class ClusterCoordinator:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _is_open(self) -> bool:
+        return not self._queue.closing.is_set() and os.getpid() == self._queue.process
 
     def _wake(self) -> None:
         self._queue.relieve()

@@ -23,7 +23,7 @@ from ndistribute.mistakes import accepting
 from ndistribute.models import Model, initializers, layers, losses
 from ndistribute.models.export import Architecture
 from ndistribute.models.layers.layer import Layer
-from ndistribute.models.names import snake_case
+from ndistribute.names import snake_case
 from ndistribute.numpy_functions import register
 from ndistribute.variables import Variable
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data import Dataset
+from ndistribute.data import INFINITE_CARDINALITY, Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
@@ -99,7 +99,7 @@ class Trainer(TrainingSteps):
         with self.strategy.scope(), ExitStack() as on_exit:
             data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
             self._build_from(data)
-            distributed = self._distributed(data)
+            distributed = self._distributed(data, steps_per_epoch=steps_per_epoch)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
             self.history = History()
             members = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
@@ -185,7 +185,7 @@ class Trainer(TrainingSteps):
             self.reset_metrics()
             made, end = 0, called.overriding("on_test_batch_end")
             called.call("on_test_begin", {})
-            for batch in itertools.islice(self._distributed(data), steps):
+            for batch in itertools.islice(self._distributed(data, steps=steps), steps):
                 called.call("on_test_batch_begin", made, {})
                 self._run("_test_step", batch)
                 self._end_batch(end, made)
@@ -255,10 +255,13 @@ class Trainer(TrainingSteps):
                 self._run(step, batch)
             return _as_asked(self._results(), return_dict)
 
-    def _distributed(self, data: Any) -> Any:
+    def _distributed(self, data: Any, **steps: int | None) -> Any:
         """Return a dataset divided among the replicas, which it may be already."""
         is_divided = isinstance(data, DistributedDataset)
-        return data if is_divided else self.strategy.distribute_dataset(data)
+        divided = data if is_divided else self.strategy.distribute_dataset(data)
+        if None in steps.values() and divided.cardinality() == INFINITE_CARDINALITY:
+            raise ValueError(f"the dataset repeats without end: pass {next(iter(steps))}.")
+        return divided
 
     def predict(
         self,
@@ -283,7 +286,7 @@ class Trainer(TrainingSteps):
             self._make_ready(data)
             parts: list[Any] = []
             called.call("on_predict_begin", {})
-            for batch in itertools.islice(self._distributed(data), steps):
+            for batch in itertools.islice(self._distributed(data, steps=steps), steps):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
                 part = batch if self._defines("predict_step") else (_batches.unpacked(batch)[0],)

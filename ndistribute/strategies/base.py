@@ -132,7 +132,7 @@ class Strategy:
         self._generators: dict[int, Any] = {}
         # Numbers for the names of variables without one: the same on all processes.
         self.numbers = itertools.count()
-        self._scopes: dict[int, list[contextlib.AbstractContextManager[Any]]] = defaultdict(list)
+        self._entered: _Scope[Any] = _Scope(self)  # By `with strategy:`.
         self._build()
         if cluster_resolver is None and not self.is_default:
             _warn_if_alone(type(self).__name__)
@@ -341,8 +341,11 @@ class Strategy:
 
         Returns:
             A `PerReplica`, or a nest of them if `value_fn` returns nests.
+
+        Raises:
+            RuntimeError: called inside a replica.
         """
-        self._refuse_if_closed()
+        self._cross_replica_frame("distribute_values_from_function")
         return tree.regroup(list(map(value_fn, self.replica_contexts)), PerReplica)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -394,17 +397,14 @@ class Strategy:
     experimental_run_v2 = _alias("run")
 
     def __enter__(self: S) -> S:
-        scope = self.scope()
-        scope.__enter__()
-        self._scopes[threading.get_ident()].append(scope)
+        self._entered.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        scopes = self._scopes[threading.get_ident()]
-        if not scopes:
+        if not self._entered.of_thread():
             raise RuntimeError(f"this thread is not in a `with` block of {self!r}.")
         try:
-            scopes.pop().__exit__(*error)
+            self._entered.__exit__(*error)
         finally:
             self.close()
 
@@ -509,13 +509,17 @@ class _Scope(contextlib.AbstractContextManager[S]):
     def __enter__(self) -> S:
         frame = self._strategy._cross_replica_frame("scope")
         within = Frame(chosen(self._strategy), None, frame.recorder, frame.merging)
-        of_thread = self._entered[threading.get_ident()]
-        of_thread.append(entered(within))
-        of_thread[-1].__enter__()
+        frame_of_scope = entered(within)
+        frame_of_scope.__enter__()
+        self.of_thread().append(frame_of_scope)
         return self._strategy
 
     def __exit__(self, *error: Any) -> None:
-        self._entered[threading.get_ident()].pop().__exit__(*error)
+        self.of_thread().pop().__exit__(*error)
+
+    def of_thread(self) -> list[contextlib.AbstractContextManager[Frame]]:
+        """Return the frames that this thread has entered and not left."""
+        return self._entered[threading.get_ident()]
 
 
 def _warn_if_alone(what: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from ndistribute import tree
 from ndistribute.blas import shared_blas
 from ndistribute.cluster import ClusterResolver, resolver_of_job
-from ndistribute.cluster.resolvers import current_task
+from ndistribute.cluster.resolvers import check_jobs, current_task
 from ndistribute.cluster.spec import num_sharing_host, task_names
 from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import forget
@@ -66,6 +66,7 @@ class _Role:
             return cls()
         job = resolver.task_type or "chief"
         cluster, index = resolver.cluster_spec(), resolver.task_id or 0
+        check_jobs(cluster)
         if job == "ps":
             what = "this process is a parameter server, which has no strategy:"
             raise ValueError(f"{what} call nd.Server(cluster, 'ps', index).join() instead.")

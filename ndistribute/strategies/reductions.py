@@ -22,7 +22,7 @@ from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.workers import Workers
 from ndistribute.devices import Array, Device, array_namespace, as_array, copy_to
-from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.indexed_slices import IndexedSlices, refuse_rows
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.policy import VariableSynchronization
@@ -76,6 +76,7 @@ def gather_value(value: Any, axis: int, device: Device, replicas: int) -> Any:
 
     def gather(leaf: Any) -> Array:
         parts = _components(leaf, replicas)
+        refuse_rows("gather", [leaf, *(parts or ())])
         arrays = [as_array(leaf)] * replicas if parts is None else list(map(as_array, parts))
         try:  # With axis=None, NumPy would flatten and concatenate.
             return _joined(arrays, operator.index(axis), device)

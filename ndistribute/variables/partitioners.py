@@ -134,7 +134,9 @@ def number_of_shards(
         counts: list[int] = [operator.index(count) for count in answer]
     except TypeError:
         counts = []
-    problem = f"partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}"
+    problem = (
+        f"variable_partitioner {partitioner!r} returned {answer!r} for a variable of shape {shape}"
+    )
     if len(counts) != len(shape) or min(counts) < 1:
         raise ValueError(
             f"{problem}: it must return a list with the number of shards, 1 or more, for each axis."

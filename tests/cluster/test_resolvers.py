@@ -68,7 +68,7 @@ def test_an_empty_variable_is_a_process_that_works_alone(environ):
     [
         ("{", "not JSON: Expecting"),
         ('{"cluster": 3}', "'cluster' is int, not an object"),
-        ('{"cluster": {"worker": ["a:1"]}}', "the task of this process is unknown"),
+        ('{"cluster": {"worker": ["a:1", "b:1"]}}', "the task of this process is unknown"),
         (tf_config({"worker": "a:1"}), "'worker' must be a list"),
         (tf_config({"worker": {"x": "a:1"}}), "'x', expected an integer"),
         (tf_config({"worker": ["a"]}), "task 0 of 'worker' has the address 'a'"),
@@ -126,7 +126,7 @@ def test_slurm_tasks_of_a_node_get_consecutive_ports():
     addresses = ("n08:9000", "n08:9001", "n09:9000", "n09:9001", "n10:9000")
     assert me.worker_addresses == addresses
     assert (me.worker_index, me.num_workers, me.environment) == (3, 5, "slurm")
-    assert me.master() == "n09:9001"
+    assert me.master() == "grpc://n09:9001"
 
 
 def test_every_slurm_task_sees_the_same_cluster_and_jobs_have_ports_of_their_own():
@@ -212,6 +212,28 @@ def test_a_simple_resolver_without_a_task_is_that_of_the_process_that_coordinate
     assert (me.worker_index, me.is_chief, me.master()) == (1, False, "http://b:1")
     with pytest.raises(ValueError, match="the task of this process is unknown"):
         nd.MultiWorkerMirroredStrategy(Simple({"worker": ["a:1", "b:1"]}))
+
+
+def test_tf_config_names_a_protocol_and_a_session_master_and_one_task_needs_no_name():
+    more = '"rpc_layer": "grpc", "session_master": "m:1", "task": {"type": "worker", "index": 0}'
+    me = TFConfig(environ={"TF_CONFIG": f'{{"cluster": {{"worker": ["a:1"]}}, {more}}}'})
+    assert (me.master(), me.master("worker", 0)) == ("grpc://m:1", "grpc://a:1")
+    alone = TFConfig(environ={"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, environment="lab")
+    assert (alone.master(), alone.get_task_info(), alone.environment) == ("", (None, None), "lab")
+
+
+def test_a_subclass_defines_the_cluster_without_the_constructor():
+    class Mine(nd.cluster.ClusterResolver):
+        def __init__(self):
+            self.spec = nd.ClusterSpec({"worker": ["a:1", "b:1"]})
+
+        task_type, task_id = "worker", property(lambda self: 1)
+
+        def cluster_spec(self):
+            return self.spec
+
+    me = Mine()
+    assert (me.get_task_info(), me.worker_index, me.master()) == (("worker", 1), 1, "b:1")
 
 
 @pytest.mark.parametrize(

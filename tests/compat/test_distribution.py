@@ -1,5 +1,7 @@
 """What TensorFlow's programs do with a strategy gives what it gives there."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -150,3 +152,101 @@ def test_small_names_of_distribution():
 
         strategy.run(step)
         assert v.numpy() == 0.75
+
+
+def test_iterators_begin_anew_and_give_a_step_its_input(strategy):
+    count = strategy.num_replicas_in_sync
+    calls = strategy.make_input_fn_iterator(lambda _: functools.partial(next, iter([1.0, 2.0])))
+    results = strategy.experimental_local_results(strategy.experimental_run(lambda x: x, calls))
+    assert [float(x) for x in results] == [1.0, 2.0][:count]
+    iterator = strategy.make_dataset_iterator(tf.data.Dataset.range(2).batch(2))
+    for _ in range(2):
+        assert strategy.reduce("SUM", iterator.get_next(), axis=0).numpy() == 1
+        with pytest.raises(tf.errors.OutOfRangeError):
+            iterator.get_next()
+        iterator.initialize()
+    data = strategy.experimental_make_numpy_dataset(np.ones(3, np.float32))
+    assert data.reduce(0.0, lambda total, x: total + x).numpy() == 3.0
+
+    def step(context, x):
+        loss = strategy.run(tf.reduce_sum, args=(x,))
+        context.set_last_step_output("loss", loss, "SUM")
+        context.set_non_tensor_output("name", "step")
+
+    extended = strategy.extended
+    context = extended.experimental_run_steps_on_iterator(step, iterator)
+    assert context.last_step_outputs["loss"].numpy() == 1
+    assert context.non_tensor_outputs == {"name": "step"}
+
+
+def test_update_calls_a_function_for_each_value_and_else_once():
+    with STRATEGIES["mirrored"]() as strategy:
+        extended, v = strategy.extended, tf.Variable(1.0)
+        own = tf.Variable(0.0, synchronization="on_read", aggregation="sum")
+        parts = strategy.experimental_distribute_values_from_function(
+            lambda context: 1.0 + context.replica_id_in_sync_group
+        )
+        extended.update(own, lambda v, x: v.assign(x), args=(parts,))
+        assert [float(x) for x in own.values] == [1.0, 2.0]
+        calls = []
+        extended.update_non_slot(extended.non_slot_devices([v]), calls.append, args=(1,))
+        extended.update(v, lambda v, x: v.assign_add(x), args=(extended.broadcast_to(2.0, v),))
+        assert (calls, v.numpy()) == ([1], 3.0)
+        with extended.colocate_vars_with(v):
+            assert extended.variable_created_in_scope(tf.Variable(2.0))
+        assert extended.value_container(v) is v
+    outside = tf.Variable(1.0)
+    with pytest.raises(ValueError, match="is not a variable of"):
+        extended.colocate_vars_with(outside).__enter__()
+    with pytest.raises(ValueError, match="pass the cluster to the constructor"):
+        strategy.configure(task_type="worker")
+
+
+def test_the_default_strategy_is_the_same_everywhere():
+    context, default = tf.distribute.get_replica_context(), tf.distribute.get_strategy()
+    assert context.strategy is default
+    assert context.merge_call(lambda strategy, x: strategy is default and x, args=(2.0,)) == 2.0
+    assert default.unwrap(tf.constant(1.0))[0] == 1.0
+    elements = default.experimental_distribute_dataset(tf.data.Dataset.range(2))
+    assert [int(x.numpy()) for x in elements] == [0, 1]
+    with (
+        STRATEGIES["mirrored"]() as strategy,
+        pytest.raises(RuntimeError, match="inside a replica"),
+    ):
+        strategy.run(lambda: strategy.experimental_distribute_values_from_function(print))
+
+
+def test_replicas_rows_are_refused_where_they_do_not_combine():
+    with STRATEGIES["mirrored"]() as strategy:
+        table = tf.Variable([[1.0], [2.0], [3.0]], aggregation="sum")
+        own = tf.Variable([1.0, 1.0], synchronization="on_read", aggregation="sum")
+        delta = tf.IndexedSlices([[5.0]], [1])
+        with pytest.raises(NotImplementedError, match="scatter_update of variable"):
+            strategy.run(table.scatter_update, args=(delta,))
+        with pytest.raises(NotImplementedError, match="scatter_add of variable"):
+            strategy.run(own.scatter_add, args=(tf.IndexedSlices([5.0], [1]),))
+        with pytest.raises(NotImplementedError, match="gather does not support IndexedSlices"):
+            strategy.gather(rows([1.0], [1]), axis=0)
+        with pytest.raises(NotImplementedError, match="all_gather does not support"):
+            strategy.run(
+                lambda: tf.distribute.get_replica_context().all_gather(rows([1.0], [1]), 0)
+            )
+        table.scatter_update(delta)
+    assert table.sparse_read([1]).numpy().tolist() == [[5.0]]
+    assert table.gather_nd([[0, 0], [2, 0]]).numpy().tolist() == [1.0, 3.0]
+    with pytest.raises(ValueError, match="pass dense_shape"):
+        tf.convert_to_tensor(delta)
+
+
+def test_an_empty_part_has_a_maximum_and_one_replica_writes_summaries(tmp_path):
+    assert tf.reduce_max(tf.zeros([0])).numpy() == -np.inf
+    assert tf.reduce_min(tf.zeros([0], tf.int32)).numpy() == np.iinfo(np.int32).max
+    writer = tf.summary.create_file_writer(str(tmp_path))
+
+    def step():
+        with writer.as_default(step=0):
+            return tf.summary.scalar("loss", 1.0)
+
+    with STRATEGIES["mirrored"]() as strategy:
+        assert strategy.run(step).values == (True, False)
+    writer.close()

@@ -246,7 +246,9 @@ def test_what_can_not_be_sent_is_named(coordinator):
         coordinator.schedule(3)
     with pytest.raises(TypeError, match=r"args is a ndarray, not a tuple: write args=\(x,\)"):
         coordinator.schedule(double, np.ones(3))
-    with ClusterCoordinator(LOCAL) as other, pytest.raises(ValueError, match="another coordinator"):
+    elsewhere = SimpleNamespace(cluster_resolver=None, servers=None)
+    refused = pytest.raises(ValueError, match="another coordinator")
+    with ClusterCoordinator(elsewhere) as other, refused:
         other.schedule(double, (value,))
     assert value.fetch() == 2
 
@@ -374,6 +376,18 @@ def test_only_the_chief_of_a_cluster_with_workers_has_a_coordinator():
         made({"worker": ["localhost:1"]}, "worker")
     with pytest.raises(ValueError, match="no workers"):
         made({"chief": ["localhost:1"], "ps": ["localhost:2"]}, "chief")
+
+
+def test_a_strategy_has_one_coordinator_until_it_is_closed():
+    strategy = SimpleNamespace(cluster_resolver=None, servers=None)
+    with ClusterCoordinator(strategy) as first:
+        assert ClusterCoordinator(strategy) is first
+        with pytest.raises(ValueError, match="pass its timeout only once"):
+            ClusterCoordinator(strategy, timeout_seconds=1.0)
+        made = first.create_per_worker_dataset(lambda: Dataset.range(3))
+        assert made.element_spec == Dataset.range(3).element_spec
+    with ClusterCoordinator(strategy) as second:
+        assert second is not first
 
 
 def test_only_a_worker_has_an_index():

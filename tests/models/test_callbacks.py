@@ -208,8 +208,8 @@ def test_every_method_of_a_callback_is_called_in_the_order_of_keras():
     assert noting.calls == [
         *begin,
         *("on_train_begin", "on_epoch_begin 0"),
-        *("on_train_batch_begin 0", "on_train_batch_end 0"),
-        *("on_train_batch_begin 1", "on_train_batch_end 1"),
+        *("on_train_batch_begin 0", "on_batch_begin 0", "on_train_batch_end 0", "on_batch_end 0"),
+        *("on_train_batch_begin 1", "on_batch_begin 1", "on_train_batch_end 1", "on_batch_end 1"),
         *tested.split("|"),
         *("on_epoch_end 0", "on_train_end"),
     ]

@@ -101,3 +101,13 @@ def test_the_area_of_precision_over_recall_is_interpolated():
 def test_a_metric_is_the_mean_of_its_examples(metric, labels, predicted, expected):
     metric.update_state(np.array(labels), np.array(predicted))
     assert metric.result() == pytest.approx(expected)
+
+
+def test_decisions_that_are_no_fractions_are_counted():
+    truth, decision = np.array([1, 0, 1, 0, 1]), np.array([True, True, False, False, True])
+    kinds = "Precision TruePositives FalsePositives FalseNegatives TrueNegatives".split()
+    counted = [getattr(metrics, kind)() for kind in kinds]
+    for metric in counted:
+        metric.update_state(truth, decision)
+        metric.update_state(truth, decision.astype(int))
+    assert [metric.result() for metric in counted] == pytest.approx([2 / 3, 4, 2, 2, 2])

@@ -383,3 +383,15 @@ def test_workers_refuse_arrays_that_each_has_shuffled_in_its_own_way() -> None:
                 assert f"the {array} is " in message
                 assert "on worker 1" in message
                 assert "AutoShardPolicy.OFF" in message
+
+
+def test_a_dataset_without_end_needs_a_number_of_steps():
+    model = nd.Sequential([layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = nd.Dataset.from_tensor_slices((np.ones((4, 2)), np.ones((4, 1)))).repeat().batch(2)
+    model.fit(data, steps_per_epoch=2, verbose=0)
+    for method, name in ((model.fit, "steps_per_epoch"), (model.evaluate, "steps")):
+        with pytest.raises(ValueError, match=f"without end: pass {name}"):
+            method(data, verbose=0)
+    with pytest.raises(ValueError, match="without end: pass steps"):
+        model.predict(data)

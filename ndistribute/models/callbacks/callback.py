@@ -64,16 +64,18 @@ class Callback(Explaining):
         """Called after each epoch and its validation."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called before each step, counted from 0 in each epoch."""
+        """Called before each step, counted from 0 in each epoch; calls `on_batch_begin`."""
+        self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after each step."""
+        """Called after each step; calls `on_batch_end`."""
+        self.on_batch_end(batch, logs)
 
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called in place of `on_train_batch_begin`, if only this is defined."""
+        """Called by `on_train_batch_begin`, unless that is defined anew."""
 
     def on_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called in place of `on_train_batch_end`, if only this is defined."""
+        """Called by `on_train_batch_end`, unless that is defined anew."""
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Called before an evaluation, and before each validation of `fit`."""
@@ -138,19 +140,18 @@ class Callbacks:
             getattr(member, name)(*args)
 
     def overriding(self, name: str) -> list[Callable[..., Any]]:
-        """Return the methods of a name, or of its short form, that a callback defines itself."""
+        """Return the methods of a name of the callbacks that define it, or its short form."""
         names = (name, _SHORT.get(name, name))
-        methods = (_own(member, names[0]) or _own(member, names[1]) for member in self.members)
-        return [method for method in methods if method is not None]
+        definers = (member for member in self.members if any(_owns(member, each) for each in names))
+        return [getattr(member, name) for member in definers]
 
 
 _SHORT = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
 
 
-def _own(callback: Callback, name: str) -> Callable[..., Any] | None:
-    """Return a method of a callback, unless it is that of `Callback`."""
-    method: Any = getattr(callback, name)
-    return None if getattr(method, "__func__", None) is getattr(Callback, name) else method
+def _owns(callback: Callback, name: str) -> bool:
+    """Return whether a method of a callback is another than that of `Callback`."""
+    return getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
 
 
 class History(Callback):

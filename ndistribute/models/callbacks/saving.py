@@ -283,6 +283,11 @@ class PreemptionCheckpointHandler(Callback):
         self._listens = False
         self._fitting: CheckpointManager | None = None
 
+    @property
+    def total_run_calls(self) -> int:
+        """The same as `steps_made`; this is its name in TensorFlow."""
+        return self.steps_made
+
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function returns, which makes a step; then exit if a worker must.
 

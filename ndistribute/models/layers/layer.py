@@ -228,18 +228,10 @@ class Layer(Explaining):
         """
         if not args and _first_of(type(self).call) in kwargs:
             args = (kwargs.pop(_first_of(type(self).call)),)
+        outputs = self._called_on_symbols(args, training, kwargs)
+        if outputs is not NotImplemented:
+            return outputs
         inputs = args[0] if args else None
-        is_nested = isinstance(inputs, dict | list | tuple) and inputs
-        first: Any = tree.flatten(inputs)[0] if is_nested else inputs
-        if hasattr(first, "__call_model__"):  # A tensor of a graph.
-            trains = bool(_calls.training if training is None else training)
-            outputs = first.__call_model__(self, args, {"training": trains} | kwargs)
-            if outputs is not NotImplemented:
-                return outputs
-        if any(map(is_symbolic, (*args, *kwargs.values()))):
-            options = {} if training is None else {"training": training}
-            self._recorded.append(record(self, args, kwargs | options))
-            return self._recorded[-1].outputs
         if args and getattr(args[0], "dtype", None) != self.compute_dtype:
             cast = functools.partial(cast_floats, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
@@ -270,6 +262,22 @@ class Layer(Explaining):
             return outputs
         finally:
             _calls.nested, _calls.training = outer
+
+    def _called_on_symbols(self, args: Any, training: bool | None, kwargs: Any) -> Any:
+        """Return symbolic outputs, or tensors of a graph, for inputs that are such."""
+        inputs = args[0] if args else None
+        is_nested = isinstance(inputs, dict | list | tuple) and inputs
+        first: Any = tree.flatten(inputs)[0] if is_nested else inputs
+        if hasattr(first, "__call_model__"):  # A tensor of a graph.
+            trains = bool(_calls.training if training is None else training)
+            outputs = first.__call_model__(self, args, {"training": trains} | kwargs)
+            if outputs is not NotImplemented:
+                return outputs
+        if not any(map(is_symbolic, (*args, *kwargs.values()))):
+            return NotImplemented
+        options = {} if training is None else {"training": training}
+        self._recorded.append(record(self, args, kwargs | options))
+        return self._recorded[-1].outputs
 
     def add_weight(
         self,

@@ -44,6 +44,8 @@ from ndistribute.task.server import Server as _Server
 Server = _Server
 from ndistribute.strategies.base import Strategy as _Strategy
 Strategy = _Strategy
+from ndistribute.compat.strategies import StrategyExtended as _StrategyExtended
+StrategyExtended = _StrategyExtended
 from ndistribute.strategies.tpu import TPUStrategy as _TPUStrategy
 TPUStrategy = _TPUStrategy
 experimental_set_strategy: Any

@@ -5,5 +5,7 @@ from ndistribute.coordinator.coordinator import ClusterCoordinator as _ClusterCo
 ClusterCoordinator = _ClusterCoordinator
 from ndistribute.coordinator.closures import PerWorkerValue as _PerWorkerValue
 PerWorkerValue = _PerWorkerValue
+from ndistribute.coordinator.closures import PerWorkerValue as _PerWorkerValues
+PerWorkerValues = _PerWorkerValues
 from ndistribute.coordinator.closures import RemoteValue as _RemoteValue
 RemoteValue = _RemoteValue

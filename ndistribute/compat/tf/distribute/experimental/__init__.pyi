@@ -6,6 +6,8 @@ from ndistribute.strategies.local import CentralStorageStrategy as _CentralStora
 CentralStorageStrategy = _CentralStorageStrategy
 from ndistribute.collective.communicator import CommunicationImplementation as _CollectiveCommunication
 CollectiveCommunication = _CollectiveCommunication
+from ndistribute.collective.communicator import CommunicationOptions as _CollectiveHints
+CollectiveHints = _CollectiveHints
 from ndistribute.collective.communicator import CommunicationImplementation as _CommunicationImplementation
 CommunicationImplementation = _CommunicationImplementation
 from ndistribute.collective.communicator import CommunicationOptions as _CommunicationOptions
@@ -25,4 +27,6 @@ from ndistribute.strategies.tpu import TPUStrategy as _TPUStrategy
 TPUStrategy = _TPUStrategy
 from ndistribute.models.callbacks.saving import TerminationConfig as _TerminationConfig
 TerminationConfig = _TerminationConfig
+from ndistribute.context import ReplicaContext as _ValueContext
+ValueContext = _ValueContext
 coordinator: Any
