@@ -24,27 +24,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2838,
-    "cluster": 651,
-    "collective": 3917,
-    "compat": 2695,
-    "coordinator": 903,
-    "data": 2479,
-    "estimator": 1443,
-    "graph": 4473,
+    "autodiff": 2840,
+    "cluster": 663,
+    "collective": 3919,
+    "compat": 4433,
+    "coordinator": 916,
+    "data": 2911,
+    "estimator": 1485,
+    "graph": 4833,
     "jit": 1652,
     "launcher": 1478,
-    "models": 6605,
-    "optimizers": 1050,
+    "models": 7492,
+    "optimizers": 1119,
     "parameter_server": 1595,
-    "strategies": 1333,
+    "strategies": 1334,
     "task": 296,
-    "top level": 2932,
+    "top level": 3043,
     "transport": 1992,
-    "variables": 1138,
+    "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 36780
+TESTS_BUDGET = 39560
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -16,8 +16,9 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.autodiff import Tracked
 from ndistribute.autodiff.rules.placing import placed
+from ndistribute.compat.scatters import inside
 from ndistribute.compat.signatures import axis_of
-from ndistribute.compat.tensors import convert_to_tensor, inside
+from ndistribute.compat.tensors import convert_to_tensor
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape

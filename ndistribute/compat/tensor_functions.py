@@ -19,6 +19,7 @@ from ndistribute.compat import graphs
 from ndistribute.compat.array_functions import clip_by_norm
 from ndistribute.compat.programs import StandIn
 from ndistribute.compat.random_numbers import generator
+from ndistribute.compat.scatters import inside
 from ndistribute.compat.signatures import (
     adapted,
     axis_of,
@@ -35,7 +36,6 @@ from ndistribute.compat.tensors import (
     as_tensor,
     convert_to_tensor,
     eager_variable,
-    inside,
 )
 from ndistribute.devices import array_namespace
 from ndistribute.errors import InvalidArgumentError
@@ -466,8 +466,7 @@ def custom_gradient(f: Any) -> Any:
 def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
     """Return rows of an array, whose shape need not be known."""
     values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
-    least = (int(rows.max(initial=-1)) + 1, *values.shape[1:])
-    return nd.IndexedSlices(values, rows, least if dense_shape is None else dense_shape)
+    return nd.IndexedSlices(values, rows, dense_shape)
 
 
 IndexedSlices = StandIn("IndexedSlices", (), {"__new__": _slices, "native": nd.IndexedSlices})

@@ -580,9 +580,7 @@ _PARTS: dict[str, Any] = NAMED | schedules.NAMED  # What the configuration of on
 
 
 def get(optimizer: str | Optimizer) -> Optimizer:
-    """Return a new optimizer for a name, or for what `serialize` returned.
-
-    An `Optimizer` is returned unchanged.
+    """Return a new optimizer for a name or what `serialize` returned; an `Optimizer` unchanged.
 
     Raises:
         ValueError: the name is unknown.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ndistribute import tree
 from ndistribute.context import get_replica_context, get_strategy
+from ndistribute.devices import copy_to
 from ndistribute.dtypes import dtype_named, kind_of
 from ndistribute.models.masks import with_mask_of
 from ndistribute.names import snake_case
@@ -108,3 +110,25 @@ def numbered(kind: str) -> str:
     numbers = _numbers.setdefault(get_strategy(), defaultdict(itertools.count))
     number = next(numbers[label])
     return f"{label}_{number}" if number else label
+
+
+def on_device(inputs: Any) -> Any:
+    """Return inputs with the arrays of the host on the GPU of this replica, if it has one."""
+    replica = get_replica_context()
+    if replica is None or replica.device.kind != "gpu":
+        return inputs
+    device = replica.device
+    place = lambda leaf: copy_to(leaf, device) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    return tree.map_leaves(place, inputs)
+
+
+def example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
+    """Return zeros of a shape that a user gave, or a nest of zeros for a nest of shapes."""
+    if isinstance(shape, Mapping):
+        return {name: example_of(each, dtype) for name, each in shape.items()}
+    lengths = list(shape)
+    if any(isinstance(each, Mapping | Sequence) for each in lengths):
+        return type(shape)(example_of(each, dtype) for each in lengths)
+    if not lengths or None in lengths[1:]:
+        raise ValueError(f"build needs each length but the first, got {tuple(lengths)}.")
+    return np.zeros((1, *lengths[1:]), dtype)

@@ -20,10 +20,15 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.context import get_replica_context
-from ndistribute.devices import copy_to
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, regularizers
-from ndistribute.models.layers.arguments import cast_floats, dtypes_of, numbered
+from ndistribute.models.layers.arguments import (
+    cast_floats,
+    dtypes_of,
+    example_of,
+    numbered,
+    on_device,
+)
 from ndistribute.models.losses import global_count
 from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
 from ndistribute.models.metrics import Mean, Metric
@@ -42,7 +47,7 @@ def _building(build: Callable[[Any, Any], None]) -> Any:
         if self._builds:
             build(self, input_shape)
             return
-        example = _example_of(input_shape, self.compute_dtype)
+        example = example_of(input_shape, self.compute_dtype)
         if self.built and _lengths_of(self.input_spec) != _lengths_of(example):
             shapes = _lengths_of(self.input_spec)
             raise ValueError(f"{self.name!r} was built for examples of the shapes {shapes}.")
@@ -236,7 +241,7 @@ class Layer(Explaining):
             cast = functools.partial(cast_floats, self.compute_dtype)
             args = (tree.map_leaves(cast, args[0]), *args[1:])
         if args and not _calls.nested:
-            args = (_placed(args[0]), *args[1:])
+            args = (on_device(args[0]), *args[1:])
         if not self.built or self.fixes_last_axis:
             self._prepare(args)
         outer = _calls.nested, _calls.training
@@ -509,16 +514,6 @@ def shapes_of(nest: Any) -> Any:
     return tree.map_leaves(lambda array: array.shape, nest)
 
 
-def _placed(inputs: Any) -> Any:
-    """Return inputs with the arrays of the host on the GPU of this replica, if it has one."""
-    replica = get_replica_context()
-    if replica is None or replica.device.kind != "gpu":
-        return inputs
-    device = replica.device
-    place = lambda leaf: copy_to(leaf, device) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
-    return tree.map_leaves(place, inputs)
-
-
 def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
     """Create the variables of a layer for inputs of the shapes and dtypes of a batch.
 
@@ -590,18 +585,6 @@ def _training_otherwise(call: Callable[..., Any]) -> bool | None:
     if "training" in parameters:
         return parameters["training"].default is True
     return False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
-
-
-def _example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
-    """Return zeros of a shape that a user gave, or a nest of zeros for a nest of shapes."""
-    if isinstance(shape, Mapping):
-        return {name: _example_of(each, dtype) for name, each in shape.items()}
-    lengths = list(shape)
-    if any(isinstance(each, Mapping | Sequence) for each in lengths):
-        return type(shape)(_example_of(each, dtype) for each in lengths)
-    if not lengths or None in lengths[1:]:
-        raise ValueError(f"build needs each length but the first, got {tuple(lengths)}.")
-    return np.zeros((1, *lengths[1:]), dtype)
 
 
 def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
