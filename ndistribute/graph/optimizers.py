@@ -16,6 +16,7 @@ import numpy as np
 from ndistribute.context import get_replica_context
 from ndistribute.dtypes import computing_dtype
 from ndistribute.errors import InvalidArgumentError
+from ndistribute.exports import export as _export
 from ndistribute.graph.gradients import HINTS, gradients
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import group
@@ -474,3 +475,6 @@ def _clip_gradients(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     kind, bound = node.attributes["bound"]
     results = clipped(kind, bound, inputs, ())
     return results[0] if node.outputs == 1 else results
+
+
+_export(vars(), but="GraphOptimizer OptimizerOfScopes in_graph with_gradients")
