@@ -304,7 +304,7 @@ class _Traced(Graph):
         return op.outputs[0]
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
-        self.awaited += [op for op in self._scopes.controls if op.graph is not self]
+        self.awaited += [op for op in self.scopes.controls if op.graph is not self]
         return super().add(type, [self.inside(as_tensor(value)) for value in inputs], **options)
 
 

@@ -56,10 +56,6 @@ class GraphOptimizer:
         self._bound = bound
         self._slots: dict[GraphVariable, dict[str, GraphVariable]] = {}
 
-    def get_name(self) -> str:
-        """Return the name."""
-        return self._name
-
     @accepting(*HINTS)
     def minimize(
         self,
@@ -132,10 +128,6 @@ class GraphOptimizer:
     def get_slot(self, var: GraphVariable, name: str) -> GraphVariable | None:
         """Return the slot of a variable; None if it has none of this name."""
         return self._slots.get(var, {}).get(name)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the slots."""
-        return list(self._rule.all_slots)
 
     def variables(self) -> list[GraphVariable]:
         """Return the slots of all variables."""
