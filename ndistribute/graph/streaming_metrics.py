@@ -164,7 +164,6 @@ def auc(
     num_thresholds: int = 200,
     curve: str = "ROC",
     summation_method: str = "trapezoidal",
-    thresholds: Sequence[float] | None = None,
 ) -> Metric:
     """Return the area under a curve of shares that a threshold from 0 to 1 gives.
 
@@ -175,16 +174,14 @@ def auc(
         num_thresholds: the number of thresholds.
         curve: ``"ROC"``, the share of true positives over that of false ones, or ``"PR"``, the
             precision over the recall.
-        summation_method: ``"trapezoidal"``; ``"minoring"`` or ``"majoring"``, which take the lower
-            or the higher end of each part; ``"careful_interpolation"``, for ``"PR"`` after Davis
-            and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
-        thresholds: the thresholds between 0 and 1; None: evenly spaced ones.
+        summation_method: ``"trapezoidal"``, or ``"careful_interpolation"``: for ``"PR"`` after
+            Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
 
     Raises:
         ValueError: the curve or the method is unknown.
     """
-    if curve not in ("ROC", "PR") or summation_method not in _HEIGHTS:
-        known = f"curve must be 'ROC' or 'PR', and summation_method one of {[*_HEIGHTS]}"
+    if curve not in ("ROC", "PR") or summation_method not in _SUMMATIONS:
+        known = f"curve must be 'ROC' or 'PR', and summation_method one of {_SUMMATIONS}"
         raise ValueError(f"auc: {known}, got {curve!r} and {summation_method!r}.")
 
     def area(tp: Any, fp: Any, tn: Any, fn: Any) -> Any:
@@ -193,9 +190,9 @@ def auc(
         x, y = _share(fp, fp + tn), _share(tp, tp + fn)
         if curve == "PR":  # Above all predictions the precision counts as 1.
             x, y = y, _share(tp + _TINY, tp + fp + _TINY)
-        return np.sum((x[:-1] - x[1:]) * _HEIGHTS[summation_method](y[:-1], y[1:]))
+        return np.sum((x[:-1] - x[1:]) * (y[:-1] + y[1:]) / 2)
 
-    return _above(area, labels, predictions, _bounds(num_thresholds, thresholds), weights)
+    return _above(area, labels, predictions, _bounds(num_thresholds), weights)
 
 
 @_metric
@@ -255,12 +252,7 @@ def mean_per_class_accuracy(
 
 
 _TINY = 1e-7
-_HEIGHTS: dict[str, Callable[[Any, Any], Any]] = {
-    "trapezoidal": lambda low, high: (low + high) / 2,
-    "careful_interpolation": lambda low, high: (low + high) / 2,
-    "minoring": np.minimum,
-    "majoring": np.maximum,
-}
+_SUMMATIONS = ["trapezoidal", "careful_interpolation"]
 
 
 def _interpolated(right: Any, predicted: Any, positive: Any) -> Any:
@@ -272,12 +264,11 @@ def _interpolated(right: Any, predicted: Any, positive: Any) -> Any:
     return np.sum(_share(slope * (gained + start * np.log(ratio)), positive[1:]))
 
 
-def _bounds(count: int, inner: Sequence[float] | None = None) -> list[float]:
-    """Return thresholds, the first and the last of them outside the range from 0 to 1."""
+def _bounds(count: int) -> list[float]:
+    """Return thresholds at equal distances, the first below 0 and the last above 1."""
     if count < 2:
         raise ValueError(f"num_thresholds must be 2 or more, got {count}.")
-    evenly = [k / (count - 1) for k in range(1, count - 1)]
-    return [-_TINY, *(evenly if inner is None else sorted(inner)), 1 + _TINY]
+    return [-_TINY, *(k / (count - 1) for k in range(1, count - 1)), 1 + _TINY]
 
 
 def _above(
