@@ -28,16 +28,7 @@ EXPECTED: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_metric_counts_all_examples_however_they_are_batched(session, name, weighted):
-    batched = in_batches(session, getattr(metrics, name), LABELS, PREDICTIONS, weighted)
-    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
-    expected = EXPECTED[name](LABELS, PREDICTIONS, weights)
-    assert batched == pytest.approx(expected, rel=1e-12)
-
-
-def in_batches(session, metric, labels, predictions, weighted, weights=WEIGHTS):
+def in_batches(session, metric, labels, predictions, weighted, weights):
     """Return the value of a metric after three batches."""
     y, p, w = (
         g.placeholder(of.dtype, [None, *of.shape[1:]]) for of in (labels, predictions, weights)
@@ -93,18 +84,7 @@ CURVES: dict[str, tuple[dict[str, Any], Callable[[Any, Any, Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CURVES)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_thresholds_count_all_examples_however_they_are_batched(session, name, weighted):
-    options, compute = CURVES[name]
-    metric = functools.partial(getattr(metrics, name), **options)
-    batched = in_batches(session, metric, LABELS, SHARES, weighted)
-    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
-    np.testing.assert_allclose(batched, compute(LABELS, SHARES, weights), rtol=1e-6)
-
-
 CLASSES, GUESSES = RNG.integers(0, 4, (2, 20))
-ROWS = WEIGHTS[:, 0]
 
 
 def of_classes(y, p, w, share):
@@ -113,27 +93,34 @@ def of_classes(y, p, w, share):
     return share(right, true, guessed)
 
 
-OF_CLASSES: dict[str, tuple[str, dict[str, Any], Any, Any, Callable[..., float]]] = {
-    "iou": (
-        *("mean_iou", {"num_classes": 5}, CLASSES, GUESSES),
-        lambda y, p, w: of_classes(y, p, w, lambda r, t, g: np.mean((r / (t + g - r))[:4])),
-    ),
-    "accuracy of classes": (
-        *("mean_per_class_accuracy", {"num_classes": 5}, CLASSES, GUESSES),
-        lambda y, p, w: of_classes(y, p, w, lambda r, t, g: np.sum((r / t)[:4]) / 5),
-    ),
+def iou(y, p, w):
+    return of_classes(y, p, w, lambda r, t, g: np.mean((r / (t + g - r))[:4]))
+
+
+def accuracy_of_classes(y, p, w):
+    return of_classes(y, p, w, lambda r, t, g: np.sum((r / t)[:4]) / 5)
+
+
+FIVE = {"num_classes": 5}
+CASES: dict[str, tuple[dict[str, Any], Any, Any, Callable[[Any, Any, Any], Any]]] = {
+    **{name: ({}, LABELS, PREDICTIONS, compute) for name, compute in EXPECTED.items()},
+    **{name: (options, LABELS, SHARES, compute) for name, (options, compute) in CURVES.items()},
+    "mean_iou": (FIVE, CLASSES, GUESSES, iou),
+    "mean_per_class_accuracy": (FIVE, CLASSES, GUESSES, accuracy_of_classes),
 }
 
 
-@pytest.mark.parametrize("case", OF_CLASSES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.filterwarnings("ignore:invalid value")  # The fifth class has no examples.
-def test_classes_count_all_examples_however_they_are_batched(session, case, weighted):
-    name, options, labels, predictions, compute = OF_CLASSES[case]
+def test_a_metric_counts_all_examples_however_they_are_batched(session, name, weighted):
+    options, labels, predictions, compute = CASES[name]
     metric = functools.partial(getattr(metrics, name), **options)
-    batched = in_batches(session, metric, labels, predictions, weighted, ROWS)
-    expected = compute(labels, predictions, ROWS if weighted else np.ones(20))
-    assert batched == pytest.approx(expected, rel=1e-12)
+    weights = WEIGHTS.reshape(labels.shape)
+    batched = in_batches(session, metric, labels, predictions, weighted, weights)
+    expected = compute(labels, predictions, weights if weighted else np.ones_like(weights))
+    rtol = 1e-6 if predictions is SHARES else 1e-12  # Thresholds are 32-bit numbers.
+    np.testing.assert_allclose(batched, expected, rtol=rtol)
 
 
 PAIR = np.array([2, 0, 1, 3]), np.array([1, 1, 2, 0])  # Numbers other than zero are true.
