@@ -290,8 +290,7 @@ TF1 = """
 [losses] .compat.graphs/losses: absolute_difference get_regularization_loss get_total_loss
     huber_loss mean_squared_error sigmoid_cross_entropy softmax_cross_entropy
     sparse_softmax_cross_entropy
-[metrics] .graph.streaming_metrics/graph: * sparse_precision_at_k=precision_at_k
-    sparse_average_precision_at_k=average_precision_at_k
+[metrics] .graph.streaming_metrics/graph: *
 [math] .compat.graphs/operation: in_top_k
 [nn] .compat.graphs/operation: in_top_k xw_plus_b
     .compat.tensor_functions/either: dropout=dropout_v1
@@ -381,6 +380,7 @@ INSTEAD = {
     "math.erfc": "scipy.special.erfc, which has a gradient",
     "math.erfinv": "scipy.special.erfinv, which has a gradient",
     "math.lgamma": "scipy.special.gammaln, which has a gradient",
+    "metrics.precision_at_k": "scikit-learn's metrics, on what Estimator.predict gives",
     "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "nn.rnn_cell": "a model, and tf.keras.estimator.model_to_estimator",
     "profiler": "the command ndistribute trace",
