@@ -448,7 +448,6 @@ def do_not_convert(func: Any = None) -> Any:
 
 
 cardinality = TensorDataset.cardinality
-get_single_element = TensorDataset.get_single_element
 Counter = TensorDataset.counter
 
 
@@ -457,6 +456,4 @@ def _applied(method: str) -> Any:
     return lambda *args, **options: operator.methodcaller(method, *args, **options)
 
 
-assert_cardinality, ignore_errors = map(_applied, ["assert_cardinality", "ignore_errors"])
-group_by_window, rejection_resample = map(_applied, ["group_by_window", "rejection_resample"])
-bucket_by_sequence_length, unique = map(_applied, ["bucket_by_sequence_length", "unique"])
+ignore_errors, rejection_resample = map(_applied, ["ignore_errors", "rejection_resample"])

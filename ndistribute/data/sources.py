@@ -23,8 +23,7 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
-from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, from_first
-from ndistribute.data.shuffling import seeded
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
 
 Reader = Callable[[str], Any]
 
@@ -65,19 +64,6 @@ def counted(start: int, step: int = 1) -> Node:
     node = numbers(range(start, start + step * (1 << 62), step))
     spec = dataclasses.replace(node.spec, cardinality=pipeline.INFINITE_CARDINALITY)
     return dataclasses.replace(node, name=f"counter({start}, {step})", spec=spec)
-
-
-def random_numbers(seed: int | None, differs: bool) -> Node:
-    """Return a node of endless random integers."""
-    seeds = seeded("random", seed)
-
-    def values(epoch: Epoch) -> Iterator[Element]:
-        rng = epoch.generator(seeds, differs)
-        while True:
-            yield from rng.integers(1 << 32, size=1024)
-
-    spec = ElementSpec(pipeline.INFINITE_CARDINALITY, False, like=LeafSpec(np.dtype(np.int64), ()))
-    return Node(name="random()", chunks=from_first(values), spec=spec, seeds=seeds)
 
 
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:

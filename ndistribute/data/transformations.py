@@ -327,7 +327,7 @@ class Transforming(Pipeline):
         if filename:
             raise ValueError(
                 f"cache: elements are kept in memory, not in the file {filename!r}. Leave filename "
-                "out, or write them once with save(path), and read them with Dataset.load(path)."
+                "out, or write arrays once with numpy.save, and read them with Dataset.from_files."
             )
         # The nodes before it use frozen seeds, so the order does not depend on the epoch that
         # filled the cache: a resumed program gets the same order.
@@ -369,25 +369,6 @@ class Transforming(Pipeline):
         if not isinstance(options, InputOptions):
             raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
         return self._then("with_options(...)", self._node.chunks, options=options)
-
-    def unique(self) -> Self:
-        """Return a dataset of the elements, which are numbers or text, without repetitions.
-
-        >>> from ndistribute.data import Dataset
-        >>> [int(x) for x in Dataset.from_tensor_slices([3, 1, 3]).unique()]
-        [3, 1]
-        """
-        child = self._node
-
-        def values(epoch: Epoch) -> Iterator[Element]:
-            seen = set[Any]()
-            for element in child.iterate(epoch):
-                if element not in seen:
-                    seen.add(element)
-                    yield element
-
-        spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-        return self._then("unique()", pipeline.from_first(values), spec=spec, positional=True)
 
     def rejection_resample(
         self,
@@ -434,34 +415,6 @@ class Transforming(Pipeline):
         name = f"rejection_resample({pipeline.name_of(class_func)})"
         options = {"spec": ElementSpec(), "seeds": seeds, "runs_user_code": True}
         return self._then(name, pipeline.from_first(values), **options)
-
-    def assert_cardinality(self, expected_cardinality: int) -> Self:
-        """Return this dataset with a known number of elements.
-
-        Another number of elements is a ValueError at the end of an iteration.
-
-        >>> from ndistribute.data import Dataset
-        >>> len(Dataset.range(9).filter(lambda x: x % 2).assert_cardinality(4))
-        4
-        """
-        child = self._node
-        wanted = integer(expected_cardinality, "assert_cardinality: expected_cardinality", 0)
-
-        def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-            number = start
-            for chunk in child.chunks(epoch, start):
-                number += len(chunk)
-                if number > wanted:
-                    break
-                yield chunk
-            if number != wanted and epoch.shard == (0, 1):
-                raise ValueError(
-                    f"assert_cardinality: the dataset has {'more' if number > wanted else number} "
-                    f"element(s), but {wanted} were expected."
-                )
-
-        spec = replace(child.spec, cardinality=wanted)
-        return self._then(f"assert_cardinality({wanted})", chunks, spec=spec, positional=True)
 
 
 def explained(
