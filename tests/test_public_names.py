@@ -37,7 +37,7 @@ OBJECTS = {
         lambda: nd.Dataset.range(3),
         "apply batch cache cardinality choose_from_datasets concatenate counter element_spec "
         "enumerate filter flat_map from_files from_generator from_tensor_slices from_tensors "
-        "ignore_errors interleave list_files map padded_batch prefetch range rebatch reduce "
+        "interleave list_files map padded_batch prefetch range rebatch reduce "
         "rejection_resample repeat sample_from_datasets scan shard shuffle skip take take_while "
         "unbatch window with_options zip",
     ),

@@ -449,11 +449,4 @@ def do_not_convert(func: Any = None) -> Any:
 
 cardinality = TensorDataset.cardinality
 Counter = TensorDataset.counter
-
-
-def _applied(method: str) -> Any:
-    """Return a function whose result `Dataset.apply` takes instead of a method of the dataset."""
-    return lambda *args, **options: operator.methodcaller(method, *args, **options)
-
-
-ignore_errors, rejection_resample = map(_applied, ["ignore_errors", "rejection_resample"])
+rejection_resample = functools.partial(operator.methodcaller, "rejection_resample")

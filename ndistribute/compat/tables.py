@@ -24,8 +24,7 @@ TF2 = """
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
-    .compat.adapters: Counter CsvDataset cardinality ignore_errors make_csv_dataset
-    rejection_resample
+    .compat.adapters: Counter CsvDataset cardinality make_csv_dataset rejection_resample
     ndistribute: AutoShardPolicy
 [bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
     numpy/unary: invert
@@ -345,6 +344,7 @@ INSTEAD = {
     "data.experimental.dense_to_ragged_batch": "Dataset.padded_batch",
     "data.experimental.get_single_element": "next(iter(dataset))",
     "data.experimental.group_by_window": "Dataset.filter for each key, and choose_from_datasets",
+    "data.experimental.ignore_errors": "a function that catches its errors, and Dataset.filter",
     "data.experimental.snapshot": "Dataset.cache, or numpy.save and Dataset.from_files",
     "data.experimental.unique": "numpy.unique before Dataset.from_tensor_slices",
     "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",

@@ -13,7 +13,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data import elements
-from ndistribute.data.elements import Chunk, Element, FailedChunk, Rows, drop
+from ndistribute.data.elements import Chunk, Element, Rows, drop
 from ndistribute.data.options import integer
 from ndistribute.data.pipeline import (
     ElementSpec,
@@ -85,11 +85,10 @@ class Batching(Pipeline):
         self, method: str, size: int, drop_remainder: bool, combine: Combine = elements.batch_of
     ) -> Self:
         child, known = self._node, self._node.spec.cardinality
-        goes_on = child.singly is not None
 
         def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
             source = child.chunks(epoch, start * size)
-            return _cut(source, repeat(size), drop_remainder, combine, goes_on)
+            return _cut(source, repeat(size), drop_remainder, combine)
 
         batches = known // size if drop_remainder else -(-known // size)
         length, like = size if drop_remainder else None, None
@@ -97,7 +96,7 @@ class Batching(Pipeline):
             like = child.like(lambda leaf: leaf.led_by(length))
         spec = ElementSpec(known if known < 0 else batches, True, size, like)
         name = f"{method}({size}{', drop_remainder=True' if drop_remainder else ''})"
-        return self._then(name, chunks, spec=spec, goes_on=goes_on)
+        return self._then(name, chunks, spec=spec)
 
     def unbatch(self) -> Self:
         """Return a dataset of the rows of all batches.
@@ -213,23 +212,11 @@ def _cut(
     sizes: Iterator[int],
     drop_remainder: bool,
     combine: Combine,
-    goes_on: bool = False,
 ) -> Iterator[Chunk]:
     """Yield batches of the next numbers of elements; the last may be shorter."""
     pieces: list[Chunk] = []
     missing = next(sizes)
-    while True:
-        try:
-            chunk = next(chunks)
-        except StopIteration:
-            break
-        except Exception as error:
-            if not goes_on:
-                raise
-            yield FailedChunk(error)  # As in TensorFlow, the batch fails, and the next one follows.
-            missing += sum(map(len, pieces))
-            pieces = []
-            continue
+    for chunk in chunks:
         at, length = 0, len(chunk)
         while length - at >= missing:
             pieces.append(chunk[at : at + missing])

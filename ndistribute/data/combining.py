@@ -206,7 +206,7 @@ class Combining(Pipeline):
         child, fn, seeds = self._node, self._function(fn, what), seeded(method, None)
 
         def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:
-            call = explained(what, fn)
+            call = explained(what, fn, epoch)
             for number, element in enumerate(child.iterate(epoch)):
                 dataset = call(element)
                 if not isinstance(dataset, Pipeline):
@@ -218,7 +218,7 @@ class Combining(Pipeline):
                 yield node.chunks(epoch.inside(node, epoch.seeds[seeds], number), 0)
 
         def sources(epoch: Epoch) -> Iterator[Iterator[Element]]:
-            for chunks in datasets(epoch):
+            for chunks in datasets(epoch.ahead()):
                 source = chain.from_iterable(chunks)
                 yield Ahead(source, block, epoch.threads) if reads_ahead else source
 

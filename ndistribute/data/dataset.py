@@ -25,6 +25,7 @@ _INSTEAD = {
     "bucket_by_sequence_length": "padded_batch, of elements in the order of their lengths",
     "get_single_element": "next(iter(dataset))",
     "group_by_window": "filter for each key, and choose_from_datasets",
+    "ignore_errors": "a function that catches its errors, and filter",
     "options": "InputOptions where the dataset is distributed, or with_options",
     "ragged_batch": "padded_batch",
     "random": "from_generator, with NumPy's generator of random numbers",
@@ -181,7 +182,7 @@ class Dataset(Transforming, Batching, Combining):
         6
         """
         what = "reduce: reduce_func"
-        call = explained(what, self._function(reduce_func, what), produces=True)
+        call = explained(what, self._function(reduce_func, what), None, produces=True)
         initial = state = read_only(as_element(initial_state))
         for element in self:
             state = call((state, element))

@@ -85,7 +85,7 @@ def generated(
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         conform = elements.copied if like is None else functools.partial(_conform, specs=like)
-        return epoch.watching(zip(map(conform, islice(make(*args), start, None))))
+        return zip(map(conform, islice(make(*args), start, None)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
     name = f"from_generator({pipeline.name_of(make)})"
@@ -115,7 +115,7 @@ def iterable(batches: Any) -> Node:
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         left = islice(batches, start - epoch.loaded, None)
-        return epoch.watching(zip(as_element(batch, lists_nest=True) for batch in left))
+        return zip(as_element(batch, lists_nest=True) for batch in left)
 
     spec, runs = ElementSpec(_length(batches)), not isinstance(batches, Sequence)
     return Node(name=kind, chunks=chunks, spec=spec, loader=batches, runs_user_code=runs)
@@ -164,7 +164,7 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         number, count = epoch.shard
         read = (_read(path, by) for path, by in parts[number::count])
-        return epoch.watching(drop(chain.from_iterable(read), start))
+        return drop(chain.from_iterable(read), start)
 
     name, spec = f"from_files({len(names)} file(s))", ElementSpec(batched=False)
     return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)

@@ -9,6 +9,5 @@ CsvDataset: Any
 INFINITE_CARDINALITY: Any
 UNKNOWN_CARDINALITY: Any
 cardinality: Any
-ignore_errors: Any
 make_csv_dataset: Any
 rejection_resample: Any
