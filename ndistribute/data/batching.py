@@ -15,14 +15,7 @@ from ndistribute import tree
 from ndistribute.data import elements
 from ndistribute.data.elements import Chunk, Element, Rows, drop
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import (
-    ElementSpec,
-    Epoch,
-    LeafSpec,
-    Node,
-    Pipeline,
-    named,
-)
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, Pipeline, named
 
 Combine = Callable[[Sequence[Chunk]], Element]
 

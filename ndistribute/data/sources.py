@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
@@ -117,7 +118,9 @@ def iterable(batches: Any) -> Node:
         left = islice(batches, start - epoch.loaded, None)
         return zip(as_element(batch, lists_nest=True) for batch in left)
 
-    spec, runs = ElementSpec(_length(batches)), not isinstance(batches, Sequence)
+    # Loaders over a stream have no length, or a __len__ that raises.
+    length = operator.length_hint(batches, pipeline.UNKNOWN_CARDINALITY)
+    spec, runs = ElementSpec(length), not isinstance(batches, Sequence)
     return Node(name=kind, chunks=chunks, spec=spec, loader=batches, runs_user_code=runs)
 
 
@@ -170,13 +173,6 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
     return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)
 
 
-def _length(batches: Any) -> int:
-    try:
-        return len(batches) if isinstance(batches, Sized) else pipeline.UNKNOWN_CARDINALITY
-    except TypeError:  # Loaders over a stream have a __len__ that raises.
-        return pipeline.UNKNOWN_CARDINALITY
-
-
 def _like(columns: Element, axis: int) -> Any:
     return tree.map_leaves(lambda leaf: LeafSpec(leaf.dtype, leaf.shape[axis:]), columns)
 
@@ -199,19 +195,16 @@ def _spec_of(leaf: Any) -> LeafSpec:
 def _conform(value: Any, specs: Any) -> Element:
     """Return the element for a value, cast to the dtypes of a signature, which gives its nest."""
     try:
-        parts = map(_as_leaf, tree.flatten_up_to(specs, value))
-        leaves = list(map(elements.copied, parts))
+        parts = tree.flatten_up_to(specs, value)
+        # A tuple in the place of a leaf is the rows of an array.
+        arrays = (np.array(part) if isinstance(part, tuple) else part for part in parts)
+        leaves = list(map(elements.copied, arrays))
     except ValueError:
         raise ValueError(
             f"from_generator: the generator yielded {value!r}, whose structure differs from that "
             f"of output_signature, {specs!r}."
         ) from None
     return tree.unflatten(specs, list(map(_conform_leaf, leaves, tree.flatten(specs))))
-
-
-def _as_leaf(value: Any) -> Any:
-    """Return a value for one leaf: a tuple is the rows of an array there."""
-    return np.array(value) if isinstance(value, tuple) else value
 
 
 def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:
