@@ -9,7 +9,6 @@ import contextlib
 import csv
 import functools
 import gzip
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,10 +25,6 @@ _TYPES: tuple[Any, ...] = (np.int32, np.int64, np.float32, np.float64)
 
 
 _QUOTING = (csv.QUOTE_NONE, csv.QUOTE_MINIMAL)
-_OPENERS: dict[str, Callable[[str], Any]] = {
-    "": functools.partial(open, mode="rb"),
-    "GZIP": gzip.open,
-}
 
 
 def text_lines(
@@ -189,10 +184,10 @@ def csv_rows(
 
 def _opener(what: str, compression: str | None, encoding: str) -> Callable[[str], Any]:
     """Return the function that opens a text file with a compression."""
-    name = compression or ""
-    if name not in _OPENERS:
-        raise ValueError(f"{what}: compression_type must be '' or 'GZIP', got {name!r}.")
-    return lambda path: io.TextIOWrapper(_OPENERS[name](path), encoding)
+    if compression not in (None, "", "GZIP"):
+        raise ValueError(f"{what}: compression_type must be '' or 'GZIP', got {compression!r}.")
+    opens: Callable[..., Any] = gzip.open if compression else open
+    return lambda path: opens(path, "rt", encoding=encoding)
 
 
 def _lines_of(path: str, open_text: Callable[[str], Any]) -> Iterator[np.str_]:

@@ -143,6 +143,30 @@ def test_an_error_ends_an_iteration_whose_state_another_continues(name, of_sourc
     assert given + [*map(repr, resumed)] == [*map(repr, dataset)]
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_interrupt_leaves_no_element_out(batched):
+    def interrupted(number):
+        if number == 2 and not interrupts:
+            interrupts.append(number)
+            raise KeyboardInterrupt
+        return number
+
+    interrupts = []
+    dataset = Dataset.range(6).map(interrupted)
+    dataset = dataset.batch(2) if batched else dataset
+    iterator, expected = iter(dataset), [[2, 3], [4, 5]] if batched else [2, 3, 4, 5]
+    for _ in range(1 if batched else 2):
+        next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    state = iterator.state_dict()
+    with pytest.raises(RuntimeError, match=r"interrupted in an element|ended with an error"):
+        next(iterator)
+    resumed = iter(dataset)
+    resumed.load_state_dict(state)
+    assert [each.tolist() for each in resumed] == expected
+
+
 @pytest.mark.parametrize("ahead", ["map", "prefetch", "interleave"])
 def test_an_error_of_an_element_that_nobody_takes_is_none(ahead):
     failed = threading.Event()
