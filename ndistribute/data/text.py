@@ -23,7 +23,6 @@ from ndistribute.data.transformations import AUTOTUNE
 _TYPES: tuple[Any, ...] = (np.int32, np.int64, np.float32, np.float64)
 """The types of columns of numbers, of which the first that fits is inferred."""
 
-
 _QUOTING = (csv.QUOTE_NONE, csv.QUOTE_MINIMAL)
 
 
