@@ -24,8 +24,7 @@ TF2 = """
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
-    .compat.adapters: Counter CsvDataset assert_cardinality bucket_by_sequence_length cardinality
-    get_single_element group_by_window ignore_errors make_csv_dataset rejection_resample unique
+    .compat.adapters: Counter CsvDataset cardinality make_csv_dataset rejection_resample
     ndistribute: AutoShardPolicy
 [bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
     numpy/unary: invert
@@ -338,9 +337,15 @@ INSTEAD = {
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
-    "data.TFRecordDataset": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "data.TFRecordDataset": "Dataset.from_files with a reader",
+    "data.experimental.assert_cardinality": "Dataset.cardinality",
+    "data.experimental.bucket_by_sequence_length": "Dataset.padded_batch, of sorted elements",
     "data.experimental.dense_to_ragged_batch": "Dataset.padded_batch",
-    "data.experimental.snapshot": "Dataset.save once, then Dataset.load",
+    "data.experimental.get_single_element": "next(iter(dataset))",
+    "data.experimental.group_by_window": "Dataset.filter for each key, and choose_from_datasets",
+    "data.experimental.ignore_errors": "a function that catches its errors, and Dataset.filter",
+    "data.experimental.snapshot": "Dataset.cache, or numpy.save and Dataset.from_files",
+    "data.experimental.unique": "numpy.unique before Dataset.from_tensor_slices",
     "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.BoostedTreesClassifier": "sklearn.ensemble.HistGradientBoostingClassifier",
     "estimator.BoostedTreesRegressor": "sklearn.ensemble.HistGradientBoostingRegressor",
@@ -358,10 +363,10 @@ INSTEAD = {
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image.adjust_hue": "Pillow in Dataset.map",
     "image.rgb_to_hsv": "Pillow in Dataset.map",
-    "io.TFRecordWriter": "Dataset.save",
+    "io.TFRecordWriter": "numpy.save or numpy.savez, and Dataset.from_files",
     "io.decode_csv": "tf.data.experimental.CsvDataset",
-    "io.parse_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
-    "io.parse_single_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "io.parse_example": "Dataset.from_files with a reader",
+    "io.parse_single_example": "Dataset.from_files with a reader",
     "io.serialize_tensor": "numpy.save",
     "keras.applications.*": "layers, and load_weights: nothing is downloaded",
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
@@ -395,7 +400,7 @@ INSTEAD = {
     "variable_creator_scope": "a function that makes the variables",
     "summary.trace_export": "the command ndistribute trace",
     "summary.trace_on": "the command ndistribute trace",
-    "train.Example": "Dataset.save, or arrays in .npz files",
+    "train.Example": "arrays in .npz files, and Dataset.from_files",
     "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "train.LooperThread": "Supervisor.loop",
