@@ -97,10 +97,6 @@ LAYERS = {
     "ReLU": (layer_of("ReLU", 1.0, 0.1, 0.2), ROWS),
     "Softmax": (layer_of("Softmax"), ROWS),
     "GroupNormalization": (layer_of("GroupNormalization", 2), IMAGES),
-    "UnitNormalization": (layer_of("UnitNormalization"), ROWS),
-    "Attention": (merging("Attention", use_scale=True), SEQUENCES),
-    "Attention by sums": (merging("Attention", score_mode="concat"), SEQUENCES),
-    "AdditiveAttention": (merging("AdditiveAttention"), SEQUENCES),
     "RNN of cells": (around("RNN", "GRUCell", 2), SEQUENCES),
     "Normalization": (layer_of("Normalization", mean=1.0, variance=4.0), ROWS),
     "GaussianNoise": (layer_of("GaussianNoise", 0.1), ROWS),
@@ -116,7 +112,6 @@ LAYERS = {
     "LSTM of another activation": (layer_of("LSTM", 2, activation="softplus"), SEQUENCES),
     "LSTM by its state": (state_of("LSTM"), SEQUENCES),
     "GRU": (layer_of("GRU", 2), SEQUENCES),
-    "GRU that resets before": (layer_of("GRU", 2, reset_after=False, go_backwards=True), SEQUENCES),
     "Masking": (layer_of("Masking"), SEQUENCES),
     "Embedding": (layer_of("Embedding", 5, 3), NUMBERS),
     "Flatten": (layer_of("Flatten"), IMAGES),
@@ -124,7 +119,6 @@ LAYERS = {
     "Permute": (layer_of("Permute", (2, 1)), SEQUENCES),
     "RepeatVector": (layer_of("RepeatVector", 2), ROWS),
     "Lambda": (layer_of("Lambda", np.exp), ROWS),
-    "Dot": (merging("Dot", axes=1), ROWS),
     **{f"{name} of two": (merging(name), ROWS) for name in MERGING},
     "Bidirectional": (around("Bidirectional", "GRU", 2), SEQUENCES),
     "TimeDistributed": (around("TimeDistributed", "Dense", 2), SEQUENCES),
@@ -139,7 +133,7 @@ def test_the_table_has_all_layers():
     names -= {"Input", "InputLayer", "Layer"}
     names -= {"CategoryEncoding", "Discretization", "Hashing", "IntegerLookup", "StringLookup"}
     names -= {"TextVectorization"}  # Of numbers without gradients.
-    names -= {"GRUCell", "LSTMCell", "SimpleRNNCell", "StackedRNNCells"}  # In recurrent layers.
+    names -= {"GRUCell", "LSTMCell", "SimpleRNNCell"}  # In recurrent layers.
     assert names <= {case.split()[0] for case in LAYERS}
 
 

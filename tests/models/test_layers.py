@@ -75,22 +75,6 @@ class Attending(layers.Layer):
         return self.norm(x + self.attention(x, x, use_causal_mask=True))
 
 
-class Reading(layers.Layer):
-    def __init__(self):
-        super().__init__(dtype=F)
-        self.table = layers.Embedding(6, 4, mask_zero=True, dtype=F)
-        cells = [layers.LSTMCell(3, dtype=F), layers.GRUCell(4, dtype=F)]
-        self.cells = layers.RNN(cells, return_sequences=True, dtype=F)
-        self.attention = layers.Attention(use_scale=True, dtype=F)
-        self.sums = layers.AdditiveAttention(dtype=F)
-
-    def call(self, tokens):
-        x = self.table(tokens)
-        y = self.cells(x)
-        joined = layers.concatenate([x, y], axis=1, dtype=F)
-        return self.sums([self.attention([x, joined], use_causal_mask=True), y])
-
-
 def chain(*members):
     return nd.models.Sequential(members)
 
@@ -140,7 +124,6 @@ MADE = {
         ),
         np.random.default_rng(0).integers(0, 6, (5, 4)),
     ),
-    "cells and scores": (Reading, np.random.default_rng(0).integers(0, 6, (5, 4))),
     "other images": (
         lambda: chain(
             layers.Resizing(5, 3, dtype=F),
@@ -149,7 +132,6 @@ MADE = {
             layers.GroupNormalization(2, dtype=F),
             layers.ReLU(2.0, 0.1, 0.2, dtype=F),
             layers.SpatialDropout2D(0.0),
-            layers.UnitNormalization(dtype=F),
             layers.Softmax(dtype=F),
         ),
         normal(5, 4, 4, 2),

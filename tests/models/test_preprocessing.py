@@ -139,7 +139,6 @@ def test_hashes_spread_over_all_bins_but_that_of_the_mask():
         (layers.Discretization, "either bin_boundaries, or num_bins"),
         (lambda: layers.Hashing(1, mask_value=""), "num_bins must be an integer, 1 or more"),
         (lambda: layers.GroupNormalization(4)(np.ones((1, 6))), "multiple of groups=4"),
-        (lambda: layers.Attention(score_mode="cosine"), "score_mode must be one of"),
     ],
 )
 def test_what_cannot_be_prepared_is_refused(make, match):

@@ -199,28 +199,4 @@ class GroupNormalization(LayerNormalization):
         return y if self.beta is None else y + as_operand(self.beta).astype(y.dtype)
 
 
-class UnitNormalization(Layer):
-    """A layer that scales vectors to the length 1; those of zeros stay.
-
-    Args:
-        axis: the axis of the vectors, or several.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> import numpy as np
-    >>> UnitNormalization()(np.array([[3.0, 4.0]])).tolist()
-    [[0.6000000238418579, 0.800000011920929]]
-    """
-
-    supports_masking = True
-
-    def __init__(self, axis: int | Sequence[int] = -1, **options: Any) -> None:
-        super().__init__(**options)
-        self.axis = axis if isinstance(axis, int) else tuple(axis)
-
-    def call(self, inputs: Any) -> Any:
-        """Return the scaled vectors."""
-        squares = np.sum(inputs * inputs, axis=self.axis, keepdims=True)
-        return inputs / np.sqrt(np.maximum(squares, 1e-12))
-
-
 _export(vars())

@@ -138,6 +138,7 @@ class LSTMCell(SimpleRNNCell):
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         unit_forget_bias: whether the bias of the forget gate starts at 1.
+        reset_after: must be True; see `GRUCell`.
         options: as for `SimpleRNNCell`.
     """
 
@@ -151,9 +152,12 @@ class LSTMCell(SimpleRNNCell):
         use_bias: bool = True,
         *,
         unit_forget_bias: bool = True,
+        reset_after: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(units, activation, use_bias, **options)
+        if not reset_after:
+            raise ValueError(f"{self.name}: reset_after=False does not exist here: leave it out.")
         self.step = self._kind(self.step.activation, activations.get(recurrent_activation))
         if unit_forget_bias and self._kind is operations.LSTMStep:
             self._starts["bias"] = functools.partial(self._forgetting, self._starts["bias"])
@@ -172,65 +176,13 @@ class GRUCell(LSTMCell):
         activation: of the candidate: as for `SimpleRNNCell`.
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
-        reset_after: whether the reset gate is applied to the product with the recurrent kernel,
-            which has a bias of its own, or to the state before the product, which is slower.
+        reset_after: must be True: the reset gate is applied to the product with the recurrent
+            kernel, which has a bias of its own.
         options: as for `SimpleRNNCell`.
     """
 
     _kind = operations.GRUStep
-
-    def __init__(
-        self,
-        units: int,
-        activation: _Function = "tanh",
-        recurrent_activation: _Function = "sigmoid",
-        use_bias: bool = True,
-        *,
-        reset_after: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(units, activation, recurrent_activation, use_bias, **options)
-        self._bias_rows = (2,) if reset_after else ()
-        if not reset_after:
-            self.step = operations.GRUResetBeforeStep(*vars(self.step).values())
-
-
-class StackedRNNCells(Layer):
-    """A cell of several cells, of which each gets the outputs of the one before.
-
-    >>> RNN(StackedRNNCells([LSTMCell(4), GRUCell(3)]))(np.zeros((2, 5, 1), np.float32)).shape
-    (2, 3)
-    """
-
-    def __init__(self, cells: Sequence[Any], **options: Any) -> None:
-        super().__init__(**options)
-        self.cells = list(cells)
-
-    @property
-    def state_size(self) -> list[Any]:
-        """The sizes of the states of each cell."""
-        return [cell.state_size for cell in self.cells]
-
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Create the variables of the cells."""
-        for cell in self.cells:
-            if not cell.built:
-                cell.build(input_shape)
-            size = getattr(cell, "output_size", cell.state_size)
-            input_shape = *input_shape[:-1], size[0] if isinstance(size, Sequence) else size
-
-    def call(self, inputs: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the output of the last cell, and the new states of each."""
-        y, new = self.scan(inputs[:, None], states)
-        return y[:, 0], new
-
-    def scan(self, inputs: Any, states: Any, **options: Any) -> tuple[Any, list[Any]]:
-        """Return the outputs of all time steps, and the last states of each cell."""
-        last = []
-        for cell, before in zip(self.cells, states, strict=True):
-            inputs, after = _scan(cell, inputs, before, **options)
-            last.append(after)
-        return inputs, last
+    _bias_rows = (2,)
 
 
 class RNN(Layer):
@@ -241,7 +193,7 @@ class RNN(Layer):
     list of them; or a method ``get_initial_state(batch_size=...)``.
 
     Args:
-        cell: the cell; a list of cells is called in turn, see `StackedRNNCells`.
+        cell: the cell.
         return_sequences: whether to return the outputs of all time steps, not only the last.
         return_state: whether to return the output and the last states, in a list.
         go_backwards: whether to start at the last time step; outputs are in that order, too.
@@ -282,9 +234,12 @@ class RNN(Layer):
                 f"{self.name}: stateful=True does not exist here: use return_state=True and pass "
                 "initial_state to a call."
             )
-        self.cell = StackedRNNCells(cell) if isinstance(cell, list | tuple) else cell
-        if not hasattr(self.cell, "state_size"):
-            raise ValueError(f"{self.name}: a cell needs a state_size, which {cell!r} has not.")
+        if not hasattr(cell, "state_size"):
+            hint = " Put an RNN around each cell." if isinstance(cell, list | tuple) else ""
+            raise ValueError(
+                f"{self.name}: a cell needs a state_size, which {cell!r} has not.{hint}"
+            )
+        self.cell = cell
         self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
         self.go_backwards = bool(go_backwards)
         self.zero_output_for_mask = bool(zero_output_for_mask)
@@ -369,8 +324,6 @@ def _like(mask: Any, array: Any) -> Any:
 
 def _first_states(cell: Any, like: Any) -> list[Any]:
     """Return the states before the first time step of a batch."""
-    if isinstance(cell, StackedRNNCells):
-        return [_first_states(each, like) for each in cell.cells]
     if hasattr(cell, "get_initial_state"):
         states = cell.get_initial_state(batch_size=like.shape[0])
         return list(states) if isinstance(states, Sequence) else [states]
@@ -469,40 +422,25 @@ class Bidirectional(Layer):
     """Two recurrent layers, of which the second one reads the sequence from its end.
 
     Args:
-        layer: the first layer. Its outputs, and those of the second, are 0 where a mask leaves out
-            time steps.
+        layer: the first layer; the second one has its arguments, but for `go_backwards`. The
+            outputs of both are 0 where a mask leaves out time steps.
         merge_mode: how the outputs are joined: ``"concat"``, ``"sum"``, ``"ave"``, ``"mul"``, or
             None for a list of both.
-        backward_layer: the second layer; None: one with the arguments of the first, whose
-            `go_backwards` is the other.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     Raises:
-        ValueError: `merge_mode` is unknown, or the layers do not fit together.
+        ValueError: `merge_mode` is unknown.
 
     >>> Bidirectional(LSTM(4))(np.zeros((2, 5, 3), np.float32)).shape
     (2, 8)
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        merge_mode: str | None = "concat",
-        backward_layer: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, layer: Any, merge_mode: str | None = "concat", **options: Any) -> None:
         super().__init__(**options)
-        if backward_layer is None:
-            config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
-            backward_layer = type(layer).from_config(cloned(config, {}))
         self.merge_mode = one_of(merge_mode, "Bidirectional: merge_mode", _MERGES)
+        config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
         self.forward_layer = layer
-        self.backward_layer = backward_layer
-        for name in ("return_sequences", "return_state"):
-            if getattr(layer, name) != getattr(self.backward_layer, name):
-                raise ValueError(f"Bidirectional: the two layers differ in {name}.")
-        if layer.go_backwards == self.backward_layer.go_backwards:
-            raise ValueError("Bidirectional: one of the two layers needs go_backwards=True.")
+        self.backward_layer = type(layer).from_config(cloned(config, {}))
         for each in (layer, self.backward_layer):  # The last outputs are at different steps.
             each.zero_output_for_mask = layer.return_sequences
 

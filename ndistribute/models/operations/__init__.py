@@ -18,7 +18,6 @@ from ndistribute.models.operations.rows import masked_normalization as masked_no
 from ndistribute.models.operations.rows import normalized_by as normalized_by
 from ndistribute.models.operations.rows import sigmoid_cross_entropy as sigmoid_cross_entropy
 from ndistribute.models.operations.rows import softmax_cross_entropy as softmax_cross_entropy
-from ndistribute.models.operations.sequences import GRUResetBeforeStep as GRUResetBeforeStep
 from ndistribute.models.operations.sequences import GRUStep as GRUStep
 from ndistribute.models.operations.sequences import LSTMStep as LSTMStep
 from ndistribute.models.operations.sequences import RecurrentStep as RecurrentStep

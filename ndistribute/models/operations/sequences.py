@@ -143,23 +143,6 @@ class GRUStep(RecurrentStep):
         return kept
 
 
-class GRUResetBeforeStep(RecurrentStep):
-    """The step of a GRU that resets the state before its product, by many operations."""
-
-    gates = 3
-
-    def rules(self) -> list[InPlace | None]:
-        """Return that there are none."""
-        return [None, None]
-
-    def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
-        (h,), n = states, 2 * recurrent.shape[0]
-        both = self.recurrent_activation(z[:, :n] + h @ recurrent[:, :n])
-        u, r = both[:, : n // 2], both[:, n // 2 :]
-        g = self.activation(z[:, n:] + (r * h) @ recurrent[:, n:])
-        return (u * h + (1 - u) * g,)
-
-
 class RecurrentRun:
     """The buffers of a recurrent layer, with the batch on the last axis.
 
