@@ -88,7 +88,6 @@ LAYERS = {
     "RandomTranslation": (layer_of("RandomTranslation", (0.1, 0.1), (0.2, 0.2)), SMALL),
     "RandomZoom": (layer_of("RandomZoom", (0.1, 0.1), fill_mode="constant"), SMALL),
     "RandomContrast": (layer_of("RandomContrast", (0.5, -0.5), (-9, 9)), SMALL),
-    "RandomBrightness": (layer_of("RandomBrightness", (0.1, 0.1), (-9, 9)), SMALL),
     "Resizing": (layer_of("Resizing", 2, 5), SMALL),
     "SeparableConv2D": (layer_of("SeparableConv2D", 3, 2, activation="tanh"), SMALL),
     "SpatialDropout1D": (layer_of("SpatialDropout1D", 0.5), SEQUENCES),

@@ -171,8 +171,15 @@ class SeparableConv2D(DepthwiseConv2D):
         "pointwise_kernel": "glorot_uniform",
     }
 
-    def __init__(self, filters: int, kernel_size: Pair, *args: Any, **options: Any) -> None:
-        super().__init__(kernel_size, *args, **options)
+    def __init__(
+        self,
+        filters: int,
+        kernel_size: Pair,
+        strides: Pair = 1,
+        padding: str = "valid",
+        **options: Any,
+    ) -> None:
+        super().__init__(kernel_size, strides, padding, **options)
         self.outputs = positive(filters, "SeparableConv2D: filters")
 
     def build(self, input_shape: Sequence[int]) -> None:

@@ -119,8 +119,6 @@ from ndistribute.models.layers.core import Permute as _Permute
 Permute = _Permute
 from ndistribute.models.layers.recurrent import RNN as _RNN
 RNN = _RNN
-from ndistribute.models.layers.resizing import RandomBrightness as _RandomBrightness
-RandomBrightness = _RandomBrightness
 from ndistribute.models.layers.resizing import RandomContrast as _RandomContrast
 RandomContrast = _RandomContrast
 from ndistribute.models.layers.resizing import RandomCrop as _RandomCrop
