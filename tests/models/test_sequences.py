@@ -283,7 +283,7 @@ def twice(layer, *arrays):
         (lambda: layers.LSTMCell(2)(X, []), "needs two axes"),
         (lambda: layers.GRU(2, reset_after=False), "reset_after=False does not exist here"),
         (lambda: layers.RNN(layers.Dense(2)), "a cell needs a state_size"),
-        (lambda: layers.RNN([layers.GRUCell(2)]), "Put an RNN around each cell"),
+        (lambda: layers.RNN([layers.GRUCell(2)]), "Put an RNN around each of"),
         (lambda: twice(layers.LSTM(2), X, X[..., :2]), "built for 4 features"),
         (lambda: twice(layers.LayerNormalization(), X[..., :1], X), "built for 1 features"),
         (lambda: layers.LSTM(2)(X[:, :0]), "without a step"),

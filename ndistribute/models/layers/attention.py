@@ -51,7 +51,7 @@ class MultiHeadAttention(Layer):
         output_shape: int | None = None,
         **options: Any,
     ) -> None:
-        of_layer = {name: options[name] for name in options.keys() & _OF_LAYERS}
+        of_layer = {name: options.pop(name) for name in options.keys() & _OF_LAYERS}
         super().__init__(**of_layer)
         self.num_heads = positive(num_heads, "MultiHeadAttention: num_heads")
         self.key_dim = positive(key_dim, "MultiHeadAttention: key_dim")
@@ -59,9 +59,8 @@ class MultiHeadAttention(Layer):
         self.value_dim = positive(width, "MultiHeadAttention: value_dim")
         self.dropout = rate_of(dropout, "MultiHeadAttention: dropout")
         self._output_shape = output_shape
-        self._dense = {name: options[name] for name in options.keys() - _OF_LAYERS}
-        self._dense |= {"use_bias": use_bias, "trainable": self.trainable}
-        self._dense["dtype"] = options.get("dtype") or Layer.policy
+        dtype = of_layer.get("dtype") or Layer.policy
+        self._dense = options | {"use_bias": use_bias, "trainable": self.trainable, "dtype": dtype}
         self.query = self._projection("query", self.num_heads * self.key_dim)
         self.key = self._projection("key", self.num_heads * self.key_dim)
         self.value = self._projection("value", self.num_heads * self.value_dim)

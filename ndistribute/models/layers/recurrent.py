@@ -235,19 +235,23 @@ class RNN(Layer):
                 "initial_state to a call."
             )
         if not hasattr(cell, "state_size"):
-            hint = " Put an RNN around each cell." if isinstance(cell, list | tuple) else ""
-            raise ValueError(
-                f"{self.name}: a cell needs a state_size, which {cell!r} has not.{hint}"
-            )
+            problem = f"{self.name}: a cell needs a state_size, which {cell!r} has not."
+            raise ValueError(f"{problem} Put an RNN around each of several cells.")
         self.cell = cell
         self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
-        self.go_backwards = bool(go_backwards)
-        self.zero_output_for_mask = bool(zero_output_for_mask)
+        self.go_backwards, self.zero_output_for_mask = bool(go_backwards), zero_output_for_mask
 
     def get_initial_state(self, inputs: Any) -> list[Any]:
         """Return the states before the first time step, for a batch of inputs or for its length."""
         like = np.zeros((inputs,), self.compute_dtype) if isinstance(inputs, int) else inputs
-        return _first_states(self.cell, like)
+        cell, count = self.cell, like.shape[0]
+        if hasattr(cell, "get_initial_state"):
+            states = cell.get_initial_state(batch_size=count)
+            return list(states) if isinstance(states, Sequence) else [states]
+        sizes = cell.state_size if isinstance(cell.state_size, Sequence) else [cell.state_size]
+        shapes = [(*size,) if isinstance(size, Sequence) else (size,) for size in sizes]
+        dtype = getattr(cell, "compute_dtype", np.float32)
+        return [zeros(as_array(like), (count, *shape), dtype) for shape in shapes]
 
     def build(self, input_shape: Any) -> None:
         """Create the variables of the cell."""
@@ -275,7 +279,7 @@ class RNN(Layer):
         first = tree.flatten(inputs)[0]
         if not first.shape[1]:
             raise ValueError(f"{self.name}: the input has shape {first.shape}, without a step.")
-        states = _first_states(self.cell, first) if initial_state is None else initial_state
+        states = self.get_initial_state(first) if initial_state is None else initial_state
         states = states if isinstance(states, Sequence) else [states]
         mask = tree.flatten(mask)[0]  # Of the first input.
         mask = None if mask is None else as_operand(mask).astype(bool)
@@ -322,15 +326,21 @@ def _like(mask: Any, array: Any) -> Any:
     return mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim))
 
 
-def _first_states(cell: Any, like: Any) -> list[Any]:
-    """Return the states before the first time step of a batch."""
-    if hasattr(cell, "get_initial_state"):
-        states = cell.get_initial_state(batch_size=like.shape[0])
-        return list(states) if isinstance(states, Sequence) else [states]
-    sizes = cell.state_size if isinstance(cell.state_size, Sequence) else [cell.state_size]
-    shapes = [(*size,) if isinstance(size, Sequence) else (size,) for size in sizes]
-    dtype = getattr(cell, "compute_dtype", np.float32)
-    return [zeros(as_array(like), (like.shape[0], *shape), dtype) for shape in shapes]
+def _around(kind: Any) -> Any:
+    """Return the constructor of a layer around a cell, which gets what `RNN` does not take."""
+
+    @functools.wraps(kind.__init__)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        options["name"] = options.get("name") or numbered(type(self).__name__)
+        of_cell = {name: options[name] for name in options if name not in _OF_LAYER - _OF_BOTH}
+        of_layer = {name: options[name] for name in options if name in _OF_LAYER}
+        RNN.__init__(self, kind(*args, **of_cell), **of_layer)
+
+    return init
+
+
+_OF_LAYER = {name for kind in (RNN, Layer) for name in inspect.signature(kind.__init__).parameters}
+_OF_BOTH = {"name", "trainable", "dtype"}
 
 
 class SimpleRNN(RNN):
@@ -347,10 +357,7 @@ class SimpleRNN(RNN):
     ((2, 5, 4), (4, 4))
     """
 
-    def __init__(
-        self, units: int, activation: _Function = "tanh", use_bias: bool = True, **options: Any
-    ) -> None:
-        super().__init__(**_around(self, SimpleRNNCell, units, activation, use_bias, **options))
+    __init__ = _around(SimpleRNNCell)
 
 
 class LSTM(RNN):
@@ -370,21 +377,10 @@ class LSTM(RNN):
     ((2, 4), (2, 4), (2, 4))
     """
 
-    _kind: ClassVar[type[LSTMCell]] = LSTMCell
-
-    def __init__(
-        self,
-        units: int,
-        activation: _Function = "tanh",
-        recurrent_activation: _Function = "sigmoid",
-        use_bias: bool = True,
-        **options: Any,
-    ) -> None:
-        of_cell = units, activation, recurrent_activation, use_bias
-        super().__init__(**_around(self, self._kind, *of_cell, **options))
+    __init__ = _around(LSTMCell)
 
 
-class GRU(LSTM):
+class GRU(RNN):
     """A gated recurrent unit, whose gates say how much of its state to renew.
 
     Its arguments are those of `GRUCell` and `RNN`. Source: Cho et al., "Learning Phrase
@@ -394,19 +390,7 @@ class GRU(LSTM):
     (2, 4)
     """
 
-    _kind = GRUCell
-
-
-_OF_LAYER = {name for kind in (RNN, Layer) for name in inspect.signature(kind.__init__).parameters}
-_OF_BOTH = {"name", "trainable", "dtype"}
-
-
-def _around(layer: RNN, kind: type[SimpleRNNCell], *args: Any, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a layer around a new cell, which gets those that are not `RNN`'s."""
-    options = {**options, "name": options.get("name") or numbered(type(layer).__name__)}
-    of_cell = {name: options[name] for name in options if name not in _OF_LAYER - _OF_BOTH}
-    of_layer = {name: options[name] for name in options if name in _OF_LAYER}
-    return of_layer | {"cell": kind(*args, **of_cell)}
+    __init__ = _around(GRUCell)
 
 
 _MERGES: dict[str | None, Callable[[list[Any]], Any]] = {
