@@ -127,7 +127,7 @@ def test_hashes_spread_over_all_bins():
         (lambda: layers.RandomZoom((0.2, -0.2)), "height_factor must be a number"),
         (lambda: layers.RandomTranslation(0.1), "width_factor must be a number"),
         (lambda: layers.Resizing(2, 2, "cubic"), "interpolation must be one of"),
-        (lambda: layers.RandomFlip()(np.ones((2, 2))), "images have four axes"),
+        (lambda: layers.RandomFlip()(np.ones((2, 2))), "needs the axes .images, height"),
         (
             lambda: layers.TextVectorization(split="lines"),
             "split, unless a function, must be one of",

@@ -78,6 +78,15 @@ def one_of(value: Any, what: str, known: Iterable[Any]) -> Any:
     return value
 
 
+def check_axes(what: str, shape: Sequence[int], axes: Sequence[str]) -> None:
+    """Raise a `ValueError` unless a shape has as many axes as there are names of them."""
+    if len(shape) != len(axes):
+        raise ValueError(
+            f"{what} has shape {tuple(shape)}, but needs the axes ({', '.join(axes)}). Write "
+            f"x[..., np.newaxis] for one of the {axes[-1]}."
+        )
+
+
 def dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """Return the dtypes of the variables and of the computation."""
     name = policy if isinstance(policy, str) else np.dtype(policy).name

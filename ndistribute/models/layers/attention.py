@@ -10,7 +10,7 @@ import numpy as np
 from ndistribute.autodiff import softmax, untrack
 from ndistribute.exports import export as _export
 from ndistribute.models import operations
-from ndistribute.models.layers.arguments import dropout_factors, positive, rate_of
+from ndistribute.models.layers.arguments import check_axes, dropout_factors, positive, rate_of
 from ndistribute.models.layers.core import Dense
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.masks import mask_of
@@ -98,11 +98,7 @@ class MultiHeadAttention(Layer):
         """
         key = value if key is None else key
         for what, array in (("query", query), ("value", value), ("key", key)):
-            if array.ndim != 3:
-                raise ValueError(
-                    f"{self.name}: {what} has shape {array.shape}, but needs three axes, (batch, "
-                    "length, features)."
-                )
+            check_axes(f"{self.name}: {what}", array.shape, ("batch", "length", "features"))
         heads = self._heads(self.query, query), self._heads(self.key, key)
         values = self._heads(self.value, value)
         shape = query.shape[0], self.num_heads, query.shape[1], key.shape[1]

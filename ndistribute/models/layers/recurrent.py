@@ -58,6 +58,7 @@ class SimpleRNNCell(Layer):
     ((2, 4), 1)
     """
 
+    axes = "batch of one time step", "features"
     fixes_last_axis = True
     weights_of_kind: ClassVar = {
         "kernel": "glorot_uniform",
@@ -92,12 +93,6 @@ class SimpleRNNCell(Layer):
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernels and the bias."""
-        if len(input_shape) != 2:
-            raise ValueError(
-                f"{self.name}: a time step has the shape {tuple(input_shape)}, but needs two axes, "
-                "(batch, features), and a sequence three, (batch, time, features). Write "
-                "x[..., np.newaxis] for one feature."
-            )
         width = self.step.gates * self.units
         self.kernel = self.add_weight("kernel", (input_shape[-1], width))
         self.recurrent_kernel = self.add_weight("recurrent_kernel", (self.units, width))

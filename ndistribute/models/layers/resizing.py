@@ -11,15 +11,14 @@ from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.arguments import lengths, one_of, random_generator
-from ndistribute.models.layers.convolution import SpatialLayer, check_axes
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.arguments import check_axes, lengths, one_of, random_generator
+from ndistribute.models.layers.layer import IMAGES, Layer
 
 Factor = float | Sequence[float]
 Sides = int | Sequence[int] | Sequence[Sequence[int]]
 
 
-class ZeroPadding2D(SpatialLayer):
+class ZeroPadding2D(Layer):
     """A layer that adds rows and columns of zeros around an image.
 
     Args:
@@ -31,6 +30,8 @@ class ZeroPadding2D(SpatialLayer):
     (1, 5, 8, 3)
     """
 
+    axes = IMAGES
+
     def __init__(self, padding: Sides = 1, **options: Any) -> None:
         super().__init__(**options)
         self.padding = _sides(padding, f"{type(self).__name__}: padding")
@@ -40,7 +41,7 @@ class ZeroPadding2D(SpatialLayer):
         return np.pad(inputs, ((0, 0), *self.padding, (0, 0)))
 
 
-class Cropping2D(SpatialLayer):
+class Cropping2D(Layer):
     """A layer that leaves out rows and columns around an image.
 
     Args:
@@ -50,6 +51,8 @@ class Cropping2D(SpatialLayer):
     >>> Cropping2D(1)(np.ones((1, 4, 4, 3))).shape
     (1, 2, 2, 3)
     """
+
+    axes = IMAGES
 
     def __init__(self, cropping: Sides = 0, **options: Any) -> None:
         super().__init__(**options)
@@ -64,7 +67,7 @@ class Cropping2D(SpatialLayer):
         return inputs[:, above : height - below, left : width - right]
 
 
-class UpSampling2D(SpatialLayer):
+class UpSampling2D(Layer):
     """A layer that repeats each row and each column of an image.
 
     Args:
@@ -74,6 +77,8 @@ class UpSampling2D(SpatialLayer):
     >>> UpSampling2D((2, 3))(np.ones((1, 4, 4, 3))).shape
     (1, 8, 12, 3)
     """
+
+    axes = IMAGES
 
     def __init__(self, size: int | Sequence[int] = 2, **options: Any) -> None:
         super().__init__(**options)
@@ -114,7 +119,7 @@ class _ImageLayer(Layer):
         """Return the changed images; random changes are made in training."""
         if inputs.ndim == 3:
             return self._changed(inputs[None], training)[0]
-        check_axes(self, inputs.shape, 2)
+        check_axes(f"{self.name}: the input", inputs.shape, IMAGES)
         return self._changed(inputs, training)
 
     def _changed(self, images: Any, training: bool) -> Any:
