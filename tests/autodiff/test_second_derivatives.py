@@ -20,9 +20,9 @@ def attention(**options):
     return build
 
 
-def merging(name, **options):
+def merging(name):
     def build():
-        layer = getattr(nd.layers, name)(dtype="float64", **options)
+        layer = getattr(nd.layers, name)(dtype="float64")
         return layer, lambda x: layer([x, np.sin(x)])
 
     return build
@@ -57,6 +57,8 @@ MERGING = "Add Average Concatenate Maximum Minimum Multiply Subtract".split()
 SMALL = (2, 3, 3, 2)
 ROWS, SEQUENCES, IMAGES, NUMBERS = (3, 4), (2, 3, 4), (2, 5, 5, 4), np.array([[1, 2], [1, 0]])
 LAYERS = {
+    **{name: (layer_of(name), ROWS) for name in ("ELU", "LeakyReLU", "Softmax")},
+    **{name: (layer_of(name), SEQUENCES) for name in ("LayerNormalization", "Masking")},
     **{f"Dense {name}": (layer_of("Dense", 5, activation=name), ROWS) for name in ACTIVATIONS},
     **{f"Activation {name}": (layer_of("Activation", name), ROWS) for name in ACTIVATIONS},
     "Dense of sequences": (layer_of("Dense", 5, use_bias=False), SEQUENCES),
@@ -92,18 +94,14 @@ LAYERS = {
     "SeparableConv2D": (layer_of("SeparableConv2D", 3, 2, activation="tanh"), SMALL),
     "SpatialDropout1D": (layer_of("SpatialDropout1D", 0.5), SEQUENCES),
     "SpatialDropout2D": (layer_of("SpatialDropout2D", 0.5), SMALL),
-    "ELU": (layer_of("ELU"), ROWS),
     "ReLU": (layer_of("ReLU", 1.0, 0.1, 0.2), ROWS),
-    "Softmax": (layer_of("Softmax"), ROWS),
     "GroupNormalization": (layer_of("GroupNormalization", 2), IMAGES),
     "RNN of cells": (around("RNN", "GRUCell", 2), SEQUENCES),
     "Normalization": (layer_of("Normalization", mean=1.0, variance=4.0), ROWS),
     "GaussianNoise": (layer_of("GaussianNoise", 0.1), ROWS),
-    "LeakyReLU": (layer_of("LeakyReLU"), ROWS),
     "PReLU": (layer_of("PReLU", alpha_initializer="ones"), ROWS),
     "BatchNormalization": (layer_of("BatchNormalization", training=True), ROWS),
     "BatchNormalization of use": (layer_of("BatchNormalization", training=False), IMAGES),
-    "LayerNormalization": (layer_of("LayerNormalization"), SEQUENCES),
     "MultiHeadAttention": (attention(), SEQUENCES),
     "MultiHeadAttention causal": (attention(use_causal_mask=True), SEQUENCES),
     "SimpleRNN": (layer_of("SimpleRNN", 2), SEQUENCES),
@@ -111,7 +109,6 @@ LAYERS = {
     "LSTM of another activation": (layer_of("LSTM", 2, activation="softplus"), SEQUENCES),
     "LSTM by its state": (state_of("LSTM"), SEQUENCES),
     "GRU": (layer_of("GRU", 2), SEQUENCES),
-    "Masking": (layer_of("Masking"), SEQUENCES),
     "Embedding": (layer_of("Embedding", 5, 3), NUMBERS),
     "Flatten": (layer_of("Flatten"), IMAGES),
     "Reshape": (layer_of("Reshape", (2, 2)), ROWS),

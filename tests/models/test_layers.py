@@ -383,14 +383,17 @@ def test_another_number_of_channels_is_refused():
 
 
 def test_a_layer_is_made_again_from_its_configuration():
+    """Those of rotations and separable convolutions had arguments by position in one, 'args'."""
     for layer in (
+        layers.RandomRotation(0.1, "wrap"),
+        layers.SeparableConv2D(2, 3, 1, "same"),
+        layers.LSTM(2, "relu", return_sequences=True, kernel_regularizer="l2"),
         layers.Conv2D(4, (2, 3), activation="relu", name="c"),
         layers.MaxPool2D(3, strides=2),
         layers.BatchNormalization(synchronized=True),
         layers.MultiHeadAttention(2, 4, dropout=0.1),
     ):
-        again = type(layer)(**layer.get_config())
-        assert again.get_config() == layer.get_config()
+        assert type(layer)(**layer.get_config()).get_config() == layer.get_config()
 
 
 replicated = fixture_over(SEVERAL, *(kind for kind in SEVERAL if kind.startswith("served")))

@@ -93,17 +93,6 @@ def test_how_texts_are_split_is_chosen():
     assert model.output_shape == (None, None)
 
 
-@pytest.mark.parametrize("made", [layers.RandomRotation(0.1), layers.SeparableConv2D(2, 3)])
-def test_a_layer_is_made_of_the_arguments_of_another(made):
-    """Further arguments by position were one argument with an unknown name."""
-    assert type(made).from_config(made.get_config()).get_config() == made.get_config()
-
-
-def test_words_are_counted():
-    layer = layers.StringLookup(vocabulary=["a", "b"], output_mode="count")
-    assert layer(np.array([["b", "b", "z"]])).tolist() == [[1, 0, 2]]
-
-
 def test_numbers_are_found_in_bins_as_many_in_each():
     layer = layers.Discretization(num_bins=4, output_mode="one_hot")
     layer.adapt(np.arange(100.0))

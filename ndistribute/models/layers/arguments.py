@@ -42,7 +42,12 @@ def random_generator() -> Any:
 
 
 def as_floats(x: Any, variable: Any) -> Any:
-    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider."""
+    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider.
+
+    For None instead of a variable, return the array.
+    """
+    if variable is None:
+        return x
     narrow = x.dtype.kind not in "iub" and x.dtype.itemsize <= variable.dtype.itemsize
     return x if narrow else x.astype(variable.dtype)
 

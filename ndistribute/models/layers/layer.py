@@ -393,8 +393,8 @@ class Layer(Explaining):
 
         What `add_loss` has added in this thread's last call belongs to them.
         """
-        own = [penalty for layer in self.walk() for penalty in layer.penalties()]
-        return own + self._added_losses()
+        penalties = [each for layer in self.walk() for each in layer.penalties()]
+        return penalties + self._added_losses()
 
     def _added_losses(self) -> list[Any]:
         """Return what `add_loss` of this layer and of its layers has added in the last call."""

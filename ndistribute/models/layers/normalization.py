@@ -66,9 +66,8 @@ class LayerNormalization(Layer):
 
     def call(self, inputs: Any) -> Any:
         """Return the normalised input."""
-        known = self.gamma if self.gamma is not None else self.beta
-        inputs = inputs if known is None else as_floats(inputs, known)
-        return operations.layer_normalization(inputs, self.gamma, self.beta, epsilon=self.epsilon)
+        x = as_floats(inputs, self.beta if self.gamma is None else self.gamma)
+        return operations.layer_normalization(x, self.gamma, self.beta, epsilon=self.epsilon)
 
 
 class BatchNormalization(LayerNormalization):
@@ -187,8 +186,7 @@ class GroupNormalization(LayerNormalization):
 
     def call(self, inputs: Any) -> Any:
         """Return the normalised input."""
-        known = self.gamma if self.gamma is not None else self.beta
-        x = inputs if known is None else as_floats(inputs, known)
+        x = as_floats(inputs, self.beta if self.gamma is None else self.gamma)
         groups = x.shape[-1] if self.groups == -1 else self.groups
         inner, channels = math.prod(x.shape[1:-1]), x.shape[-1] // groups
         parts = np.swapaxes(x.reshape(x.shape[0], inner, groups, channels), 1, 2)
