@@ -22,6 +22,7 @@ from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array, jax_module
+from ndistribute.exports import export as _export
 from ndistribute.models.activations import InPlace, linear
 from ndistribute.models.operations.images import differentiated
 from ndistribute.models.operations.rows import in_place, operands, wide
@@ -323,3 +324,6 @@ def _blocks(rows: Any, count: int) -> list[Any]:
     """Return equal blocks of rows."""
     n = rows.shape[0] // count
     return [rows[k * n : (k + 1) * n] for k in range(count)]
+
+
+_export(vars(), but="RecurrentRun")
