@@ -115,12 +115,11 @@ class _Scaled(_Random):
     """The base class of initializers whose variance is 1 over the mean of some fans."""
 
     _is_normal: ClassVar[bool] = False
-
-    def _variance(self, inputs: float, outputs: float) -> float:
-        return 2.0 / max(1.0, inputs + outputs)
+    _shares: ClassVar[tuple[int, int]] = (1, 1)
+    """How often the inputs and the outputs count in the variance ``2 / total``."""
 
     def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        deviation = math.sqrt(self._variance(*_fans(shape)))
+        deviation = math.sqrt(2.0 / max(1.0, np.dot(_fans(shape), self._shares)))
         if self._is_normal:
             return self._generator().normal(0.0, deviation, shape)
         bound = math.sqrt(3.0) * deviation
@@ -150,8 +149,7 @@ class HeUniform(_Scaled):
     Source: He et al., "Delving Deep into Rectifiers", 2015.
     """
 
-    def _variance(self, inputs: float, outputs: float) -> float:
-        return super()._variance(inputs, 0.0)
+    _shares = (1, 0)
 
 
 class HeNormal(HeUniform):
@@ -166,8 +164,7 @@ class LecunUniform(_Scaled):
     Source: LeCun et al., "Efficient BackProp", 1998.
     """
 
-    def _variance(self, inputs: float, outputs: float) -> float:
-        return super()._variance(inputs, inputs)
+    _shares = (2, 0)
 
 
 class LecunNormal(LecunUniform):

@@ -88,7 +88,7 @@ def recurrent() -> nd.Model:
         [
             layers.Embedding(10, 4, mask_zero=True),
             layers.Bidirectional(layers.LSTM(3, return_sequences=True)),
-            layers.GRU(3, reset_after=False),
+            layers.GRU(3),
             layers.Dense(3),
         ]
     )

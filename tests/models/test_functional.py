@@ -291,14 +291,6 @@ def test_layers_of_several_inputs_compute_what_numpy_computes(name):
         np.testing.assert_array_equal(merge([a, wide], dtype=F), BY_LAYER[name](a[:, None], wide))
 
 
-def test_dot_multiplies_along_any_axes():
-    a, b = RNG.normal(size=(5, 3, 4)), RNG.normal(size=(5, 6, 3))
-    expected = np.einsum("nij,nki->njk", a, b)
-    np.testing.assert_allclose(layers.dot([a, b], (1, 2), dtype=F), expected, rtol=1e-12)
-    cosine = layers.Dot(-1, normalize=True, dtype=F)([a[:, 0], a[:, 0]])
-    np.testing.assert_allclose(cosine, np.ones((5, 1)), rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -330,7 +322,6 @@ def test_dot_multiplies_along_any_axes():
         (lambda: layers.Dense(2)(Input(())), "a feature axis"),
         (lambda: layers.subtract([X, X, X]), "needs a list of 2 arrays.*got one of 3"),
         (lambda: layers.add(np.ones((2, 3))), "needs a list of several arrays.*got ndarray"),
-        (lambda: layers.Dot(0)([X, X]), "axis 0 is that of the batch"),
         (lambda: layers.Permute((0, 1)), "each of 1, 2"),
     ],
 )

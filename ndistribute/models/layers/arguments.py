@@ -42,7 +42,12 @@ def random_generator() -> Any:
 
 
 def as_floats(x: Any, variable: Any) -> Any:
-    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider."""
+    """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider.
+
+    For None instead of a variable, return the array.
+    """
+    if variable is None:
+        return x
     narrow = x.dtype.kind not in "iub" and x.dtype.itemsize <= variable.dtype.itemsize
     return x if narrow else x.astype(variable.dtype)
 
@@ -76,6 +81,15 @@ def one_of(value: Any, what: str, known: Iterable[Any]) -> Any:
     if value not in names:
         raise ValueError(f"{what} must be one of {names}, got {value!r}.")
     return value
+
+
+def check_axes(what: str, shape: Sequence[int], axes: Sequence[str]) -> None:
+    """Raise a `ValueError` unless a shape has as many axes as there are names of them."""
+    if len(shape) != len(axes):
+        raise ValueError(
+            f"{what} has shape {tuple(shape)}, but needs the axes ({', '.join(axes)}). Write "
+            f"x[..., np.newaxis] for one of the {axes[-1]}."
+        )
 
 
 def dtypes_of(policy: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:

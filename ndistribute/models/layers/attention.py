@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ndistribute.autodiff import softmax, untrack
-from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.exports import export as _export
 from ndistribute.models import operations
-from ndistribute.models.layers.arguments import dropout_factors, one_of, positive, rate_of
+from ndistribute.models.layers.arguments import check_axes, dropout_factors, positive, rate_of
 from ndistribute.models.layers.core import Dense
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.masks import mask_of
@@ -53,7 +51,7 @@ class MultiHeadAttention(Layer):
         output_shape: int | None = None,
         **options: Any,
     ) -> None:
-        of_layer = {name: options[name] for name in options.keys() & _OF_LAYERS}
+        of_layer = {name: options.pop(name) for name in options.keys() & _OF_LAYERS}
         super().__init__(**of_layer)
         self.num_heads = positive(num_heads, "MultiHeadAttention: num_heads")
         self.key_dim = positive(key_dim, "MultiHeadAttention: key_dim")
@@ -61,9 +59,8 @@ class MultiHeadAttention(Layer):
         self.value_dim = positive(width, "MultiHeadAttention: value_dim")
         self.dropout = rate_of(dropout, "MultiHeadAttention: dropout")
         self._output_shape = output_shape
-        self._dense = {name: options[name] for name in options.keys() - _OF_LAYERS}
-        self._dense |= {"use_bias": use_bias, "trainable": self.trainable}
-        self._dense["dtype"] = options.get("dtype") or Layer.policy
+        dtype = of_layer.get("dtype") or Layer.policy
+        self._dense = options | {"use_bias": use_bias, "trainable": self.trainable, "dtype": dtype}
         self.query = self._projection("query", self.num_heads * self.key_dim)
         self.key = self._projection("key", self.num_heads * self.key_dim)
         self.value = self._projection("value", self.num_heads * self.value_dim)
@@ -101,11 +98,7 @@ class MultiHeadAttention(Layer):
         """
         key = value if key is None else key
         for what, array in (("query", query), ("value", value), ("key", key)):
-            if array.ndim != 3:
-                raise ValueError(
-                    f"{self.name}: {what} has shape {array.shape}, but needs three axes, (batch, "
-                    "length, features)."
-                )
+            check_axes(f"{self.name}: {what}", array.shape, ("batch", "length", "features"))
         heads = self._heads(self.query, query), self._heads(self.key, key)
         values = self._heads(self.value, value)
         shape = query.shape[0], self.num_heads, query.shape[1], key.shape[1]
@@ -147,110 +140,6 @@ class MultiHeadAttention(Layer):
 
     def _projection(self, name: str, width: int) -> Dense:
         return Dense(width, name=f"{self.name}/{name}", **self._dense)
-
-
-class Attention(Layer):
-    """A layer in which each query gets the mean of values, weighted by how well it fits keys.
-
-    It is called on a list of queries, values, and keys unless they are the values, each of shape
-    ``(batch, length, features)``. Source: Luong et al., "Effective Approaches to Attention-based
-    Neural Machine Translation", 2015.
-
-    Args:
-        use_scale: whether to learn a factor of the scores.
-        score_mode: ``"dot"`` for scalar products; ``"concat"`` for the sum of ``tanh(query + key)``
-            times a factor that is learned.
-        dropout: the share of probabilities to drop in training.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> query, value = np.zeros((2, 5, 3), np.float32), np.zeros((2, 7, 3), np.float32)
-    >>> Attention()([query, value]).shape
-    (2, 5, 3)
-    """
-
-    def __init__(
-        self, use_scale: bool = False, score_mode: str = "dot", dropout: float = 0.0, **options: Any
-    ) -> None:
-        super().__init__(**options)
-        kind = type(self).__name__
-        self.use_scale = bool(use_scale)
-        self.score_mode = one_of(score_mode, f"{kind}: score_mode", ("dot", "concat"))
-        self.dropout = rate_of(dropout, f"{kind}: dropout")
-        self.scale: Any = None
-        self.concat_score_weight: Any = None
-
-    def build(self, input_shape: Any) -> None:
-        """Create the factors."""
-        if self.use_scale:
-            self.scale = self.add_weight("scale", (), "ones")
-        if self.score_mode == "concat":
-            self.concat_score_weight = self.add_weight("concat_score_weight", (), "ones")
-
-    def call(
-        self,
-        inputs: Sequence[Any],
-        mask: Any = None,
-        training: bool = False,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-    ) -> Any:
-        """Return the means, and the probabilities too with `return_attention_scores`.
-
-        Args:
-            inputs: queries, values, and keys or not, in a list.
-            mask: the masks of queries and values in a list; None: those of the inputs.
-            training: whether to drop probabilities.
-            return_attention_scores: whether to return the probabilities, too, in a tuple.
-            use_causal_mask: whether a query attends to no later key.
-        """
-        query, value, *others = inputs
-        of_query, of_value, *_ = (None, None) if mask is None else mask
-        scores = self._scores(query, others[0] if others else value)
-        keys = None if of_value is None else of_value[:, None]
-        weights = _probabilities(scores, keys, use_causal_mask)
-        kept = dropout_factors(value, scores.shape, self.dropout) if training else None
-        weights = weights if kept is None else weights * kept
-        y = weights @ value
-        y = y if of_query is None else np.where(of_query[..., None], y, 0)
-        return (y, weights) if return_attention_scores else y
-
-    def _scores(self, query: Any, key: Any) -> Any:
-        if self.score_mode == "dot":
-            return self._scaled(query @ np.swapaxes(key, 1, 2), self.scale)
-        sums = np.sum(np.tanh(self._scaled(query[:, :, None] + key[:, None], self.scale)), axis=-1)
-        return self._scaled(sums, self.concat_score_weight)
-
-    def _scaled(self, array: Any, factor: Any) -> Any:
-        return array if factor is None else array * as_operand(factor).astype(array.dtype)
-
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the mask of the queries."""
-        return None if mask is None else mask[0]
-
-
-class AdditiveAttention(Attention):
-    """A layer of attention whose scores are sums of ``scale * tanh(query + key)``; see `Attention`.
-
-    Source: Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
-    Translate", 2014.
-
-    Args:
-        use_scale: whether to learn `scale`, a vector.
-        dropout: the share of probabilities to drop in training.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-    """
-
-    def __init__(self, use_scale: bool = True, dropout: float = 0.0, **options: Any) -> None:
-        super().__init__(use_scale, dropout=dropout, **options)
-
-    def build(self, input_shape: Any) -> None:
-        """Create the vector."""
-        if self.use_scale:
-            self.scale = self.add_weight("scale", input_shape[0][-1:])
-
-    def _scores(self, query: Any, key: Any) -> Any:
-        bent = np.tanh(query[:, :, None] + key[:, None])
-        return np.sum(self._scaled(bent, self.scale), axis=-1)
 
 
 def _both(mask: Any, other: Any) -> Any:

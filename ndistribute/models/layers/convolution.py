@@ -12,7 +12,7 @@ from ndistribute.exports import export as _export
 from ndistribute.models import activations, operations
 from ndistribute.models.layers.arguments import Pair, as_floats, lengths, one_of, positive
 from ndistribute.models.layers.core import KernelLayer
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.layer import IMAGES, SEQUENCES, Layer
 
 
 class Conv2D(KernelLayer):
@@ -39,6 +39,8 @@ class Conv2D(KernelLayer):
     ((2, 6, 6, 8), (3, 3, 3, 8))
     """
 
+    axes = IMAGES
+
     def __init__(
         self,
         filters: int,
@@ -52,7 +54,7 @@ class Conv2D(KernelLayer):
         **options: Any,
     ) -> None:
         super().__init__(activation, use_bias, **options)
-        kind, rank = type(self).__name__, self._rank
+        kind, rank = type(self).__name__, len(self.axes) - 2
         self.filters = positive(filters, f"{kind}: filters")
         self.kernel_size = lengths(kernel_size, f"{kind}: kernel_size", rank)
         self.strides = lengths(strides, f"{kind}: strides", rank)
@@ -68,7 +70,6 @@ class Conv2D(KernelLayer):
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
-        check_axes(self, input_shape, self._rank)
         channels = input_shape[-1]
         if channels % self.groups:
             raise ValueError(
@@ -82,19 +83,16 @@ class Conv2D(KernelLayer):
         return self._convolve(inputs, self.kernel, self.groups, self.bias, self.activation)
 
     def _convolve(self, inputs: Any, kernel: Any, groups: int, bias: Any, activation: Any) -> Any:
-        check_axes(self, inputs.shape, self._rank)
         x = as_floats(inputs, self.kernel)
         padding, lines, steps = self.padding, self.strides, self.dilation_rate
-        if self._rank == 1:  # An image of one line.
+        if self.axes is SEQUENCES:  # An image of one line.
             if padding == "causal":
                 before = (self.kernel_size[0] - 1) * steps[0]
                 x, padding = np.pad(x, ((0, 0), (before, 0), (0, 0))), "valid"
             x, kernel, lines, steps = x[:, None], kernel[None], (1, *lines), (1, *steps)
         options: Any = {"strides": lines, "dilation": steps, "padding": padding, "groups": groups}
         y = operations.conv2d(x, kernel, bias, activation, **options)
-        return y[:, 0] if self._rank == 1 else y
-
-    _rank: ClassVar[int] = 2
+        return y[:, 0] if self.axes is SEQUENCES else y
 
 
 class Conv1D(Conv2D):
@@ -108,7 +106,7 @@ class Conv1D(Conv2D):
     ((2, 6, 8), (3, 3, 8))
     """
 
-    _rank = 1
+    axes = SEQUENCES
 
 
 class DepthwiseConv2D(Conv2D):
@@ -138,7 +136,6 @@ class DepthwiseConv2D(Conv2D):
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
-        check_axes(self, input_shape, 2)
         channels = input_shape[-1]
         self.add_kernel(*self.kernel_size, channels, self.filters, outputs=channels * self.filters)
 
@@ -171,13 +168,19 @@ class SeparableConv2D(DepthwiseConv2D):
         "pointwise_kernel": "glorot_uniform",
     }
 
-    def __init__(self, filters: int, kernel_size: Pair, *args: Any, **options: Any) -> None:
-        super().__init__(kernel_size, *args, **options)
+    def __init__(
+        self,
+        filters: int,
+        kernel_size: Pair,
+        strides: Pair = 1,
+        padding: str = "valid",
+        **options: Any,
+    ) -> None:
+        super().__init__(kernel_size, strides, padding, **options)
         self.outputs = positive(filters, "SeparableConv2D: filters")
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernels and the bias."""
-        check_axes(self, input_shape, 2)
         channels, count = input_shape[-1], input_shape[-1] * self.filters
         self.kernel = self.add_weight("kernel", (*self.kernel_size, channels, self.filters))
         self.pointwise_kernel = self.add_weight("pointwise_kernel", (1, 1, count, self.outputs))
@@ -204,30 +207,18 @@ class Conv2DTranspose(Conv2D):
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernel and the bias."""
-        check_axes(self, input_shape, 2)
         if self.groups != 1 or self.dilation_rate != (1, 1):
             raise ValueError(f"{self.name}: groups and dilation_rate must be 1.")
         self.add_kernel(*self.kernel_size, self.filters, input_shape[-1], outputs=self.filters)
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, filters)``."""
-        check_axes(self, inputs.shape, 2)
         x = as_floats(inputs, self.kernel)
         y = operations.conv2d_transpose(x, self.kernel, self.strides, self.padding)
         return self.activation(y if self.bias is None else y + self.bias)
 
 
-class SpatialLayer(Layer):
-    """The base class of layers of images or sequences without variables."""
-
-    _rank: ClassVar[int] = 2
-
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Check the axes of the input."""
-        check_axes(self, input_shape, self._rank)
-
-
-class MaxPool2D(SpatialLayer):
+class MaxPool2D(Layer):
     """A layer that takes the largest element of each window of an image.
 
     Args:
@@ -240,6 +231,7 @@ class MaxPool2D(SpatialLayer):
     array([ 5.,  7., 13., 15.], dtype=float32)
     """
 
+    axes = IMAGES
     _pool: ClassVar[Callable[..., Any]] = staticmethod(operations.max_pool2d)
 
     def __init__(
@@ -250,15 +242,15 @@ class MaxPool2D(SpatialLayer):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        kind = type(self).__name__
-        self.pool_size = lengths(pool_size, f"{kind}: pool_size", self._rank)
+        kind, rank = type(self).__name__, len(self.axes) - 2
+        self.pool_size = lengths(pool_size, f"{kind}: pool_size", rank)
         steps = self.pool_size if strides is None else strides
-        self.strides = lengths(steps, f"{kind}: strides", self._rank)
+        self.strides = lengths(steps, f"{kind}: strides", rank)
         self.padding = one_of(str(padding).lower(), f"{kind}: padding", ("valid", "same"))
 
     def call(self, inputs: Any) -> Any:
         """Return the output, of shape ``(images, height, width, channels)``."""
-        if self._rank == 2:
+        if self.axes is IMAGES:
             return self._pool(inputs, self.pool_size, self.strides, self.padding)
         sizes = (1, *self.pool_size), (1, *self.strides)
         return self._pool(inputs[:, None], *sizes, self.padding)[:, 0]
@@ -279,16 +271,16 @@ class AveragePool2D(MaxPool2D):
 class MaxPool1D(MaxPool2D):
     """A layer that takes the largest element of each window of a sequence; see `MaxPool2D`."""
 
-    _rank = 1
+    axes = SEQUENCES
 
 
 class AveragePool1D(AveragePool2D):
     """A layer that takes the mean of each window of a sequence, without the padding."""
 
-    _rank = 1
+    axes = SEQUENCES
 
 
-class GlobalAveragePool2D(SpatialLayer):
+class GlobalAveragePool2D(Layer):
     """A layer that takes the mean of each channel of an image.
 
     Args:
@@ -299,6 +291,7 @@ class GlobalAveragePool2D(SpatialLayer):
     (2, 3)
     """
 
+    axes = IMAGES
     _reduce: ClassVar[Callable[..., Any]] = staticmethod(np.mean)
 
     def __init__(self, keepdims: bool = False, **options: Any) -> None:
@@ -307,7 +300,7 @@ class GlobalAveragePool2D(SpatialLayer):
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
         """Return the output, of shape ``(batch, channels)``; a mean leaves out what a mask does."""
-        axes = tuple(range(1, self._rank + 1))
+        axes = tuple(range(1, len(self.axes) - 1))
         if mask is None or self._reduce is not np.mean:
             return self._reduce(inputs, axis=axes, keepdims=self.keepdims)
         weights = mask[..., None].astype(inputs.dtype)
@@ -327,27 +320,13 @@ class GlobalMaxPool2D(GlobalAveragePool2D):
 class GlobalAveragePool1D(GlobalAveragePool2D):
     """A layer that takes the mean of each channel of a sequence; see `GlobalAveragePool2D`."""
 
-    _rank = 1
+    axes = SEQUENCES
 
 
 class GlobalMaxPool1D(GlobalMaxPool2D):
     """A layer that takes the largest element of each channel of a sequence."""
 
-    _rank = 1
+    axes = SEQUENCES
 
 
-def check_axes(layer: Layer, shape: Sequence[int], rank: int) -> None:
-    """Raise a `ValueError` unless a shape is that of images, or of sequences for the rank 1."""
-    if len(shape) != rank + 2:
-        needed = (
-            "images have four axes, (images, height, width, channels)"
-            if rank == 2
-            else "sequences have three axes, (batch, steps, channels)"
-        )
-        raise ValueError(
-            f"{layer.name}: the input has shape {tuple(shape)}, but {needed}. Write "
-            "x[..., np.newaxis] for one channel."
-        )
-
-
-_export(vars(), but="check_axes SpatialLayer")
+_export(vars())

@@ -24,6 +24,7 @@ from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, regularizers
 from ndistribute.models.layers.arguments import (
     cast_floats,
+    check_axes,
     dtypes_of,
     example_of,
     numbered,
@@ -35,6 +36,9 @@ from ndistribute.models.metrics import Mean, Metric
 from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
 from ndistribute.variables import Variable
 
+IMAGES: tuple[str, ...] = ("images", "height", "width", "channels")
+SEQUENCES: tuple[str, ...] = ("batch", "steps", "channels")
+"""The axes of the input of layers; see `Layer.axes`."""
 _STATES = "load_assets load_own_variables save_assets save_own_variables".split()
 _LISTS = "non_trainable_variables trainable_variables variables".split()
 
@@ -101,6 +105,8 @@ class Layer(Explaining):
     """The dtype of layers that are created without one; see `set_dtype_policy`."""
     weights_of_kind: ClassVar[dict[str, Any]] = {}
     """The initializers of weights by name, unless the options `NAME_initializer` say others."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """The names of the axes of the input, if their number is fixed."""
     fixes_last_axis = False
     """Whether the last axis of inputs keeps the length for which the layer was built."""
     supports_masking = False
@@ -191,9 +197,7 @@ class Layer(Explaining):
             mask: its mask, or None.
         """
         if mask is not None and not self.supports_masking:
-            kind = (
-                f"{self.name}: the input has a mask, which {type(self).__name__} does not pass on"
-            )
+            kind = f"{self.name} gets a mask, which {type(self).__name__} does not pass on"
             what = f"{kind}, so later layers, losses and metrics count all time steps. To change"
             warnings.warn(f"{what} it, set supports_masking or define compute_mask.", stacklevel=3)
         return mask if self.supports_masking else None
@@ -323,7 +327,12 @@ class Layer(Explaining):
         """Return outputs as a kind of array with more methods, if such an array came in."""
         if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
             return outputs
-        return tree.map_leaves(functools.partial(_viewed, type(like)), outputs)
+
+        def viewed(value: Any) -> Any:
+            plain = type(value) is np.ndarray
+            return with_mask_of(value.view(type(like)), value) if plain else value
+
+        return tree.map_leaves(viewed, outputs)
 
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this layer and of its layers by path, each once.
@@ -344,14 +353,13 @@ class Layer(Explaining):
     @property
     def trainable_variables(self) -> list[Variable]:
         """The variables to train: those that tapes watch, of layers that are not frozen."""
-        layers = [layer for layer in self.walk() if not layer.trainable]
-        frozen = {id(variable) for layer in layers for variable in layer.variables}
+        frozen = {id(v) for layer in self.walk() if not layer.trainable for v in layer.variables}
         return [v for v in self.variables if v.trainable and id(v) not in frozen]
 
     @property
     def non_trainable_variables(self) -> list[Variable]:
         """The other variables."""
-        trained = set(map(id, self.trainable_variables))
+        trained = {id(v) for v in self.trainable_variables}
         return [v for v in self.variables if id(v) not in trained]
 
     def count_params(self) -> int:
@@ -385,9 +393,8 @@ class Layer(Explaining):
 
         What `add_loss` has added in this thread's last call belongs to them.
         """
-        return [
-            penalty for layer in self.walk() for penalty in layer.penalties()
-        ] + self._added_losses()
+        penalties = [each for layer in self.walk() for each in layer.penalties()]
+        return penalties + self._added_losses()
 
     def _added_losses(self) -> list[Any]:
         """Return what `add_loss` of this layer and of its layers has added in the last call."""
@@ -419,6 +426,8 @@ class Layer(Explaining):
 
     def _prepare(self, args: Sequence[Any]) -> None:
         """Create the variables, or check that the input has the features that they are for."""
+        if self.axes:
+            check_axes(f"{self.name}: the input", args[0].shape, self.axes)
         if not self.built:
             self._build_once(args)
         last = getattr(self.input_spec, "shape", ())[1:][-1:]
@@ -488,7 +497,7 @@ class Layer(Explaining):
 
     def _build_with(self, batch: Any) -> None:
         """Create the variables for an input; a model overrides this."""
-        self._build_once([batch])
+        self._prepare([batch])
 
     def _build_once(self, args: Sequence[Any]) -> None:
         """Create the variables; inside `run`, once for all replicas, which wait for it."""
@@ -543,11 +552,6 @@ def set_dtype_policy(policy: Any) -> None:
     """
     dtypes_of(policy)
     Layer.policy = policy
-
-
-def _viewed(kind: Any, value: Any) -> Any:
-    """Return a plain array as an array of another kind; other values are returned unchanged."""
-    return with_mask_of(value.view(kind), value) if type(value) is np.ndarray else value
 
 
 def _once(make: Callable[[], Any]) -> None:

@@ -158,50 +158,6 @@ class Concatenate(Merging):
         return functools.reduce(np.logical_or, masks)
 
 
-class Dot(Merging):
-    """A layer that returns the scalar products of its two inputs along an axis of each.
-
-    Args:
-        axes: the axis of both inputs, or a pair of axes; none is that of the batch.
-        normalize: whether vectors are scaled to length 1 first, for the cosine of their angle.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> Dot(axes=1)([np.ones((2, 3)), np.ones((2, 3))]).shape
-    (2, 1)
-    >>> Dot(axes=(2, 1))([np.ones((2, 3, 4)), np.ones((2, 4, 5))]).shape
-    (2, 3, 5)
-    """
-
-    needs = 2
-
-    def __init__(self, axes: int | Sequence[int], normalize: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        first, second = (axes, axes) if isinstance(axes, int) else axes
-        self.axes, self.normalize = (first, second), normalize
-
-    def call(self, inputs: Sequence[Any]) -> Any:
-        """Return the products, of the other axes of the first input and those of the second."""
-        flat = [self._rows(*pair) for pair in zip(self.checked(inputs), self.axes, strict=True)]
-        (x, shape), (y, other) = flat
-        products = np.matmul(x, np.swapaxes(y, 1, 2))
-        return products.reshape(len(x), *(shape + other or (1,)))
-
-    def _rows(self, array: Any, axis: int) -> tuple[Any, tuple[int, ...]]:
-        """Return an array with the axis last and the others joined, and the lengths of those."""
-        if axis % array.ndim == 0:
-            raise ValueError(f"{self.name}: axis {axis} is that of the batch: choose another one.")
-        array = np.moveaxis(array, axis, -1)
-        if self.normalize:
-            squares = np.sum(array * array, axis=-1, keepdims=True)
-            array = array / np.sqrt(np.maximum(squares, np.finfo(array.dtype).tiny))
-        lengths = array.shape[1:-1]
-        rows = array.reshape(len(array), int(np.prod(lengths, dtype=int)), array.shape[-1])
-        return rows, lengths
-
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return None: the axes of the result are others."""
-
-
 def _function(kind: Any) -> Callable[..., Any]:
     """Return the function that makes a layer and calls it."""
 
@@ -216,7 +172,7 @@ def _function(kind: Any) -> Callable[..., Any]:
 
 add, subtract, multiply = map(_function, (Add, Subtract, Multiply))
 average, maximum, minimum = map(_function, (Average, Maximum, Minimum))
-concatenate, dot = map(_function, (Concatenate, Dot))
+concatenate = _function(Concatenate)
 
 
 _export(vars(), but="Elementwise Merging")

@@ -66,9 +66,8 @@ class LayerNormalization(Layer):
 
     def call(self, inputs: Any) -> Any:
         """Return the normalised input."""
-        known = self.gamma if self.gamma is not None else self.beta
-        inputs = inputs if known is None else as_floats(inputs, known)
-        return operations.layer_normalization(inputs, self.gamma, self.beta, epsilon=self.epsilon)
+        x = as_floats(inputs, self.beta if self.gamma is None else self.gamma)
+        return operations.layer_normalization(x, self.gamma, self.beta, epsilon=self.epsilon)
 
 
 class BatchNormalization(LayerNormalization):
@@ -187,8 +186,7 @@ class GroupNormalization(LayerNormalization):
 
     def call(self, inputs: Any) -> Any:
         """Return the normalised input."""
-        known = self.gamma if self.gamma is not None else self.beta
-        x = inputs if known is None else as_floats(inputs, known)
+        x = as_floats(inputs, self.beta if self.gamma is None else self.gamma)
         groups = x.shape[-1] if self.groups == -1 else self.groups
         inner, channels = math.prod(x.shape[1:-1]), x.shape[-1] // groups
         parts = np.swapaxes(x.reshape(x.shape[0], inner, groups, channels), 1, 2)
@@ -197,30 +195,6 @@ class GroupNormalization(LayerNormalization):
         y = np.swapaxes(flat.reshape(parts.shape), 1, 2).reshape(x.shape)
         y = y if self.gamma is None else y * as_operand(self.gamma).astype(y.dtype)
         return y if self.beta is None else y + as_operand(self.beta).astype(y.dtype)
-
-
-class UnitNormalization(Layer):
-    """A layer that scales vectors to the length 1; those of zeros stay.
-
-    Args:
-        axis: the axis of the vectors, or several.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
-
-    >>> import numpy as np
-    >>> UnitNormalization()(np.array([[3.0, 4.0]])).tolist()
-    [[0.6000000238418579, 0.800000011920929]]
-    """
-
-    supports_masking = True
-
-    def __init__(self, axis: int | Sequence[int] = -1, **options: Any) -> None:
-        super().__init__(**options)
-        self.axis = axis if isinstance(axis, int) else tuple(axis)
-
-    def call(self, inputs: Any) -> Any:
-        """Return the scaled vectors."""
-        squares = np.sum(inputs * inputs, axis=self.axis, keepdims=True)
-        return inputs / np.sqrt(np.maximum(squares, 1e-12))
 
 
 _export(vars())

@@ -145,7 +145,7 @@ class _Counting(Layer):
         if mode == "one_hot" or indices.ndim == 0:
             return each.astype(dtype)
         counts = each.any(axis=-2) if mode == "multi_hot" else each.sum(axis=-2)
-        return (counts if weights is None else counts * np.asarray(weights)).astype(dtype)
+        return (counts * np.asarray(weights) if mode == "tf_idf" else counts).astype(dtype)
 
 
 class CategoryEncoding(_Counting):
@@ -226,7 +226,6 @@ class Hashing(_Counting):
 
     Args:
         num_bins: the number of bins.
-        mask_value: what has the number 0, that no other gets; None: there is none.
         salt: a number that makes other bins.
         output_mode: ``"int"`` for the number of the bin, or as for `CategoryEncoding`.
         options: `name` and `dtype`, see `Layer`.
@@ -239,14 +238,12 @@ class Hashing(_Counting):
     def __init__(
         self,
         num_bins: int,
-        mask_value: Any = None,
         salt: int | Sequence[int] | None = None,
         output_mode: str = "int",
         **options: Any,
     ) -> None:
         super().__init__(output_mode, **options)
-        self.num_bins, self.mask_value, self.salt = num_bins, mask_value, salt
-        self._free = positive(num_bins - (mask_value is not None), "Hashing: num_bins")
+        self.num_bins, self.salt = positive(num_bins, "Hashing: num_bins"), salt
         self._key = b"" if salt is None else repr(salt).encode()[:64]
 
     def call(self, inputs: Any) -> Any:
@@ -256,10 +253,8 @@ class Hashing(_Counting):
         return self._encoded(np.array(numbers, np.int64).reshape(np.shape(inputs)), self.num_bins)
 
     def _bin(self, value: Any) -> int:
-        if self.mask_value is not None and value == self.mask_value:
-            return 0
         digest = hashlib.blake2b(str(value).encode(), digest_size=8, key=self._key).digest()
-        return int.from_bytes(digest, "big") % self._free + (self.mask_value is not None)
+        return int.from_bytes(digest, "big") % self.num_bins
 
 
 class StringLookup(_Counting):
@@ -276,7 +271,6 @@ class StringLookup(_Counting):
         invert: whether to turn numbers into words.
         output_mode: ``"int"`` for numbers, as for `CategoryEncoding`, or ``"tf_idf"`` for counts
             times weights, which are larger for words in fewer of the rows that `adapt` reads.
-        pad_to_max_tokens: whether vectors have the length `max_tokens`.
         options: `name` and `dtype`, see `Layer`.
 
     >>> layer = StringLookup(vocabulary=["a", "b"])
@@ -299,17 +293,13 @@ class StringLookup(_Counting):
         idf_weights: Any = None,
         invert: bool = False,
         output_mode: str = "int",
-        pad_to_max_tokens: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(output_mode, **options)
         kind = type(self).__name__
         if num_oov_indices not in (0, 1):
             raise ValueError(f"{kind}: num_oov_indices must be 0 or 1, got {num_oov_indices}.")
-        if pad_to_max_tokens and max_tokens is None:
-            raise ValueError(f"{kind}: pad_to_max_tokens needs max_tokens.")
         self.max_tokens, self.num_oov_indices, self.invert = max_tokens, num_oov_indices, invert
-        self.pad_to_max_tokens = bool(pad_to_max_tokens)
         self._oov_token = self._oov if oov_token is None else oov_token
         masks = mask_token is not None and output_mode == "int"
         self._special = [mask_token] * masks + [self._oov_token] * num_oov_indices
@@ -378,14 +368,9 @@ class StringLookup(_Counting):
 
     def _vectors(self, indices: Any) -> Any:
         """Return numbers in the form of the result."""
-        size = self.vocabulary_size()
-        count = max(size, self.max_tokens or 0) if self.pad_to_max_tokens else size
-        weights = None
-        if self.output_mode == "tf_idf":
-            known = self._weights or []
-            others = [float(np.mean(known or [0.0]))] * (size - len(known))
-            weights = others + known + [0.0] * (count - size)
-        return self._encoded(indices, count, weights)
+        size, known = self.vocabulary_size(), self._weights or []
+        others = [float(np.mean(known or [0.0]))] * (size - len(known))
+        return self._encoded(indices, size, others + known)
 
     def _check_words(self) -> None:
         if self._tokens is None:

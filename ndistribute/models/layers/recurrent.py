@@ -58,6 +58,7 @@ class SimpleRNNCell(Layer):
     ((2, 4), 1)
     """
 
+    axes = "batch of one time step", "features"
     fixes_last_axis = True
     weights_of_kind: ClassVar = {
         "kernel": "glorot_uniform",
@@ -92,12 +93,6 @@ class SimpleRNNCell(Layer):
 
     def build(self, input_shape: Sequence[int]) -> None:
         """Create the kernels and the bias."""
-        if len(input_shape) != 2:
-            raise ValueError(
-                f"{self.name}: a time step has the shape {tuple(input_shape)}, but needs two axes, "
-                "(batch, features), and a sequence three, (batch, time, features). Write "
-                "x[..., np.newaxis] for one feature."
-            )
         width = self.step.gates * self.units
         self.kernel = self.add_weight("kernel", (input_shape[-1], width))
         self.recurrent_kernel = self.add_weight("recurrent_kernel", (self.units, width))
@@ -138,6 +133,7 @@ class LSTMCell(SimpleRNNCell):
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         unit_forget_bias: whether the bias of the forget gate starts at 1.
+        reset_after: must be True; see `GRUCell`.
         options: as for `SimpleRNNCell`.
     """
 
@@ -151,9 +147,12 @@ class LSTMCell(SimpleRNNCell):
         use_bias: bool = True,
         *,
         unit_forget_bias: bool = True,
+        reset_after: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(units, activation, use_bias, **options)
+        if not reset_after:
+            raise ValueError(f"{self.name}: reset_after=False does not exist here: leave it out.")
         self.step = self._kind(self.step.activation, activations.get(recurrent_activation))
         if unit_forget_bias and self._kind is operations.LSTMStep:
             self._starts["bias"] = functools.partial(self._forgetting, self._starts["bias"])
@@ -172,65 +171,13 @@ class GRUCell(LSTMCell):
         activation: of the candidate: as for `SimpleRNNCell`.
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
-        reset_after: whether the reset gate is applied to the product with the recurrent kernel,
-            which has a bias of its own, or to the state before the product, which is slower.
+        reset_after: must be True: the reset gate is applied to the product with the recurrent
+            kernel, which has a bias of its own.
         options: as for `SimpleRNNCell`.
     """
 
     _kind = operations.GRUStep
-
-    def __init__(
-        self,
-        units: int,
-        activation: _Function = "tanh",
-        recurrent_activation: _Function = "sigmoid",
-        use_bias: bool = True,
-        *,
-        reset_after: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(units, activation, recurrent_activation, use_bias, **options)
-        self._bias_rows = (2,) if reset_after else ()
-        if not reset_after:
-            self.step = operations.GRUResetBeforeStep(*vars(self.step).values())
-
-
-class StackedRNNCells(Layer):
-    """A cell of several cells, of which each gets the outputs of the one before.
-
-    >>> RNN(StackedRNNCells([LSTMCell(4), GRUCell(3)]))(np.zeros((2, 5, 1), np.float32)).shape
-    (2, 3)
-    """
-
-    def __init__(self, cells: Sequence[Any], **options: Any) -> None:
-        super().__init__(**options)
-        self.cells = list(cells)
-
-    @property
-    def state_size(self) -> list[Any]:
-        """The sizes of the states of each cell."""
-        return [cell.state_size for cell in self.cells]
-
-    def build(self, input_shape: Sequence[int]) -> None:
-        """Create the variables of the cells."""
-        for cell in self.cells:
-            if not cell.built:
-                cell.build(input_shape)
-            size = getattr(cell, "output_size", cell.state_size)
-            input_shape = *input_shape[:-1], size[0] if isinstance(size, Sequence) else size
-
-    def call(self, inputs: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the output of the last cell, and the new states of each."""
-        y, new = self.scan(inputs[:, None], states)
-        return y[:, 0], new
-
-    def scan(self, inputs: Any, states: Any, **options: Any) -> tuple[Any, list[Any]]:
-        """Return the outputs of all time steps, and the last states of each cell."""
-        last = []
-        for cell, before in zip(self.cells, states, strict=True):
-            inputs, after = _scan(cell, inputs, before, **options)
-            last.append(after)
-        return inputs, last
+    _bias_rows = (2,)
 
 
 class RNN(Layer):
@@ -241,7 +188,7 @@ class RNN(Layer):
     list of them; or a method ``get_initial_state(batch_size=...)``.
 
     Args:
-        cell: the cell; a list of cells is called in turn, see `StackedRNNCells`.
+        cell: the cell.
         return_sequences: whether to return the outputs of all time steps, not only the last.
         return_state: whether to return the output and the last states, in a list.
         go_backwards: whether to start at the last time step; outputs are in that order, too.
@@ -282,17 +229,24 @@ class RNN(Layer):
                 f"{self.name}: stateful=True does not exist here: use return_state=True and pass "
                 "initial_state to a call."
             )
-        self.cell = StackedRNNCells(cell) if isinstance(cell, list | tuple) else cell
-        if not hasattr(self.cell, "state_size"):
-            raise ValueError(f"{self.name}: a cell needs a state_size, which {cell!r} has not.")
+        if not hasattr(cell, "state_size"):
+            problem = f"{self.name}: a cell needs a state_size, which {cell!r} has not."
+            raise ValueError(f"{problem} Put an RNN around each of several cells.")
+        self.cell = cell
         self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
-        self.go_backwards = bool(go_backwards)
-        self.zero_output_for_mask = bool(zero_output_for_mask)
+        self.go_backwards, self.zero_output_for_mask = bool(go_backwards), zero_output_for_mask
 
     def get_initial_state(self, inputs: Any) -> list[Any]:
         """Return the states before the first time step, for a batch of inputs or for its length."""
         like = np.zeros((inputs,), self.compute_dtype) if isinstance(inputs, int) else inputs
-        return _first_states(self.cell, like)
+        cell, count = self.cell, like.shape[0]
+        if hasattr(cell, "get_initial_state"):
+            states = cell.get_initial_state(batch_size=count)
+            return list(states) if isinstance(states, Sequence) else [states]
+        sizes = cell.state_size if isinstance(cell.state_size, Sequence) else [cell.state_size]
+        shapes = [(*size,) if isinstance(size, Sequence) else (size,) for size in sizes]
+        dtype = getattr(cell, "compute_dtype", np.float32)
+        return [zeros(as_array(like), (count, *shape), dtype) for shape in shapes]
 
     def build(self, input_shape: Any) -> None:
         """Create the variables of the cell."""
@@ -320,7 +274,7 @@ class RNN(Layer):
         first = tree.flatten(inputs)[0]
         if not first.shape[1]:
             raise ValueError(f"{self.name}: the input has shape {first.shape}, without a step.")
-        states = _first_states(self.cell, first) if initial_state is None else initial_state
+        states = self.get_initial_state(first) if initial_state is None else initial_state
         states = states if isinstance(states, Sequence) else [states]
         mask = tree.flatten(mask)[0]  # Of the first input.
         mask = None if mask is None else as_operand(mask).astype(bool)
@@ -367,17 +321,21 @@ def _like(mask: Any, array: Any) -> Any:
     return mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim))
 
 
-def _first_states(cell: Any, like: Any) -> list[Any]:
-    """Return the states before the first time step of a batch."""
-    if isinstance(cell, StackedRNNCells):
-        return [_first_states(each, like) for each in cell.cells]
-    if hasattr(cell, "get_initial_state"):
-        states = cell.get_initial_state(batch_size=like.shape[0])
-        return list(states) if isinstance(states, Sequence) else [states]
-    sizes = cell.state_size if isinstance(cell.state_size, Sequence) else [cell.state_size]
-    shapes = [(*size,) if isinstance(size, Sequence) else (size,) for size in sizes]
-    dtype = getattr(cell, "compute_dtype", np.float32)
-    return [zeros(as_array(like), (like.shape[0], *shape), dtype) for shape in shapes]
+def _around(kind: Any) -> Any:
+    """Return the constructor of a layer around a cell, which gets what `RNN` does not take."""
+
+    @functools.wraps(kind.__init__)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        options["name"] = options.get("name") or numbered(type(self).__name__)
+        of_cell = {name: options[name] for name in options if name not in _OF_LAYER - _OF_BOTH}
+        of_layer = {name: options[name] for name in options if name in _OF_LAYER}
+        RNN.__init__(self, kind(*args, **of_cell), **of_layer)
+
+    return init
+
+
+_OF_LAYER = {name for kind in (RNN, Layer) for name in inspect.signature(kind.__init__).parameters}
+_OF_BOTH = {"name", "trainable", "dtype"}
 
 
 class SimpleRNN(RNN):
@@ -394,10 +352,7 @@ class SimpleRNN(RNN):
     ((2, 5, 4), (4, 4))
     """
 
-    def __init__(
-        self, units: int, activation: _Function = "tanh", use_bias: bool = True, **options: Any
-    ) -> None:
-        super().__init__(**_around(self, SimpleRNNCell, units, activation, use_bias, **options))
+    __init__ = _around(SimpleRNNCell)
 
 
 class LSTM(RNN):
@@ -417,21 +372,10 @@ class LSTM(RNN):
     ((2, 4), (2, 4), (2, 4))
     """
 
-    _kind: ClassVar[type[LSTMCell]] = LSTMCell
-
-    def __init__(
-        self,
-        units: int,
-        activation: _Function = "tanh",
-        recurrent_activation: _Function = "sigmoid",
-        use_bias: bool = True,
-        **options: Any,
-    ) -> None:
-        of_cell = units, activation, recurrent_activation, use_bias
-        super().__init__(**_around(self, self._kind, *of_cell, **options))
+    __init__ = _around(LSTMCell)
 
 
-class GRU(LSTM):
+class GRU(RNN):
     """A gated recurrent unit, whose gates say how much of its state to renew.
 
     Its arguments are those of `GRUCell` and `RNN`. Source: Cho et al., "Learning Phrase
@@ -441,19 +385,7 @@ class GRU(LSTM):
     (2, 4)
     """
 
-    _kind = GRUCell
-
-
-_OF_LAYER = {name for kind in (RNN, Layer) for name in inspect.signature(kind.__init__).parameters}
-_OF_BOTH = {"name", "trainable", "dtype"}
-
-
-def _around(layer: RNN, kind: type[SimpleRNNCell], *args: Any, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a layer around a new cell, which gets those that are not `RNN`'s."""
-    options = {**options, "name": options.get("name") or numbered(type(layer).__name__)}
-    of_cell = {name: options[name] for name in options if name not in _OF_LAYER - _OF_BOTH}
-    of_layer = {name: options[name] for name in options if name in _OF_LAYER}
-    return of_layer | {"cell": kind(*args, **of_cell)}
+    __init__ = _around(GRUCell)
 
 
 _MERGES: dict[str | None, Callable[[list[Any]], Any]] = {
@@ -469,40 +401,25 @@ class Bidirectional(Layer):
     """Two recurrent layers, of which the second one reads the sequence from its end.
 
     Args:
-        layer: the first layer. Its outputs, and those of the second, are 0 where a mask leaves out
-            time steps.
+        layer: the first layer; the second one has its arguments, but for `go_backwards`. The
+            outputs of both are 0 where a mask leaves out time steps.
         merge_mode: how the outputs are joined: ``"concat"``, ``"sum"``, ``"ave"``, ``"mul"``, or
             None for a list of both.
-        backward_layer: the second layer; None: one with the arguments of the first, whose
-            `go_backwards` is the other.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     Raises:
-        ValueError: `merge_mode` is unknown, or the layers do not fit together.
+        ValueError: `merge_mode` is unknown.
 
     >>> Bidirectional(LSTM(4))(np.zeros((2, 5, 3), np.float32)).shape
     (2, 8)
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        merge_mode: str | None = "concat",
-        backward_layer: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, layer: Any, merge_mode: str | None = "concat", **options: Any) -> None:
         super().__init__(**options)
-        if backward_layer is None:
-            config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
-            backward_layer = type(layer).from_config(cloned(config, {}))
         self.merge_mode = one_of(merge_mode, "Bidirectional: merge_mode", _MERGES)
+        config = layer.get_config() | {"go_backwards": not layer.go_backwards, "name": None}
         self.forward_layer = layer
-        self.backward_layer = backward_layer
-        for name in ("return_sequences", "return_state"):
-            if getattr(layer, name) != getattr(self.backward_layer, name):
-                raise ValueError(f"Bidirectional: the two layers differ in {name}.")
-        if layer.go_backwards == self.backward_layer.go_backwards:
-            raise ValueError("Bidirectional: one of the two layers needs go_backwards=True.")
+        self.backward_layer = type(layer).from_config(cloned(config, {}))
         for each in (layer, self.backward_layer):  # The last outputs are at different steps.
             each.zero_output_for_mask = layer.return_sequences
 

@@ -11,15 +11,14 @@ from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.arguments import lengths, one_of, random_generator
-from ndistribute.models.layers.convolution import SpatialLayer, check_axes
-from ndistribute.models.layers.layer import Layer
+from ndistribute.models.layers.arguments import check_axes, lengths, one_of, random_generator
+from ndistribute.models.layers.layer import IMAGES, Layer
 
 Factor = float | Sequence[float]
 Sides = int | Sequence[int] | Sequence[Sequence[int]]
 
 
-class ZeroPadding2D(SpatialLayer):
+class ZeroPadding2D(Layer):
     """A layer that adds rows and columns of zeros around an image.
 
     Args:
@@ -31,6 +30,8 @@ class ZeroPadding2D(SpatialLayer):
     (1, 5, 8, 3)
     """
 
+    axes = IMAGES
+
     def __init__(self, padding: Sides = 1, **options: Any) -> None:
         super().__init__(**options)
         self.padding = _sides(padding, f"{type(self).__name__}: padding")
@@ -40,7 +41,7 @@ class ZeroPadding2D(SpatialLayer):
         return np.pad(inputs, ((0, 0), *self.padding, (0, 0)))
 
 
-class Cropping2D(SpatialLayer):
+class Cropping2D(Layer):
     """A layer that leaves out rows and columns around an image.
 
     Args:
@@ -50,6 +51,8 @@ class Cropping2D(SpatialLayer):
     >>> Cropping2D(1)(np.ones((1, 4, 4, 3))).shape
     (1, 2, 2, 3)
     """
+
+    axes = IMAGES
 
     def __init__(self, cropping: Sides = 0, **options: Any) -> None:
         super().__init__(**options)
@@ -64,7 +67,7 @@ class Cropping2D(SpatialLayer):
         return inputs[:, above : height - below, left : width - right]
 
 
-class UpSampling2D(SpatialLayer):
+class UpSampling2D(Layer):
     """A layer that repeats each row and each column of an image.
 
     Args:
@@ -74,6 +77,8 @@ class UpSampling2D(SpatialLayer):
     >>> UpSampling2D((2, 3))(np.ones((1, 4, 4, 3))).shape
     (1, 8, 12, 3)
     """
+
+    axes = IMAGES
 
     def __init__(self, size: int | Sequence[int] = 2, **options: Any) -> None:
         super().__init__(**options)
@@ -114,15 +119,16 @@ class _ImageLayer(Layer):
         """Return the changed images; random changes are made in training."""
         if inputs.ndim == 3:
             return self._changed(inputs[None], training)[0]
-        check_axes(self, inputs.shape, 2)
+        check_axes(f"{self.name}: the input", inputs.shape, IMAGES)
         return self._changed(inputs, training)
 
     def _changed(self, images: Any, training: bool) -> Any:
         raise NotImplementedError
 
     def _drawn(self, images: Any, low: float, high: float) -> Any:
-        """Return a random number for each image."""
-        return random_generator().random(len(images), dtype=np.float32) * (high - low) + low
+        """Return a random number for each image, with the axes of places in images."""
+        shape = len(images), 1, 1
+        return random_generator().random(shape, dtype=np.float32) * (high - low) + low
 
 
 class CenterCrop(_ImageLayer):
@@ -191,7 +197,7 @@ class RandomFlip(_ImageLayer):
 
     def _changed(self, images: Any, training: bool) -> Any:
         for axis in self._axes[self.mode] if training else ():
-            flips = self._drawn(images, 0, 1)[:, None, None, None] < 0.5
+            flips = self._drawn(images, 0, 1)[..., None] < 0.5
             images = np.where(flips, np.flip(images, axis), images)
         return images
 
@@ -209,41 +215,22 @@ class RandomContrast(_ImageLayer):
     2.5
     """
 
-    _lower = -1
-    """What the first of two numbers is multiplied by."""
-
     def __init__(
         self, factor: Factor, value_range: Sequence[float] = (0, 255), **options: Any
     ) -> None:
         super().__init__(**options)
-        ends = (self._lower * factor[0], factor[1]) if isinstance(factor, Sequence) else factor
-        self.factor = _range(ends, f"{type(self).__name__}: factor")
+        ends = (-factor[0], factor[1]) if isinstance(factor, Sequence) else factor
+        self.factor = _range(ends, "RandomContrast: factor")
         self.value_range = value_range
 
     def _changed(self, images: Any, training: bool) -> Any:
         images = images.astype(self.compute_dtype)
         if not training:
             return images
-        low, high = self.value_range
-        amounts = self._drawn(images, *self.factor)[:, None, None, None].astype(images.dtype)
-        return np.clip(self._shifted(images, amounts), low, high)
-
-    def _shifted(self, images: Any, amounts: Any) -> Any:
+        amounts = self._drawn(images, *self.factor)[..., None].astype(images.dtype)
         mean = np.mean(images, axis=(1, 2), keepdims=True)
-        return (images - mean) * (1 + amounts) + mean
-
-
-class RandomBrightness(RandomContrast):
-    """A layer that in training adds a number to an image: a share of the range of values.
-
-    Its arguments are those of `RandomContrast`; the lower one of two ends may be negative.
-    """
-
-    _lower = 1
-
-    def _shifted(self, images: Any, amounts: Any) -> Any:
         low, high = self.value_range
-        return images + amounts * (high - low)
+        return np.clip((images - mean) * (1 + amounts) + mean, low, high)
 
 
 class Resizing(_ImageLayer):
@@ -320,12 +307,12 @@ class RandomRotation(_Warp):
     [1.0, 3.0, 0.0, 2.0]
     """
 
-    def __init__(self, factor: Factor, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, factor: Factor, fill_mode: str = "reflect", **options: Any) -> None:
+        super().__init__(fill_mode, **options)
         self.factor = _range(factor, "RandomRotation: factor")
 
     def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
-        angles = self._drawn(images, *self.factor)[:, None, None] * (2 * np.pi)
+        angles = self._drawn(images, *self.factor) * (2 * np.pi)
         cos, sin = np.cos(angles), np.sin(angles)
         return cos * y + sin * x, cos * x - sin * y
 
@@ -355,10 +342,8 @@ class RandomZoom(_Warp):
         self.width_factor = None if is_same else _range(width_factor, f"{kind}: width_factor")
 
     def _amounts(self, images: Any) -> tuple[Any, Any]:
-        of_height = self._drawn(images, *self.height_factor)[:, None, None]
-        if self.width_factor is None:
-            return of_height, of_height
-        return of_height, self._drawn(images, *self.width_factor)[:, None, None]
+        of_height, of_width = self._drawn(images, *self.height_factor), self.width_factor
+        return of_height, of_height if of_width is None else self._drawn(images, *of_width)
 
     def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
         of_height, of_width = self._amounts(images)
@@ -378,7 +363,7 @@ class RandomTranslation(RandomZoom):
 
     def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
         of_height, of_width = self._amounts(images)
-        return y - of_height * images.shape[1], x - of_width * images.shape[2] + 0 * of_height
+        return y - of_height * images.shape[1], x - of_width * images.shape[2]
 
 
 _INTERPOLATIONS = "bilinear", "nearest"

@@ -24,6 +24,7 @@ from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import added, as_operand
 from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array, jax_module
+from ndistribute.exports import export as _export
 from ndistribute.models.activations import InPlace
 from ndistribute.models.operations.rows import Epilogue, KernelRule, in_place, operands, wide
 
@@ -577,3 +578,6 @@ def _average_pool(x: Any, *, windows: Windows) -> Any:
         return change
 
     return y.astype(x.dtype, copy=False) if x.dtype.kind not in "iub" else y, [vjp]
+
+
+_export(vars(), but="Offset Windows differentiated")

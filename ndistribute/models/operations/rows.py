@@ -25,6 +25,7 @@ from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.context import current_trace
 from ndistribute.devices import Array, array_namespace, as_array
 from ndistribute.dtypes import computing_dtype
+from ndistribute.exports import export as _export
 from ndistribute.models.activations import IN_PLACE, InPlace, linear
 
 Memory = Callable[[Any, tuple[int, ...]], Array | None]
@@ -514,3 +515,6 @@ def _affine(rows: Array, scale: Array | None, shift: Array | None) -> Array:
     if shift is not None:
         result = np.add(result, vectors[-1], out=None if scale is None else result)
     return result.reshape(rows.shape)
+
+
+_export(vars(), but="Epilogue KernelRule column_sums in_place joined_rows operands wide")

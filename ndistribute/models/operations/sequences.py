@@ -22,6 +22,7 @@ from ndistribute.autodiff.custom import fused
 from ndistribute.autodiff.rules.placing import as_operand, is_tracked
 from ndistribute.autodiff.rules.unbroadcast import zeros
 from ndistribute.devices import Array, array_namespace, as_array, jax_module
+from ndistribute.exports import export as _export
 from ndistribute.models.activations import InPlace, linear
 from ndistribute.models.operations.images import differentiated
 from ndistribute.models.operations.rows import in_place, operands, wide
@@ -141,23 +142,6 @@ class GRUStep(RecurrentStep):
         np.multiply(dg, r, out=dm)
         run.gate.before(d[:n], z[:n], out=d[:n])
         return kept
-
-
-class GRUResetBeforeStep(RecurrentStep):
-    """The step of a GRU that resets the state before its product, by many operations."""
-
-    gates = 3
-
-    def rules(self) -> list[InPlace | None]:
-        """Return that there are none."""
-        return [None, None]
-
-    def plain(self, z: Any, states: Any, recurrent: Any, bias: Any) -> tuple[Any, ...]:
-        (h,), n = states, 2 * recurrent.shape[0]
-        both = self.recurrent_activation(z[:, :n] + h @ recurrent[:, :n])
-        u, r = both[:, : n // 2], both[:, n // 2 :]
-        g = self.activation(z[:, n:] + (r * h) @ recurrent[:, n:])
-        return (u * h + (1 - u) * g,)
 
 
 class RecurrentRun:
@@ -340,3 +324,6 @@ def _blocks(rows: Any, count: int) -> list[Any]:
     """Return equal blocks of rows."""
     n = rows.shape[0] // count
     return [rows[k * n : (k + 1) * n] for k in range(count)]
+
+
+_export(vars(), but="RecurrentRun")

@@ -5,10 +5,6 @@ from ndistribute.models.layers.core import Activation as _Activation
 Activation = _Activation
 from ndistribute.models.layers.merging import Add as _Add
 Add = _Add
-from ndistribute.models.layers.attention import AdditiveAttention as _AdditiveAttention
-AdditiveAttention = _AdditiveAttention
-from ndistribute.models.layers.attention import Attention as _Attention
-Attention = _Attention
 from ndistribute.models.layers.merging import Average as _Average
 Average = _Average
 from ndistribute.models.layers.convolution import AveragePool1D as _AveragePool1D
@@ -47,8 +43,6 @@ from ndistribute.models.layers.convolution import DepthwiseConv2D as _DepthwiseC
 DepthwiseConv2D = _DepthwiseConv2D
 from ndistribute.models.layers.preprocessing import Discretization as _Discretization
 Discretization = _Discretization
-from ndistribute.models.layers.merging import Dot as _Dot
-Dot = _Dot
 from ndistribute.models.layers.core import Dropout as _Dropout
 Dropout = _Dropout
 from ndistribute.models.layers.core import ELU as _ELU
@@ -125,8 +119,6 @@ from ndistribute.models.layers.core import Permute as _Permute
 Permute = _Permute
 from ndistribute.models.layers.recurrent import RNN as _RNN
 RNN = _RNN
-from ndistribute.models.layers.resizing import RandomBrightness as _RandomBrightness
-RandomBrightness = _RandomBrightness
 from ndistribute.models.layers.resizing import RandomContrast as _RandomContrast
 RandomContrast = _RandomContrast
 from ndistribute.models.layers.resizing import RandomCrop as _RandomCrop
@@ -163,8 +155,6 @@ from ndistribute.models.layers.core import SpatialDropout1D as _SpatialDropout1D
 SpatialDropout1D = _SpatialDropout1D
 from ndistribute.models.layers.core import SpatialDropout2D as _SpatialDropout2D
 SpatialDropout2D = _SpatialDropout2D
-from ndistribute.models.layers.recurrent import StackedRNNCells as _StackedRNNCells
-StackedRNNCells = _StackedRNNCells
 from ndistribute.models.layers.preprocessing import StringLookup as _StringLookup
 StringLookup = _StringLookup
 from ndistribute.models.layers.merging import Subtract as _Subtract
@@ -174,8 +164,6 @@ from ndistribute.models.layers.preprocessing import TextVectorization as _TextVe
 TextVectorization = _TextVectorization
 from ndistribute.models.layers.recurrent import TimeDistributed as _TimeDistributed
 TimeDistributed = _TimeDistributed
-from ndistribute.models.layers.normalization import UnitNormalization as _UnitNormalization
-UnitNormalization = _UnitNormalization
 from ndistribute.models.layers.resizing import UpSampling2D as _UpSampling2D
 UpSampling2D = _UpSampling2D
 from ndistribute.models.layers.resizing import ZeroPadding2D as _ZeroPadding2D
@@ -184,7 +172,6 @@ add: Any
 average: Any
 concatenate: Any
 deserialize: Any
-dot: Any
 maximum: Any
 minimum: Any
 multiply: Any
