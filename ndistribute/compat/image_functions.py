@@ -51,14 +51,6 @@ def adjust_brightness(image: Any, delta: Any) -> Any:
 
 
 @_in_floats
-def adjust_gamma(image: Any, gamma: float = 1, gain: float = 1) -> Any:
-    """Return an image with its floats raised to a power, and multiplied."""
-    if gamma < 0:
-        raise ValueError(f"gamma must be 0 or more, got {gamma}.")
-    return image**gamma * gain
-
-
-@_in_floats
 def adjust_contrast(images: Any, contrast_factor: Any) -> Any:
     """Return images with the distance to the mean of each channel multiplied."""
     mean = np.mean(images, (-3, -2), keepdims=True)
@@ -96,11 +88,6 @@ def flip_left_right(image: Any) -> Any:
 def flip_up_down(image: Any) -> Any:
     """Return images with their rows reversed."""
     return np.flip(image, -3)
-
-
-def transpose(image: Any) -> Any:
-    """Return images with rows and columns exchanged."""
-    return np.swapaxes(image, -3, -2)
 
 
 def rot90(image: Any, k: int = 1) -> Any:

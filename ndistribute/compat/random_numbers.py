@@ -78,10 +78,6 @@ def _gamma(shape: Any, alpha: Any, beta: Any = 1, dtype: Any = np.float32, seed:
     return generator(seed).gamma(alpha, 1 / np.asarray(beta), size).astype(dtype)
 
 
-def _poisson(shape: Any, lam: Any, dtype: Any = np.float32, seed: Any = None) -> Any:
-    return generator(seed).poisson(lam, (*axis_of(shape), *np.shape(lam))).astype(dtype)
-
-
 def _stateless(draw: Any) -> Any:
     """Return a function that draws the same numbers for a seed of two numbers each time."""
 
@@ -115,7 +111,7 @@ normal = graph.random_normal, _initializing(_normal)
 uniform = graph.random_uniform, _initializing(_uniform)
 truncated_normal = graph.truncated_normal, _initializing(_truncated_normal)
 shuffle, categorical = unary(_shuffle), unary(_categorical)
-gamma, poisson = unary(_gamma, 0), unary(_poisson, 0)
+gamma = unary(_gamma, 0)
 stateless_normal, stateless_uniform = _stateless(_normal), _stateless(_uniform)
 stateless_truncated_normal = _stateless(_truncated_normal)
 

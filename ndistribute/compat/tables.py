@@ -35,10 +35,9 @@ TF2 = """
 [debugging] numpy/asserting: assert_equal=equal assert_greater=greater
     assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
     assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
-    assert_positive=greater  .compat.array_functions/unary: assert_rank assert_type
-    .compat.signatures: enable_check_numerics=nothing set_log_device_placement=nothing
-    .compat.tensor_functions: Assert=check_true  .compat.tensor_functions/unary:
-    assert_all_finite=check_numerics check_numerics
+    assert_positive=greater  .compat.signatures: enable_check_numerics=nothing
+    set_log_device_placement=nothing  .compat.tensor_functions: Assert=check_true
+    .compat.tensor_functions/unary: assert_all_finite=check_numerics check_numerics
 [image] .compat.image_functions/unary: * stateless_random_brightness=random_brightness
     stateless_random_contrast=random_contrast stateless_random_crop=random_crop
     stateless_random_flip_left_right=random_flip_left_right
@@ -49,7 +48,7 @@ TF2 = """
 [signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft
     rfft2d=rfft2
 [strings] .compat.array_functions/unary: length=text_length lower regex_replace split=text_split
-    to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
+    to_number  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
 [distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy
@@ -188,29 +187,25 @@ TF2 = """
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] .compat.array_functions/unary: band_part diag diag_part logdet lstsq matrix_transpose
-    matvec tensor_diag tensor_diag_part trace
-    .compat.array_functions/floating: l2_normalize normalize svd
-    numpy/operation: einsum  numpy/binary: tensordot
-    numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
+[linalg] .compat.array_functions/unary: band_part diag diag_part matrix_transpose
+    .compat.array_functions/floating: l2_normalize svd  numpy/operation: einsum  numpy/binary:
+    tensordot  numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
     numpy.linalg/binary: cross solve  .compat.tensor_functions: eye global_norm matmul norm
-[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod cumsum
-    divide_no_nan invert_permutation segment_sum squared_difference top_k unsorted_segment_sum
-    .compat.array_functions/floating: erf l2_normalize log_sigmoid
-    reduce_euclidean_norm=euclidean_norm rsqrt softsign  .compat.array_functions/operation: polyval
-    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs angle conj imag
-    is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative
-    real reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
+[math] .compat.array_functions/unary: confusion_matrix count_nonzero cumprod cumsum divide_no_nan
+    segment_sum squared_difference top_k unsorted_segment_sum  .compat.array_functions/floating: erf
+    l2_normalize log_sigmoid rsqrt softsign  .models.nn/last_axis: log_softmax softmax  numpy/unary:
+    abs angle conj imag is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative real
+    reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
     asinh=arcsinh atan=arctan atanh=arctanh ceil cos cosh exp expm1 floor log log1p rint sin sinh
-    sqrt tan tanh  numpy/binary: add nextafter realdiv=divide truncatemod=fmod
-    atan2=arctan2 divide equal floordiv=floor_divide floormod=remainder greater greater_equal less
-    less_equal logical_and logical_or logical_xor maximum minimum mod=remainder multiply not_equal
-    pow=power scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all
-    reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std
-    reduce_sum=sum reduce_variance=var  numpy/index: argmax argmin
-    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/floating: softplus
-    .models.nn/floating: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n in_top_k
-    .compat.graphs/operation: zero_fraction
+    sqrt tan tanh  numpy/binary: add nextafter realdiv=divide truncatemod=fmod atan2=arctan2 divide
+    equal floordiv=floor_divide floormod=remainder greater greater_equal less less_equal logical_and
+    logical_or logical_xor maximum minimum mod=remainder multiply not_equal pow=power
+    scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all reduce_any=any
+    reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std reduce_sum=sum
+    reduce_variance=var  numpy/index: argmax argmin  .models.nn/reduction:
+    reduce_logsumexp=logsumexp  .models.activations/floating: softplus  .models.nn/floating: sigmoid
+    .compat.tensor_functions: accumulate_n=add_n add_n in_top_k  .compat.graphs/operation:
+    zero_fraction
 [nest] .compat.nests: *
 [nn] .compat.array_functions/unary: moments relu relu6 top_k  .compat.array_functions/floating:
     batch_normalization gelu l2_normalize log_sigmoid selu softsign
@@ -223,9 +218,9 @@ TF2 = """
     .models.losses/loss: compute_average_loss scale_regularization_loss
     .models.nn/last_axis: log_softmax softmax
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator
-    log_uniform_candidate_sampler poisson shuffle split stateless_normal
-    stateless_truncated_normal stateless_uniform ndistribute: set_seed
-    .compat.random_numbers/either: normal truncated_normal uniform
+    log_uniform_candidate_sampler shuffle split stateless_normal stateless_truncated_normal
+    stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal truncated_normal
+    uniform
 [random.experimental] .compat.random_numbers: Generator get_global_generator
     stateless_split=split
 [saved_model] .compat.adapters: save=save_model  .compat.keras_objects: load=load_model
@@ -245,23 +240,21 @@ TF2 = """
     .compat.tensors: GradientTape=WatchingTape Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
     IndexedSlices custom_gradient get_static_value=get_value TensorArray TensorSpec
-    clip_by_global_norm clip_by_value complex=complex_number expand_dims fill gather
-    identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack
-    where zeros  .compat.functions: Module function
-    .compat.tensor_functions/either: cond constant control_dependencies group no_op numpy_function
-    py_function  .compat.array_functions/unary: argsort boolean_mask
-    dynamic_partition broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
-    searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
-    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unravel_index unique
-    unique_with_counts  .compat.array_functions/operation: case foldl map_fn meshgrid scan
-    scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip
-    roll zeros_like  numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size
-    numpy: newaxis  .graph.shapes: TensorShape=Shape  builtins: print  time: timestamp=time
-    .compat.graphs: get_logger  .compat.programs: init_scope  .compat.graphs/program: device
-    name_scope while_loop  .compat.programs/program: executing_eagerly
-    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
-    random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
-    zeros_initializer=Zeros  .graph: Graph Operation
+    clip_by_global_norm clip_by_value complex=complex_number expand_dims fill gather identity
+    is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack where
+    zeros  .compat.functions: Module function  .compat.tensor_functions/either: cond constant
+    control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
+    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
+    sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min
+    tensor_scatter_nd_sub tensor_scatter_nd_update unique unique_with_counts
+    .compat.array_functions/operation: map_fn meshgrid scatter_nd vectorized_map=map_fn
+    numpy/unary: ones_like repeat reshape reverse=flip roll zeros_like  numpy/joining:
+    concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes:
+    TensorShape=Shape  builtins: print  time: timestamp=time  .compat.graphs: get_logger
+    .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
+    .compat.programs/program: executing_eagerly  .models.initializers/initializer:
+    constant_initializer=Constant ones_initializer=Ones random_normal_initializer=RandomNormal
+    random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
 [app] .compat.tf1: flags  .compat.graphs: run
@@ -336,20 +329,18 @@ INSTEAD = {
     "RegisterGradient": "tf.custom_gradient",
     "autodiff": "tf.GradientTape, and its jacobian",
     "bfloat16": "the policy 'mixed_bfloat16' of layers",
+    "scan": "a loop, and tf.stack",
+    "searchsorted": "numpy.searchsorted",
+    "math.bincount": "numpy.bincount",
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
     "data.TFRecordDataset": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
     "data.experimental.dense_to_ragged_batch": "Dataset.padded_batch",
     "data.experimental.snapshot": "Dataset.save once, then Dataset.load",
-    "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.BoostedTreesClassifier": "sklearn.ensemble.HistGradientBoostingClassifier",
-    "estimator.BoostedTreesRegressor": "sklearn.ensemble.HistGradientBoostingRegressor",
-    "estimator.BoostedTreesEstimator": "sklearn.ensemble.HistGradientBoostingClassifier",
-    "estimator.FinalExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.BaselineClassifier": "tf.estimator.LinearClassifier of a constant feature",
-    "estimator.BaselineRegressor": "tf.estimator.LinearRegressor of a constant feature",
+    "estimator.*Exporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
+    "estimator.BoostedTrees*": "HistGradientBoostingClassifier or -Regressor of sklearn.ensemble",
+    "estimator.Baseline*": "tf.estimator.LinearClassifier or LinearRegressor of a constant feature",
     "estimator.ProfilerHook": "the command ndistribute trace",
     "estimator.VocabInfo": "the same vocabulary in both models",
     "estimator.export": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
@@ -357,12 +348,11 @@ INSTEAD = {
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
-    "image.adjust_hue": "Pillow in Dataset.map",
-    "image.rgb_to_hsv": "Pillow in Dataset.map",
+    "image.*hue": "Pillow in Dataset.map",
+    "image.*hsv*": "Pillow in Dataset.map",
     "io.TFRecordWriter": "Dataset.save",
     "io.decode_csv": "tf.data.experimental.CsvDataset",
-    "io.parse_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
-    "io.parse_single_example": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "io.parse_*": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
     "io.serialize_tensor": "numpy.save",
     "keras.applications.*": "layers, and load_weights: nothing is downloaded",
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
@@ -377,12 +367,9 @@ INSTEAD = {
     "keras.utils.split_dataset": "Dataset.take and Dataset.skip",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
-    "math.digamma": "scipy.special.psi, which has a gradient",
-    "math.erfc": "scipy.special.erfc, which has a gradient",
-    "math.erfinv": "scipy.special.erfinv, which has a gradient",
-    "math.lgamma": "scipy.special.gammaln, which has a gradient",
-    "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",
-    "nn.rnn_cell": "a model, and tf.keras.estimator.model_to_estimator",
+    "math.*gamma": "scipy.special.psi and gammaln, which have gradients",
+    "math.erf*": "scipy.special.erfc and erfinv, which have gradients",
+    "nn.*rnn*": "a model, and tf.keras.estimator.model_to_estimator",
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
@@ -393,8 +380,7 @@ INSTEAD = {
     "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
     "strings.unicode_split": "list(x.numpy().decode())",
     "variable_creator_scope": "a function that makes the variables",
-    "summary.trace_export": "the command ndistribute trace",
-    "summary.trace_on": "the command ndistribute trace",
+    "summary.trace_*": "the command ndistribute trace",
     "train.Example": "Dataset.save, or arrays in .npz files",
     "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
@@ -403,7 +389,7 @@ INSTEAD = {
     "train.QueueRunner": "a dataset",
     "train.SessionCreator": "tf.compat.v1.train.ChiefSessionCreator, or WorkerSessionCreator",
     "train.VocabInfo": "the same vocabulary in both models",
-    "train.batch": "Dataset.batch",
-    "train.string_input_producer": "Dataset.from_files",
+    "train.*batch": "Dataset.batch",
+    "train.*input_producer": "Dataset.from_files",
 }
-"""What to use instead of names that do not exist, by their paths."""
+"""What to use instead of names that do not exist, by their paths; * stands for any letters."""

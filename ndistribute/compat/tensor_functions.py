@@ -539,11 +539,6 @@ class TensorArray:
         """Return the number of tensors."""
         return len(self._items)
 
-    def gather(self, indices: Any) -> Any:
-        """Return some tensors in one."""
-        items = self._whole()
-        return np.stack([items[int(index)] for index in indices])
-
     def stack(self) -> Any:
         """Return all tensors in one."""
         return np.stack(self._whole())

@@ -74,11 +74,9 @@ asinh: Any
 atan: Any
 atan2: Any
 atanh: Any
-bincount: Any
 bool: Any
 boolean_mask: Any
 broadcast_to: Any
-case: Any
 cast: Any
 ceil: Any
 clip_by_global_norm: Any
@@ -106,7 +104,6 @@ device: Any
 divide: Any
 divide_no_nan: Any
 double: Any
-dynamic_partition: Any
 einsum: Any
 ensure_shape: Any
 equal: Any
@@ -123,7 +120,6 @@ float64: Any
 floor: Any
 floordiv: Any
 floormod: Any
-foldl: Any
 function: Any
 gather: Any
 gather_nd: Any
@@ -141,7 +137,6 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
-invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -179,7 +174,6 @@ from ndistribute.models.initializers import Ones as _ones_initializer
 ones_initializer = _ones_initializer
 ones_like: Any
 pad: Any
-polyval: Any
 pow: Any
 print: Any
 py_function: Any
@@ -194,7 +188,6 @@ realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
-reduce_euclidean_norm: Any
 reduce_logsumexp: Any
 reduce_max: Any
 reduce_mean: Any
@@ -212,9 +205,7 @@ round: Any
 rsqrt: Any
 saturate_cast: Any
 scalar_mul: Any
-scan: Any
 scatter_nd: Any
-searchsorted: Any
 segment_sum: Any
 sequence_mask: Any
 shape: Any
@@ -237,7 +228,6 @@ stack: Any
 stop_gradient: Any
 string: Any
 subtract: Any
-switch_case: Any
 tan: Any
 tanh: Any
 tensor_scatter_nd_add: Any
@@ -258,7 +248,6 @@ uint64: Any
 uint8: Any
 unique: Any
 unique_with_counts: Any
-unravel_index: Any
 unsorted_segment_sum: Any
 unstack: Any
 vectorized_map: Any

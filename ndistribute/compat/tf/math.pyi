@@ -15,7 +15,6 @@ asinh: Any
 atan: Any
 atan2: Any
 atanh: Any
-bincount: Any
 ceil: Any
 confusion_matrix: Any
 conj: Any
@@ -37,7 +36,6 @@ greater: Any
 greater_equal: Any
 imag: Any
 in_top_k: Any
-invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -59,14 +57,12 @@ multiply: Any
 negative: Any
 nextafter: Any
 not_equal: Any
-polyval: Any
 pow: Any
 real: Any
 realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
-reduce_euclidean_norm: Any
 reduce_logsumexp: Any
 reduce_max: Any
 reduce_mean: Any

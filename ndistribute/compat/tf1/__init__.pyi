@@ -98,11 +98,9 @@ assign_sub: Any
 atan: Any
 atan2: Any
 atanh: Any
-bincount: Any
 bool: Any
 boolean_mask: Any
 broadcast_to: Any
-case: Any
 cast: Any
 ceil: Any
 clip_by_global_norm: Any
@@ -134,7 +132,6 @@ div: Any
 divide: Any
 divide_no_nan: Any
 double: Any
-dynamic_partition: Any
 einsum: Any
 enable_eager_execution: Any
 enable_v2_behavior: Any
@@ -153,7 +150,6 @@ float64: Any
 floor: Any
 floordiv: Any
 floormod: Any
-foldl: Any
 function: Any
 gather: Any
 gather_nd: Any
@@ -184,7 +180,6 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
-invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -230,7 +225,6 @@ ones_like: Any
 pack: Any
 pad: Any
 placeholder: Any
-polyval: Any
 pow: Any
 print: Any
 py_func: Any
@@ -246,7 +240,6 @@ realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
-reduce_euclidean_norm: Any
 reduce_logsumexp: Any
 reduce_max: Any
 reduce_mean: Any
@@ -267,9 +260,7 @@ rsqrt: Any
 saturate_cast: Any
 scalar_mul: Any
 scalar_summary: Any
-scan: Any
 scatter_nd: Any
-searchsorted: Any
 segment_sum: Any
 sequence_mask: Any
 set_random_seed: Any
@@ -294,7 +285,6 @@ stop_gradient: Any
 string: Any
 sub: Any
 subtract: Any
-switch_case: Any
 tan: Any
 tanh: Any
 tensor_scatter_nd_add: Any
@@ -322,7 +312,6 @@ uint8: Any
 unique: Any
 unique_with_counts: Any
 unpack: Any
-unravel_index: Any
 unsorted_segment_sum: Any
 unstack: Any
 variable_scope: Any
