@@ -5,8 +5,6 @@ band_part: Any
 cholesky: Any
 cross: Any
 det: Any
-diag: Any
-diag_part: Any
 eigh: Any
 eigvalsh: Any
 einsum: Any

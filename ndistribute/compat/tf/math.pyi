@@ -20,7 +20,6 @@ confusion_matrix: Any
 conj: Any
 cos: Any
 cosh: Any
-count_nonzero: Any
 cumprod: Any
 cumsum: Any
 divide: Any
