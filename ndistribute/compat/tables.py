@@ -16,8 +16,8 @@ TF2 = """
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
     get_virtual_device_configuration=get_logical_device_configuration
-    set_virtual_device_configuration=set_logical_device_configuration
-    .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
+    set_virtual_device_configuration=set_logical_device_configuration  .compat.signatures:
+    enable_op_determinism=nothing set_memory_growth=nothing
 [config.optimizer] .compat.signatures: set_experimental_options=nothing set_jit=nothing
 [config.threading] .compat.signatures: set_inter_op_parallelism_threads=nothing
     set_intra_op_parallelism_threads=nothing
@@ -27,11 +27,11 @@ TF2 = """
     .compat.adapters: Counter CsvDataset assert_cardinality bucket_by_sequence_length cardinality
     get_single_element group_by_window ignore_errors make_csv_dataset rejection_resample unique
     ndistribute: AutoShardPolicy
-[bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
-    numpy/unary: invert
+[bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift  numpy/unary:
+    invert
 [autograph] .compat.signatures: set_verbosity=nothing
-[autograph.experimental] .compat.signatures: set_loop_options=nothing
-    .compat.adapters: do_not_convert
+[autograph.experimental] .compat.signatures: set_loop_options=nothing  .compat.adapters:
+    do_not_convert
 [debugging] numpy/asserting: assert_equal=equal assert_greater=greater
     assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
     assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
@@ -45,19 +45,18 @@ TF2 = """
     .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
     decode_png=decode_image
 [image.ResizeMethod] text: BILINEAR=bilinear NEAREST_NEIGHBOR=nearest
-[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft
-    rfft2d=rfft2
+[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft rfft2d=rfft2
 [strings] .compat.array_functions/unary: length=text_length lower regex_replace split=text_split
     to_number  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
-[distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy
-    ndistribute: CrossDeviceOps
-    DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
-    InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
-    RunOptions Strategy experimental_set_strategy=set_strategy has_strategy in_cross_replica_context
-    ndistribute/server: Server  ndistribute/strategy: CentralStorageStrategy MirroredStrategy
-    MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
+[distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy  ndistribute:
+    CrossDeviceOps DistributedDataset DistributedIterator DistributedValues
+    HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode NcclAllReduce ReduceOp
+    ReductionToOneDevice ReplicaContext RunOptions Strategy experimental_set_strategy=set_strategy
+    has_strategy in_cross_replica_context  ndistribute/server: Server  ndistribute/strategy:
+    CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
+    ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute: KubernetesClusterResolver
     SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver UnionResolver
     ndistribute/resolver: TPUClusterResolver
@@ -65,11 +64,11 @@ TF2 = """
     PerWorkerValues=PerWorkerValue
 [distribute.experimental] .compat.tf.distribute/by_communication: MultiWorkerMirroredStrategy
     .compat.tf.distribute: CentralStorageStrategy MirroredStrategy OneDeviceStrategy
-    ParameterServerStrategy TPUStrategy coordinator
-    ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
-    CommunicationOptions  .models: TerminationConfig
-    .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
-    ndistribute: CollectiveHints=CommunicationOptions ValueContext=ReplicaContext
+    ParameterServerStrategy TPUStrategy coordinator  ndistribute:
+    CollectiveCommunication=CommunicationImplementation CommunicationImplementation
+    CommunicationOptions  .models: TerminationConfig  .compat.configuration:
+    PreemptionCheckpointHandler=preemption_handler PreemptionWatcher  ndistribute:
+    CollectiveHints=CommunicationOptions ValueContext=ReplicaContext
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy: DType=dtype
     numpy/dtype: bool=bool_ complex128 complex64 double=float64 float16 float32 float64 half=float16
@@ -208,15 +207,13 @@ TF2 = """
     zero_fraction
 [nest] .compat.nests: *
 [nn] .compat.array_functions/unary: moments relu relu6 top_k  .compat.array_functions/floating:
-    batch_normalization gelu l2_normalize log_sigmoid selu softsign
-    .models.activations/floating: elu softplus  .models.nn/floating: sigmoid silu swish=silu
-    numpy/floating: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
-    in_top_k l2_loss leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
-    softmax_cross_entropy_with_logits=softmax_loss
+    batch_normalization gelu l2_normalize log_sigmoid selu softsign  .models.activations/floating:
+    elu softplus  .models.nn/floating: sigmoid silu swish=silu  numpy/floating: tanh
+    .compat.tensor_functions: bias_add dropout embedding_lookup in_top_k l2_loss leaky_relu
+    sigmoid_cross_entropy_with_logits=sigmoid_loss softmax_cross_entropy_with_logits=softmax_loss
     sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/unary: avg_pool
-    avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
-    .models.losses/loss: compute_average_loss scale_regularization_loss
-    .models.nn/last_axis: log_softmax softmax
+    avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction  .models.losses/loss:
+    compute_average_loss scale_regularization_loss  .models.nn/last_axis: log_softmax softmax
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator
     log_uniform_candidate_sampler shuffle split stateless_normal stateless_truncated_normal
     stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal truncated_normal

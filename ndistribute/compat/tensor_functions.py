@@ -260,25 +260,13 @@ l2_loss = unary(floating(_l2_loss))
 leaky_relu = unary(activations.leaky_relu, alpha="negative_slope")
 
 
-def _matmul(
-    a: Any,
-    b: Any,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    adjoint_a: bool = False,
-    adjoint_b: bool = False,
-    a_is_sparse: bool = False,
-    b_is_sparse: bool = False,
-) -> Any:
-    def factor(x: Any, transposes: bool, adjoins: bool) -> Any:
-        x = np.conj(x) if adjoins and x.dtype.kind == "c" else x
-        return np.swapaxes(x, -1, -2) if transposes or adjoins else x
-
+def _matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
     left, right = like(a, b), like(b, a)
     if not is_symbolic(left, right) and min(left.ndim, right.ndim) < 2:
         axes = f"{left.ndim} and {right.ndim}"
         raise InvalidArgumentError(f"matmul: the operands have {axes} axes: they need 2 or more.")
-    return np.matmul(factor(left, transpose_a, adjoint_a), factor(right, transpose_b, adjoint_b))
+    left = np.swapaxes(left, -1, -2) if transpose_a else left
+    return np.matmul(left, np.swapaxes(right, -1, -2) if transpose_b else right)
 
 
 matmul = unary(_matmul, 0)

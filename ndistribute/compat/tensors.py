@@ -393,11 +393,7 @@ def weight(kind: Any) -> Any:
         """A function of the value that optimizers apply after an update; or None."""
         shape = property(lambda self: Shape(kind.shape.fget(self)))
         ref, get_shape, set_shape = _Shaped.ref, _Shaped.get_shape, _Shaped.set_shape
-
-        @property
-        def device(self) -> str:
-            """The name of the device."""
-            return device_name(self.distribute_strategy.devices[0])
+        device = property(lambda self: device_name(self.distribute_strategy.devices[0]))
 
         def read_value(self) -> Any:
             return as_tensor(kind.read_value(self))

@@ -72,7 +72,7 @@ DTYPES = {
     "exclusive": (lambda: tf.math.cumprod([2, 3, 4], exclusive=True), "int32", [1, 2, 6]),
     "reversed": (lambda: tf.cumsum([1, 2], exclusive=True, reverse=True), "int32", [2, 0]),
     "dropped": (lambda: tf.math.unsorted_segment_sum([1, 2], [-1, 1], 2), "int32", [0, 2]),
-    "adjoint": (lambda: tf.matmul(matrix, matrix, adjoint_b=True)[0], "float32", [5, 13]),
+    "adjoint": (lambda: tf.matmul(matrix, matrix, transpose_b=True)[0], "float32", [5, 13]),
     "batches": (lambda: tf.eye(2, batch_shape=[1]), "float32", [[[1, 0], [0, 1]]]),
     "remainder": (lambda: tf.truncatemod(-5, 3), "int32", -2),
     "limited": (lambda: tf.saturate_cast([300.0, -1.0], tf.uint8), "uint8", [255, 0]),
