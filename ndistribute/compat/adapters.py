@@ -94,15 +94,12 @@ class TensorDataset(nd.Dataset):
     map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
     cardinality = unary(lambda self: np.int64(nd.Dataset.cardinality(self)), 0)
-    reduce = unary(
-        lambda self, initial_state, reduce_func: nd.Dataset.reduce(
-            self, tensors(initial_state), reduce_func
-        ),
-        0,
-    )
 
     _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
     _function = staticmethod(lambda fn, what: _of_elements(nd.Dataset._function(fn, what)))
+
+    def reduce(self, initial_state: Any, reduce_func: Any, name: Any = None) -> Any:
+        return map_leaves(tensor_if_array, super().reduce(tensors(initial_state), reduce_func))
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over arrays; text is bytes, as `numpy()` of tensors gives it."""
