@@ -18,34 +18,21 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph, models
-from ndistribute.compat import programs, tensor_functions
+from ndistribute.compat import programs, signatures, tensor_functions
 from ndistribute.compat.keras_functions import keras_operation
 from ndistribute.compat.keras_layers import WithTensors, layer
 from ndistribute.compat.keras_objects import get_optimizer, with_decay
 from ndistribute.compat.signatures import (
     adapted,
-    binary,
-    counted,
-    floating,
-    index,
-    joining,
-    nothing,
     plainly,
     raising,
-    reduction,
     subclass,
     tensor_if_array,
     unary,
 )
 from ndistribute.compat.strategies import by_communication, strategy
 from ndistribute.compat.tensor_functions import eager_constant
-from ndistribute.compat.tensors import (
-    WatchingTape,
-    as_tensor,
-    assignable,
-    plain,
-    variable_type,
-)
+from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plain, variable_type
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.mistakes import accepting
@@ -336,21 +323,21 @@ def _of_lists(loss: Any) -> Any:
 
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
-    "binary": lambda operation: unary(binary(operation), 0),
+    "binary": lambda operation: unary(signatures.binary(operation), 0),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
-    "counted": counted,
+    "counted": signatures.counted,
     "dtype": np.dtype,
     "eagerly": minimizing,
     "file": raising,
-    "floating": lambda operation: unary(floating(operation)),
-    "index": index,
+    "floating": lambda operation: unary(signatures.floating(operation)),
+    "index": signatures.index,
     "initializer": lambda kind: subclass(kind, "dtype"),
-    "joining": joining,
+    "joining": signatures.joining,
     "keras": keras_operation,
     "layer": layer,
     "last_axis": lambda operation: unary(
-        lambda logits, axis=-1: floating(operation)(logits, -1 if axis is None else axis),
+        lambda x, axis=-1: signatures.floating(operation)(x, -1 if axis is None else axis),
         dim="axis",
     ),
     "loss": lambda kind: (
@@ -371,12 +358,12 @@ ADAPTERS: dict[str, Any] = {
         apply_gradients=constraining(kind),
         minimize=minimizing_at_once(kind),
     ),
-    "reduction": reduction,
+    "reduction": signatures.reduction,
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),
     "server": lambda kind: subclass(kind, __init__=_only_grpc(kind.__init__)),
     "strategy": strategy,
     "unary": unary,
-    "writer": lambda kind: subclass(kind, add_run_metadata=nothing),
+    "writer": lambda kind: subclass(kind, add_run_metadata=signatures.nothing),
 }
 BY_PROGRAM: dict[str, Any] = {
     "graph": programs.in_graphs_only,

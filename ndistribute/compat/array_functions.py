@@ -230,10 +230,8 @@ def confusion_matrix(
 
 def unsorted_segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     """Return the sums of the rows of each segment."""
-    totals, rows = (
-        np.zeros((int(num_segments), *data.shape[1:]), data.dtype),
-        np.asarray(segment_ids),
-    )
+    totals = np.zeros((int(num_segments), *data.shape[1:]), data.dtype)
+    rows = np.asarray(segment_ids)
     kept = rows >= 0  # TensorFlow drops the others.
     return tensor_scatter_nd_add(totals, rows[kept][:, None], data[kept])
 
@@ -339,10 +337,8 @@ def text_join(inputs: Any, separator: str = "") -> Any:
 
 def regex_replace(input: Any, pattern: str, rewrite: str, replace_global: bool = True) -> Any:
     """Return text with what a regular expression finds replaced."""
-    count = 0 if replace_global else 1
-    return np.vectorize(lambda text: re.sub(pattern, rewrite, text, count=count), otypes=[str])(
-        input
-    )
+    replaced = functools.partial(re.sub, pattern, rewrite, count=0 if replace_global else 1)
+    return np.vectorize(replaced, otypes=[str])(input)
 
 
 def lower(input: Any, encoding: str = "") -> Any:

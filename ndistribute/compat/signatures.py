@@ -16,13 +16,7 @@ import ndistribute as nd
 from ndistribute import graph
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import op_errors
-from ndistribute.compat.tensors import (
-    Tensor,
-    as_tensor,
-    convert_to_tensor,
-    matched,
-    plain,
-)
+from ndistribute.compat.tensors import Tensor, as_tensor, convert_to_tensor, matched, plain
 from ndistribute.errors import InvalidArgumentError, NotFoundError, OperationError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import nn

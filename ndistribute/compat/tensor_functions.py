@@ -31,12 +31,7 @@ from ndistribute.compat.signatures import (
     tensor_if_array,
     unary,
 )
-from ndistribute.compat.tensors import (
-    Tensor,
-    as_tensor,
-    convert_to_tensor,
-    eager_variable,
-)
+from ndistribute.compat.tensors import Tensor, as_tensor, convert_to_tensor, eager_variable
 from ndistribute.devices import array_namespace
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
@@ -343,13 +338,8 @@ def _slice(x: Any, begin: Any, size: Any) -> Any:
             return np.where(np.equal(count, -1), length, first + count)
         return None if count == -1 else first + count
 
-    lengths = np.shape(x)
-    return x[
-        tuple(
-            slice(b, end(lengths[k], b, n))
-            for k, (b, n) in enumerate(zip(begin, size, strict=True))
-        )
-    ]
+    lengths, parts = np.shape(x), enumerate(zip(begin, size, strict=True))
+    return x[tuple(slice(first, end(lengths[k], first, count)) for k, (first, count) in parts)]
 
 
 slice_ = unary(_slice, input_="x")

@@ -89,8 +89,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
 
     __array_priority__ = 100.0
     shape = property(
-        lambda self: tuple.__new__(Shape, _lengths(self)),
-        vars(np.ndarray)["shape"].__set__,
+        lambda self: tuple.__new__(Shape, _lengths(self)), vars(np.ndarray)["shape"].__set__
     )
     device = property(lambda self: f"{_TASK}/device:CPU:0")
 
@@ -158,21 +157,16 @@ def matched(tensor: Any, other: Any) -> Any:
     return other
 
 
-def _nonzero(divisor: Any) -> bool:
-    return not isinstance(divisor, int | Tensor) or bool(np.all(divisor))
-
-
 def _operator(base: type, name: str) -> Any:
     """Return the operator of a base class, with operands of one dtype."""
     method = getattr(base, f"__{name}__")
     divides, rounds = name in ("truediv", "rtruediv"), name in ("floordiv", "mod")
 
     def call(self: Any, other: Any) -> Any:
-        if rounds and self.dtype.kind in "iu" and not _nonzero(other):
+        is_whole, narrow = self.dtype.kind in "iu", self.dtype.itemsize < 4
+        if rounds and is_whole and isinstance(other, int | Tensor) and not np.all(other):
             raise InvalidArgumentError("integers are divided by zero.")
-        if self.dtype.kind in "iu" and (
-            isinstance(other, float) or (divides and self.dtype.itemsize < 4)
-        ):
+        if is_whole and (isinstance(other, float) or (divides and narrow)):
             self, other = self.astype(np.float32), np.float32(other)
         other = matched(self, other)
         return as_tensor(method(self, plain(other) if base is Tracked else other))
