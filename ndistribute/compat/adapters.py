@@ -132,11 +132,6 @@ class Restored(SimpleNamespace):
         return self
 
 
-def _file_in(prefix: Any) -> Any:
-    """Return the path of a checkpoint, also for the path of a folder with a slash at the end."""
-    return f"{prefix}ckpt" if str(prefix).endswith(os.sep) else prefix
-
-
 class Checkpoint(nd.Checkpoint):
     """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
 
@@ -151,7 +146,8 @@ class Checkpoint(nd.Checkpoint):
             nd.Checkpoint(**{name: value}).restore(vars(self)["_restored"])
 
     def save(self, file_prefix: Any, options: Any = None) -> Any:
-        return super().save(_file_in(file_prefix))
+        is_folder = str(file_prefix).endswith(os.sep)
+        return super().save(f"{file_prefix}ckpt" if is_folder else file_prefix)
 
     def write(self, file_prefix: Any, options: Any = None) -> Any:
         """Write the state, and return the path that was passed."""

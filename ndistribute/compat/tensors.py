@@ -161,8 +161,11 @@ def _operator(base: type, name: str) -> Any:
     """Return the operator of a base class, with operands of one dtype."""
     method = getattr(base, f"__{name}__")
     divides, rounds = name in ("truediv", "rtruediv"), name in ("floordiv", "mod")
+    compares = name in ("eq", "ne")
 
     def call(self: Any, other: Any) -> Any:
+        if other is None and compares:
+            return name == "ne"
         is_whole, narrow = self.dtype.kind in "iu", self.dtype.itemsize < 4
         if rounds and is_whole and isinstance(other, int | Tensor) and not np.all(other):
             raise InvalidArgumentError("integers are divided by zero.")
@@ -172,11 +175,6 @@ def _operator(base: type, name: str) -> Any:
         return as_tensor(method(self, plain(other) if base is Tracked else other))
 
     return call
-
-
-def _unless_none(compare: Any, otherwise: bool) -> Any:
-    """Return a comparison whose result for None is one boolean."""
-    return lambda self, other: otherwise if other is None else compare(self, other)
 
 
 def _ufunc(base: Any) -> Any:
@@ -250,8 +248,6 @@ for _kind, _base in ((Tensor, np.ndarray), (TrackedTensor, Tracked)):
         setattr(_kind, f"__i{_name}__", getattr(_kind, f"__{_name}__"))
     for _name in _COMPARISONS:
         setattr(_kind, f"__{_name}__", _operator(_base, _name))
-    for _name, _otherwise in (("__eq__", False), ("__ne__", True)):
-        setattr(_kind, _name, _unless_none(getattr(_kind, _name), _otherwise))
 
 
 class WatchingTape(nd.GradientTape):

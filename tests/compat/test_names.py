@@ -277,33 +277,6 @@ def test_a_model_of_symbolic_tensors_is_trained_and_saved(tmp_path: Path) -> Non
     assert [tuple(v.shape) for v in copy.weights] == [(8, 3), (3,), (3, 1), (1,)]
 
 
-def test_a_model_may_be_a_subclass() -> None:
-    class Mine(keras.Model):
-        def __init__(self, units):
-            super().__init__()
-            self.dense = layers.Dense(units)
-
-        def call(self, inputs, training=None):
-            return self.dense(inputs)
-
-    assert Mine(3)(np.ones((1, 2), np.float32)).shape == (1, 3)
-
-
-def test_a_layer_of_the_user_builds_its_weights() -> None:
-    class Linear(layers.Layer):
-        def build(self, input_shape):
-            self.w = self.add_weight(shape=(input_shape[-1], 3), initializer="random_normal")
-            self.b = self.add_weight(name="b", shape=(3,), initializer="zeros", trainable=True)
-
-        def call(self, inputs):
-            return tf.nn.relu(tf.matmul(inputs, self.w) + self.b)
-
-    model = keras.models.Sequential([Linear(), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    model.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), verbose=0)
-    assert [weight.shape for weight in model.weights] == [(2, 3), (3,), (3, 1), (1,)]
-
-
 def test_the_package_itself_loads_what_it_saved_without_these_names(tmp_path) -> None:
     model = keras.Sequential([layers.Dense(1, input_shape=(2,), kernel_regularizer="l2")])
     model.save(tmp_path / "model")
