@@ -35,12 +35,11 @@ OBJECTS = {
     ),
     "dataset": (
         lambda: nd.Dataset.range(3),
-        "apply assert_cardinality batch bucket_by_sequence_length cache cardinality "
-        "choose_from_datasets concatenate counter element_spec enumerate filter flat_map "
-        "from_files from_generator from_tensor_slices from_tensors get_single_element "
-        "group_by_window ignore_errors interleave list_files load map padded_batch prefetch random "
-        "range rebatch reduce rejection_resample repeat sample_from_datasets save scan shard "
-        "shuffle skip take take_while unbatch unique window with_options zip",
+        "apply batch cache cardinality choose_from_datasets concatenate counter element_spec "
+        "enumerate filter flat_map from_files from_generator from_tensor_slices from_tensors "
+        "interleave list_files map padded_batch prefetch range rebatch reduce "
+        "rejection_resample repeat sample_from_datasets scan shard shuffle skip take take_while "
+        "unbatch window with_options zip",
     ),
     "distributed dataset": (
         lambda: nd.get_strategy().distribute_dataset(nd.Dataset.range(3).batch(1)),

@@ -24,7 +24,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2840,
+    "autodiff": 2842,
     "cluster": 663,
     "collective": 3919,
     "compat": 4433,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39560
+TESTS_BUDGET = 39564
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -428,15 +428,5 @@ def do_not_convert(func: Any = None) -> Any:
 
 
 cardinality = TensorDataset.cardinality
-get_single_element = TensorDataset.get_single_element
 Counter = TensorDataset.counter
-
-
-def _applied(method: str) -> Any:
-    """Return a function whose result `Dataset.apply` takes instead of a method of the dataset."""
-    return lambda *args, **options: operator.methodcaller(method, *args, **options)
-
-
-assert_cardinality, ignore_errors = map(_applied, ["assert_cardinality", "ignore_errors"])
-group_by_window, rejection_resample = map(_applied, ["group_by_window", "rejection_resample"])
-bucket_by_sequence_length, unique = map(_applied, ["bucket_by_sequence_length", "unique"])
+rejection_resample = functools.partial(operator.methodcaller, "rejection_resample")

@@ -24,8 +24,7 @@ TF2 = """
 [data] .compat.adapters: Dataset=TensorDataset Options TextLineDataset
     .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
-    .compat.adapters: Counter CsvDataset assert_cardinality bucket_by_sequence_length cardinality
-    get_single_element group_by_window ignore_errors make_csv_dataset rejection_resample unique
+    .compat.adapters: Counter CsvDataset cardinality make_csv_dataset rejection_resample
     ndistribute: AutoShardPolicy
 [bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift  numpy/unary:
     invert
@@ -280,8 +279,7 @@ TF1 = """
 [losses] .compat.graphs/losses: absolute_difference get_regularization_loss get_total_loss
     huber_loss mean_squared_error sigmoid_cross_entropy softmax_cross_entropy
     sparse_softmax_cross_entropy
-[metrics] .graph.streaming_metrics/graph: * sparse_precision_at_k=precision_at_k
-    sparse_average_precision_at_k=average_precision_at_k
+[metrics] .graph.streaming_metrics/graph: *
 [math] .compat.graphs/operation: in_top_k
 [nn] .compat.graphs/operation: in_top_k xw_plus_b
     .compat.tensor_functions/either: dropout=dropout_v1
@@ -334,9 +332,15 @@ INSTEAD = {
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
-    "data.TFRecordDataset": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "data.TFRecordDataset": "Dataset.from_files with a reader",
+    "data.experimental.assert_cardinality": "Dataset.cardinality",
+    "data.experimental.bucket_by_sequence_length": "Dataset.padded_batch, of sorted elements",
     "data.experimental.dense_to_ragged_batch": "Dataset.padded_batch",
-    "data.experimental.snapshot": "Dataset.save once, then Dataset.load",
+    "data.experimental.get_single_element": "next(iter(dataset))",
+    "data.experimental.group_by_window": "Dataset.filter for each key, and choose_from_datasets",
+    "data.experimental.ignore_errors": "a function that catches its errors, and Dataset.filter",
+    "data.experimental.unique": "numpy.unique before Dataset.from_tensor_slices",
+    "data.experimental.snapshot": "Dataset.cache, or numpy.save and Dataset.from_files",
     "estimator.*Exporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.BoostedTrees*": "HistGradientBoostingClassifier or -Regressor of sklearn.ensemble",
     "estimator.Baseline*": "tf.estimator.LinearClassifier or LinearRegressor of a constant feature",
@@ -349,9 +353,9 @@ INSTEAD = {
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image.*hue": "Pillow in Dataset.map",
     "image.*hsv*": "Pillow in Dataset.map",
-    "io.TFRecordWriter": "Dataset.save",
+    "io.TFRecordWriter": "numpy.save or numpy.savez, and Dataset.from_files",
     "io.decode_csv": "tf.data.experimental.CsvDataset",
-    "io.parse_*": "Dataset.load of what Dataset.save wrote, or Dataset.from_files",
+    "io.parse_*": "Dataset.from_files with a reader",
     "io.serialize_tensor": "numpy.save",
     "keras.applications.*": "layers, and load_weights: nothing is downloaded",
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
@@ -366,6 +370,7 @@ INSTEAD = {
     "keras.utils.split_dataset": "Dataset.take and Dataset.skip",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
+    "metrics.precision_at_k": "scikit-learn's metrics, on what Estimator.predict gives",
     "math.*gamma": "scipy.special.psi and gammaln, which have gradients",
     "math.erf*": "scipy.special.erfc and erfinv, which have gradients",
     "nn.*rnn*": "a model, and tf.keras.estimator.model_to_estimator",
@@ -380,7 +385,7 @@ INSTEAD = {
     "strings.unicode_split": "list(x.numpy().decode())",
     "variable_creator_scope": "a function that makes the variables",
     "summary.trace_*": "the command ndistribute trace",
-    "train.Example": "Dataset.save, or arrays in .npz files",
+    "train.Example": "arrays in .npz files, and Dataset.from_files",
     "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "train.LooperThread": "Supervisor.loop",

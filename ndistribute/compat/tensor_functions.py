@@ -86,15 +86,9 @@ def cross_entropy(loss: Any, *order: str, constant_labels: bool = False) -> Any:
 class MovingAverages:
     """`tf.train.ExponentialMovingAverage` of variables: see that of `ndistribute.graph`."""
 
-    def __init__(
-        self, decay: float, num_updates: Any = None, zero_debias: bool = False, name: str = ""
-    ) -> None:
+    def __init__(self, decay: float, num_updates: Any = None, *, name: str = "") -> None:
         self._decay, self._updates, self._averages = decay, num_updates, dict[int, Any]()
         self.name = name or "ExponentialMovingAverage"
-        if zero_debias:
-            raise ValueError(
-                "zero_debias is for tensors of graphs: averages of variables need it not."
-            )
 
     def apply(self, var_list: Any) -> None:
         """Move the averages towards the values; an average begins with the first one."""

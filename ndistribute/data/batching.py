@@ -5,7 +5,6 @@ Selecting elements uses indices only: rows of arrays stay indices until a batch 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import Any, Self
@@ -13,19 +12,10 @@ from typing import Any, Self
 import numpy as np
 
 from ndistribute import tree
-from ndistribute.data import elements, pipeline
-from ndistribute.data.elements import Chunk, Element, FailedChunk, Rows, drop
+from ndistribute.data import elements
+from ndistribute.data.elements import Chunk, Element, Rows, drop
 from ndistribute.data.options import integer
-from ndistribute.data.pipeline import (
-    ElementSpec,
-    Epoch,
-    LeafSpec,
-    Node,
-    Pipeline,
-    from_first,
-    named,
-)
-from ndistribute.data.transformations import explained
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, Pipeline, named
 
 Combine = Callable[[Sequence[Chunk]], Element]
 
@@ -88,11 +78,10 @@ class Batching(Pipeline):
         self, method: str, size: int, drop_remainder: bool, combine: Combine = elements.batch_of
     ) -> Self:
         child, known = self._node, self._node.spec.cardinality
-        goes_on = child.singly is not None
 
         def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
             source = child.chunks(epoch, start * size)
-            return _cut(source, repeat(size), drop_remainder, combine, goes_on)
+            return _cut(source, repeat(size), drop_remainder, combine)
 
         batches = known // size if drop_remainder else -(-known // size)
         length, like = size if drop_remainder else None, None
@@ -100,7 +89,7 @@ class Batching(Pipeline):
             like = child.like(lambda leaf: leaf.led_by(length))
         spec = ElementSpec(known if known < 0 else batches, True, size, like)
         name = f"{method}({size}{', drop_remainder=True' if drop_remainder else ''})"
-        return self._then(name, chunks, spec=spec, goes_on=goes_on)
+        return self._then(name, chunks, spec=spec)
 
     def unbatch(self) -> Self:
         """Return a dataset of the rows of all batches.
@@ -197,125 +186,11 @@ class Batching(Pipeline):
         spec = ElementSpec(known, batched=False)
         return self._then(name, lambda *at: zip(windows(*at)), spec=spec)
 
-    def group_by_window(
-        self,
-        key_func: Callable[..., Any],
-        reduce_func: Callable[[Any, Any], Any],
-        window_size: int | None = None,
-        window_size_func: Callable[[Any], Any] | None = None,
-    ) -> Self:
-        """Return a dataset of what a function makes of windows of elements with equal keys.
 
-        Args:
-            key_func: returns the key of an element, an integer.
-            reduce_func: returns a dataset for a key and a dataset of elements with this key: of
-                `window_size` in the order in which windows are full, then the rest of each key.
-            window_size: the number of elements of a window.
-            window_size_func: returns it for a key, instead of `window_size`.
-
-        >>> from ndistribute.data import Dataset
-        >>> grouped = Dataset.range(5).group_by_window(lambda x: x % 2, lambda k, w: w.batch(2), 2)
-        >>> [batch.tolist() for batch in grouped]
-        [[0, 2], [1, 3], [4]]
-        """
-        if (window_size is None) is (window_size_func is None):
-            raise ValueError("group_by_window: pass either window_size or window_size_func.")
-        child, make, what = self._node, type(self), "group_by_window: key_func"
-        size_of, key_of = (
-            window_size_func or (lambda _: window_size),
-            self._function(key_func, what),
-        )
-
-        def windows(epoch: Epoch) -> Iterator[Element]:
-            call, groups, sizes = explained(what, key_of), defaultdict[Any, Any](list), {}
-            for element in child.iterate(epoch):
-                key = np.int64(integer(call(element), what))
-                if key not in sizes:
-                    sizes[key] = integer(size_of(key), "group_by_window: window_size", 1)
-                groups[key].append(element)
-                if len(groups[key]) == sizes[key]:
-                    yield key, make(listed(groups.pop(key), child.spec.batched))
-            for key in sorted(groups):
-                yield key, make(listed(groups[key], child.spec.batched))
-
-        name = f"group_by_window({pipeline.name_of(key_func)})"
-        windows_of: Any = self._then(
-            name, from_first(windows), spec=ElementSpec(), runs_user_code=True
-        )
-        return windows_of.flat_map(reduce_func)  # type: ignore[no-any-return]
-
-    def bucket_by_sequence_length(
-        self,
-        element_length_func: Callable[..., Any],
-        bucket_boundaries: Sequence[int],
-        bucket_batch_sizes: Sequence[int],
-        padded_shapes: Any = None,
-        padding_values: Any = None,
-        pad_to_bucket_boundary: bool = False,
-        no_padding: bool = False,
-        drop_remainder: bool = False,
-    ) -> Self:
-        """Return a dataset of padded batches of elements of similar lengths.
-
-        Args:
-            element_length_func: returns the length of an element, an integer.
-            bucket_boundaries: the first lengths of the second and later buckets, ascending.
-            bucket_batch_sizes: of each bucket, one more than there are boundaries.
-            padded_shapes: see `padded_batch`.
-            padding_values: see `padded_batch`.
-            pad_to_bucket_boundary: whether to pad unknown lengths to one less than the end of the
-                bucket. An element for the last bucket is an error then.
-            no_padding: whether the elements of a batch have equal shapes, and are not padded.
-            drop_remainder: whether to drop last batches that are not full.
-
-        >>> import numpy as np
-        >>> from ndistribute.data import Dataset
-        >>> rows = Dataset.range(1, 5).map(np.arange)
-        >>> [x.shape for x in rows.bucket_by_sequence_length(len, [3], [2, 2])]
-        [(2, 2), (2, 4)]
-        """
-        what, bounds = "bucket_by_sequence_length", list(bucket_boundaries)
-        if len(bucket_batch_sizes) != len(bounds) + 1 or bounds != sorted({*bounds}):
-            raise ValueError(
-                f"{what} needs ascending bucket_boundaries, and one more of bucket_batch_sizes; "
-                f"got {bounds} and {list(bucket_batch_sizes)}."
-            )
-        if pad_to_bucket_boundary and padded_shapes is None:
-            padded_shapes = tree.map_leaves(lambda leaf: leaf.shape, self._node.element_like)
-
-        def batches(bucket: Any, rows: Any) -> Any:
-            size, shapes = bucket_batch_sizes[bucket], padded_shapes
-            if no_padding:
-                return rows.batch(size, drop_remainder)
-            if pad_to_bucket_boundary:
-                if bucket == len(bounds):
-                    raise ValueError(
-                        f"{what}: pad_to_bucket_boundary has no length for an element of "
-                        f"{bounds[-1]} or more: filter it out, or add a boundary."
-                    )
-                shapes = _filled(shapes, bounds[bucket] - 1)
-            return rows.padded_batch(size, shapes, padding_values, drop_remainder)
-
-        return self.group_by_window(
-            lambda *element: np.searchsorted(bounds, element_length_func(*element), "right"),
-            batches,
-            window_size_func=lambda bucket: bucket_batch_sizes[bucket],
-        )
-
-
-def _filled(shapes: Any, length: int) -> Any:
-    """Return a nest of shapes with a length instead of each None."""
-    if isinstance(shapes, dict):
-        return {key: _filled(shape, length) for key, shape in shapes.items()}
-    if all(n is None or isinstance(n, int) for n in shapes):
-        return tuple(length if n in (None, -1) else n for n in shapes)
-    return tuple(_filled(shape, length) for shape in shapes)
-
-
-def listed(values: Sequence[Element], batched: bool | None, name: str = "window") -> Node:
+def listed(values: Sequence[Element], batched: bool | None) -> Node:
     """Return a node of elements that exist already."""
     spec = ElementSpec(len(values), batched)
-    return Node(name=name, chunks=lambda epoch, start: iter((values[start:],)), spec=spec)
+    return Node(name="window", chunks=lambda epoch, start: iter((values[start:],)), spec=spec)
 
 
 def _rows_of(child: Node, epoch: Epoch, method: str) -> Iterator[Rows]:
@@ -330,23 +205,11 @@ def _cut(
     sizes: Iterator[int],
     drop_remainder: bool,
     combine: Combine,
-    goes_on: bool = False,
 ) -> Iterator[Chunk]:
     """Yield batches of the next numbers of elements; the last may be shorter."""
     pieces: list[Chunk] = []
     missing = next(sizes)
-    while True:
-        try:
-            chunk = next(chunks)
-        except StopIteration:
-            break
-        except Exception as error:
-            if not goes_on:
-                raise
-            yield FailedChunk(error)  # As in TensorFlow, the batch fails, and the next one follows.
-            missing += sum(map(len, pieces))
-            pieces = []
-            continue
+    for chunk in chunks:
         at, length = 0, len(chunk)
         while length - at >= missing:
             pieces.append(chunk[at : at + missing])

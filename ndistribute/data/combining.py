@@ -7,7 +7,7 @@ ahead. So an iteration that starts later produces the earlier elements again, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, compress, islice, repeat, zip_longest
+from itertools import chain, compress, islice, zip_longest
 from typing import Any, Self, cast
 
 import numpy as np
@@ -94,7 +94,7 @@ class Combining(Pipeline):
     def sample_from_datasets(
         cls,
         datasets: Sequence[Any],
-        weights: Sequence[float] | Pipeline | None = None,
+        weights: Sequence[float] | None = None,
         seed: int | None = None,
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
@@ -103,8 +103,7 @@ class Combining(Pipeline):
 
         Args:
             datasets: of elements of one structure.
-            weights: the probability of each dataset, up to a factor, or a dataset of these, one
-                for each draw; None means equal ones.
+            weights: the probability of each dataset, up to a factor; None means equal ones.
             seed: of the draws; see `shuffle`.
             stop_on_empty_dataset: whether to end where a drawn dataset has ended, instead of
                 drawing again.
@@ -115,29 +114,24 @@ class Combining(Pipeline):
         >>> sorted(int(x) for x in both)
         [0, 1, 5, 6]
         """
-        parts = _parts(datasets, "sample_from_datasets")
-        if not isinstance(weights, Pipeline):
-            shares = np.ones(len(parts)) if weights is None else np.asarray(weights, float)
-            _check_weights(shares, len(parts))
-            parts = tuple(compress(parts, shares)) or (sources.numbers(range(0)),)
-            shares = shares[shares > 0] if any(shares) else np.ones(1)
-            weights = cls(_endless(shares))
-        draws = weights._node
-        seeds = seeded("sample_from_datasets", seed)
+        name = "sample_from_datasets"
+        parts = _parts(datasets, name)
+        shares = [1.0] * len(parts) if weights is None else weights
+        if np.shape(shares) != (len(parts),) or not np.all(np.greater_equal(shares, 0)):
+            raise ValueError(
+                f"{name}: weights must be {len(parts)} number(s), one for each dataset, from 0 on; "
+                f"got {weights!r}."
+            )
+        parts = tuple(compress(parts, shares)) or (sources.numbers(range(0)),)
+        bounds = np.cumsum([share for share in shares if share] or [1.0])
+        seeds = seeded(name, seed)
 
         def draw(epoch: Epoch) -> Iterator[int]:
             rng = epoch.generator(seeds, bool(rerandomize_each_iteration))
-            bounds, known = np.zeros(0), None
-            for shares in draws.iterate(epoch):
-                if shares is not known:
-                    _check_weights(shares, len(parts))
-                    bounds, known = np.cumsum(shares, dtype=float), shares
-                if not bounds[-1]:
-                    return
+            while True:
                 yield int(np.searchsorted(bounds, rng.random() * bounds[-1], side="right"))
 
-        stops = stop_on_empty_dataset
-        return cls(_directed("sample_from_datasets", parts, draws, stops, draw, seeds))
+        return cls(_directed(name, parts, draw, stop_on_empty_dataset, seeds=seeds))
 
     @classmethod
     def choose_from_datasets(
@@ -158,7 +152,7 @@ class Combining(Pipeline):
         """
         name, choose = "choose_from_datasets", node_of(choice_dataset)
         parts = _parts(datasets, name)
-        return cls(_directed(name, parts, choose, stop_on_empty_dataset, choose.iterate))
+        return cls(_directed(name, parts, choose.iterate, stop_on_empty_dataset, (choose,)))
 
     def flat_map(self, map_func: Callable[..., Any]) -> Self:
         """Return a dataset of the elements of the datasets that a function returns.
@@ -206,7 +200,7 @@ class Combining(Pipeline):
         child, fn, seeds = self._node, self._function(fn, what), seeded(method, None)
 
         def datasets(epoch: Epoch) -> Iterator[Iterator[Chunk]]:
-            call = explained(what, fn)
+            call = explained(what, fn, epoch)
             for number, element in enumerate(child.iterate(epoch)):
                 dataset = call(element)
                 if not isinstance(dataset, Pipeline):
@@ -218,7 +212,7 @@ class Combining(Pipeline):
                 yield node.chunks(epoch.inside(node, epoch.seeds[seeds], number), 0)
 
         def sources(epoch: Epoch) -> Iterator[Iterator[Element]]:
-            for chunks in datasets(epoch):
+            for chunks in datasets(epoch.ahead()):
                 source = chain.from_iterable(chunks)
                 yield Ahead(source, block, epoch.threads) if reads_ahead else source
 
@@ -312,26 +306,12 @@ def _zipped(like: Any, parts: tuple[Node, ...]) -> Node:
     return Node(name="zip", chunks=chunks, inputs=parts, spec=spec, positional=True)
 
 
-def _check_weights(weights: Any, count: int) -> None:
-    """Raise a ValueError unless there is a weight for each dataset."""
-    if np.shape(weights) != (count,) or not np.all(weights >= 0):
-        raise ValueError(
-            f"sample_from_datasets: weights must be {count} number(s), one for each dataset, from "
-            f"0 on; got {weights!r}."
-        )
-
-
-def _endless(value: Element) -> Node:
-    spec = ElementSpec(pipeline.INFINITE_CARDINALITY)
-    return Node(name="weights", chunks=lambda epoch, start: repeat((value,)), spec=spec)
-
-
 def _directed(
     name: str,
     parts: tuple[Node, ...],
-    directions: Node,
-    stops: bool,
     choose: Callable[[Epoch], Iterator[Any]],
+    stops: bool,
+    directions: tuple[Node, ...] = (),
     seeds: pipeline.SeedCounter | None = None,
 ) -> Node:
     def values(epoch: Epoch) -> Iterator[Element]:
@@ -349,7 +329,7 @@ def _directed(
             if stops or not sources:
                 return
 
-    inputs = (*parts, directions)
+    inputs = (*parts, *directions)
     endless = all(each.spec.cardinality == pipeline.INFINITE_CARDINALITY for each in inputs)
     known = pipeline.INFINITE_CARDINALITY if endless else pipeline.UNKNOWN_CARDINALITY
     spec, chunks = common_spec(known, parts), pipeline.from_first(values)

@@ -6,13 +6,12 @@ check their arguments and add a node to the pipeline. The nodes produce the elem
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.data import saved, sources
+from ndistribute.data import sources
 from ndistribute.data.batching import Batching
 from ndistribute.data.combining import Combining, node_of
 from ndistribute.data.elements import as_element, read_only
@@ -22,10 +21,18 @@ from ndistribute.data.pipeline import INFINITE_CARDINALITY, describe, named
 from ndistribute.data.transformations import Transforming, check_state, explained
 
 _INSTEAD = {
+    "assert_cardinality": "cardinality",
+    "bucket_by_sequence_length": "padded_batch, of elements in the order of their lengths",
+    "get_single_element": "next(iter(dataset))",
+    "group_by_window": "filter for each key, and choose_from_datasets",
+    "ignore_errors": "a function that catches its errors, and filter",
     "options": "InputOptions where the dataset is distributed, or with_options",
     "ragged_batch": "padded_batch",
-    "snapshot": "save(path) once, then Dataset.load(path)",
+    "random": "from_generator, with NumPy's generator of random numbers",
+    "save": "numpy.save of its elements, and from_files",
+    "snapshot": "cache, or numpy.save of its elements, and from_files",
     "sparse_batch": "padded_batch",
+    "unique": "numpy.unique before from_tensor_slices",
 }
 """What to use instead of methods that only TensorFlow has."""
 
@@ -168,57 +175,6 @@ class Dataset(Transforming, Batching, Combining):
         node = sources.counted(integer(start, "counter: start"), integer(step, "counter: step"))
         return cls(node) if np.dtype(dtype) == np.int64 else cls(node).map(np.dtype(dtype).type)
 
-    @classmethod
-    def random(
-        cls, seed: int | None = None, rerandomize_each_iteration: bool | None = None
-    ) -> Dataset:
-        """Return an endless dataset of random integers below 2 ** 32.
-
-        Args:
-            seed: see `shuffle`.
-            rerandomize_each_iteration: whether each iteration has other numbers.
-
-        >>> len({int(x) for x in Dataset.random(seed=4).take(10)})
-        10
-        """
-        return cls(sources.random_numbers(seed, bool(rerandomize_each_iteration)))
-
-    @classmethod
-    def load(cls, path: Any) -> Dataset:
-        """Return the dataset of the elements that `save` wrote to a file."""
-        return cls(saved.source(os.fspath(path)))
-
-    def save(self, path: Any) -> None:
-        """Write the elements of one iteration to a file, whole or not at all; `load` reads it.
-
-        Raises:
-            ValueError: the dataset is endless, or its elements are not all of one structure.
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Dataset.range(3).map(lambda x: {"x": x}).save(f"{folder}/numbers")
-        ...     [int(element["x"]) for element in Dataset.load(f"{folder}/numbers")]
-        [0, 1, 2]
-        """
-        if self.cardinality() == INFINITE_CARDINALITY:
-            raise ValueError("save: the dataset is endless: call take(count) before.")
-        saved.write(os.fspath(path), ElementIterator(self._node))
-
-    def get_single_element(self) -> Any:
-        """Return the element of a dataset that has only one.
-
-        Raises:
-            ValueError: it has none, or several.
-
-        >>> Dataset.range(3).batch(3).get_single_element()
-        array([0, 1, 2])
-        """
-        several = list(self.take(2))
-        if len(several) != 1:
-            kind = "several elements" if several else "no element"
-            raise ValueError(f"get_single_element: the dataset has {kind}, not one.")
-        return several[0]
-
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return the last state of ``state = reduce_func(state, element)`` for all elements.
 
@@ -226,7 +182,7 @@ class Dataset(Transforming, Batching, Combining):
         6
         """
         what = "reduce: reduce_func"
-        call = explained(what, self._function(reduce_func, what), produces=True)
+        call = explained(what, self._function(reduce_func, what), None, produces=True)
         initial = state = read_only(as_element(initial_state))
         for element in self:
             state = call((state, element))

@@ -16,21 +16,13 @@ from typing import Any
 
 from ndistribute import tree
 from ndistribute.context import current_frame
+from ndistribute.data import pipeline
 from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.combining import in_rounds
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.iterator import TensorFlowIterator
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
-from ndistribute.data.pipeline import (
-    UNKNOWN_CARDINALITY,
-    Epoch,
-    LeafSpec,
-    Node,
-    check_resumable,
-    describe,
-    ended_with_error,
-    upstream,
-)
+from ndistribute.data.pipeline import Epoch, LeafSpec, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.sources import has_state
 from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
@@ -146,7 +138,7 @@ class DistributedDataset:
         if known < 0 or self._sharding is Sharding.DATA:
             return known
         if self._sharding is Sharding.FILE:
-            return UNKNOWN_CARDINALITY
+            return pipeline.UNKNOWN_CARDINALITY
         pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas
         return -(-known * pieces // len(self._topology.devices))
 
@@ -244,7 +236,7 @@ class DistributedIterator(TensorFlowIterator):
                 "strategy.run(step, args=(batch,))."
             )
         if self._over:
-            raise ended_with_error() if self._failed else StopIteration
+            raise pipeline.ended_with_error() if self._failed else StopIteration
         try:
             if self._source is None:
                 self._source = self._open()
@@ -276,7 +268,7 @@ class DistributedIterator(TensorFlowIterator):
         Raises:
             ValueError: the input is a loader without a `state_dict`, or is within a batch.
         """
-        check_resumable(self._node, self._loader, "state_dict")
+        pipeline.check_resumable(self._node, self._loader, "state_dict")
         state = self._progress.state_dict()
         if self._loader is not None:
             if self._progress.positions[self._first_shard].rows:
@@ -303,7 +295,7 @@ class DistributedIterator(TensorFlowIterator):
             ValueError: the state belongs to another pipeline, or to input that cannot be divided
                 anew, or the input is a loader without a `load_state_dict`.
         """
-        check_resumable(self._node, self._loader, "load_state_dict")
+        pipeline.check_resumable(self._node, self._loader, "load_state_dict")
         progress = Progress.of_state(state).fit(self._own)
         loader = state.get("loader")
         self._check_shared_alike(progress, loader)

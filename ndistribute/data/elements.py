@@ -281,23 +281,6 @@ class Rows:
         return tree.unflatten(self._like, leaves)
 
 
-class FailedChunk(Sequence[Element]):
-    """A chunk of one element, which raises an error instead of giving it."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, where: Any) -> Any:
-        return self if range(1)[where] else ()
-
-    def __iter__(self) -> Iterator[Element]:
-        raise self._error
-        yield  # An iterator raises when it is asked for an element, and goes on in a chain.
-
-
 def join(chunks: Sequence[Chunk]) -> Chunk:
     """Return several chunks as one; a list of elements if they are rows of different arrays."""
     first = chunks[0] if chunks else []

@@ -86,16 +86,9 @@ class ElementIterator(TensorFlowIterator):
         """Return the position: the seeds of the shuffles, and the number of elements so far.
 
         Raises:
-            ValueError: the elements are of a loader, which this iterator cannot take back, or a
-                function has failed for an element.
+            ValueError: the elements are of a loader, which this iterator cannot take back.
         """
         check_resumable(self._node, None, "state_dict")
-        left_out = self._epoch.failed.keys() & self._node.surviving
-        if left_out:
-            raise ValueError(
-                f"state_dict: {self._epoch.failed[left_out.pop()]} has failed for an element, "
-                "which no count has. Call ignore_errors() after it to leave such elements out."
-            )
         number = next(self._numbers)
         self._number(self._elements, number)
         return {

@@ -33,8 +33,11 @@ class AutoShardPolicy(enum.Enum):
     OFF = "off"
 
     @classmethod
-    def _missing_(cls, value: object) -> AutoShardPolicy | None:
-        return cls.__members__.get(str(value).upper())
+    def _missing_(cls, value: object) -> AutoShardPolicy:
+        if (name := str(value).upper()) in cls.__members__:
+            return cls[name]
+        names = ", ".join(cls.__members__)
+        raise ValueError(f"auto_shard_policy must be one of {names}, got {value!r}.")
 
 
 class InputReplicationMode(enum.Enum):
@@ -92,13 +95,7 @@ class InputOptions:
         return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
     def __post_init__(self) -> None:
-        try:
-            policy = AutoShardPolicy(self.auto_shard_policy)
-        except ValueError:
-            names = ", ".join(AutoShardPolicy.__members__)
-            raise ValueError(
-                f"auto_shard_policy must be one of {names}, got {self.auto_shard_policy!r}."
-            ) from None
+        policy = AutoShardPolicy(self.auto_shard_policy)
         object.__setattr__(self, "auto_shard_policy", policy)
         mode = InputReplicationMode(self.experimental_replication_mode)
         object.__setattr__(self, "experimental_replication_mode", mode)

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -97,8 +97,7 @@ class Epoch:
     shard: tuple[int, int] = (0, 1)  # Which shard of the files is read, of how many.
     threads: Threads = field(default_factory=Threads)  # Those to stop at the end.
     loaded: int = 0  # The number of batches before the state that a loader has loaded.
-    # The functions that raised for an element, by the input of their step; None for a source.
-    failed: dict[Node | None, str] = field(default_factory=dict)
+    failed: threading.Event = field(default_factory=threading.Event)  # An error has ended it.
 
     @classmethod
     def begin(cls, node: Node) -> Epoch:
@@ -130,13 +129,17 @@ class Epoch:
             self, seeds=seeds, path=(seed.iteration, *self.path, number), shard=(0, 1), loaded=0
         )
 
-    def watching(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Yield the chunks of a source, and note an error, after which it gives no more."""
+    def watching(self, source: Iterator[T]) -> Iterator[T]:
+        """Yield what a source gives, and note an error, after which it gives no more."""
         try:
-            yield from chunks
-        except Exception:
-            self.failed[None] = "the source"
+            yield from source
+        except (Exception, KeyboardInterrupt):
+            self.failed.set()
             raise
+
+    def ahead(self) -> Epoch:
+        """Return this epoch for a thread that reads ahead: the consumer may not get its errors."""
+        return replace(self, failed=threading.Event())
 
     def frozen(self) -> Epoch:
         """Return this epoch for a node that produces the same elements in every epoch."""
@@ -194,9 +197,7 @@ class Node:
 
     name: str  # The call that created it.
     chunks: Chunks  # Yields the elements from a number on.
-    # Yields them singly, and goes on after an error in a function of the user.
-    singly: Singly | None = None
-    goes_on: bool = False  # Passes on errors of its input, and goes on after them.
+    singly: Singly | None = None  # Yields them singly, without a frame of Python for each.
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
     seeds: SeedCounter | None = None  # Of a shuffle.
@@ -216,13 +217,6 @@ class Node:
     def like(self, change: Callable[[LeafSpec], Any]) -> Any:
         """Return the spec of the elements with changed leaves; None if it is unknown."""
         return None if self.spec.like is None else tree.map_leaves(change, self.spec.like)
-
-    @property
-    def surviving(self) -> set[Node]:
-        """The inputs of the steps that go on after an error in a function of theirs."""
-        if self.singly is None and not self.goes_on:
-            return set()
-        return set(self.inputs).union(*(before.surviving for before in self.inputs))
 
     @functools.cached_property
     def contents(self) -> list[str]:
@@ -260,7 +254,7 @@ class Node:
         """Yield the elements one at a time, starting at number `start`."""
         if self.singly is not None:
             return self.singly(epoch, start)
-        return chain.from_iterable(self.chunks(epoch, start))
+        return chain.from_iterable(epoch.watching(self.chunks(epoch, start)))
 
 
 class Pipeline:
@@ -306,35 +300,18 @@ def from_first(values: Callable[[Epoch], Iterator[Element]]) -> Chunks:
 def ended_with_error() -> RuntimeError:
     """Return what to raise instead of the end of an iteration that an error has ended before."""
     return RuntimeError(
-        "the iteration has ended with an error, and what comes after it was not read. To leave "
-        "elements out for which a function fails, call ignore_errors() directly after that map or "
-        "filter."
+        "the iteration has ended with an error, and what comes after it was not read: iterate "
+        "anew, or load the state of this iterator into a new one."
     )
-
-
-def beyond(values: Iterator[Element], count: int) -> Iterator[Element]:
-    """Return an iterator without its first `count` elements, which goes on after an error."""
-    return chain(islice(values, count, count), values) if count else values
 
 
 def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:
     """Return the elements of one epoch, at whose end its threads stop."""
-    failed = False
-
-    def chunks() -> Iterator[Chunk]:
-        nonlocal failed
-        try:
-            yield from node.chunks(epoch, start)
-        except BaseException:
-            failed = True
-            raise
-        finally:
-            epoch.threads.close()
 
     def parts() -> Iterator[Iterator[Element]]:
-        yield node.iterate(epoch, start) if node.singly else chain.from_iterable(chunks())
+        yield node.iterate(epoch, start)
         epoch.threads.close()
-        if failed or not epoch.failed.keys() <= node.surviving:
+        if epoch.failed.is_set():
             raise ended_with_error()
 
     return chain.from_iterable(parts())

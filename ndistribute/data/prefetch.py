@@ -89,8 +89,7 @@ class Ahead(Iterator[T], Generic[T]):
         value, error = self._buffer.get(self._threads)
         if error is None:
             return value  # type: ignore[no-any-return]
-        if _ends(error):
-            self.close()
+        self.close()
         try:
             raise error
         finally:
@@ -169,7 +168,7 @@ class _Buffer:
             try:
                 return number, next(self._source), None
             except BaseException as error:  # The consumer raises it.
-                self._exhausted = _ends(error)
+                self._exhausted = True
                 return number, None, error
 
     def _put(self, number: int, value: Any, error: BaseException | None) -> bool:
@@ -183,11 +182,6 @@ class _Buffer:
                     return True
                 self._room.wait(_CHECK_SECONDS)
             return False
-
-
-def _ends(error: BaseException) -> bool:
-    """Return whether nothing comes after an error; a source may go on after others."""
-    return isinstance(error, StopIteration) or not isinstance(error, Exception)
 
 
 def _end(buffer: _Buffer, threads: list[threading.Thread]) -> None:

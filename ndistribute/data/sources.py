@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
@@ -23,8 +24,7 @@ import numpy.typing as npt
 from ndistribute import tree
 from ndistribute.data import elements, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
-from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node, from_first
-from ndistribute.data.shuffling import seeded
+from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
 
 Reader = Callable[[str], Any]
 
@@ -67,19 +67,6 @@ def counted(start: int, step: int = 1) -> Node:
     return dataclasses.replace(node, name=f"counter({start}, {step})", spec=spec)
 
 
-def random_numbers(seed: int | None, differs: bool) -> Node:
-    """Return a node of endless random integers."""
-    seeds = seeded("random", seed)
-
-    def values(epoch: Epoch) -> Iterator[Element]:
-        rng = epoch.generator(seeds, differs)
-        while True:
-            yield from rng.integers(1 << 32, size=1024)
-
-    spec = ElementSpec(pipeline.INFINITE_CARDINALITY, False, like=LeafSpec(np.dtype(np.int64), ()))
-    return Node(name="random()", chunks=from_first(values), spec=spec, seeds=seeds)
-
-
 def _of_rows(name: str, rows: Rows, like: Any) -> Node:
     spec = ElementSpec(len(rows), batched=False, like=like)
     return Node(
@@ -99,7 +86,7 @@ def generated(
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         conform = elements.copied if like is None else functools.partial(_conform, specs=like)
-        return epoch.watching(zip(map(conform, islice(make(*args), start, None))))
+        return zip(map(conform, islice(make(*args), start, None)))
 
     like = None if signature is None else tree.map_leaves(_spec_of, signature)
     name = f"from_generator({pipeline.name_of(make)})"
@@ -129,9 +116,11 @@ def iterable(batches: Any) -> Node:
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         left = islice(batches, start - epoch.loaded, None)
-        return epoch.watching(zip(as_element(batch, lists_nest=True) for batch in left))
+        return zip(as_element(batch, lists_nest=True) for batch in left)
 
-    spec, runs = ElementSpec(_length(batches)), not isinstance(batches, Sequence)
+    # Loaders over a stream have no length, or a __len__ that raises.
+    length = operator.length_hint(batches, pipeline.UNKNOWN_CARDINALITY)
+    spec, runs = ElementSpec(length), not isinstance(batches, Sequence)
     return Node(name=kind, chunks=chunks, spec=spec, loader=batches, runs_user_code=runs)
 
 
@@ -178,17 +167,10 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         number, count = epoch.shard
         read = (_read(path, by) for path, by in parts[number::count])
-        return epoch.watching(drop(chain.from_iterable(read), start))
+        return drop(chain.from_iterable(read), start)
 
     name, spec = f"from_files({len(names)} file(s))", ElementSpec(batched=False)
     return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)
-
-
-def _length(batches: Any) -> int:
-    try:
-        return len(batches) if isinstance(batches, Sized) else pipeline.UNKNOWN_CARDINALITY
-    except TypeError:  # Loaders over a stream have a __len__ that raises.
-        return pipeline.UNKNOWN_CARDINALITY
 
 
 def _like(columns: Element, axis: int) -> Any:
@@ -213,19 +195,16 @@ def _spec_of(leaf: Any) -> LeafSpec:
 def _conform(value: Any, specs: Any) -> Element:
     """Return the element for a value, cast to the dtypes of a signature, which gives its nest."""
     try:
-        parts = map(_as_leaf, tree.flatten_up_to(specs, value))
-        leaves = list(map(elements.copied, parts))
+        parts = tree.flatten_up_to(specs, value)
+        # A tuple in the place of a leaf is the rows of an array.
+        arrays = (np.array(part) if isinstance(part, tuple) else part for part in parts)
+        leaves = list(map(elements.copied, arrays))
     except ValueError:
         raise ValueError(
             f"from_generator: the generator yielded {value!r}, whose structure differs from that "
             f"of output_signature, {specs!r}."
         ) from None
     return tree.unflatten(specs, list(map(_conform_leaf, leaves, tree.flatten(specs))))
-
-
-def _as_leaf(value: Any) -> Any:
-    """Return a value for one leaf: a tuple is the rows of an array there."""
-    return np.array(value) if isinstance(value, tuple) else value
 
 
 def _conform_leaf(leaf: Any, spec: LeafSpec) -> Any:

@@ -9,8 +9,6 @@ import contextlib
 import csv
 import functools
 import gzip
-import io
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,18 +23,7 @@ from ndistribute.data.transformations import AUTOTUNE
 _TYPES: tuple[Any, ...] = (np.int32, np.int64, np.float32, np.float64)
 """The types of columns of numbers, of which the first that fits is inferred."""
 
-
-def _decompressed(path: str) -> io.BytesIO:
-    with open(path, "rb") as file:
-        return io.BytesIO(zlib.decompress(file.read()))
-
-
 _QUOTING = (csv.QUOTE_NONE, csv.QUOTE_MINIMAL)
-_OPENERS: dict[str, Callable[[str], Any]] = {
-    "": functools.partial(open, mode="rb"),
-    "GZIP": gzip.open,
-    "ZLIB": _decompressed,
-}
 
 
 def text_lines(
@@ -51,7 +38,7 @@ def text_lines(
 
     Args:
         filenames: one or several paths, or a dataset of paths.
-        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        compression_type: ``"GZIP"`` or None.
         buffer_size: of each file, in bytes; Python chooses it, so it changes nothing.
         num_parallel_reads: the number of files whose lines alternate, read by a thread each.
         kind: the class of the dataset.
@@ -118,7 +105,7 @@ def make_csv_dataset(
         num_parallel_reads: changes nothing: files are read whole, one after another.
         sloppy: changes nothing: the order is always the same.
         num_rows_for_inference: the number of rows that the dtypes are inferred from; None, all.
-        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        compression_type: ``"GZIP"`` or None.
         ignore_errors: whether to leave out rows with too many or too few cells, or with cells that
             do not fit their column, instead of raising an error.
         encoding: of the text.
@@ -171,7 +158,7 @@ def csv_rows(
     Args:
         filenames: one or several paths or patterns.
         record_defaults: see `column_defaults` of `make_csv_dataset`.
-        compression_type: ``"GZIP"``, ``"ZLIB"``, or None.
+        compression_type: ``"GZIP"`` or None.
         buffer_size: of each file, in bytes; Python chooses it, so it changes nothing.
         header: whether to leave out the first line of each file.
         field_delim: between cells.
@@ -196,10 +183,10 @@ def csv_rows(
 
 def _opener(what: str, compression: str | None, encoding: str) -> Callable[[str], Any]:
     """Return the function that opens a text file with a compression."""
-    name = compression or ""
-    if name not in _OPENERS:
-        raise ValueError(f"{what}: compression_type must be '', 'GZIP' or 'ZLIB', got {name!r}.")
-    return lambda path: io.TextIOWrapper(_OPENERS[name](path), encoding)
+    if compression not in (None, "", "GZIP"):
+        raise ValueError(f"{what}: compression_type must be '' or 'GZIP', got {compression!r}.")
+    opens: Callable[..., Any] = gzip.open if compression else open
+    return lambda path: opens(path, "rt", encoding=encoding)
 
 
 def _lines_of(path: str, open_text: Callable[[str], Any]) -> Iterator[np.str_]:

@@ -7,7 +7,6 @@ Functions of the user are called for one element at a time.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,21 +19,15 @@ from ndistribute import tree
 from ndistribute.data import pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, read_only
 from ndistribute.data.options import InputOptions, integer
-from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
+from ndistribute.data.pipeline import ElementSpec, Epoch, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded, through_buffer
 from ndistribute.mistakes import explain_read_only
-
-_log = logging.getLogger("ndistribute")
 
 AUTOTUNE = -1
 
 # The depth of prefetch(AUTOTUNE): one element in use, one ready.
 _AUTOTUNED_DEPTH = 2
-
-# Where an error has the id of the node for an element of which a function raised it; errors are
-# sent to other processes, nodes are not.
-_CHILD = "_ndistribute_child"
 
 
 @pipeline.named
@@ -65,15 +58,16 @@ class Transforming(Pipeline):
             calls = integer(calls, "map: num_parallel_calls", 1)
 
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
-            call = explained("map: fn", fn, epoch, child, produces=True)
-            source = child.iterate(epoch, start)
             if calls is None:
-                return map(call, source)
+                call = explained("map: fn", fn, epoch, produces=True)
+                return map(call, child.iterate(epoch, start))
             threads = calls if calls != AUTOTUNE else os.cpu_count() or 1
+            source = child.iterate(epoch.ahead(), start)
             if child.calls_user:
                 # Resources that user code upstream opened may be usable on one thread only.
                 source = Ahead(source, threads, epoch.threads)
-            return Ahead(source, threads, epoch.threads, call, threads)
+            call = explained("map: fn", fn, None, produces=True)
+            return epoch.watching(Ahead(source, threads, epoch.threads, call, threads))
 
         # A function may return a batch for an element that is not one, such as a number.
         spec = ElementSpec(child.spec.cardinality, batched=child.spec.batched or None)
@@ -103,8 +97,8 @@ class Transforming(Pipeline):
         predicate = self._function(predicate, what)
 
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
-            keep = explained(what, predicate, epoch, child)
-            return pipeline.beyond(select(keep, child.iterate(epoch)), start)
+            keep = explained(what, predicate, epoch)
+            return itertools.islice(select(keep, child.iterate(epoch)), start, None)
 
         return self._singly(
             f"{method}({pipeline.name_of(predicate)})",
@@ -127,7 +121,7 @@ class Transforming(Pipeline):
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
             # The state is not saved: an iteration that starts later computes it from the first
             # element on. A function may change a nest, but no array in it.
-            call, state = explained(what, scan_func, epoch, child), read_only(initial)
+            call, state = explained(what, scan_func, epoch), read_only(initial)
 
             def step(element: Element) -> Element:
                 nonlocal state
@@ -139,7 +133,7 @@ class Transforming(Pipeline):
                 state = following
                 return output
 
-            return pipeline.beyond(map(step, child.iterate(epoch)), start)
+            return itertools.islice(map(step, child.iterate(epoch)), start, None)
 
         spec, name = ElementSpec(child.spec.cardinality), f"scan({pipeline.name_of(scan_func)})"
         return self._singly(name, values, spec=spec, runs_user_code=True, positional=True)
@@ -155,46 +149,6 @@ class Transforming(Pipeline):
         if not isinstance(result, Pipeline):
             raise TypeError(f"apply: transformation_func must return a Dataset, got {result!r}.")
         return result  # type: ignore[return-value]
-
-    def ignore_errors(self, log_warning: bool = False) -> Self:
-        """Return a dataset without the elements for which a function has raised an error.
-
-        Without it, such an error is raised, and the iterator goes on with the next element if it is
-        asked for one. Errors of sources, such as files, are not ignored.
-
-        Args:
-            log_warning: whether to log each error.
-
-        Raises:
-            ValueError: no iterator goes on after an error in a method before, such as `shuffle`.
-
-        >>> from ndistribute.data import Dataset
-        >>> [float(x) for x in Dataset.range(3).map(lambda x: 2 / int(x)).ignore_errors()]
-        [2.0, 1.0]
-        """
-        child = self._node
-        if not child.surviving:
-            raise ValueError(
-                f"ignore_errors: {child.name} cannot go on after an error in a function before it. "
-                "Call ignore_errors() directly after the map or filter that may fail."
-            )
-
-        def values(epoch: Epoch) -> Iterator[Element]:
-            failed: dict[Node | None, str] = {}
-            source = child.iterate(replace(epoch, failed=failed))
-            while True:
-                try:
-                    yield from source
-                    return
-                except Exception as error:
-                    if vars(error).get(_CHILD) not in {*map(id, child.surviving)}:
-                        epoch.failed.update(failed)
-                        raise
-                    if log_warning:
-                        _log.warning("an element is left out, since it failed", exc_info=True)
-
-        spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-        return self._then("ignore_errors()", pipeline.from_first(values), spec=spec)
 
     def shuffle(
         self,
@@ -262,7 +216,7 @@ class Transforming(Pipeline):
         total = known if known < 0 else known * times
         total = pipeline.INFINITE_CARDINALITY if times == -1 else total
         spec = replace(child.spec, cardinality=total)
-        return self._then(name, chunks, spec=spec, goes_on=child.goes_on)
+        return self._then(name, chunks, spec=spec)
 
     def take(self, count: int) -> Self:
         """Return a dataset of the first `count` elements; of all elements if `count` is -1.
@@ -309,7 +263,7 @@ class Transforming(Pipeline):
         elif known >= 0 or stop == 0:
             known = len(range(max(0, known))[start:stop:step])
         spec = replace(child.spec, cardinality=known)
-        return self._then(name, chunks, spec=spec, positional=True, goes_on=child.goes_on)
+        return self._then(name, chunks, spec=spec, positional=True)
 
     def cache(self, filename: str = "") -> Self:
         """Return a dataset that keeps the elements of its first complete iteration in memory.
@@ -327,7 +281,7 @@ class Transforming(Pipeline):
         if filename:
             raise ValueError(
                 f"cache: elements are kept in memory, not in the file {filename!r}. Leave filename "
-                "out, or write them once with save(path), and read them with Dataset.load(path)."
+                "out, or write arrays once with numpy.save, and read them with Dataset.from_files."
             )
         # The nodes before it use frozen seeds, so the order does not depend on the epoch that
         # filled the cache: a resumed program gets the same order.
@@ -362,32 +316,18 @@ class Transforming(Pipeline):
         if depth == 0 or not waits:
             return self._then(name, child.chunks, singly=child.singly)
         most = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
-        return self._singly(name, lambda *at: Ahead(child.iterate(*at), most, at[0].threads))
+
+        def values(epoch: Epoch, start: int) -> Iterator[Element]:
+            source = child.iterate(epoch.ahead(), start)
+            return epoch.watching(Ahead(source, most, epoch.threads))
+
+        return self._singly(name, values)
 
     def with_options(self, options: InputOptions) -> Self:
         """Return this dataset with defaults for the `options` of `distribute_dataset`."""
         if not isinstance(options, InputOptions):
             raise ValueError(f"with_options needs an InputOptions, got {options!r}.")
         return self._then("with_options(...)", self._node.chunks, options=options)
-
-    def unique(self) -> Self:
-        """Return a dataset of the elements, which are numbers or text, without repetitions.
-
-        >>> from ndistribute.data import Dataset
-        >>> [int(x) for x in Dataset.from_tensor_slices([3, 1, 3]).unique()]
-        [3, 1]
-        """
-        child = self._node
-
-        def values(epoch: Epoch) -> Iterator[Element]:
-            seen = set[Any]()
-            for element in child.iterate(epoch):
-                if element not in seen:
-                    seen.add(element)
-                    yield element
-
-        spec = replace(child.spec, cardinality=pipeline.UNKNOWN_CARDINALITY)
-        return self._then("unique()", pipeline.from_first(values), spec=spec, positional=True)
 
     def rejection_resample(
         self,
@@ -423,7 +363,8 @@ class Transforming(Pipeline):
             )
 
         def values(epoch: Epoch) -> Iterator[Element]:
-            call, rng, counts = explained(what, class_func), epoch.generator(seeds), known.copy()
+            call, rng = explained(what, class_func, epoch), epoch.generator(seeds)
+            counts = known.copy()
             for element in child.iterate(epoch):
                 kind = integer(call(element), what, below=len(target))
                 counts[kind] += initial_dist is None
@@ -435,47 +376,16 @@ class Transforming(Pipeline):
         options = {"spec": ElementSpec(), "seeds": seeds, "runs_user_code": True}
         return self._then(name, pipeline.from_first(values), **options)
 
-    def assert_cardinality(self, expected_cardinality: int) -> Self:
-        """Return this dataset with a known number of elements.
-
-        Another number of elements is a ValueError at the end of an iteration.
-
-        >>> from ndistribute.data import Dataset
-        >>> len(Dataset.range(9).filter(lambda x: x % 2).assert_cardinality(4))
-        4
-        """
-        child = self._node
-        wanted = integer(expected_cardinality, "assert_cardinality: expected_cardinality", 0)
-
-        def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-            number = start
-            for chunk in child.chunks(epoch, start):
-                number += len(chunk)
-                if number > wanted:
-                    break
-                yield chunk
-            if number != wanted and epoch.shard == (0, 1):
-                raise ValueError(
-                    f"assert_cardinality: the dataset has {'more' if number > wanted else number} "
-                    f"element(s), but {wanted} were expected."
-                )
-
-        spec = replace(child.spec, cardinality=wanted)
-        return self._then(f"assert_cardinality({wanted})", chunks, spec=spec, positional=True)
-
 
 def explained(
-    what: str,
-    fn: Callable[..., Any],
-    epoch: Epoch | None = None,
-    child: Node | None = None,
-    produces: bool = False,
+    what: str, fn: Callable[..., Any], epoch: Epoch | None, produces: bool = False
 ) -> Callable[..., Any]:
     """Return the function that calls `fn` with an element, or with the items of a tuple.
 
-    It explains mistakes of `fn` where Python or NumPy cannot, and notes in the epoch, and in the
-    error, that it failed for an element of `child`. If it `produces` elements, what `fn` returns
-    becomes one; a list is several arrays, as a tuple is.
+    It explains mistakes of `fn` where Python or NumPy cannot, and notes in the epoch that it
+    failed; it can then be called no more. Without an epoch, others may go on to call it for
+    earlier elements. If it `produces` elements, what `fn` returns becomes one; a list is several
+    arrays, as a tuple is.
     """
 
     def call(element: Element) -> Any:
@@ -486,27 +396,20 @@ def explained(
                 return value
             return as_element(tuple(value) if type(value) is list else value)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                fn = _interrupted  # The next call would skip this element.
-                raise
-            explain_read_only(error)
-            wrong: Exception = error
+            if epoch is not None:
+                epoch.failed.set()
+                fn = _ended  # Another call would leave this element out.
             if isinstance(error, StopIteration):
-                wrong = RuntimeError(f"{what} raised StopIteration, which ends an iteration.")
-                wrong.__cause__ = error
-            if epoch is not None and child is not None:
-                epoch.failed[child] = what
-                vars(wrong)[_CHILD] = id(child)
-            raise wrong from wrong.__cause__
+                message = f"{what} raised StopIteration, which ends an iteration."
+                raise RuntimeError(message) from error
+            explain_read_only(error)
+            raise
 
     return call
 
 
-def _interrupted(*_: Any) -> Any:
-    raise RuntimeError(
-        "the iteration was interrupted in an element, which would be left out: iterate anew, or "
-        "load the state of this iterator into a new one."
-    )
+def _ended(*_: Any) -> Any:
+    raise pipeline.ended_with_error()
 
 
 def check_state(what: str, initial: Element, state: Element) -> None:

@@ -2,18 +2,7 @@
 
 from ndistribute.estimator import early_stopping as early_stopping
 from ndistribute.estimator import feature_column as feature_column
-from ndistribute.estimator.canned import DNNClassifier as DNNClassifier
-from ndistribute.estimator.canned import DNNEstimator as DNNEstimator
-from ndistribute.estimator.canned import DNNLinearCombinedClassifier as DNNLinearCombinedClassifier
-from ndistribute.estimator.canned import DNNLinearCombinedEstimator as DNNLinearCombinedEstimator
-from ndistribute.estimator.canned import DNNLinearCombinedRegressor as DNNLinearCombinedRegressor
-from ndistribute.estimator.canned import DNNRegressor as DNNRegressor
-from ndistribute.estimator.canned import LinearClassifier as LinearClassifier
-from ndistribute.estimator.canned import LinearEstimator as LinearEstimator
-from ndistribute.estimator.canned import LinearRegressor as LinearRegressor
-from ndistribute.estimator.canned import binary_class_head as binary_class_head
-from ndistribute.estimator.canned import multi_class_head as multi_class_head
-from ndistribute.estimator.canned import regression_head as regression_head
+from ndistribute.estimator.canned import *
 from ndistribute.estimator.estimator import Estimator as Estimator
 from ndistribute.estimator.estimator import add_metrics as add_metrics
 from ndistribute.estimator.models import model_to_estimator as model_to_estimator

@@ -19,6 +19,7 @@ from ndistribute.estimator import feature_column as fc
 from ndistribute.estimator.estimator import Estimator
 from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.specs import EstimatorSpec, ModeKeys, WarmStart
+from ndistribute.exports import export as _export
 from ndistribute.graph.graph import apply_named
 from ndistribute.graph.optimizers import OptimizerOfScopes
 from ndistribute.mistakes import accepting
@@ -478,3 +479,6 @@ def _classes(labels: Any, count: int, words: Any) -> Any:
 
 
 register("estimator.classes", _classes)
+
+
+_export(vars(), but="Head Network")

@@ -16,6 +16,7 @@ import numpy as np
 
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.devices import parse_device
+from ndistribute.exports import export as _export
 from ndistribute.graph.graph import Operation, get_default_graph
 from ndistribute.graph.placement import DeviceFunction, merge_device
 
@@ -144,3 +145,6 @@ def byte_size_load_fn(op: Operation) -> float:
             "value has a known shape and dtype can be balanced by bytes."
         )
     return float(math.prod(shape) * np.dtype(dtype).itemsize)
+
+
+_export(vars())

@@ -255,7 +255,8 @@ class _Parallel:
         self._step.on_abort.append(self._notify)
         for node in self._nodes:
             if node.type == "recv":
-                self._step.receive(node.attributes["key"], functools.partial(self._received, node))
+                received = functools.partial(self._received, node)
+                self._step.outside.receive(node.attributes["key"], received)
         while True:
             self._work()
             with self._changed:
@@ -336,7 +337,7 @@ class _Parallel:
             for node in nodes
         }
         try:
-            self._step.send(nodes[0].attributes["to"], values)
+            self._step.outside.send(nodes[0].attributes["to"], values)
         except Exception:
             for node in nodes:  # The one that fails is named.
                 self._run_node(node)

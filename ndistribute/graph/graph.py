@@ -214,6 +214,8 @@ class _Scopes(threading.local):
     prefix = ""
     devices: tuple[str | DeviceFunction | None, ...] = ()
     controls: tuple[Operation, ...] = ()
+    variables: Any = None
+    """The `VariableScope`; None: the outermost one, which `get_variable_scope` makes."""
 
 
 class Graph:
@@ -231,7 +233,7 @@ class Graph:
         self._operations: dict[str, Operation] = {}
         self._names: dict[str, int] = {}
         self._collections: dict[str, list[Any]] = {}
-        self._scopes = _Scopes()
+        self.scopes = _Scopes()
         self.functions: dict[str, Any] = {}
         """The functions of `py_function` and the iterators of datasets, by operation."""
         self.reads: set[str] = set()  # The variables of graphs around that it reads before it runs.
@@ -272,40 +274,50 @@ class Graph:
     # The scopes of the current thread.
 
     @contextlib.contextmanager
+    def scoped(self, kind: str, value: Any) -> Iterator[None]:
+        """Return a context manager in which `scopes` of this thread have another value."""
+        before = getattr(self.scopes, kind)
+        setattr(self.scopes, kind, value)
+        try:
+            yield
+        finally:
+            setattr(self.scopes, kind, before)
+
+    @contextlib.contextmanager
     def name_scope(self, name: str | None) -> Iterator[str]:
         """Return a context manager that puts ``name/`` before the names of operations.
 
         A name that ends in ``/`` enters an earlier scope again; None or "" leaves all scopes.
         """
         inner = f"{self.unique_name(name)}/" if name else ""
-        with self._scoped("prefix", inner):
+        with self.scoped("prefix", inner):
             yield inner
 
     @contextlib.contextmanager
     def device(self, device: str | DeviceFunction | None) -> Iterator[None]:
         """Return a context manager that places operations: see `ndistribute.devices`."""
-        with self._scoped("devices", (*self._scopes.devices, device)):
+        with self.scoped("devices", (*self.scopes.devices, device)):
             yield
 
     @contextlib.contextmanager
     def control_dependencies(self, inputs: Iterable[Any] | None) -> Iterator[None]:
         """Return a context manager whose operations run after others; None: after no others."""
-        outer = () if inputs is None else self._scopes.controls
+        outer = () if inputs is None else self.scopes.controls
         added = tuple(_operation(value) for value in inputs or ())
         for op in added:
             if not self.encloses(op.graph):
                 raise ValueError(f"{op!r} belongs to another graph.")
-        with self._scoped("controls", (*outer, *added)):
+        with self.scoped("controls", (*outer, *added)):
             yield
 
     def has_control_dependencies(self) -> bool:
         """Whether operations that are added now run after others."""
-        return bool(self._scopes.controls)
+        return bool(self.scopes.controls)
 
     @contextlib.contextmanager
     def colocate_with(self, op: Any) -> Iterator[None]:
         """Return a context manager that places operations where another one is."""
-        with self._scoped("devices", (_operation(op).device or None,)):
+        with self.scoped("devices", (_operation(op).device or None,)):
             yield
 
     # Operations.
@@ -317,7 +329,7 @@ class Graph:
         """
         if name.endswith("/"):
             return name[:-1]
-        full = f"{self._scopes.prefix}{name}"
+        full = f"{self.scopes.prefix}{name}"
         with self._lock:
             count = self._names.get(full, 0)
             unique = full
@@ -365,7 +377,7 @@ class Graph:
         for tensor in tensors:
             if tensor.graph is not self:
                 raise ValueError(f"{tensor!r} belongs to another graph.")
-        controls = [op for op in self._scopes.controls if op.graph is self]
+        controls = [op for op in self.scopes.controls if op.graph is self]
         definition = OperationDef(
             name=self.unique_name(name or type.rpartition(".")[2]),
             kind=type,
@@ -439,18 +451,9 @@ class Graph:
         """Return the list of a name itself."""
         return self._collections.setdefault(name, [])
 
-    @contextlib.contextmanager
-    def _scoped(self, kind: str, value: Any) -> Iterator[None]:
-        before = getattr(self._scopes, kind)
-        setattr(self._scopes, kind, value)
-        try:
-            yield
-        finally:
-            setattr(self._scopes, kind, before)
-
     def _place(self, op: Operation) -> None:
         """Give an operation the device that the scopes say; inner scopes count more."""
-        for scope in reversed(self._scopes.devices):
+        for scope in reversed(self.scopes.devices):
             if scope is None:
                 return
             wanted = scope(op) if callable(scope) else scope

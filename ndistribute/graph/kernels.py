@@ -87,7 +87,7 @@ def _assign_changed(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 @kernel("send")
 def _send(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
     value = inputs[0] if inputs else None
-    step.send(node.attributes["to"], {node.attributes["key"]: value})
+    step.outside.send(node.attributes["to"], {node.attributes["key"]: value})
     return []
 
 

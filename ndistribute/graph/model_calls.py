@@ -20,7 +20,7 @@ from ndistribute.graph.graph import Symbolic, apply_named, as_tensor, get_defaul
 from ndistribute.graph.scopes import get_variable, glorot_uniform, variable_scope
 from ndistribute.graph.variables import GraphVariable
 from ndistribute.mistakes import accepting
-from ndistribute.models import Model, initializers, layers, losses
+from ndistribute.models import Model, initializers, layers, losses, regularizers
 from ndistribute.models.export import Architecture
 from ndistribute.models.layers.layer import Layer
 from ndistribute.names import snake_case
@@ -42,38 +42,57 @@ def call_in_graph(called: Any, args: Sequence[Any], training: bool = False, **op
     """
     if isinstance(called, losses.Loss):
         return _loss(called, *args, **options)
-    if not called.built or any(isinstance(held, Variable) for held in vars(called).values()):
+    if not called.built or any(isinstance(held, Variable) for _, held in _held(called)):
         is_named = called._arguments[1].get("name") is not None
         with variable_scope(None, called.name if is_named else snake_case(type(called).__name__)):
-            build_in_graph(called, args, functools.partial(_add_weight, called))
+            build_in_graph(called, args, _add_weight)
     if any(isinstance(held, Variable) for _, held in called._own()):
         why = "keep each variable in an attribute of its own."
         raise ValueError(f"{called!r} was called on a tensor of a graph: {why}")
-    if isinstance(called, Model) or not type(called).__module__.startswith(layers.__name__):
+    owner = next(base for base in type(called).__mro__ if "call" in vars(base))
+    if isinstance(called, Model) or not owner.__module__.startswith(layers.__name__):
         return NotImplemented
-    held = vars(called).items()
-    weights = {name: value for name, value in held if isinstance(value, GraphVariable)}
+    weights = {path: value for path, value in _held(called) if isinstance(value, GraphVariable)}
     others = [each.name for each in weights.values() if each.graph is not get_default_graph()]
     does_more = training and isinstance(called, _IN_TRAINING)
-    if does_more or others or len([*called.walk()]) > 1:
+    has_layers = len([*called.walk()]) > len(_parts(called))
+    if does_more or others or has_layers:
         why = "use tf.compat.v1.layers in training, or a new layer in each graph"
         raise ValueError(f"{called!r} cannot be called on a tensor of a graph so: {why}.")
     return _operation(called, args, weights, options)
 
 
+def _parts(layer: Layer) -> list[Layer]:
+    """Return a layer, and the cell that it repeats."""
+    return [layer, *(part for part in [getattr(layer, "cell", None)] if isinstance(part, Layer))]
+
+
+def _held(layer: Layer) -> list[tuple[tuple[int, str], Any]]:
+    """Return what a layer and its cell hold, by the number of the part and the attribute."""
+    parts = enumerate(map(vars, _parts(layer)))
+    return [((number, name), value) for number, held in parts for name, value in held.items()]
+
+
 def build_in_graph(layer: Layer, args: Sequence[Any], add_weight: AddWeight) -> None:
     """Let the weights of a layer be what a function with the arguments of `add_weight` returns."""
-    for attribute, held in [*vars(layer).items()]:  # It was built for an `input_shape`.
-        if isinstance(held, Variable):
-            name, start = held.name.rpartition("/")[2], functools.partial(_constant, held.numpy())
-            vars(layer)[attribute] = add_weight(name, held.shape, start, trainable=held.trainable)
+    parts = _parts(layer)
+    for part in parts:
+        for attribute, held in [*vars(part).items()]:  # It was built for an `input_shape`.
+            if isinstance(held, Variable):
+                name = held.name.rpartition("/")[2]
+                start = functools.partial(_constant, held.numpy())
+                trains = held.trainable
+                vars(part)[attribute] = add_weight(part, name, held.shape, start, trainable=trains)
     if not layer.built:
-        vars(layer)["add_weight"], layer._builds = add_weight, True
+        for part in parts:
+            vars(part)["add_weight"] = functools.partial(add_weight, part)
+            part._builds = True
         try:
             layer.build(tree.map_leaves(lambda value: as_tensor(value).get_shape(), args[0]))
         finally:
-            del layer._builds, layer.add_weight
-        layer.built = True
+            for part in parts:
+                del part._builds, part.add_weight
+                part.built = True
 
 
 def _constant(value: Any, shape: Any, dtype: Any) -> Any:
@@ -85,16 +104,21 @@ def _add_weight(
     layer: Layer,
     name: str = "weight",
     shape: Sequence[int] = (),
-    initializer: Any = "glorot_uniform",
+    initializer: Any = None,
     *,
     trainable: bool = True,
     dtype: Any = None,
+    regularizer: Any = None,
 ) -> GraphVariable:
     wanted = np.dtype(layer.dtype if dtype is None else dtype)
-    make: Any = initializers.get(initializer)
+    make: Any = initializers.get(initializer or layer._starts.get(name, "glorot_uniform"))
+    penalty = regularizers.get(regularizer) or layer._regularizers.get(name)
     if isinstance(make, initializers.GlorotUniform):
         make = glorot_uniform  # By the seed of the graph.
-    return get_variable(name, shape, wanted, make, trainable and layer.trainable)
+    variable = get_variable(name, shape, wanted, make, trainable and layer.trainable)
+    if penalty is not None:
+        layer._penalized.append(functools.partial(penalty, variable))
+    return variable
 
 
 def _loss(loss: losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -116,10 +140,16 @@ def _operation(called: Any, args: Sequence[Any], weights: Any, options: Any) -> 
     return apply_named("models.call", (made, [*weights], [*weights.values()], [*args]), options)
 
 
-def _call(made: str, names: list[str], weights: list[Any], args: list[Any], **options: Any) -> Any:
+def _call(made: str, names: list[Any], weights: list[Any], args: list[Any], **options: Any) -> Any:
     """Return what a layer with weights, or a loss, computes of arrays."""
     called = copy.copy(_made(made))
-    vars(called).update(zip(names, weights, strict=True), built=True)
+    if len(_parts(called)) > 1:
+        called.cell = copy.copy(called.cell)
+    parts = _parts(called)
+    for (number, name), weight in zip(names, weights, strict=True):
+        vars(parts[number])[name] = weight
+    for part in parts:
+        part.built = True
     return called(*args, **options)
 
 

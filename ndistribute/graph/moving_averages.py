@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.graph.graph import Operation, Tensor, get_default_graph
+from ndistribute.graph.graph import Operation, get_default_graph
 from ndistribute.graph.operations import group
 from ndistribute.graph.variables import GraphVariable, global_variables, trainable_variables
 
@@ -23,7 +23,6 @@ class ExponentialMovingAverage:
         decay: between 0 and 1; near 1, the average changes slowly.
         num_updates: the number of updates so far, with which the decay grows: it is at most
             ``(1 + num_updates) / (10 + num_updates)``; None: the decay is always the same.
-        zero_debias: whether the average of a tensor is the weighted mean of all its values.
         name: the last part of the names of the averages.
 
     >>> from ndistribute.graph.graph import Graph
@@ -42,8 +41,7 @@ class ExponentialMovingAverage:
 
     decay: Any
     num_updates: Any = None
-    zero_debias: bool = False
-    name: str = "ExponentialMovingAverage"
+    name: str = field(default="ExponentialMovingAverage", kw_only=True)
     _averages: dict[Any, GraphVariable] = field(default_factory=dict, init=False)
 
     def apply(self, var_list: Sequence[Any] | None = None) -> Operation:
@@ -62,10 +60,8 @@ class ExponentialMovingAverage:
                 if value not in self._averages:
                     with graph.control_dependencies(None):
                         self._averages[value] = self._made(value)
-                average, rate = self._averages[value], 1.0 - decay
-                if self.zero_debias and not isinstance(value, GraphVariable):
-                    rate = self._rate(average, rate)
-                changes.append(average.assign_sub((average - value) * rate))
+                average = self._averages[value]
+                changes.append(average.assign_sub((average - value) * (1.0 - decay)))
         return group(*changes, name=self.name)
 
     def average(self, var: Any) -> GraphVariable | None:
@@ -96,11 +92,3 @@ class ExponentialMovingAverage:
             initial = np.zeros(value.get_shape().as_list(), value.dtype)
         with get_default_graph().name_scope(None):
             return GraphVariable(initial, trainable=False, name=self.average_name(value))
-
-    def _rate(self, average: GraphVariable, rate: Any) -> Tensor:
-        """Return the part of a tensor's value in its average after this update."""
-        with get_default_graph().control_dependencies(None):
-            name = f"{average.op.name}/weight"
-            weight = GraphVariable(np.float64(0.0), trainable=False, name=name)
-        total = weight.assign_add((1.0 - weight) * rate)
-        return (rate / total).astype(average.dtype)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.exports import export as _export
 from ndistribute.graph.definition import BodyDef
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.shapes import Known, Shape, known_of, narrowed
@@ -303,5 +304,8 @@ class _Traced(Graph):
         return op.outputs[0]
 
     def add(self, type: str, inputs: Sequence[Any] = (), **options: Any) -> Operation:  # noqa: A002
-        self.awaited += [op for op in self._scopes.controls if op.graph is not self]
+        self.awaited += [op for op in self.scopes.controls if op.graph is not self]
         return super().add(type, [self.inside(as_tensor(value)) for value in inputs], **options)
+
+
+_export(vars())

@@ -16,6 +16,7 @@ import numpy as np
 from ndistribute.context import get_replica_context
 from ndistribute.dtypes import computing_dtype
 from ndistribute.errors import InvalidArgumentError
+from ndistribute.exports import export as _export
 from ndistribute.graph.gradients import HINTS, gradients
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.operations import group
@@ -54,10 +55,6 @@ class GraphOptimizer:
         self._rule, self._learning_rate, self._name, self._scope = rule, learning_rate, name, name
         self._bound = bound
         self._slots: dict[GraphVariable, dict[str, GraphVariable]] = {}
-
-    def get_name(self) -> str:
-        """Return the name."""
-        return self._name
 
     @accepting(*HINTS)
     def minimize(
@@ -131,10 +128,6 @@ class GraphOptimizer:
     def get_slot(self, var: GraphVariable, name: str) -> GraphVariable | None:
         """Return the slot of a variable; None if it has none of this name."""
         return self._slots.get(var, {}).get(name)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the slots."""
-        return list(self._rule.all_slots)
 
     def variables(self) -> list[GraphVariable]:
         """Return the slots of all variables."""
@@ -474,3 +467,6 @@ def _clip_gradients(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     kind, bound = node.attributes["bound"]
     results = clipped(kind, bound, inputs, ())
     return results[0] if node.outputs == 1 else results
+
+
+_export(vars(), but="GraphOptimizer OptimizerOfScopes in_graph with_gradients")

@@ -20,6 +20,8 @@ from ndistribute.graph.variables import GraphVariable, global_variables
 from ndistribute.mistakes import accepting
 from ndistribute.variables.policy import fitted
 
+_NUMBERS = int | np.integer | np.ndarray
+
 
 class Saver:
     """Save variables to files and restore them: each checkpoint whole or not at all, verified.
@@ -75,9 +77,10 @@ class Saver:
             OSError: the files could not be written.
         """
         with self._lock:  # What a thread read first must not be written last.
-            fetches: Any = self._variables, [] if _is_number(global_step) else global_step
+            is_number = global_step is None or isinstance(global_step, _NUMBERS)
+            fetches: Any = self._variables, [] if is_number else global_step
             tensors, step = sess.run(fetches)
-            step = global_step if _is_number(global_step) else step
+            step = global_step if is_number else step
             path = os.fspath(save_path) + ("" if step is None else f"-{int(step)}")
             folder = Path(path)
             data = {"step": None if step is None else int(step)}
@@ -231,7 +234,3 @@ def _folders(path: str) -> list[Path]:
 
 def _series(path: str) -> str:
     return re.sub(r"-\d+$", "", path)
-
-
-def _is_number(step: Any) -> bool:
-    return step is None or isinstance(step, int | np.integer | np.ndarray)

@@ -6,15 +6,13 @@ import contextlib
 import functools
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.operations import random_uniform
 from ndistribute.graph.variables import GraphVariable
 from ndistribute.mistakes import accepting
@@ -40,17 +38,11 @@ class VariableScope:
         self.reuse = True
 
 
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.scopes: WeakKeyDictionary[Graph, VariableScope] = WeakKeyDictionary()
-
-
-_current = _Current()
-
-
 def get_variable_scope() -> VariableScope:
     """Return the scope of the default graph in the current thread."""
-    return _current.scopes.setdefault(get_default_graph(), VariableScope())
+    scopes = get_default_graph().scopes
+    scopes.variables = scopes.variables or VariableScope()
+    return scopes.variables  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -90,12 +82,8 @@ def variable_scope(
         initializer or entered.initializer or outer.initializer,
         set(outer.inner) if entered.name == outer.name else set(),
     )
-    _current.scopes[graph] = scope
-    try:
-        with graph.name_scope(label):
-            yield scope
-    finally:
-        _current.scopes[graph] = outer
+    with graph.scoped("variables", scope), graph.name_scope(label):
+        yield scope
 
 
 def _unused(name: str, used: set[str]) -> str:

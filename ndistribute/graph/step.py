@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ndistribute.autodiff.tape import Pullback
-from ndistribute.errors import DeadlineExceededError, InvalidArgumentError
+from ndistribute.errors import DeadlineExceededError
 from ndistribute.parameter_server.shared import SharedVariables
 
 T = TypeVar("T")
@@ -90,18 +90,6 @@ class Step:
             self.check_outside()
         if self.error is not None:
             raise self.error
-
-    def receive(self, key: str, then: Callable[[Any], None]) -> None:
-        """Call a function with the value of a key once another task has sent it."""
-        if self.outside is None:
-            raise InvalidArgumentError(f"{key!r} comes from another task, and there is none.")
-        self.outside.receive(key, then)
-
-    def send(self, task: str, values: Mapping[str, Any]) -> None:
-        """Send values, by their keys, to another task."""
-        if self.outside is None:
-            raise InvalidArgumentError(f"{[*values]} go to another task, and there is none.")
-        self.outside.send(task, values)
 
     def check_outside(self) -> None:
         """Abort the step if another task has failed or ended, or if it takes too long."""

@@ -120,28 +120,6 @@ mean_absolute_error = _mean_of(
 )
 
 
-@_metric
-def mean_relative_error(
-    labels: Any, predictions: Any, normalizer: Any, weights: Any = None
-) -> Metric:
-    """Return the mean of the absolute differences divided by a normalizer, 0 where that is."""
-    errors = np.abs(_like(predictions, labels) - predictions)
-    return _mean(_share(errors, _like(predictions, normalizer)), weights)
-
-
-@_metric
-def mean_cosine_distance(labels: Any, predictions: Any, dim: int, weights: Any = None) -> Metric:
-    """Return the mean of 1 minus the products of vectors of length 1 along an axis."""
-    products = np.sum(labels * as_tensor(predictions), axis=dim, keepdims=True)
-    return _mean(products, weights, lambda product: 1.0 - product)
-
-
-@_metric
-def percentage_below(values: Any, threshold: float, weights: Any = None) -> Metric:
-    """Return the share of values below a threshold; see `mean`."""
-    return _mean(np.less(as_tensor(values), threshold), weights)
-
-
 def _at_thresholds(name: str, what: str, value: _Curve) -> tuple[Callable[..., Metric], ...]:
     """Return two metrics of true and false examples: of predicted truth, and above thresholds."""
 
@@ -186,7 +164,6 @@ def auc(
     num_thresholds: int = 200,
     curve: str = "ROC",
     summation_method: str = "trapezoidal",
-    thresholds: Sequence[float] | None = None,
 ) -> Metric:
     """Return the area under a curve of shares that a threshold from 0 to 1 gives.
 
@@ -197,28 +174,25 @@ def auc(
         num_thresholds: the number of thresholds.
         curve: ``"ROC"``, the share of true positives over that of false ones, or ``"PR"``, the
             precision over the recall.
-        summation_method: ``"trapezoidal"``; ``"minoring"`` or ``"majoring"``, which take the lower
-            or the higher end of each part; for ``"PR"`` also ``"careful_interpolation"``, after
+        summation_method: ``"trapezoidal"``, or ``"careful_interpolation"``: for ``"PR"`` after
             Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
-        thresholds: the thresholds between 0 and 1; None: evenly spaced ones.
 
     Raises:
         ValueError: the curve or the method is unknown.
     """
-    careful = ["careful_interpolation"] if curve == "PR" else []
-    if curve not in ("ROC", "PR") or summation_method not in [*_HEIGHTS, *careful]:
-        known = f"curve must be 'ROC' or 'PR', and summation_method one of {[*_HEIGHTS, *careful]}"
+    if curve not in ("ROC", "PR") or summation_method not in _SUMMATIONS:
+        known = f"curve must be 'ROC' or 'PR', and summation_method one of {_SUMMATIONS}"
         raise ValueError(f"auc: {known}, got {curve!r} and {summation_method!r}.")
 
     def area(tp: Any, fp: Any, tn: Any, fn: Any) -> Any:
-        if summation_method in careful:
+        if curve == "PR" and summation_method == "careful_interpolation":
             return _interpolated(tp, tp + fp, tp + fn)
         x, y = _share(fp, fp + tn), _share(tp, tp + fn)
         if curve == "PR":  # Above all predictions the precision counts as 1.
             x, y = y, _share(tp + _TINY, tp + fp + _TINY)
-        return np.sum((x[:-1] - x[1:]) * _HEIGHTS[summation_method](y[:-1], y[1:]))
+        return np.sum((x[:-1] - x[1:]) * (y[:-1] + y[1:]) / 2)
 
-    return _above(area, labels, predictions, _bounds(num_thresholds, thresholds), weights)
+    return _above(area, labels, predictions, _bounds(num_thresholds), weights)
 
 
 @_metric
@@ -277,63 +251,8 @@ def mean_per_class_accuracy(
     )
 
 
-def _at_top(name: str, what: str, of_labels: bool) -> tuple[Callable[..., Metric], ...]:
-    """Return two metrics of the highest predictions: of scores, and of classes in their order.
-
-    Labels are classes, of shape ``(..., labels)``, or without the last axis; scores have the shape
-    ``(..., classes)``, and weights ``(...)``. Only `class_id` counts, if it is given.
-    """
-
-    def of_classes(
-        labels: Any,
-        predictions_idx: Any,
-        k: int | None = None,
-        class_id: int | None = None,
-        weights: Any = None,
-    ) -> Metric:
-        top = as_tensor(predictions_idx)[..., :k]
-        counted = _rows_of(labels, top) if of_labels else top
-        is_hit = np.any(_pairs(labels, top), axis=-2 if of_labels else -1)
-        chosen = np.ones_like(is_hit) if class_id is None else np.equal(counted, class_id)
-        spread = 1.0 if weights is None else as_tensor(weights)[..., None]
-        return _summed(_share, [np.sum(spread * each) for each in (is_hit * chosen, chosen)])
-
-    def of_scores(
-        labels: Any, predictions: Any, k: int, class_id: int | None = None, weights: Any = None
-    ) -> Metric:
-        return of_classes(labels, _top(predictions, k), None, class_id, weights)
-
-    ordered = f"{what}, which are classes in their order"
-    return _named(f"{name}_at_k", what, of_scores), _named(f"{name}_at_top_k", ordered, of_classes)
-
-
-precision_at_k, precision_at_top_k = _at_top(
-    "precision", "the share of the `k` highest predictions that are among the labels", False
-)
-recall_at_k, recall_at_top_k = _at_top(
-    "recall", "the share of labels that are among the `k` highest predictions", True
-)
-
-
-@_metric
-def average_precision_at_k(labels: Any, predictions: Any, k: int, weights: Any = None) -> Metric:
-    """Return the mean over examples of the precision at each of their labels; see `precision_at_k`.
-
-    Labels that are not among the `k` highest predictions count as 0.
-    """
-    top, labels = _top(predictions, k), as_tensor(labels)
-    hits = np.any(_pairs(labels, top), axis=-1).astype(np.float64)
-    share = np.cumsum(hits, axis=-1) / np.arange(1.0, k + 1)
-    most = np.minimum(np.shape(_rows_of(labels, top))[-1], k)
-    return _mean(np.sum(share * hits, axis=-1) / most, weights)
-
-
 _TINY = 1e-7
-_HEIGHTS: dict[str, Callable[[Any, Any], Any]] = {
-    "trapezoidal": lambda low, high: (low + high) / 2,
-    "minoring": np.minimum,
-    "majoring": np.maximum,
-}
+_SUMMATIONS = ["trapezoidal", "careful_interpolation"]
 
 
 def _interpolated(right: Any, predicted: Any, positive: Any) -> Any:
@@ -345,12 +264,11 @@ def _interpolated(right: Any, predicted: Any, positive: Any) -> Any:
     return np.sum(_share(slope * (gained + start * np.log(ratio)), positive[1:]))
 
 
-def _bounds(count: int, inner: Sequence[float] | None = None) -> list[float]:
-    """Return thresholds, the first and the last of them outside the range from 0 to 1."""
+def _bounds(count: int) -> list[float]:
+    """Return thresholds at equal distances, the first below 0 and the last above 1."""
     if count < 2:
         raise ValueError(f"num_thresholds must be 2 or more, got {count}.")
-    evenly = [k / (count - 1) for k in range(1, count - 1)]
-    return [-_TINY, *(evenly if inner is None else sorted(inner)), 1 + _TINY]
+    return [-_TINY, *(k / (count - 1) for k in range(1, count - 1)), 1 + _TINY]
 
 
 def _above(
@@ -385,22 +303,6 @@ def _confusion(
     )
     rows = rows * np.reshape(spread, (-1, 1))
     return _summed(value, [np.matmul(np.transpose(rows), columns)], (classes, classes))
-
-
-def _top(predictions: Any, k: int) -> Any:
-    return np.argsort(-as_tensor(predictions), axis=-1, kind="stable")[..., :k]
-
-
-def _rows_of(labels: Any, top: Any) -> Any:
-    """Return labels with an axis for those of an example."""
-    labels = as_tensor(labels)
-    is_short = labels.shape is not None and len(labels.shape) < len(top.get_shape())
-    return labels[..., None] if is_short else labels
-
-
-def _pairs(labels: Any, top: Any) -> Any:
-    """Return which of the highest predictions, by row, are which labels, by column."""
-    return np.equal(top[..., None], _rows_of(labels, top)[..., None, :])
 
 
 def _mean(values: Any, weights: Any, then: Callable[[Any], Any] = _same) -> Metric:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.exports import export as _export
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import within
@@ -260,3 +261,6 @@ def get_or_create_global_step(graph: Graph | None = None) -> GraphVariable:
         step = GraphVariable(np.int64(0), trainable=False, name="global_step")
     graph.add_to_collection(GLOBAL_STEP, step)
     return step
+
+
+_export(vars(), but="changed find_global_step")

@@ -141,7 +141,8 @@ np.linalg.norm(x, 2) + np.linalg.norm(x, "nuc") + np.linalg.norm(x, 1) + np.lina
 np.linalg.vector_norm(x, axis=1) + np.linalg.matrix_norm(x)
 np.linalg.inv(q) + np.linalg.pinv(q)
 np.linalg.pinv(x)
-np.linalg.det(q) + np.linalg.slogdet(q)[1]
+np.linalg.det(q)
+np.linalg.slogdet(q)[1]
 np.linalg.slogdet(p).logabsdet
 np.linalg.solve(q, x)
 np.linalg.solve(q, x[:, 0])

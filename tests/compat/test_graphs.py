@@ -277,11 +277,11 @@ def test_moving_averages_are_kept_restored_and_follow_each_update(tmp_path: Path
         x = tf.placeholder(tf.float64, [2])
         loss = tf.reduce_sum(x)
         train = tf.group(w.assign_add(x), step.assign_add(1))
-        slow = tf.train.ExponentialMovingAverage(0.9, step, zero_debias=True)
+        slow = tf.train.ExponentialMovingAverage(0.9, step)
         with tf.control_dependencies([train]):
             update = slow.apply(tf.trainable_variables() + [loss])
         saver = tf.train.Saver()
-        expected, weight, mean, value = np.zeros(2), 0.0, 0.0, np.zeros(2)
+        expected, mean, value = np.zeros(2), 0.0, np.zeros(2)
         with tf.Session() as session:
             session.run(tf.global_variables_initializer())
             for k in range(1, 5):
@@ -290,8 +290,7 @@ def test_moving_averages_are_kept_restored_and_follow_each_update(tmp_path: Path
                 decay = min(0.9, (1 + k) / (10 + k))
                 value = value + batch
                 expected += (1 - decay) * (value - expected)
-                weight = decay * weight + 1 - decay
-                mean += (1 - decay) / weight * (batch.sum() - mean)
+                mean += (1 - decay) * (batch.sum() - mean)
             found = session.run([slow.average(w), slow.average(loss)])
             np.testing.assert_allclose(found[0], expected)
             np.testing.assert_allclose(found[1], mean)

@@ -455,3 +455,70 @@ def test_an_error_names_the_file(tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             list(dataset)
         assert "a.npy' was read" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("initial", [None, [0.25, 0.75]])
+def test_resampling_gives_classes_the_frequencies_of_a_distribution(initial):
+    numbers = Dataset.range(8000).rejection_resample(
+        lambda x: int(x % 4 > 0), [0.5, 0.5], initial, 7
+    )
+    kinds = [int(kind) for kind, x in numbers if (x % 4 > 0) == kind]
+    assert 3500 < len(kinds) < 4500
+    assert 0.45 < np.mean(kinds) < 0.55
+    with pytest.raises(ValueError, match="must be 0 to 1, got 2"):
+        list(Dataset.range(3).rejection_resample(lambda x: 2, [0.5, 0.5]))
+    with pytest.raises(ValueError, match="a frequency for each class"):
+        Dataset.range(3).rejection_resample(abs, [0.5, 0.5], [1.0])
+
+
+def test_a_generator_and_bytes_are_not_changed_silently():
+    def reuses():
+        buffer = np.zeros(2, int)
+        for number in range(4):
+            buffer[:] = number
+            yield {"x": buffer}
+
+    wanted = [{"x": [n, n]} for n in range(4)]
+    for dataset in (lambda d: d, lambda d: d.prefetch(4), lambda d: d.cache()):
+        elements = dataset(Dataset.from_generator(reuses))
+        assert [{"x": e["x"].tolist()} for e in elements] == wanted
+    ended = [b"a\0", b"b"]
+    (batch,) = Dataset.from_tensor_slices(ended).map(lambda x: x).batch(2)
+    assert list(batch) == ended
+    (nested,) = Dataset.from_tensors([[b"a\0"], [b"b"]])
+    assert nested.tolist() == [[b"a\0"], [b"b"]]
+    with pytest.raises(TypeError, match="text and numbers do not make one array"):
+        list(Dataset.range(2).map(lambda x: "a" if x else 1).batch(2))
+    with pytest.raises(TypeError, match="is a set: it needs arrays or numbers"):
+        Dataset.from_tensors({1, 2})
+
+
+def test_numbers_are_counted_endlessly():
+    counter = Dataset.counter(5, -2, np.float32)
+    assert [x.item() for x in counter.skip(1).take(3)] == [3.0, 1.0, -1.0]
+    assert (counter.cardinality(), repr(counter.element_spec)) == (-1, "float32[]")
+    optional = iter(Dataset.range(1))
+    assert optional.get_next_as_optional().get_value() == 0
+    assert not optional.get_next_as_optional().has_value()
+
+
+def test_a_signature_says_what_is_one_array():
+    def pairs():
+        yield (1,), [(2, 3), (4, 5)]
+
+    signature = (np.zeros(1, np.int8), np.zeros((2, 2), np.float32))
+    (element,) = Dataset.from_generator(pairs, output_signature=signature)
+    assert [(leaf.dtype.name, leaf.tolist()) for leaf in element] == [
+        ("int8", [1]),
+        ("float32", [[2, 3], [4, 5]]),
+    ]
+
+
+def test_methods_that_only_tensorflow_has_are_refused_with_what_to_use():
+    for name, instead in (("save", "from_files"), ("ragged_batch", "padded_batch")):
+        with pytest.raises(AttributeError, match=f"has no {name}: use .*{instead}"):
+            getattr(Dataset.range(2), name)
+    with pytest.raises(ValueError, match="from_files"):
+        Dataset.range(2).cache("file")
+    with pytest.raises(AttributeError, match="no attribute 'bach'"):
+        Dataset.range(2).bach(2)

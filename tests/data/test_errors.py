@@ -62,6 +62,7 @@ WRONG = [
         r"weights must be 1 number\(s\)",
     ),
     (lambda: Dataset.sample_from_datasets([]), "datasets should not be empty"),
+    (lambda: Dataset.choose_from_datasets([], NUMBERS), "datasets should not be empty"),
     (
         lambda: list(Dataset.choose_from_datasets([NUMBERS], NUMBERS)),
         "the choice .*1.* is not a number from 0 to 0",

@@ -96,124 +96,98 @@ def test_a_map_fails_at_the_element_that_failed(calls):
             next(iterator)
         names = [frame.name for frame in traceback.extract_tb(caught.tb)]
         assert "fails" in names or fn is ends
-        if fn is fails:
-            assert list(iterator) == [-1] * 4
-        with pytest.raises(StopIteration if fn is fails else error):
-            next(iterator)
         iterator.close()
         assert all_threads_end()
 
 
-def fail_at(*bad):
+AFTER_MAP = {
+    "map": lambda numbers: numbers,
+    "map twice": lambda numbers: numbers.map(lambda x: x),
+    "prefetch": lambda numbers: numbers.prefetch(2),
+    "map on threads": lambda numbers: numbers.map(lambda x: x, num_parallel_calls=3),
+    "filter": lambda numbers: numbers.filter(lambda x: x >= 0),
+    "scan": lambda numbers: numbers.scan(0, lambda state, x: (state, x)),
+    "shuffle": lambda numbers: numbers.shuffle(2, 1, reshuffle_each_iteration=False),
+    "shuffle, map": lambda numbers: numbers.shuffle(1).map(lambda x: x),
+    "batch": lambda numbers: numbers.batch(1),
+    "batch twice": lambda numbers: numbers.batch(1).batch(2),
+    "unbatch": lambda numbers: numbers.batch(2).unbatch(),
+    "flat map": lambda numbers: numbers.flat_map(Dataset.from_tensors),
+    "repeat": lambda numbers: numbers.repeat(2),
+}
+
+
+@pytest.mark.parametrize("calls", [None, 3])
+@pytest.mark.parametrize("of_source", [False, True])
+@pytest.mark.parametrize("name", AFTER_MAP)
+def test_an_error_ends_an_iteration_whose_state_another_continues(name, of_source, calls):
+    bad = {4, 7}
+
     def check(number):
         if int(number) in bad:
             raise ValueError(f"bad {number}")
         return number
 
-    return check
+    numbers = Dataset.from_generator(lambda: map(check, range(8)))
+    numbers = numbers if of_source else Dataset.range(8).map(check, num_parallel_calls=calls)
+    dataset, given = AFTER_MAP[name](numbers), []
+    iterator = iter(dataset)
+    with pytest.raises(ValueError, match="bad 4") as caught:
+        given.extend(map(repr, iterator))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "bad 4"
+    with pytest.raises(RuntimeError, match="ended with an error"):
+        next(iterator)
+    bad.clear()
+    resumed = iter(dataset)
+    resumed.load_state_dict(iterator.state_dict())
+    assert given + [*map(repr, resumed)] == [*map(repr, dataset)]
 
 
-RESUMABLE = {
-    "map": lambda dataset: dataset,
-    "map after map": lambda dataset: dataset.map(lambda x: x),
-    "prefetch": lambda dataset: dataset.prefetch(2),
-    "map on threads": lambda dataset: dataset.map(lambda x: x, num_parallel_calls=3),
-    "filter": lambda dataset: dataset.filter(lambda x: x >= 0),
-    "scan": lambda dataset: dataset.scan(0, lambda state, x: (state, x)),
-}
-PASSING_ON = {
-    "batch": lambda batches: batches,
-    "take": lambda batches: batches.take(9),
-    "repeat": lambda batches: batches.repeat(1),
-    "prefetch": lambda batches: batches.prefetch(2),
-    "map": lambda batches: batches.map(lambda batch: batch),
-}
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_interrupt_leaves_no_element_out(batched):
+    def interrupted(number):
+        if number == 2 and not interrupts:
+            interrupts.append(number)
+            raise KeyboardInterrupt
+        return number
+
+    interrupts = []
+    dataset = Dataset.range(6).map(interrupted)
+    dataset = dataset.batch(2) if batched else dataset
+    iterator, expected = iter(dataset), [[2, 3], [4, 5]] if batched else [2, 3, 4, 5]
+    for _ in range(1 if batched else 2):
+        next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    state = iterator.state_dict()
+    with pytest.raises(RuntimeError, match=r"interrupted in an element|ended with an error"):
+        next(iterator)
+    resumed = iter(dataset)
+    resumed.load_state_dict(state)
+    assert [each.tolist() for each in resumed] == expected
 
 
-@pytest.mark.parametrize("calls", [None, 3])
-@pytest.mark.parametrize("name", PASSING_ON)
-def test_a_batch_with_an_element_that_fails_fails_and_the_next_one_follows(name, calls):
-    batches = Dataset.range(9).map(fail_at(1, 5), num_parallel_calls=calls).batch(2)
-    iterator, values, errors = iter(PASSING_ON[name](batches)), [], []
-    for _ in range(5):
-        try:
-            values.append(next(iterator).tolist())
-        except ValueError as error:
-            errors.append(str(error))
-    assert (values, errors) == ([[2, 3], [6, 7], [8]], ["bad 1", "bad 5"]), name
-    assert not list(iterator)
-    with pytest.raises(ValueError, match="state_dict: map: fn has failed"):
-        iterator.state_dict()
-    assert [batch.tolist() for batch in batches.ignore_errors()] == values
+@pytest.mark.parametrize("ahead", ["map", "prefetch", "interleave"])
+def test_an_error_of_an_element_that_nobody_takes_is_none(ahead):
+    failed = threading.Event()
 
+    def check(number):
+        if int(number) == 3:
+            failed.set()
+            raise ValueError("bad")
+        return number
 
-@pytest.mark.parametrize("calls", [None, 3])
-@pytest.mark.parametrize("name", RESUMABLE)
-def test_an_iterator_goes_on_after_an_error_in_a_function_or_leaves_the_element_out(name, calls):
-    numbers = Dataset.range(8).shuffle(3, 1, reshuffle_each_iteration=False)
-    dataset = numbers.map(fail_at(2, 5, 7), num_parallel_calls=calls)
-    iterator, values, errors = iter(RESUMABLE[name](dataset)), [], []
-    for _ in range(8):
-        try:
-            values.append(int(next(iterator)))
-        except ValueError as error:
-            errors.append(str(error))
-    assert sorted(values) == [0, 1, 3, 4, 6]
-    assert sorted(errors) == ["bad 2", "bad 5", "bad 7"]
-    assert not list(iterator)
-    with pytest.raises(ValueError, match="state_dict: map: fn has failed"):
-        iterator.state_dict()
-    ignoring = RESUMABLE[name](dataset.ignore_errors())
-    assert [int(x) for x in ignoring] == values
-    half = iter(ignoring)
-    assert [int(next(half)) for _ in range(3)] == values[:3]
-    rest = iter(ignoring)
-    rest.load_state_dict(half.state_dict())
-    assert [int(x) for x in rest] == values[3:]
-    half.close()
-
-
-DYING = {
-    "shuffle": lambda dataset: dataset.shuffle(1),
-    "batches": lambda dataset: dataset.batch(1).batch(1),
-    "unbatch": lambda dataset: dataset.batch(1).unbatch(),
-    "shuffled batches": lambda dataset: dataset.shuffle(1).batch(1),
-    "flat map": lambda dataset: dataset.flat_map(Dataset.from_tensors),
-}
-
-
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("name", DYING)
-def test_an_iteration_that_cannot_go_on_after_an_error_says_so_at_each_attempt(name, filtered):
-    dataset = DYING[name](Dataset.range(8).map(fail_at(4)))
-    dataset = dataset.filter(lambda _: True) if filtered else dataset
-    if not filtered:
-        with pytest.raises(ValueError, match=r"directly after the map or filter"):
-            dataset.ignore_errors()
-    for iterator in (iter(dataset), iter(dataset.ignore_errors() if filtered else dataset)):
-        assert next(iterator).item() == 0
-        with pytest.raises(ValueError, match="bad 4") as caught:
-            list(iterator)
-        assert str(pickle.loads(pickle.dumps(caught.value))) == "bad 4"
-        with pytest.raises(RuntimeError, match=r"ended with an error.*ignore_errors"):
-            next(iterator)
-
-
-def test_an_error_of_a_source_is_not_ignored(caplog):
-    def numbers():
-        yield from (0, 1, 2)
-        raise OSError("disk")
-
-    dataset = Dataset.from_generator(numbers).map(fail_at(1))
-    for rest in (lambda dataset: dataset, lambda dataset: dataset.map(lambda x: x)):
-        iterator = iter(rest(dataset.ignore_errors(log_warning=True)))
-        assert [int(next(iterator)), int(next(iterator))] == [0, 2]
-        assert "bad 1" in caplog.text
-        with pytest.raises(OSError, match="disk"):
-            next(iterator)
-        assert iterator.state_dict()["count"] == 2
-        with pytest.raises(RuntimeError, match="ended with an error"):
-            next(iterator)
+    numbers = {
+        "map": lambda: Dataset.range(8).map(check, num_parallel_calls=8),
+        "prefetch": lambda: Dataset.range(8).map(check).prefetch(8),
+        "interleave": lambda: Dataset.range(1).interleave(
+            lambda _: Dataset.range(8).map(check), 2, 8, num_parallel_calls=1
+        ),
+    }[ahead]()
+    iterator = iter(numbers.map(lambda x: x).take(2))
+    assert next(iterator) == 0
+    assert failed.wait(DEADLINE_SECONDS)
+    assert list(iterator) == [1]
 
 
 def test_a_parallel_map_calls_the_function_on_several_threads_at_once():

@@ -69,6 +69,18 @@ LinearRegressor([COLUMN]).train(lambda: ({"y": X}, Y), steps=1)
 -> KeyError: no feature 'x'
 LinearRegressor([COLUMN], optimizer="Lion")
 -> ValueError: one of Adagrad, Adam, Ftrl, RMSProp, SGD, got 'Lion'
+DNNLinearCombinedEstimator(binary_class_head(), dnn_feature_columns=[COLUMN])
+-> ValueError: dnn_feature_columns with dnn_hidden_units
+LinearEstimator("binary", [COLUMN])
+-> TypeError: head must be one of
+add_metrics(model_to_estimator(compiled()), dict)
+-> ValueError: needs the estimator of a graph
+early_stopping.make_early_stopping_hook(model_to_estimator(compiled()), bool)
+-> ValueError: needs the estimator of a graph
+DNNLinearCombinedRegressor(**CLIPPING).train(lambda: (FEATURES, np.ones(64)), steps=1)
+-> ValueError: cannot clip
+LinearRegressor([COLUMN], warm_start_from=WarmStartSettings("x", "y")).train(inputs(4))
+-> ValueError: matches none
 DNNRegressor([1], [COLUMN], dropout=1.0)
 -> ValueError: below 1
 model_to_estimator(nd.Sequential([nd.layers.Dense(1)]))

@@ -167,8 +167,6 @@ def test_a_step_that_takes_too_long_does_not_wait_for_what_cannot_be_ended(monke
 
 # The code, and behind an arrow the error and a pattern of its message.
 MISTAKES = r"""
-g.Supervisor
--> AttributeError: is ndistribute\.compat\.tf1\.train\.Supervisor
 run(g.placeholder(float) + 1)
 -> InvalidArgumentError: has no value
 run(g.Variable(1.0))

@@ -131,6 +131,8 @@ def zeros(like: Array, shape: Shape, dtype: Any = None) -> Array:
     if isinstance(like, _HOST):
         # `zeros_like` takes three times as long for small arrays.
         return np.zeros(shape, dtype)
+    if not shape:  # CuPy takes no axes for the shape of the other array.
+        return np.zeros_like(like, dtype=dtype, shape=(1,)).reshape(shape)
     return np.zeros_like(like, dtype=dtype, shape=shape)
 
 

@@ -53,7 +53,6 @@ from ndistribute.models.metrics.counts import TruePositives as _TruePositives
 TruePositives = _TruePositives
 accuracy: Any
 auc: Any
-average_precision_at_k: Any
 deserialize: Any
 false_negatives: Any
 false_negatives_at_thresholds: Any
@@ -62,26 +61,17 @@ false_positives_at_thresholds: Any
 get: Any
 mean: Any
 mean_absolute_error: Any
-mean_cosine_distance: Any
 mean_iou: Any
 mean_per_class_accuracy: Any
-mean_relative_error: Any
 mean_squared_error: Any
 mean_tensor: Any
-percentage_below: Any
 precision: Any
-precision_at_k: Any
 precision_at_thresholds: Any
-precision_at_top_k: Any
 recall: Any
-recall_at_k: Any
 recall_at_thresholds: Any
-recall_at_top_k: Any
 root_mean_squared_error: Any
 sensitivity_at_specificity: Any
 serialize: Any
-sparse_average_precision_at_k: Any
-sparse_precision_at_k: Any
 specificity_at_sensitivity: Any
 true_negatives: Any
 true_negatives_at_thresholds: Any

@@ -280,6 +280,8 @@ class Function:
             _refuse_host(self.__name__, [*args, *kwargs.values()])
         if self.__name__ == "where" and not isinstance(args[0], ndarray):
             raise AttributeError(f"{type(args[0]).__name__!r} object has no attribute 'astype'")
+        if self.__name__.endswith("_like"):
+            kwargs["shape"] = kwargs.get("shape") or args[0].shape  # As CuPy does for ().
         return _call(self.__name__, self._function, [], args, kwargs)
 
 
@@ -341,7 +343,8 @@ def compute(call, reads, writes=()):
 
 def _wrap(result, parents):
     if isinstance(result, list | tuple):
-        return type(result)([_wrap(one, parents) for one in result])
+        wrap = functools.partial(_wrap, parents=parents)
+        return [*map(wrap, result)] if isinstance(result, list) else tuple(map(wrap, result))
     if not isinstance(result, np.ndarray | np.generic):
         return result
     base = getattr(result, "base", None)

@@ -8,12 +8,6 @@ Counter: Any
 CsvDataset: Any
 INFINITE_CARDINALITY: Any
 UNKNOWN_CARDINALITY: Any
-assert_cardinality: Any
-bucket_by_sequence_length: Any
 cardinality: Any
-get_single_element: Any
-group_by_window: Any
-ignore_errors: Any
 make_csv_dataset: Any
 rejection_resample: Any
-unique: Any
