@@ -18,34 +18,21 @@ import numpy as np
 
 import ndistribute as nd
 from ndistribute import graph, models
-from ndistribute.compat import programs, tensor_functions
+from ndistribute.compat import programs, signatures, tensor_functions
 from ndistribute.compat.keras_functions import keras_operation
 from ndistribute.compat.keras_layers import WithTensors, layer
 from ndistribute.compat.keras_objects import get_optimizer, with_decay
 from ndistribute.compat.signatures import (
     adapted,
-    binary,
-    counted,
-    floating,
-    index,
-    joining,
-    nothing,
     plainly,
     raising,
-    reduction,
     subclass,
     tensor_if_array,
     unary,
 )
 from ndistribute.compat.strategies import by_communication, strategy
 from ndistribute.compat.tensor_functions import eager_constant
-from ndistribute.compat.tensors import (
-    WatchingTape,
-    as_tensor,
-    assignable,
-    plain,
-    variable_type,
-)
+from ndistribute.compat.tensors import WatchingTape, as_tensor, assignable, plain, variable_type
 from ndistribute.data.iterator import ElementIterator
 from ndistribute.graph.graph import Symbolic
 from ndistribute.mistakes import accepting
@@ -94,15 +81,12 @@ class TensorDataset(nd.Dataset):
     map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
     prefetch = adapted(nd.Dataset.prefetch, buffer_size="n")
     cardinality = unary(lambda self: np.int64(nd.Dataset.cardinality(self)), 0)
-    reduce = unary(
-        lambda self, initial_state, reduce_func: nd.Dataset.reduce(
-            self, tensors(initial_state), reduce_func
-        ),
-        0,
-    )
 
     _convert = staticmethod(functools.partial(map_leaves, tensor_if_array))
     _function = staticmethod(lambda fn, what: _of_elements(nd.Dataset._function(fn, what)))
+
+    def reduce(self, initial_state: Any, reduce_func: Any, name: Any = None) -> Any:
+        return map_leaves(tensor_if_array, super().reduce(tensors(initial_state), reduce_func))
 
     def as_numpy_iterator(self) -> Any:
         """Return an iterator over arrays; text is bytes, as `numpy()` of tensors gives it."""
@@ -148,11 +132,6 @@ class Restored(SimpleNamespace):
         return self
 
 
-def _file_in(prefix: Any) -> Any:
-    """Return the path of a checkpoint, also for the path of a folder with a slash at the end."""
-    return f"{prefix}ckpt" if str(prefix).endswith(os.sep) else prefix
-
-
 class Checkpoint(nd.Checkpoint):
     """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
 
@@ -167,7 +146,8 @@ class Checkpoint(nd.Checkpoint):
             nd.Checkpoint(**{name: value}).restore(vars(self)["_restored"])
 
     def save(self, file_prefix: Any, options: Any = None) -> Any:
-        return super().save(_file_in(file_prefix))
+        is_folder = str(file_prefix).endswith(os.sep)
+        return super().save(f"{file_prefix}ckpt" if is_folder else file_prefix)
 
     def write(self, file_prefix: Any, options: Any = None) -> Any:
         """Write the state, and return the path that was passed."""
@@ -339,21 +319,21 @@ def _of_lists(loss: Any) -> Any:
 
 ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
-    "binary": lambda operation: unary(binary(operation), 0),
+    "binary": lambda operation: unary(signatures.binary(operation), 0),
     "by_communication": by_communication,
     "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
-    "counted": counted,
+    "counted": signatures.counted,
     "dtype": np.dtype,
     "eagerly": minimizing,
     "file": raising,
-    "floating": lambda operation: unary(floating(operation)),
-    "index": index,
+    "floating": lambda operation: unary(signatures.floating(operation)),
+    "index": signatures.index,
     "initializer": lambda kind: subclass(kind, "dtype"),
-    "joining": joining,
+    "joining": signatures.joining,
     "keras": keras_operation,
     "layer": layer,
     "last_axis": lambda operation: unary(
-        lambda logits, axis=-1: floating(operation)(logits, -1 if axis is None else axis),
+        lambda x, axis=-1: signatures.floating(operation)(x, -1 if axis is None else axis),
         dim="axis",
     ),
     "loss": lambda kind: (
@@ -374,12 +354,12 @@ ADAPTERS: dict[str, Any] = {
         apply_gradients=constraining(kind),
         minimize=minimizing_at_once(kind),
     ),
-    "reduction": reduction,
+    "reduction": signatures.reduction,
     "resolver": lambda kind: subclass(kind, "rpc_layer", rpc_layer="grpc"),
     "server": lambda kind: subclass(kind, __init__=_only_grpc(kind.__init__)),
     "strategy": strategy,
     "unary": unary,
-    "writer": lambda kind: subclass(kind, add_run_metadata=nothing),
+    "writer": lambda kind: subclass(kind, add_run_metadata=signatures.nothing),
 }
 BY_PROGRAM: dict[str, Any] = {
     "graph": programs.in_graphs_only,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from ndistribute.autodiff.rules.placing import placed
 from ndistribute.compat.scatters import inside
 from ndistribute.compat.signatures import axis_of
 from ndistribute.compat.tensors import convert_to_tensor
-from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape
 from ndistribute.mistakes import accepting
@@ -42,30 +42,7 @@ def sort(values: Any, axis: int = -1, direction: str = "ASCENDING") -> Any:
     return np.take_along_axis(values, argsort(values, axis, direction), axis)
 
 
-class TopK(NamedTuple):
-    """What `top_k` returns."""
-
-    values: Any
-    indices: Any
-
-
-class Unique(NamedTuple):
-    """What `unique` returns."""
-
-    y: Any
-    idx: Any
-
-
-class UniqueWithCounts(NamedTuple):
-    """What `unique_with_counts` returns."""
-
-    y: Any
-    idx: Any
-    count: Any
-
-
-_looping = accepting("back_prop", "infer_shape", "parallel_iterations", "swap_memory")
-"""What changes the speed of loops alone."""
+TopK = namedtuple("TopK", "values indices")
 
 
 def top_k(input: Any, k: int = 1, sorted: bool = True) -> TopK:
@@ -82,11 +59,6 @@ def as_text(bytes_or_text: Any, encoding: str = "utf-8") -> str:
 def as_bytes(bytes_or_text: Any, encoding: str = "utf-8") -> bytes:
     """Return bytes or text as bytes."""
     return as_text(bytes_or_text, encoding).encode(encoding)
-
-
-def dynamic_partition(data: Any, partitions: Any, num_partitions: int) -> list[Any]:
-    """Return the rows of each part, in a list."""
-    return [data[np.equal(np.asarray(partitions), part)] for part in range(num_partitions)]
 
 
 def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
@@ -154,21 +126,6 @@ def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any
     return np.pad(tensor, np.asarray(paddings), mode.lower(), **options)  # type: ignore[call-overload]
 
 
-def unique(x: Any, out_idx: Any = np.int32) -> Any:
-    """Return the different elements in the order of the first of each, and the place of each."""
-    return Unique(*unique_with_counts(x, out_idx)[:2])
-
-
-def unique_with_counts(x: Any, out_idx: Any = np.int32) -> Any:
-    """Return what `unique` does, and how often each element occurs."""
-    if np.ndim(x) != 1:
-        raise InvalidArgumentError(f"unique: expected one axis, got shape {np.shape(x)}.")
-    _, first, inverse, counts = np.unique(x, True, True, True)
-    order = np.argsort(first)
-    rank = np.argsort(order).astype(out_idx)
-    return UniqueWithCounts(x[first[order]], rank[inverse], counts[order].astype(out_idx))
-
-
 def meshgrid(*args: Any, indexing: str = "xy") -> Any:
     """Return grids of coordinates."""
     return np.meshgrid(*map(convert_to_tensor, args), indexing=indexing)  # type: ignore[call-overload]
@@ -187,13 +144,6 @@ def sequence_mask(lengths: Any, maxlen: Any = None, dtype: Any = np.bool_) -> An
     return np.less(np.arange(count), np.asarray(lengths)[..., None]).astype(dtype)
 
 
-def searchsorted(
-    sorted_sequence: Any, values: Any, side: str = "left", out_type: Any = np.int32
-) -> Any:
-    """Return where values belong in a sorted sequence."""
-    return np.searchsorted(sorted_sequence, values, side).astype(out_type)  # type: ignore[call-overload]
-
-
 def broadcast_to(input: Any, shape: Any) -> Any:
     """Return the tensor with a greater shape."""
     return np.broadcast_to(input, tuple(np.asarray(shape)))
@@ -205,34 +155,12 @@ def ensure_shape(x: Any, shape: Any) -> Any:
     return x
 
 
-@_looping
+@accepting("back_prop", "infer_shape", "parallel_iterations", "swap_memory")
 def map_fn(fn: Any, elems: Any, dtype: Any = None, fn_output_signature: Any = None) -> Any:
     """Return the results of a function for the rows of a nest, stacked."""
     columns = map(convert_to_tensor, flatten(elems))
     results = [fn(unflatten(elems, row)) for row in zip(*columns, strict=True)]
     return map_leaves(lambda *leaves: np.stack(list(map(convert_to_tensor, leaves))), *results)
-
-
-@_looping
-def foldl(fn: Any, elems: Any, initializer: Any = None) -> Any:
-    """Return what a function makes of a value and of each row in turn."""
-    rows = iter(convert_to_tensor(elems))
-    value = next(rows) if initializer is None else convert_to_tensor(initializer)
-    for row in rows:
-        value = fn(value, row)
-    return value
-
-
-@_looping
-def scan(fn: Any, elems: Any, initializer: Any = None, reverse: bool = False) -> Any:
-    """Return all values of `foldl`, stacked; with `reverse`, from the last row on."""
-    elems = convert_to_tensor(elems)
-    elems = elems[::-1] if reverse else elems
-    values = [elems[0] if initializer is None else convert_to_tensor(initializer)]
-    for row in elems[1:] if initializer is None else elems:
-        values.append(fn(values[-1], row))
-    values = values if initializer is None else values[1:]
-    return np.stack(values[::-1] if reverse else values)
 
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
@@ -247,11 +175,6 @@ def l2_normalize(x: Any, axis: Any = None, epsilon: float = 1e-12) -> Any:
     """Return the tensor divided by its norm."""
     squares = np.sum(np.square(x), axis=axis_of(axis), keepdims=True)
     return x / np.sqrt(np.maximum(squares, epsilon))
-
-
-def euclidean_norm(input_tensor: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the square root of the sum of the squares."""
-    return np.sqrt(np.sum(np.square(input_tensor), axis=axis_of(axis), keepdims=keepdims))
 
 
 def moments(x: Any, axes: Any, shift: Any = None, keepdims: bool = False) -> Any:
@@ -275,16 +198,6 @@ def divide_no_nan(x: Any, y: Any) -> Any:
     return np.where(is_zero, np.zeros_like(x), x / np.where(is_zero, np.ones_like(y), y))
 
 
-def invert_permutation(x: Any) -> Any:
-    """Return the place of each number, from 0."""
-    return np.argsort(x).astype(x.dtype)
-
-
-def unravel_index(indices: Any, dims: Any) -> Any:
-    """Return a row for each axis of the places of elements that are counted through."""
-    return np.stack(np.unravel_index(indices, axis_of(dims))).astype(indices.dtype)
-
-
 def saturate_cast(value: Any, dtype: Any) -> Any:
     """Return the elements in another dtype, limited to what it can hold."""
     old, new = np.dtype(value.dtype), np.dtype(dtype)
@@ -299,33 +212,9 @@ def saturate_cast(value: Any, dtype: Any) -> Any:
     return np.clip(value, least, greatest).astype(new)
 
 
-def assert_rank(x: Any, rank: int, message: str = "") -> None:
-    """Raise `InvalidArgumentError` if a tensor has not this number of axes."""
-    if np.ndim(x) != rank:
-        raise InvalidArgumentError(f"{message} : {np.ndim(x)} axes, expected {rank}.")
-
-
-def assert_type(tensor: Any, tf_type: Any, message: str = "") -> None:
-    """Raise a `TypeError` if a tensor has not this dtype."""
-    if tensor.dtype != tf_type:
-        raise TypeError(f"{message} : {tensor.dtype}, expected {np.dtype(tf_type)}.")
-
-
 def squared_difference(x: Any, y: Any) -> Any:
     """Return the square of a difference."""
     return np.square(x - convert_to_tensor(y))
-
-
-def bincount(
-    arr: Any,
-    weights: Any = None,
-    minlength: Any = None,
-    maxlength: Any = None,
-    dtype: Any = np.int32,
-) -> Any:
-    """Return how often each number occurs, or the sums of their weights."""
-    counts = np.bincount(np.ravel(arr), weights, minlength or 0)[:maxlength]
-    return counts.astype(dtype if weights is None else convert_to_tensor(weights).dtype)
 
 
 def confusion_matrix(
@@ -341,19 +230,10 @@ def confusion_matrix(
 
 def unsorted_segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     """Return the sums of the rows of each segment."""
-    totals, rows = (
-        np.zeros((int(num_segments), *data.shape[1:]), data.dtype),
-        np.asarray(segment_ids),
-    )
+    totals = np.zeros((int(num_segments), *data.shape[1:]), data.dtype)
+    rows = np.asarray(segment_ids)
     kept = rows >= 0  # TensorFlow drops the others.
     return tensor_scatter_nd_add(totals, rows[kept][:, None], data[kept])
-
-
-def count_nonzero(
-    input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = np.int64
-) -> Any:
-    """Return how many elements are not 0."""
-    return np.sum(np.not_equal(input, 0), axis_of(axis), dtype, keepdims=keepdims)
 
 
 def _cumulative(operation: Any, start: int) -> Any:
@@ -424,61 +304,9 @@ def svd(tensor: Any, full_matrices: bool = False, compute_uv: bool = True) -> An
     return s, u, np.swapaxes(v, -1, -2)
 
 
-def matvec(a: Any, b: Any, transpose_a: bool = False) -> Any:
-    """Return products of matrices and vectors."""
-    a = np.swapaxes(a, -1, -2) if transpose_a else a
-    return np.matmul(a, convert_to_tensor(b)[..., None])[..., 0]
-
-
 def matrix_transpose(a: Any) -> Any:
     """Return matrices with rows and columns exchanged."""
     return np.swapaxes(a, -1, -2)
-
-
-def diag(diagonal: Any) -> Any:
-    """Return matrices with diagonals."""
-    return diagonal[..., None] * np.eye(diagonal.shape[-1], dtype=diagonal.dtype)
-
-
-def tensor_diag(diagonal: Any) -> Any:
-    """Return a tensor with the axes of a diagonal twice."""
-    shape = diagonal.shape
-    return np.reshape(diag(np.reshape(diagonal, (-1,))), (*shape, *shape))
-
-
-def tensor_diag_part(input: Any) -> Any:
-    """Return the diagonal of a tensor whose first half of axes is like the second."""
-    shape = input.shape[: input.ndim // 2]
-    return np.reshape(np.diagonal(np.reshape(input, (math.prod(shape), -1))), shape)
-
-
-def trace(x: Any) -> Any:
-    """Return the sums of the diagonals of matrices."""
-    return np.trace(x, 0, -2, -1, dtype=x.dtype)
-
-
-def diag_part(input: Any) -> Any:
-    """Return the diagonals of matrices."""
-    return np.diagonal(input, 0, -2, -1)
-
-
-def normalize(tensor: Any, ord: Any = "euclidean", axis: Any = None) -> Any:
-    """Return the tensor divided by its norm, and the norm."""
-    kind = None if ord == "euclidean" else ord
-    size = np.linalg.norm(tensor, kind, axis_of(axis), keepdims=True)
-    return tensor / size, size
-
-
-@accepting("exclusive", "strict")
-def case(pred_fn_pairs: Any, default: Any = None) -> Any:
-    """Return the result of the first function whose condition is true."""
-    return next((fn for condition, fn in pred_fn_pairs if condition), default)()
-
-
-def switch_case(branch_index: Any, branch_fns: Any, default: Any = None) -> Any:
-    """Return the result of the function of a number."""
-    branches = dict(branch_fns if isinstance(branch_fns, dict) else enumerate(branch_fns))
-    return branches.get(int(branch_index), default or [*branches.values()][-1])()
 
 
 def to_number(input: Any, out_type: Any = np.float32) -> Any:
@@ -509,26 +337,17 @@ def text_join(inputs: Any, separator: str = "") -> Any:
 
 def regex_replace(input: Any, pattern: str, rewrite: str, replace_global: bool = True) -> Any:
     """Return text with what a regular expression finds replaced."""
-    count = 0 if replace_global else 1
-    return np.vectorize(lambda text: re.sub(pattern, rewrite, text, count=count), otypes=[str])(
-        input
-    )
+    replaced = functools.partial(re.sub, pattern, rewrite, count=0 if replace_global else 1)
+    return np.vectorize(replaced, otypes=[str])(input)
 
 
-def text_case(change: Any) -> Any:
-    """Return a function that changes the case of ASCII's letters, or of all if told so."""
-
-    def call(input: Any, encoding: str = "") -> Any:
-        if encoding not in ("", "utf-8"):
-            raise ValueError(f"encoding must be '' or 'utf-8', got {encoding!r}.")
-        if encoding:
-            return change(input)
-        return np.char.decode(change(np.char.encode(np.asarray(input), "utf-8")), "utf-8")
-
-    return call
-
-
-lower, upper = text_case(np.strings.lower), text_case(np.strings.upper)
+def lower(input: Any, encoding: str = "") -> Any:
+    """Return text with small letters of ASCII, or with all small if told so."""
+    if encoding not in ("", "utf-8"):
+        raise ValueError(f"encoding must be '' or 'utf-8', got {encoding!r}.")
+    if encoding:
+        return np.strings.lower(input)
+    return np.char.decode(np.strings.lower(np.char.encode(np.asarray(input), "utf-8")), "utf-8")
 
 
 def band_part(input: Any, num_lower: int, num_upper: int) -> Any:
@@ -544,24 +363,9 @@ def segment_sum(data: Any, segment_ids: Any) -> Any:
     return unsorted_segment_sum(data, segment_ids, int(np.max(segment_ids)) + 1)
 
 
-def polyval(coeffs: Any, x: Any) -> Any:
-    """Return the value of a polynomial, whose first coefficient is that of the highest power."""
-    return np.polyval([np.asarray(each) for each in coeffs], convert_to_tensor(x))
-
-
 def softsign(features: Any) -> Any:
     """Return the elements divided by one more than their size."""
     return features / (np.abs(features) + 1)
-
-
-def lstsq(matrix: Any, rhs: Any) -> Any:
-    """Return the solutions of least squares."""
-    return np.linalg.lstsq(matrix, np.asarray(rhs, matrix.dtype), rcond=None)[0]
-
-
-def logdet(matrix: Any) -> Any:
-    """Return the logarithms of determinants."""
-    return np.linalg.slogdet(matrix)[1]
 
 
 def to_categorical(x: Any, num_classes: int | None = None) -> Any:

@@ -51,14 +51,6 @@ def adjust_brightness(image: Any, delta: Any) -> Any:
 
 
 @_in_floats
-def adjust_gamma(image: Any, gamma: float = 1, gain: float = 1) -> Any:
-    """Return an image with its floats raised to a power, and multiplied."""
-    if gamma < 0:
-        raise ValueError(f"gamma must be 0 or more, got {gamma}.")
-    return image**gamma * gain
-
-
-@_in_floats
 def adjust_contrast(images: Any, contrast_factor: Any) -> Any:
     """Return images with the distance to the mean of each channel multiplied."""
     mean = np.mean(images, (-3, -2), keepdims=True)
@@ -96,11 +88,6 @@ def flip_left_right(image: Any) -> Any:
 def flip_up_down(image: Any) -> Any:
     """Return images with their rows reversed."""
     return np.flip(image, -3)
-
-
-def transpose(image: Any) -> Any:
-    """Return images with rows and columns exchanged."""
-    return np.swapaxes(image, -3, -2)
 
 
 def rot90(image: Any, k: int = 1) -> Any:
@@ -145,9 +132,9 @@ def central_crop(image: Any, central_fraction: float) -> Any:
     """Return the middle of images."""
     if not 0 < central_fraction <= 1:
         raise ValueError(f"central_fraction must be in (0, 1], got {central_fraction}.")
-    height, width = image.shape[-3:-1]
-    rows, columns = (int((size - size * central_fraction) / 2) for size in (height, width))
-    return crop_to_bounding_box(image, rows, columns, height - 2 * rows, width - 2 * columns)
+    sides = image.shape[-3:-1]
+    kept = [side - 2 * int((side - side * central_fraction) / 2) for side in sides]
+    return resize_with_crop_or_pad(image, *kept)
 
 
 def resize(
@@ -201,30 +188,27 @@ def sobel_edges(image: Any) -> Any:
     """Return the change of images along rows and along columns, in a last axis of two."""
     borders = ((0, 0),) * (image.ndim - 3) + ((1, 1), (1, 1), (0, 0))
     padded = np.pad(image, borders, "reflect")
-    changes = []
-    for along, across in ((-3, -2), (-2, -3)):
-        ends = [np.take(padded, np.arange(k, k + image.shape[along]), along) for k in (0, 2)]
-        parts = [
-            np.take(ends[1] - ends[0], np.arange(k, k + image.shape[across]), across)
-            for k in range(3)
-        ]
-        changes.append(parts[0] + 2 * parts[1] + parts[2])
-    return np.stack(changes, -1)
+
+    def thirds(array: Any, axis: int) -> list[Any]:
+        length = image.shape[axis]
+        return [np.take(array, np.arange(k, k + length), axis) for k in range(3)]
+
+    def change(along: int, across: int) -> Any:
+        before, _, after = thirds(padded, along)
+        left, middle, right = thirds(after - before, across)
+        return left + 2 * middle + right
+
+    return np.stack([change(-3, -2), change(-2, -3)], -1)
 
 
 def resize_with_pad(
-    image: Any,
-    target_height: int,
-    target_width: int,
-    method: str = "bilinear",
-    antialias: bool = False,
+    image: Any, target_height: int, target_width: int, method: str = "bilinear"
 ) -> Any:
     """Return images of a size, with zeros around them that keep the proportions."""
-    height, width = image.shape[-3:-1]
-    scale = min(target_height / height, target_width / width)
-    size = [min(int(height * scale), target_height), min(int(width * scale), target_width)]
-    image = resize(image, [max(length, 1) for length in size], method, antialias=antialias)
-    return resize_with_crop_or_pad(image, target_height, target_width)
+    lengths, wanted = image.shape[-3:-1], (target_height, target_width)
+    scale = min(new / old for new, old in zip(wanted, lengths, strict=True))
+    size = [max(min(int(old * scale), new), 1) for new, old in zip(wanted, lengths, strict=True)]
+    return resize_with_crop_or_pad(resize(image, size, method), *wanted)
 
 
 def random_crop(value: Any, size: Any, seed: Any = None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 import types
+from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
@@ -103,8 +104,8 @@ class Names(types.ModuleType):
         hint = f"Similar names: {', '.join(close)}." if close else f"dir({where}) lists the names."
         if elsewhere:
             hint = f"Use {min(elsewhere, key=lambda at: ('compat' in at, len(at)))}."
-        instead = INSTEAD.get(path) or INSTEAD.get(f"{path.rpartition('.')[0]}.*")
-        hint = f"Use {instead}." if instead else hint
+        instead = [INSTEAD[pattern] for pattern in INSTEAD if fnmatchcase(path, pattern)]
+        hint = f"Use {instead[0]}." if instead else hint
         return f"{where}.{name} does not exist in {ROOT}{root}. {hint}"
 
 

@@ -78,10 +78,6 @@ def _gamma(shape: Any, alpha: Any, beta: Any = 1, dtype: Any = np.float32, seed:
     return generator(seed).gamma(alpha, 1 / np.asarray(beta), size).astype(dtype)
 
 
-def _poisson(shape: Any, lam: Any, dtype: Any = np.float32, seed: Any = None) -> Any:
-    return generator(seed).poisson(lam, (*axis_of(shape), *np.shape(lam))).astype(dtype)
-
-
 def _stateless(draw: Any) -> Any:
     """Return a function that draws the same numbers for a seed of two numbers each time."""
 
@@ -115,7 +111,7 @@ normal = graph.random_normal, _initializing(_normal)
 uniform = graph.random_uniform, _initializing(_uniform)
 truncated_normal = graph.truncated_normal, _initializing(_truncated_normal)
 shuffle, categorical = unary(_shuffle), unary(_categorical)
-gamma, poisson = unary(_gamma, 0), unary(_poisson, 0)
+gamma = unary(_gamma, 0)
 stateless_normal, stateless_uniform = _stateless(_normal), _stateless(_uniform)
 stateless_truncated_normal = _stateless(_truncated_normal)
 
@@ -265,14 +261,13 @@ def skipgrams(
     window_size: int = 4,
     negative_samples: float = 1.0,
     shuffle: bool = True,
-    categorical: bool = False,
     sampling_table: Any = None,
     seed: Any = None,
-) -> tuple[list[list[int]], list[Any]]:
+) -> tuple[list[list[int]], list[int]]:
     """Return pairs of a word and one near it, and as many as asked with a random word; and labels.
 
-    Labels are 1 for words that are near, and 0; with `categorical` rows with a one. The word 0 is
-    left out, as `sampling_table` leaves out frequent ones: it has the probability to keep each.
+    Labels are 1 for words that are near, and 0. The word 0 is left out, as `sampling_table` leaves
+    out frequent ones: it has the probability to keep each.
     """
     rng, words = generator(seed), [int(word) for word in sequence]
     pairs = [
@@ -282,11 +277,9 @@ def skipgrams(
         for near, other in enumerate(words)
         if other and 0 < abs(near - place) <= window_size
     ]
-    labels: list[Any] = [1] * len(pairs)
+    labels = [1] * len(pairs)
     for k in rng.integers(0, len(pairs) or 1, int(len(pairs) * negative_samples)):
         pairs.append([pairs[k][0], int(rng.integers(1, vocabulary_size))])
     labels += [0] * (len(pairs) - len(labels))
-    if categorical:
-        labels = [[1 - label, label] for label in labels]
     order = rng.permutation(len(pairs)) if shuffle else range(len(pairs))
     return [pairs[k] for k in order], [labels[k] for k in order]

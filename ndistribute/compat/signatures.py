@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,7 @@ import ndistribute as nd
 from ndistribute import graph
 from ndistribute.autodiff import Tracked
 from ndistribute.compat import op_errors
-from ndistribute.compat.tensors import (
-    Tensor,
-    as_tensor,
-    convert_to_tensor,
-    matched,
-    plain,
-)
+from ndistribute.compat.tensors import Tensor, as_tensor, convert_to_tensor, matched, plain
 from ndistribute.errors import InvalidArgumentError, NotFoundError, OperationError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.models import nn
@@ -120,13 +115,14 @@ def floating(operation: Any) -> Any:
 
 def reduction(operation: Any) -> Any:
     """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
-    limit, refusing = _OF_NOTHING.get(operation), floating(operation)
+    limit, refusing = _OF_NOTHING.get(operation, ""), floating(operation)
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
         axes, kind = axis_of(axis), "" if tensor.dtype is None else np.dtype(tensor.dtype).kind
-        if limit is not None and isinstance(tensor, Tensor) and not tensor.size:
+        if limit and isinstance(tensor, Tensor) and not tensor.size:
             shape = np.sum(tensor, axes, keepdims=keepdims).shape
-            return np.full(shape, _limits(tensor.dtype)[limit], tensor.dtype)
+            bounds = np.iinfo(tensor.dtype) if kind in ("i", "u") else _INFINITE
+            return np.full(shape, getattr(bounds, limit), tensor.dtype)
         fits = operation in _OF_BOOLEANS or (operation in _OF_INTEGERS and kind != "b")
         result = (operation if fits else refusing)(tensor, axis=axes, keepdims=keepdims)
         widened = kind in ("i", "u") and result.dtype != tensor.dtype
@@ -136,14 +132,9 @@ def reduction(operation: Any) -> Any:
 
 
 _OF_BOOLEANS, _OF_INTEGERS = (np.all, np.any), (np.max, np.mean, np.min, np.prod, np.sum)
-_OF_NOTHING = {np.max: 0, nn.logsumexp: 0, np.min: 1}
+_OF_NOTHING = {np.max: "min", nn.logsumexp: "min", np.min: "max"}
 """Which limit of the dtype a reduction of no elements returns."""
-
-
-def _limits(dtype: Any) -> tuple[Any, Any]:
-    """Return the least and the greatest value of a dtype."""
-    bounds = np.iinfo(dtype) if dtype.kind in "iu" else None
-    return (-np.inf, np.inf) if bounds is None else (bounds.min, bounds.max)
+_INFINITE = SimpleNamespace(min=-np.inf, max=np.inf)
 
 
 _NAMES = "scalar x y a b matrix rhs".split()

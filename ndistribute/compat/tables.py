@@ -16,8 +16,8 @@ TF2 = """
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
     get_virtual_device_configuration=get_logical_device_configuration
-    set_virtual_device_configuration=set_logical_device_configuration
-    .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
+    set_virtual_device_configuration=set_logical_device_configuration  .compat.signatures:
+    enable_op_determinism=nothing set_memory_growth=nothing
 [config.optimizer] .compat.signatures: set_experimental_options=nothing set_jit=nothing
 [config.threading] .compat.signatures: set_inter_op_parallelism_threads=nothing
     set_intra_op_parallelism_threads=nothing
@@ -26,18 +26,17 @@ TF2 = """
 [data.experimental] .data: AUTOTUNE INFINITE_CARDINALITY UNKNOWN_CARDINALITY
     .compat.adapters: Counter CsvDataset cardinality make_csv_dataset rejection_resample
     ndistribute: AutoShardPolicy
-[bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift
-    numpy/unary: invert
+[bitwise] numpy/binary: bitwise_and bitwise_or bitwise_xor left_shift right_shift  numpy/unary:
+    invert
 [autograph] .compat.signatures: set_verbosity=nothing
-[autograph.experimental] .compat.signatures: set_loop_options=nothing
-    .compat.adapters: do_not_convert
+[autograph.experimental] .compat.signatures: set_loop_options=nothing  .compat.adapters:
+    do_not_convert
 [debugging] numpy/asserting: assert_equal=equal assert_greater=greater
     assert_greater_equal=greater_equal assert_less=less assert_less_equal=less_equal
     assert_near=isclose assert_non_negative=greater_equal assert_none_equal=not_equal
-    assert_positive=greater  .compat.array_functions/unary: assert_rank assert_type
-    .compat.signatures: enable_check_numerics=nothing set_log_device_placement=nothing
-    .compat.tensor_functions: Assert=check_true  .compat.tensor_functions/unary:
-    assert_all_finite=check_numerics check_numerics
+    assert_positive=greater  .compat.signatures: enable_check_numerics=nothing
+    set_log_device_placement=nothing  .compat.tensor_functions: Assert=check_true
+    .compat.tensor_functions/unary: assert_all_finite=check_numerics check_numerics
 [image] .compat.image_functions/unary: * stateless_random_brightness=random_brightness
     stateless_random_contrast=random_contrast stateless_random_crop=random_crop
     stateless_random_flip_left_right=random_flip_left_right
@@ -45,19 +44,18 @@ TF2 = """
     .compat.files: decode_bmp=decode_image decode_image decode_jpeg=decode_image
     decode_png=decode_image
 [image.ResizeMethod] text: BILINEAR=bilinear NEAREST_NEIGHBOR=nearest
-[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft
-    rfft2d=rfft2
+[signal] numpy.fft/unary: fft fft2d=fft2 ifft ifft2d=ifft2 irfft irfft2d=irfft2 rfft rfft2d=rfft2
 [strings] .compat.array_functions/unary: length=text_length lower regex_replace split=text_split
-    to_number upper  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
+    to_number  .compat.array_functions/operation: join=text_join  numpy.strings/unary: strip
 [UnconnectedGradients] text: NONE=none ZERO=zero
 [version] .compat.tf: GIT_VERSION=__version__ VERSION=__version__
-[distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy
-    ndistribute: CrossDeviceOps
-    DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
-    InputOptions InputReplicationMode NcclAllReduce ReduceOp ReductionToOneDevice ReplicaContext
-    RunOptions Strategy experimental_set_strategy=set_strategy has_strategy in_cross_replica_context
-    ndistribute/server: Server  ndistribute/strategy: CentralStorageStrategy MirroredStrategy
-    MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy
+[distribute] .compat.strategies: StrategyExtended get_replica_context get_strategy  ndistribute:
+    CrossDeviceOps DistributedDataset DistributedIterator DistributedValues
+    HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode NcclAllReduce ReduceOp
+    ReductionToOneDevice ReplicaContext RunOptions Strategy experimental_set_strategy=set_strategy
+    has_strategy in_cross_replica_context  ndistribute/server: Server  ndistribute/strategy:
+    CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
+    ParameterServerStrategy TPUStrategy
 [distribute.cluster_resolver] .cluster: ClusterResolver  ndistribute: KubernetesClusterResolver
     SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver UnionResolver
     ndistribute/resolver: TPUClusterResolver
@@ -65,11 +63,11 @@ TF2 = """
     PerWorkerValues=PerWorkerValue
 [distribute.experimental] .compat.tf.distribute/by_communication: MultiWorkerMirroredStrategy
     .compat.tf.distribute: CentralStorageStrategy MirroredStrategy OneDeviceStrategy
-    ParameterServerStrategy TPUStrategy coordinator
-    ndistribute: CollectiveCommunication=CommunicationImplementation CommunicationImplementation
-    CommunicationOptions  .models: TerminationConfig
-    .compat.configuration: PreemptionCheckpointHandler=preemption_handler PreemptionWatcher
-    ndistribute: CollectiveHints=CommunicationOptions ValueContext=ReplicaContext
+    ParameterServerStrategy TPUStrategy coordinator  ndistribute:
+    CollectiveCommunication=CommunicationImplementation CommunicationImplementation
+    CommunicationOptions  .models: TerminationConfig  .compat.configuration:
+    PreemptionCheckpointHandler=preemption_handler PreemptionWatcher  ndistribute:
+    CollectiveHints=CommunicationOptions ValueContext=ReplicaContext
 [distribute.experimental.partitioners] .variables.partitioners: *
 [dtypes] .compat.graphs: as_dtype=dtype_of  .compat.tensor_functions: cast  numpy: DType=dtype
     numpy/dtype: bool=bool_ complex128 complex64 double=float64 float16 float32 float64 half=float16
@@ -187,44 +185,38 @@ TF2 = """
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] .compat.array_functions/unary: band_part diag diag_part logdet lstsq matrix_transpose
-    matvec tensor_diag tensor_diag_part trace
-    .compat.array_functions/floating: l2_normalize normalize svd
-    numpy/operation: einsum  numpy/binary: tensordot
-    numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
+[linalg] .compat.array_functions/unary: band_part matrix_transpose
+    .compat.array_functions/floating: l2_normalize svd  numpy/operation: einsum  numpy/binary:
+    tensordot  numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
     numpy.linalg/binary: cross solve  .compat.tensor_functions: eye global_norm matmul norm
-[math] .compat.array_functions/unary: bincount confusion_matrix count_nonzero cumprod cumsum
-    divide_no_nan invert_permutation segment_sum squared_difference top_k unsorted_segment_sum
-    .compat.array_functions/floating: erf l2_normalize log_sigmoid
-    reduce_euclidean_norm=euclidean_norm rsqrt softsign  .compat.array_functions/operation: polyval
-    .models.nn/last_axis: log_softmax softmax  numpy/unary: abs angle conj imag
-    is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative
-    real reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
+[math] .compat.array_functions/unary: confusion_matrix cumprod cumsum divide_no_nan
+    segment_sum squared_difference top_k unsorted_segment_sum  .compat.array_functions/floating: erf
+    l2_normalize log_sigmoid rsqrt softsign  .models.nn/last_axis: log_softmax softmax  numpy/unary:
+    abs angle conj imag is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative real
+    reciprocal round sign square  numpy/floating: acos=arccos acosh=arccosh asin=arcsin
     asinh=arcsinh atan=arctan atanh=arctanh ceil cos cosh exp expm1 floor log log1p rint sin sinh
-    sqrt tan tanh  numpy/binary: add nextafter realdiv=divide truncatemod=fmod
-    atan2=arctan2 divide equal floordiv=floor_divide floormod=remainder greater greater_equal less
-    less_equal logical_and logical_or logical_xor maximum minimum mod=remainder multiply not_equal
-    pow=power scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all
-    reduce_any=any reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std
-    reduce_sum=sum reduce_variance=var  numpy/index: argmax argmin
-    .models.nn/reduction: reduce_logsumexp=logsumexp  .models.activations/floating: softplus
-    .models.nn/floating: sigmoid  .compat.tensor_functions: accumulate_n=add_n add_n in_top_k
-    .compat.graphs/operation: zero_fraction
+    sqrt tan tanh  numpy/binary: add nextafter realdiv=divide truncatemod=fmod atan2=arctan2 divide
+    equal floordiv=floor_divide floormod=remainder greater greater_equal less less_equal logical_and
+    logical_or logical_xor maximum minimum mod=remainder multiply not_equal pow=power
+    scalar_mul=multiply subtract truediv=divide  numpy/reduction: reduce_all=all reduce_any=any
+    reduce_max=max reduce_mean=mean reduce_min=min reduce_prod=prod reduce_std=std reduce_sum=sum
+    reduce_variance=var  numpy/index: argmax argmin  .models.nn/reduction:
+    reduce_logsumexp=logsumexp  .models.activations/floating: softplus  .models.nn/floating: sigmoid
+    .compat.tensor_functions: accumulate_n=add_n add_n in_top_k  .compat.graphs/operation:
+    zero_fraction
 [nest] .compat.nests: *
 [nn] .compat.array_functions/unary: moments relu relu6 top_k  .compat.array_functions/floating:
-    batch_normalization gelu l2_normalize log_sigmoid selu softsign
-    .models.activations/floating: elu softplus  .models.nn/floating: sigmoid silu swish=silu
-    numpy/floating: tanh  .compat.tensor_functions: bias_add dropout embedding_lookup
-    in_top_k l2_loss leaky_relu sigmoid_cross_entropy_with_logits=sigmoid_loss
-    softmax_cross_entropy_with_logits=softmax_loss
+    batch_normalization gelu l2_normalize log_sigmoid selu softsign  .models.activations/floating:
+    elu softplus  .models.nn/floating: sigmoid silu swish=silu  numpy/floating: tanh
+    .compat.tensor_functions: bias_add dropout embedding_lookup in_top_k l2_loss leaky_relu
+    sigmoid_cross_entropy_with_logits=sigmoid_loss softmax_cross_entropy_with_logits=softmax_loss
     sparse_softmax_cross_entropy_with_logits=softmax_loss  .compat.graphs/unary: avg_pool
-    avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction
-    .models.losses/loss: compute_average_loss scale_regularization_loss
-    .models.nn/last_axis: log_softmax softmax
+    avg_pool2d=avg_pool conv2d max_pool max_pool2d=max_pool zero_fraction  .models.losses/loss:
+    compute_average_loss scale_regularization_loss  .models.nn/last_axis: log_softmax softmax
 [random] .compat.random_numbers: Generator categorical gamma get_global_generator
-    log_uniform_candidate_sampler poisson shuffle split stateless_normal
-    stateless_truncated_normal stateless_uniform ndistribute: set_seed
-    .compat.random_numbers/either: normal truncated_normal uniform
+    log_uniform_candidate_sampler shuffle split stateless_normal stateless_truncated_normal
+    stateless_uniform  ndistribute: set_seed  .compat.random_numbers/either: normal truncated_normal
+    uniform
 [random.experimental] .compat.random_numbers: Generator get_global_generator
     stateless_split=split
 [saved_model] .compat.adapters: save=save_model  .compat.keras_objects: load=load_model
@@ -244,23 +236,21 @@ TF2 = """
     .compat.tensors: GradientTape=WatchingTape Tensor convert_to_tensor
     .compat.tensor_functions/variable: Variable  .compat.tensor_functions: Assert=check_true
     IndexedSlices custom_gradient get_static_value=get_value TensorArray TensorSpec
-    clip_by_global_norm clip_by_value complex=complex_number expand_dims fill gather
-    identity is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack
-    where zeros  .compat.functions: Module function
-    .compat.tensor_functions/either: cond constant control_dependencies group no_op numpy_function
-    py_function  .compat.array_functions/unary: argsort boolean_mask
-    dynamic_partition broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
-    searchsorted sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max
-    tensor_scatter_nd_min tensor_scatter_nd_sub tensor_scatter_nd_update unravel_index unique
-    unique_with_counts  .compat.array_functions/operation: case foldl map_fn meshgrid scan
-    scatter_nd switch_case vectorized_map=map_fn  numpy/unary: ones_like repeat reshape reverse=flip
-    roll zeros_like  numpy/joining: concat=concatenate stack  numpy/counted: rank=ndim shape size
-    numpy: newaxis  .graph.shapes: TensorShape=Shape  builtins: print  time: timestamp=time
-    .compat.graphs: get_logger  .compat.programs: init_scope  .compat.graphs/program: device
-    name_scope while_loop  .compat.programs/program: executing_eagerly
-    .models.initializers/initializer: constant_initializer=Constant ones_initializer=Ones
-    random_normal_initializer=RandomNormal random_uniform_initializer=RandomUniform
-    zeros_initializer=Zeros  .graph: Graph Operation
+    clip_by_global_norm clip_by_value complex=complex_number expand_dims fill gather identity
+    is_tensor one_hot ones range=numbers slice=slice_ split squeeze tile transpose unstack where
+    zeros  .compat.functions: Module function  .compat.tensor_functions/either: cond constant
+    control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
+    argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
+    sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min
+    tensor_scatter_nd_sub tensor_scatter_nd_update
+    .compat.array_functions/operation: map_fn meshgrid scatter_nd vectorized_map=map_fn
+    numpy/unary: ones_like repeat reshape reverse=flip roll zeros_like  numpy/joining:
+    concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes:
+    TensorShape=Shape  builtins: print  time: timestamp=time  .compat.graphs: get_logger
+    .compat.programs: init_scope  .compat.graphs/program: device name_scope while_loop
+    .compat.programs/program: executing_eagerly  .models.initializers/initializer:
+    constant_initializer=Constant ones_initializer=Ones random_normal_initializer=RandomNormal
+    random_uniform_initializer=RandomUniform zeros_initializer=Zeros  .graph: Graph Operation
 """
 TF1 = """
 [app] .compat.tf1: flags  .compat.graphs: run
@@ -310,7 +300,7 @@ TF1 = """
     .compat.tf.compat.v1.summary: SummaryWriter  .graph.hooks: *
     .graph: Optimizer Saver Scaffold SyncReplicasOptimizer exponential_decay init_from_checkpoint
     piecewise_constant polynomial_decay replica_device_setter
-[] .compat.tensor_functions/either: get_variable global_variables_initializer
+[] .graph/graph: get_variable  .compat.tensor_functions/either: global_variables_initializer
     glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
     random_normal_initializer random_uniform_initializer truncated_normal_initializer
@@ -334,6 +324,11 @@ INSTEAD = {
     "RegisterGradient": "tf.custom_gradient",
     "autodiff": "tf.GradientTape, and its jacobian",
     "bfloat16": "the policy 'mixed_bfloat16' of layers",
+    "scan": "a loop, and tf.stack",
+    "searchsorted": "numpy.searchsorted",
+    "unique*": "numpy.unique",
+    "math.bincount": "numpy.bincount",
+    "math.count_nonzero": "numpy.count_nonzero",
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",
@@ -344,16 +339,11 @@ INSTEAD = {
     "data.experimental.get_single_element": "next(iter(dataset))",
     "data.experimental.group_by_window": "Dataset.filter for each key, and choose_from_datasets",
     "data.experimental.ignore_errors": "a function that catches its errors, and Dataset.filter",
-    "data.experimental.snapshot": "Dataset.cache, or numpy.save and Dataset.from_files",
     "data.experimental.unique": "numpy.unique before Dataset.from_tensor_slices",
-    "estimator.BestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.BoostedTreesClassifier": "sklearn.ensemble.HistGradientBoostingClassifier",
-    "estimator.BoostedTreesRegressor": "sklearn.ensemble.HistGradientBoostingRegressor",
-    "estimator.BoostedTreesEstimator": "sklearn.ensemble.HistGradientBoostingClassifier",
-    "estimator.FinalExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.LatestExporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
-    "estimator.BaselineClassifier": "tf.estimator.LinearClassifier of a constant feature",
-    "estimator.BaselineRegressor": "tf.estimator.LinearRegressor of a constant feature",
+    "data.experimental.snapshot": "Dataset.cache, or numpy.save and Dataset.from_files",
+    "estimator.*Exporter": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
+    "estimator.BoostedTrees*": "HistGradientBoostingClassifier or -Regressor of sklearn.ensemble",
+    "estimator.Baseline*": "tf.estimator.LinearClassifier or LinearRegressor of a constant feature",
     "estimator.ProfilerHook": "the command ndistribute trace",
     "estimator.VocabInfo": "the same vocabulary in both models",
     "estimator.export": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
@@ -361,12 +351,11 @@ INSTEAD = {
     "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
-    "image.adjust_hue": "Pillow in Dataset.map",
-    "image.rgb_to_hsv": "Pillow in Dataset.map",
+    "image.*hue": "Pillow in Dataset.map",
+    "image.*hsv*": "Pillow in Dataset.map",
     "io.TFRecordWriter": "numpy.save or numpy.savez, and Dataset.from_files",
     "io.decode_csv": "tf.data.experimental.CsvDataset",
-    "io.parse_example": "Dataset.from_files with a reader",
-    "io.parse_single_example": "Dataset.from_files with a reader",
+    "io.parse_*": "Dataset.from_files with a reader",
     "io.serialize_tensor": "numpy.save",
     "keras.applications.*": "layers, and load_weights: nothing is downloaded",
     "keras.datasets.*": "arrays that you load: nothing is downloaded",
@@ -386,13 +375,10 @@ INSTEAD = {
     "keras.utils.split_dataset": "Dataset.take and Dataset.skip",
     "lite": "nd.models.load where the model serves",
     "lookup": "a dict in Dataset.map",
-    "math.digamma": "scipy.special.psi, which has a gradient",
-    "math.erfc": "scipy.special.erfc, which has a gradient",
-    "math.erfinv": "scipy.special.erfinv, which has a gradient",
-    "math.lgamma": "scipy.special.gammaln, which has a gradient",
     "metrics.precision_at_k": "scikit-learn's metrics, on what Estimator.predict gives",
-    "nn.dynamic_rnn": "a model, and tf.keras.estimator.model_to_estimator",
-    "nn.rnn_cell": "a model, and tf.keras.estimator.model_to_estimator",
+    "math.*gamma": "scipy.special.psi and gammaln, which have gradients",
+    "math.erf*": "scipy.special.erfc and erfinv, which have gradients",
+    "nn.*rnn*": "a model, and tf.keras.estimator.model_to_estimator",
     "profiler": "the command ndistribute trace",
     "queue": "a dataset",
     "ragged": "lists of arrays, or padded arrays",
@@ -403,8 +389,7 @@ INSTEAD = {
     "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
     "strings.unicode_split": "list(x.numpy().decode())",
     "variable_creator_scope": "a function that makes the variables",
-    "summary.trace_export": "the command ndistribute trace",
-    "summary.trace_on": "the command ndistribute trace",
+    "summary.trace_*": "the command ndistribute trace",
     "train.Example": "arrays in .npz files, and Dataset.from_files",
     "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
@@ -413,7 +398,7 @@ INSTEAD = {
     "train.QueueRunner": "a dataset",
     "train.SessionCreator": "tf.compat.v1.train.ChiefSessionCreator, or WorkerSessionCreator",
     "train.VocabInfo": "the same vocabulary in both models",
-    "train.batch": "Dataset.batch",
-    "train.string_input_producer": "Dataset.from_files",
+    "train.*batch": "Dataset.batch",
+    "train.*input_producer": "Dataset.from_files",
 }
-"""What to use instead of names that do not exist, by their paths."""
+"""What to use instead of names that do not exist, by their paths; * stands for any letters."""

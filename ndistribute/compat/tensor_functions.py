@@ -31,12 +31,7 @@ from ndistribute.compat.signatures import (
     tensor_if_array,
     unary,
 )
-from ndistribute.compat.tensors import (
-    Tensor,
-    as_tensor,
-    convert_to_tensor,
-    eager_variable,
-)
+from ndistribute.compat.tensors import Tensor, as_tensor, convert_to_tensor, eager_variable
 from ndistribute.devices import array_namespace
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
@@ -254,25 +249,13 @@ l2_loss = unary(floating(_l2_loss))
 leaky_relu = unary(activations.leaky_relu, alpha="negative_slope")
 
 
-def _matmul(
-    a: Any,
-    b: Any,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    adjoint_a: bool = False,
-    adjoint_b: bool = False,
-    a_is_sparse: bool = False,
-    b_is_sparse: bool = False,
-) -> Any:
-    def factor(x: Any, transposes: bool, adjoins: bool) -> Any:
-        x = np.conj(x) if adjoins and x.dtype.kind == "c" else x
-        return np.swapaxes(x, -1, -2) if transposes or adjoins else x
-
+def _matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
     left, right = like(a, b), like(b, a)
     if not is_symbolic(left, right) and min(left.ndim, right.ndim) < 2:
         axes = f"{left.ndim} and {right.ndim}"
         raise InvalidArgumentError(f"matmul: the operands have {axes} axes: they need 2 or more.")
-    return np.matmul(factor(left, transpose_a, adjoint_a), factor(right, transpose_b, adjoint_b))
+    left = np.swapaxes(left, -1, -2) if transpose_a else left
+    return np.matmul(left, np.swapaxes(right, -1, -2) if transpose_b else right)
 
 
 matmul = unary(_matmul, 0)
@@ -349,13 +332,8 @@ def _slice(x: Any, begin: Any, size: Any) -> Any:
             return np.where(np.equal(count, -1), length, first + count)
         return None if count == -1 else first + count
 
-    lengths = np.shape(x)
-    return x[
-        tuple(
-            slice(b, end(lengths[k], b, n))
-            for k, (b, n) in enumerate(zip(begin, size, strict=True))
-        )
-    ]
+    lengths, parts = np.shape(x), enumerate(zip(begin, size, strict=True))
+    return x[tuple(slice(first, end(lengths[k], first, count)) for k, (first, count) in parts)]
 
 
 slice_ = unary(_slice, input_="x")
@@ -476,24 +454,6 @@ def get_value(x: Any) -> Any:
     return x.numpy() if hasattr(x, "numpy") else x
 
 
-def _get_variable(
-    name: str,
-    shape: Any = None,
-    dtype: Any = np.float32,
-    initializer: Any = None,
-    trainable: bool | None = None,
-    **options: Any,
-) -> Any:
-    """Return a new variable: nothing is shared by its name."""
-    start = initializers.get("glorot_uniform" if initializer is None else initializer)
-    if callable(start):
-        start = (start() if isinstance(start, type) else start)(tuple(axis_of(shape)), dtype)
-    return eager_variable(start, trainable, name, **options)
-
-
-get_variable = graph.get_variable, _get_variable
-
-
 def _global_step() -> Any:
     """Return the variable that counts steps beside the default graph."""
     owner = graph.get_default_graph()
@@ -533,22 +493,9 @@ class TensorArray:
         """Return the number of tensors."""
         return len(self._items)
 
-    def gather(self, indices: Any) -> Any:
-        """Return some tensors in one."""
-        items = self._whole()
-        return np.stack([items[int(index)] for index in indices])
-
     def stack(self) -> Any:
-        """Return all tensors in one."""
-        return np.stack(self._whole())
-
-    def concat(self) -> Any:
-        """Return the rows of all tensors in one."""
-        return np.concatenate(self._whole())
-
-    def _whole(self) -> list[Any]:
-        """Return the items; those that were not written are zeros like the others."""
+        """Return all tensors in one; those that were not written are zeros like the others."""
         known = next((item for item in self._items if item is not None), None)
         if known is None:
             raise InvalidArgumentError("TensorArray: no item has been written.")
-        return [np.zeros_like(known) if item is None else item for item in self._items]
+        return np.stack([np.zeros_like(known) if item is None else item for item in self._items])

@@ -89,8 +89,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
 
     __array_priority__ = 100.0
     shape = property(
-        lambda self: tuple.__new__(Shape, _lengths(self)),
-        vars(np.ndarray)["shape"].__set__,
+        lambda self: tuple.__new__(Shape, _lengths(self)), vars(np.ndarray)["shape"].__set__
     )
     device = property(lambda self: f"{_TASK}/device:CPU:0")
 
@@ -158,31 +157,24 @@ def matched(tensor: Any, other: Any) -> Any:
     return other
 
 
-def _nonzero(divisor: Any) -> bool:
-    return not isinstance(divisor, int | Tensor) or bool(np.all(divisor))
-
-
 def _operator(base: type, name: str) -> Any:
     """Return the operator of a base class, with operands of one dtype."""
     method = getattr(base, f"__{name}__")
     divides, rounds = name in ("truediv", "rtruediv"), name in ("floordiv", "mod")
+    compares = name in ("eq", "ne")
 
     def call(self: Any, other: Any) -> Any:
-        if rounds and self.dtype.kind in "iu" and not _nonzero(other):
+        if other is None and compares:
+            return name == "ne"
+        is_whole, narrow = self.dtype.kind in "iu", self.dtype.itemsize < 4
+        if rounds and is_whole and isinstance(other, int | Tensor) and not np.all(other):
             raise InvalidArgumentError("integers are divided by zero.")
-        if self.dtype.kind in "iu" and (
-            isinstance(other, float) or (divides and self.dtype.itemsize < 4)
-        ):
+        if is_whole and (isinstance(other, float) or (divides and narrow)):
             self, other = self.astype(np.float32), np.float32(other)
         other = matched(self, other)
         return as_tensor(method(self, plain(other) if base is Tracked else other))
 
     return call
-
-
-def _unless_none(compare: Any, otherwise: bool) -> Any:
-    """Return a comparison whose result for None is one boolean."""
-    return lambda self, other: otherwise if other is None else compare(self, other)
 
 
 def _ufunc(base: Any) -> Any:
@@ -256,8 +248,6 @@ for _kind, _base in ((Tensor, np.ndarray), (TrackedTensor, Tracked)):
         setattr(_kind, f"__i{_name}__", getattr(_kind, f"__{_name}__"))
     for _name in _COMPARISONS:
         setattr(_kind, f"__{_name}__", _operator(_base, _name))
-    for _name, _otherwise in (("__eq__", False), ("__ne__", True)):
-        setattr(_kind, _name, _unless_none(getattr(_kind, _name), _otherwise))
 
 
 class WatchingTape(nd.GradientTape):
@@ -393,11 +383,7 @@ def weight(kind: Any) -> Any:
         """A function of the value that optimizers apply after an update; or None."""
         shape = property(lambda self: Shape(kind.shape.fget(self)))
         ref, get_shape, set_shape = _Shaped.ref, _Shaped.get_shape, _Shaped.set_shape
-
-        @property
-        def device(self) -> str:
-            """The name of the device."""
-            return device_name(self.distribute_strategy.devices[0])
+        device = property(lambda self: device_name(self.distribute_strategy.devices[0]))
 
         def read_value(self) -> Any:
             return as_tensor(kind.read_value(self))

@@ -33,7 +33,7 @@ DIFFERS = {
     "random.Generator": "`state` is six integers, and `skip` leaves out blocks of four",
     "saved_model.save": "saves models, without their code",
     "strings.split": "splits one text, not several",
-    "strings.upper": "text is Unicode; `numpy()` gives bytes, as in TensorFlow",
+    "strings.lower": "text is Unicode; `numpy()` gives bytes, as in TensorFlow",
     "summary.histogram": "always has 30 buckets",
     "train.Checkpoint": "a folder with a number; TensorFlow's files are not read",
     "compat.v1.Session": "returns NumPy's arrays and bytes; there are no queues",

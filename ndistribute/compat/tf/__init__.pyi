@@ -74,11 +74,9 @@ asinh: Any
 atan: Any
 atan2: Any
 atanh: Any
-bincount: Any
 bool: Any
 boolean_mask: Any
 broadcast_to: Any
-case: Any
 cast: Any
 ceil: Any
 clip_by_global_norm: Any
@@ -98,7 +96,6 @@ control_dependencies: Any
 convert_to_tensor: Any
 cos: Any
 cosh: Any
-count_nonzero: Any
 cumprod: Any
 cumsum: Any
 custom_gradient: Any
@@ -106,7 +103,6 @@ device: Any
 divide: Any
 divide_no_nan: Any
 double: Any
-dynamic_partition: Any
 einsum: Any
 ensure_shape: Any
 equal: Any
@@ -123,7 +119,6 @@ float64: Any
 floor: Any
 floordiv: Any
 floormod: Any
-foldl: Any
 function: Any
 gather: Any
 gather_nd: Any
@@ -141,7 +136,6 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
-invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -179,7 +173,6 @@ from ndistribute.models.initializers import Ones as _ones_initializer
 ones_initializer = _ones_initializer
 ones_like: Any
 pad: Any
-polyval: Any
 pow: Any
 print: Any
 py_function: Any
@@ -194,7 +187,6 @@ realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
-reduce_euclidean_norm: Any
 reduce_logsumexp: Any
 reduce_max: Any
 reduce_mean: Any
@@ -212,9 +204,7 @@ round: Any
 rsqrt: Any
 saturate_cast: Any
 scalar_mul: Any
-scan: Any
 scatter_nd: Any
-searchsorted: Any
 segment_sum: Any
 sequence_mask: Any
 shape: Any
@@ -237,7 +227,6 @@ stack: Any
 stop_gradient: Any
 string: Any
 subtract: Any
-switch_case: Any
 tan: Any
 tanh: Any
 tensor_scatter_nd_add: Any
@@ -256,9 +245,6 @@ uint16: Any
 uint32: Any
 uint64: Any
 uint8: Any
-unique: Any
-unique_with_counts: Any
-unravel_index: Any
 unsorted_segment_sum: Any
 unstack: Any
 vectorized_map: Any

@@ -12,8 +12,6 @@ assert_near: Any
 assert_non_negative: Any
 assert_none_equal: Any
 assert_positive: Any
-assert_rank: Any
-assert_type: Any
 check_numerics: Any
 enable_check_numerics: Any
 set_log_device_placement: Any

@@ -3,6 +3,5 @@ from typing import Any
 
 assert_same_structure: Any
 flatten: Any
-is_nested: Any
 map_structure: Any
 pack_sequence_as: Any

@@ -8,4 +8,3 @@ regex_replace: Any
 split: Any
 strip: Any
 to_number: Any
-upper: Any

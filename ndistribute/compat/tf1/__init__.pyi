@@ -98,11 +98,9 @@ assign_sub: Any
 atan: Any
 atan2: Any
 atanh: Any
-bincount: Any
 bool: Any
 boolean_mask: Any
 broadcast_to: Any
-case: Any
 cast: Any
 ceil: Any
 clip_by_global_norm: Any
@@ -122,7 +120,6 @@ control_dependencies: Any
 convert_to_tensor: Any
 cos: Any
 cosh: Any
-count_nonzero: Any
 cumprod: Any
 cumsum: Any
 custom_gradient: Any
@@ -134,7 +131,6 @@ div: Any
 divide: Any
 divide_no_nan: Any
 double: Any
-dynamic_partition: Any
 einsum: Any
 enable_eager_execution: Any
 enable_v2_behavior: Any
@@ -153,7 +149,6 @@ float64: Any
 floor: Any
 floordiv: Any
 floormod: Any
-foldl: Any
 function: Any
 gather: Any
 gather_nd: Any
@@ -184,7 +179,6 @@ int16: Any
 int32: Any
 int64: Any
 int8: Any
-invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -230,7 +224,6 @@ ones_like: Any
 pack: Any
 pad: Any
 placeholder: Any
-polyval: Any
 pow: Any
 print: Any
 py_func: Any
@@ -246,7 +239,6 @@ realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
-reduce_euclidean_norm: Any
 reduce_logsumexp: Any
 reduce_max: Any
 reduce_mean: Any
@@ -267,9 +259,7 @@ rsqrt: Any
 saturate_cast: Any
 scalar_mul: Any
 scalar_summary: Any
-scan: Any
 scatter_nd: Any
-searchsorted: Any
 segment_sum: Any
 sequence_mask: Any
 set_random_seed: Any
@@ -294,7 +284,6 @@ stop_gradient: Any
 string: Any
 sub: Any
 subtract: Any
-switch_case: Any
 tan: Any
 tanh: Any
 tensor_scatter_nd_add: Any
@@ -319,10 +308,7 @@ uint16: Any
 uint32: Any
 uint64: Any
 uint8: Any
-unique: Any
-unique_with_counts: Any
 unpack: Any
-unravel_index: Any
 unsorted_segment_sum: Any
 unstack: Any
 variable_scope: Any

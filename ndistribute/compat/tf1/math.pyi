@@ -15,13 +15,11 @@ asinh: Any
 atan: Any
 atan2: Any
 atanh: Any
-bincount: Any
 ceil: Any
 confusion_matrix: Any
 conj: Any
 cos: Any
 cosh: Any
-count_nonzero: Any
 cumprod: Any
 cumsum: Any
 divide: Any
@@ -37,7 +35,6 @@ greater: Any
 greater_equal: Any
 imag: Any
 in_top_k: Any
-invert_permutation: Any
 is_finite: Any
 is_inf: Any
 is_nan: Any
@@ -59,14 +56,12 @@ multiply: Any
 negative: Any
 nextafter: Any
 not_equal: Any
-polyval: Any
 pow: Any
 real: Any
 realdiv: Any
 reciprocal: Any
 reduce_all: Any
 reduce_any: Any
-reduce_euclidean_norm: Any
 reduce_logsumexp: Any
 reduce_max: Any
 reduce_mean: Any

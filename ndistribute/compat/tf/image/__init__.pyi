@@ -4,7 +4,6 @@ from typing import Any
 from ndistribute.compat.tf.image import ResizeMethod as ResizeMethod
 adjust_brightness: Any
 adjust_contrast: Any
-adjust_gamma: Any
 adjust_saturation: Any
 central_crop: Any
 convert_image_dtype: Any
@@ -37,4 +36,3 @@ stateless_random_flip_left_right: Any
 stateless_random_flip_up_down: Any
 stateless_random_saturation: Any
 total_variation: Any
-transpose: Any

@@ -9,7 +9,6 @@ gamma: Any
 get_global_generator: Any
 log_uniform_candidate_sampler: Any
 normal: Any
-poisson: Any
 set_seed: Any
 shuffle: Any
 split: Any
