@@ -20,6 +20,7 @@ from ndistribute.autodiff.rules.placing import placed
 from ndistribute.compat.scatters import inside
 from ndistribute.compat.signatures import axis_of
 from ndistribute.compat.tensors import convert_to_tensor
+from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.graph import Symbolic
 from ndistribute.graph.shapes import Shape
 from ndistribute.mistakes import accepting
@@ -43,6 +44,8 @@ def sort(values: Any, axis: int = -1, direction: str = "ASCENDING") -> Any:
 
 
 TopK = namedtuple("TopK", "values indices")
+Unique = namedtuple("Unique", "y idx")
+UniqueWithCounts = namedtuple("UniqueWithCounts", "y idx count")
 
 
 def top_k(input: Any, k: int = 1, sorted: bool = True) -> TopK:
@@ -124,6 +127,21 @@ def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any
     """Return the tensor with more elements around it."""
     options = {"constant_values": constant_values} if mode.upper() == "CONSTANT" else {}
     return np.pad(tensor, np.asarray(paddings), mode.lower(), **options)  # type: ignore[call-overload]
+
+
+def unique(x: Any, out_idx: Any = np.int32) -> Unique:
+    """Return the different elements in the order of the first of each, and the place of each."""
+    return Unique(*unique_with_counts(x, out_idx)[:2])
+
+
+def unique_with_counts(x: Any, out_idx: Any = np.int32) -> Any:
+    """Return what `unique` does, and how often each element occurs."""
+    if np.ndim(x) != 1:
+        raise InvalidArgumentError(f"unique: expected one axis, got shape {np.shape(x)}.")
+    _, first, inverse, counts = np.unique(x, True, True, True)
+    order = np.argsort(first)
+    rank = np.argsort(order).astype(out_idx)
+    return UniqueWithCounts(x[first[order]], rank[inverse], counts[order].astype(out_idx))
 
 
 def meshgrid(*args: Any, indexing: str = "xy") -> Any:
@@ -236,6 +254,13 @@ def unsorted_segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     return tensor_scatter_nd_add(totals, rows[kept][:, None], data[kept])
 
 
+def count_nonzero(
+    input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = np.int64
+) -> Any:
+    """Return how many elements are not 0."""
+    return np.sum(np.not_equal(input, 0), axis_of(axis), dtype, keepdims=keepdims)
+
+
 def _cumulative(operation: Any, start: int) -> Any:
     """Return a function that combines all elements up to each."""
 
@@ -307,6 +332,16 @@ def svd(tensor: Any, full_matrices: bool = False, compute_uv: bool = True) -> An
 def matrix_transpose(a: Any) -> Any:
     """Return matrices with rows and columns exchanged."""
     return np.swapaxes(a, -1, -2)
+
+
+def diag(diagonal: Any) -> Any:
+    """Return matrices with diagonals."""
+    return diagonal[..., None] * np.eye(diagonal.shape[-1], dtype=diagonal.dtype)
+
+
+def diag_part(input: Any) -> Any:
+    """Return the diagonals of matrices."""
+    return np.diagonal(input, 0, -2, -1)
 
 
 def to_number(input: Any, out_type: Any = np.float32) -> Any:

@@ -8,6 +8,11 @@ from ndistribute import tree
 from ndistribute.mistakes import accepting
 
 
+def is_nested(structure: Any) -> bool:
+    """Return whether a value is a nest, and no leaf."""
+    return tree.outline(structure) != tree.outline(None)
+
+
 @accepting("expand_composites")
 def flatten(structure: Any) -> list[Any]:
     """Return the leaves in order, of dicts in the order of their keys."""
@@ -15,19 +20,27 @@ def flatten(structure: Any) -> list[Any]:
 
 
 @accepting("expand_composites")
-def assert_same_structure(nest1: Any, nest2: Any) -> None:
-    """Raise a ValueError if two nests differ in more than their leaves."""
+def assert_same_structure(nest1: Any, nest2: Any, check_types: bool = True) -> None:
+    """Raise an error if two nests differ in more than their leaves.
+
+    Raises:
+        TypeError: only their types differ.
+        ValueError: others differ.
+    """
     if not tree.same_structure(nest1, nest2):
-        raise ValueError(f"the two structures differ: {nest1!r} and {nest2!r}.")
+        untyped = tree.same_structure(_untyped(nest1), _untyped(nest2))
+        if check_types or not untyped:
+            error = TypeError if untyped else ValueError
+            raise error(f"the two structures differ: {nest1!r} and {nest2!r}.")
 
 
 @accepting("expand_composites")
-def map_structure(func: Any, *structure: Any) -> Any:
+def map_structure(func: Any, *structure: Any, check_types: bool = True) -> Any:
     """Return the nest of the results of a function for the leaves of nests."""
     if not structure:
         raise ValueError("map_structure needs at least one structure.")
     for other in structure[1:]:
-        assert_same_structure(structure[0], other)
+        assert_same_structure(structure[0], other, check_types)
     columns = zip(*map(tree.flatten, structure), strict=True)
     return tree.unflatten(structure[0], [func(*column) for column in columns])
 
@@ -39,3 +52,10 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
     if len(leaves) != count:
         raise ValueError(f"the structure has {count} leaves, but the list has {len(leaves)}.")
     return tree.unflatten(structure, leaves)
+
+
+def _untyped(nest: Any) -> Any:
+    """Return a nest with lists for all sequences."""
+    if isinstance(nest, dict):
+        return {key: _untyped(nest[key]) for key in nest}
+    return list(map(_untyped, nest)) if isinstance(nest, list | tuple) else nest

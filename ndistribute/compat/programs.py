@@ -25,11 +25,15 @@ class Program:
     """Whether names with two meanings make operations; the namespaces of a module share it."""
 
     def __init__(self, has_graphs: bool) -> None:
-        self.has_graphs = has_graphs  # Everywhere, and not only in `Graph.as_default`.
+        self._has_graphs = has_graphs
+
+    def use(self, has_graphs: bool) -> None:
+        """Let them make operations everywhere, or only in `Graph.as_default`."""
+        self._has_graphs = has_graphs
 
     def uses_graphs(self) -> bool:
         """Return True if they make operations now."""
-        in_graph = self.has_graphs or in_default_of_a_block()
+        in_graph = self._has_graphs or in_default_of_a_block()
         return in_graph and not getattr(_here, "is_eager", False)
 
 
@@ -100,12 +104,12 @@ def of_tensors(function: Callable[..., Any], program: Program) -> Callable[..., 
 
 def use_graphs(program: Program) -> None:
     """Let names of two meanings make operations of graphs from now on."""
-    program.has_graphs = True
+    program.use(has_graphs=True)
 
 
 def use_arrays(program: Program) -> None:
     """Let names of two meanings make arrays again."""
-    program.has_graphs = False
+    program.use(has_graphs=False)
 
 
 def executing_eagerly(program: Program) -> bool:

@@ -185,11 +185,11 @@ TF2 = """
 [losses] .compat.tf.keras.losses: *
 [metrics] .compat.tf.keras.metrics: *
 [optimizers] .compat.tf.keras.optimizers: *
-[linalg] .compat.array_functions/unary: band_part matrix_transpose
+[linalg] .compat.array_functions/unary: band_part diag diag_part matrix_transpose
     .compat.array_functions/floating: l2_normalize svd  numpy/operation: einsum  numpy/binary:
     tensordot  numpy.linalg/floating: cholesky det eigh eigvalsh inv pinv qr slogdet
     numpy.linalg/binary: cross solve  .compat.tensor_functions: eye global_norm matmul norm
-[math] .compat.array_functions/unary: confusion_matrix cumprod cumsum divide_no_nan
+[math] .compat.array_functions/unary: confusion_matrix count_nonzero cumprod cumsum divide_no_nan
     segment_sum squared_difference top_k unsorted_segment_sum  .compat.array_functions/floating: erf
     l2_normalize log_sigmoid rsqrt softsign  .models.nn/last_axis: log_softmax softmax  numpy/unary:
     abs angle conj imag is_finite=isfinite is_inf=isinf is_nan=isnan logical_not negative real
@@ -242,7 +242,7 @@ TF2 = """
     control_dependencies group no_op numpy_function py_function  .compat.array_functions/unary:
     argsort boolean_mask broadcast_to clip_by_norm ensure_shape gather_nd linspace pad saturate_cast
     sequence_mask sort tensor_scatter_nd_add tensor_scatter_nd_max tensor_scatter_nd_min
-    tensor_scatter_nd_sub tensor_scatter_nd_update
+    tensor_scatter_nd_sub tensor_scatter_nd_update unique unique_with_counts
     .compat.array_functions/operation: map_fn meshgrid scatter_nd vectorized_map=map_fn
     numpy/unary: ones_like repeat reshape reverse=flip roll zeros_like  numpy/joining:
     concat=concatenate stack  numpy/counted: rank=ndim shape size  numpy: newaxis  .graph.shapes:
@@ -300,7 +300,7 @@ TF1 = """
     .compat.tf.compat.v1.summary: SummaryWriter  .graph.hooks: *
     .graph: Optimizer Saver Scaffold SyncReplicasOptimizer exponential_decay init_from_checkpoint
     piecewise_constant polynomial_decay replica_device_setter
-[] .graph/graph: get_variable  .compat.tensor_functions/either: global_variables_initializer
+[] .compat.tensor_functions/either: get_variable global_variables_initializer
     glorot_uniform_initializer initialize_all_variables=global_variables_initializer
     initialize_local_variables=local_variables_initializer local_variables_initializer py_func
     random_normal_initializer random_uniform_initializer truncated_normal_initializer
@@ -326,9 +326,7 @@ INSTEAD = {
     "bfloat16": "the policy 'mixed_bfloat16' of layers",
     "scan": "a loop, and tf.stack",
     "searchsorted": "numpy.searchsorted",
-    "unique*": "numpy.unique",
     "math.bincount": "numpy.bincount",
-    "math.count_nonzero": "numpy.count_nonzero",
     "audio": "SciPy in Dataset.map",
     "contrib.rnn": "a model, and tf.keras.estimator.model_to_estimator",
     "data.FixedLengthRecordDataset": "Dataset.from_files with a reader",

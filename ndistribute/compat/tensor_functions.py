@@ -454,6 +454,24 @@ def get_value(x: Any) -> Any:
     return x.numpy() if hasattr(x, "numpy") else x
 
 
+def _get_variable(
+    name: str,
+    shape: Any = None,
+    dtype: Any = np.float32,
+    initializer: Any = None,
+    trainable: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Return a new variable: nothing is shared by its name."""
+    start = initializers.get("glorot_uniform" if initializer is None else initializer)
+    if callable(start):
+        start = (start() if isinstance(start, type) else start)(tuple(axis_of(shape)), dtype)
+    return eager_variable(start, trainable, name, **options)
+
+
+get_variable = graph.get_variable, _get_variable
+
+
 def _global_step() -> Any:
     """Return the variable that counts steps beside the default graph."""
     owner = graph.get_default_graph()
@@ -494,8 +512,16 @@ class TensorArray:
         return len(self._items)
 
     def stack(self) -> Any:
-        """Return all tensors in one; those that were not written are zeros like the others."""
+        """Return all tensors in one."""
+        return np.stack(self._whole())
+
+    def concat(self) -> Any:
+        """Return the rows of all tensors in one."""
+        return np.concatenate(self._whole())
+
+    def _whole(self) -> list[Any]:
+        """Return the items; those that were not written are zeros like the others."""
         known = next((item for item in self._items if item is not None), None)
         if known is None:
             raise InvalidArgumentError("TensorArray: no item has been written.")
-        return np.stack([np.zeros_like(known) if item is None else item for item in self._items])
+        return [np.zeros_like(known) if item is None else item for item in self._items]

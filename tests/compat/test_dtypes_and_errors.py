@@ -45,6 +45,8 @@ DTYPES = {
         [[0.4472136, 0.8944272]],
     ),
     "conjugate": (lambda: tf.math.imag(tf.transpose([[1j]], conjugate=True)), "float64", [[-1]]),
+    "counts": (lambda: tf.unique_with_counts([3, 3]).count, "int32", [2]),
+    "different": (lambda: tf.unique([3, 3]).y, "int32", [3]),
     "pooled": (
         lambda: tf.nn.max_pool2d(input=tf.ones([1, 2, 2, 1]), ksize=2, strides=2, padding="SAME"),
         "float32",
@@ -121,6 +123,7 @@ REFUSED = {
     "written": (lambda: tf.tensor_scatter_nd_add(x, [[-1]], [1.0]), ValueError, "index -1"),
     "direction": (lambda: tf.sort(x, direction="down"), ValueError, "'DESCENDING', got 'down'"),
     "sizes": (lambda: tf.split(x, [2, 1]), ValueError, r"sizes \[2, 1\]"),
+    "axes": (lambda: tf.unique([[1, 2]]), ValueError, "expected one axis"),
     "zero": (lambda: whole // 0, ValueError, "divided by zero"),
     "modulo": (lambda: whole % tf.constant([1, 0]), ValueError, "divided by zero"),
     "near": (lambda: tf.debugging.assert_near(1.0, 1.000009), ValueError, "isclose"),
@@ -307,10 +310,13 @@ def test_nests_keep_their_structure() -> None:
     nest = tf.nest
     assert nest.flatten({"b": 1, "a": [2, None]}) == [2, None, 1]
     assert nest.map_structure(lambda a, b: a + b, {"a": 1}, {"a": 2}) == {"a": 3}
+    assert nest.map_structure(lambda a, b: a + b, [1], (2,), check_types=False) == [3]
     assert nest.pack_sequence_as({"b": 0, "a": (0, 0)}, [1, 2, 3]) == {"b": 3, "a": (1, 2)}
+    assert [nest.is_nested(value) for value in ([1], {}, 1, None)] == [True, True, False, False]
     nest.assert_same_structure([1, (2,)], [3, (None,)])
+    with pytest.raises(TypeError, match="differ"):
+        nest.assert_same_structure([1, (2,)], [1, [2]])
     for call in (
-        lambda: nest.assert_same_structure([1, (2,)], [1, [2]]),
         lambda: nest.assert_same_structure([1], [1, 2]),
         lambda: nest.map_structure(max, [1, 2], [1]),
         lambda: nest.pack_sequence_as([0, 0], [1]),

@@ -424,7 +424,7 @@ def test_a_summary_goes_where_the_program_wants_it(capsys):
 def test_names_of_the_first_generation_work_with_arrays_or_say_where_they_work() -> None:
     """Outside of graphs `tf.compat.v1` makes no operation of a graph."""
     v1 = tf2.compat.v1
-    w = tf2.Variable([1.0, 1.0])
+    w = v1.get_variable("w", [2], initializer=tf2.ones_initializer())
     step = v1.train.get_or_create_global_step()
     v1.train.GradientDescentOptimizer(0.25).minimize(lambda: w * w, global_step=step)
     assert (w.numpy().tolist(), step.numpy()) == ([0.5, 0.5], 1)
@@ -445,7 +445,6 @@ def test_names_of_the_first_generation_work_with_arrays_or_say_where_they_work()
         assert tf2.is_tensor(value)
         assert value.numpy().dtype == np.float32
     for make in (
-        lambda: v1.get_variable("w", [2]),
         lambda: v1.layers.dense(np.ones((1, 2)), 3),
         lambda: v1.summary.scalar("loss", 1.0),
         lambda: v1.metrics.mean([1.0]),

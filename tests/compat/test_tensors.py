@@ -251,6 +251,8 @@ FUNCTIONS = {
     ),
     "scatter_nd": (lambda: tf.scatter_nd([[1], [1]], [5, 6], [3]), [0, 11, 0]),
     "pad": (lambda: tf.pad([[1, 2]], [[0, 0], [1, 0]], constant_values=7), [[7, 1, 2]]),
+    "unique": (lambda: tf.unique([3, 1, 3])[0], [3, 1]),
+    "counts": (lambda: tf.unique_with_counts([3, 1, 3])[2], [2, 1]),
     "meshgrid": (lambda: tf.meshgrid([1, 2], [3])[0], [[1, 2]]),
     "linspace": (lambda: tf.linspace(0.0, 1.0, 3), [0, 0.5, 1]),
     "repeat": (lambda: tf.repeat([1, 2], [1, 2]), [1, 2, 2]),

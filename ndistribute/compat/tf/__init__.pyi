@@ -96,6 +96,7 @@ control_dependencies: Any
 convert_to_tensor: Any
 cos: Any
 cosh: Any
+count_nonzero: Any
 cumprod: Any
 cumsum: Any
 custom_gradient: Any
@@ -245,6 +246,8 @@ uint16: Any
 uint32: Any
 uint64: Any
 uint8: Any
+unique: Any
+unique_with_counts: Any
 unsorted_segment_sum: Any
 unstack: Any
 vectorized_map: Any

@@ -5,6 +5,8 @@ band_part: Any
 cholesky: Any
 cross: Any
 det: Any
+diag: Any
+diag_part: Any
 eigh: Any
 eigvalsh: Any
 einsum: Any

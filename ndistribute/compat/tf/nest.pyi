@@ -3,5 +3,6 @@ from typing import Any
 
 assert_same_structure: Any
 flatten: Any
+is_nested: Any
 map_structure: Any
 pack_sequence_as: Any

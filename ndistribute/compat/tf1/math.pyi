@@ -20,6 +20,7 @@ confusion_matrix: Any
 conj: Any
 cos: Any
 cosh: Any
+count_nonzero: Any
 cumprod: Any
 cumsum: Any
 divide: Any
