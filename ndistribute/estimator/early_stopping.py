@@ -77,9 +77,7 @@ def stop_if_higher_hook(
 
     The other arguments are those of `stop_if_no_decrease_hook`.
     """
-    return _stop_by_metric(
-        estimator, metric_name, lambda values: max(values.values()) > threshold, **when
-    )
+    return _stop_by_metric(estimator, metric_name, lambda of: max(of.values()) > threshold, **when)
 
 
 def stop_if_lower_hook(
@@ -89,9 +87,7 @@ def stop_if_lower_hook(
 
     The other arguments are those of `stop_if_no_decrease_hook`.
     """
-    return _stop_by_metric(
-        estimator, metric_name, lambda values: min(values.values()) < threshold, **when
-    )
+    return _stop_by_metric(estimator, metric_name, lambda of: min(of.values()) < threshold, **when)
 
 
 def _since(best_of: Callable[..., int], most_steps: int) -> Callable[[dict[int, float]], bool]:

@@ -276,11 +276,9 @@ def linear_model(features: Features, feature_columns: Any, units: int = 1) -> An
         feature_columns: the columns; a categorical one has a weight for each id.
         units: the number of results.
 
-    >>> from ndistribute.graph.session import Session
-    >>> from ndistribute.graph.variables import global_variables_initializer
-    >>> y = linear_model({"x": np.ones(3)}, [numeric_column("x")])
-    >>> with Session() as session:
-    ...     session.run(global_variables_initializer())
+    >>> with g.Graph().as_default(), g.Session() as session:
+    ...     y = linear_model({"x": np.ones(3)}, [numeric_column("x")])
+    ...     session.run(g.global_variables_initializer())
     ...     session.run(y).shape
     (3, 1)
     """

@@ -215,8 +215,8 @@ class GraphLoops:
     def _device(self) -> Any:
         """Return what places operations; None: nothing, so that they are in this process."""
         config = self._config
-        if config.device_fn or not config.master:
-            return config.device_fn
+        if not config.master:
+            return None
         worker = f"/job:{config.task_type}/task:{config.task_id}"
         return g.replica_device_setter(cluster=config.cluster_spec, worker_device=worker)
 

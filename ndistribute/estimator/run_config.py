@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from ndistribute.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
@@ -29,7 +28,6 @@ class RunConfig:
             never.
         train_distribute: the strategy of the training; None: that of the current scope. In a
             cluster with ``ps`` tasks, these keep the variables, and each worker has one replica.
-        device_fn: places operations; None: `replica_device_setter` if there are ``ps`` tasks.
         eval_distribute: the strategy of evaluations; None: that of the current scope.
 
     Raises:
@@ -52,7 +50,6 @@ class RunConfig:
     keep_checkpoint_max: int = 5
     log_step_count_steps: int | None = 100
     train_distribute: Any = None
-    device_fn: Callable[[Any], str | None] | None = None
     eval_distribute: Any = None
 
     def __post_init__(self) -> None:
