@@ -19,6 +19,7 @@ from ndistribute.compat.tensors import TrackedTensor, weight
 from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
+from ndistribute.variables import Variable
 
 
 def _tensor_with_mask(array: Any) -> Any:
@@ -64,8 +65,9 @@ class WithTensors:
         if len(args) < 2 and options.get("shape") is None:
             options["shape"] = ()
         variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
-        kind: Any = type(variable)
-        variable.__class__ = weight(kind)
+        if isinstance(variable, Variable):  # Else it is one of a graph.
+            kind: Any = type(variable)
+            variable.__class__ = weight(kind)
         return variable
 
     def _returned(self, outputs: Any, like: Any) -> Any:

@@ -19,7 +19,6 @@ from ndistribute import tree
 from ndistribute.graph.graph import Symbolic, apply_named, as_tensor, get_default_graph
 from ndistribute.graph.scopes import get_variable, glorot_uniform, variable_scope
 from ndistribute.graph.variables import GraphVariable
-from ndistribute.mistakes import accepting
 from ndistribute.models import Model, initializers, layers, losses
 from ndistribute.models.export import Architecture
 from ndistribute.models.layers.layer import Layer
@@ -30,7 +29,7 @@ from ndistribute.variables import Variable
 _IN_TRAINING = layers.Dropout, layers.GaussianNoise, layers.BatchNormalization
 """What then draws random numbers, or changes variables."""
 
-AddWeight = Callable[..., GraphVariable]
+NewVariable = Callable[..., GraphVariable]
 
 
 def call_in_graph(called: Any, args: Sequence[Any], training: bool = False, **options: Any) -> Any:
@@ -42,37 +41,55 @@ def call_in_graph(called: Any, args: Sequence[Any], training: bool = False, **op
     """
     if isinstance(called, losses.Loss):
         return _loss(called, *args, **options)
-    if not called.built or any(isinstance(held, Variable) for held in vars(called).values()):
+    holder, step = _holder(called), args[0]
+    if holder is not called:
+        step = tree.map_leaves(lambda steps: steps[:, 0], args[0])
+    if not holder.built or any(isinstance(held, Variable) for held in vars(holder).values()):
         is_named = called._arguments[1].get("name") is not None
         with variable_scope(None, called.name if is_named else snake_case(type(called).__name__)):
-            build_in_graph(called, args, functools.partial(_add_weight, called))
+            build_in_graph(holder, [step], _new_variable)
+        called.built = True
     if any(isinstance(held, Variable) for _, held in called._own()):
         why = "keep each variable in an attribute of its own."
         raise ValueError(f"{called!r} was called on a tensor of a graph: {why}")
-    if isinstance(called, Model) or not type(called).__module__.startswith(layers.__name__):
+    package = type(called).__module__.partition(".")[0]
+    if isinstance(called, Model) or package != __name__.partition(".")[0]:
         return NotImplemented
-    held = vars(called).items()
+    held = vars(holder).items()
     weights = {name: value for name, value in held if isinstance(value, GraphVariable)}
     others = [each.name for each in weights.values() if each.graph is not get_default_graph()]
     does_more = training and isinstance(called, _IN_TRAINING)
-    if does_more or others or len([*called.walk()]) > 1:
+    if does_more or others or not {*called.walk()} <= {called, holder}:
         why = "use tf.compat.v1.layers in training, or a new layer in each graph"
         raise ValueError(f"{called!r} cannot be called on a tensor of a graph so: {why}.")
     return _operation(called, args, weights, options)
 
 
-def build_in_graph(layer: Layer, args: Sequence[Any], add_weight: AddWeight) -> None:
-    """Let the weights of a layer be what a function with the arguments of `add_weight` returns."""
+def _holder(called: Any) -> Any:
+    """Return the layer that has the weights: the cell of a recurrent layer, or the layer itself."""
+    is_around = isinstance(called, layers.RNN) and isinstance(called.cell, Layer)
+    return called.cell if is_around else called
+
+
+def build_in_graph(layer: Any, args: Sequence[Any], new_variable: NewVariable) -> None:
+    """Let the weights of a layer be what a function returns.
+
+    Its arguments are the name, the shape, a function of the shape and the dtype that returns the
+    initial value, whether optimizers change the weight, and the dtype.
+    """
     for attribute, held in [*vars(layer).items()]:  # It was built for an `input_shape`.
         if isinstance(held, Variable):
             name, start = held.name.rpartition("/")[2], functools.partial(_constant, held.numpy())
-            vars(layer)[attribute] = add_weight(name, held.shape, start, trainable=held.trainable)
+            new = new_variable(name, held.shape, start, held.trainable, held.dtype)
+            vars(layer)[attribute] = new
+            pairs = [(penalty, new if v is held else v) for penalty, v in layer._penalized]
+            layer._penalized = pairs
     if not layer.built:
-        vars(layer)["add_weight"], layer._builds = add_weight, True
+        vars(layer)["_new_variable"], layer._builds = new_variable, True
         try:
             layer.build(tree.map_leaves(lambda value: as_tensor(value).get_shape(), args[0]))
         finally:
-            del layer._builds, layer.add_weight
+            del layer._builds, layer._new_variable
         layer.built = True
 
 
@@ -80,21 +97,12 @@ def _constant(value: Any, shape: Any, dtype: Any) -> Any:
     return value
 
 
-@accepting("aggregation", "synchronization")
-def _add_weight(
-    layer: Layer,
-    name: str = "weight",
-    shape: Sequence[int] = (),
-    initializer: Any = "glorot_uniform",
-    *,
-    trainable: bool = True,
-    dtype: Any = None,
+def _new_variable(
+    name: str, shape: Any, make: Any, trainable: bool, dtype: Any, *kind: Any
 ) -> GraphVariable:
-    wanted = np.dtype(layer.dtype if dtype is None else dtype)
-    make: Any = initializers.get(initializer)
     if isinstance(make, initializers.GlorotUniform):
         make = glorot_uniform  # By the seed of the graph.
-    return get_variable(name, shape, wanted, make, trainable and layer.trainable)
+    return get_variable(name, shape, dtype, make, trainable)
 
 
 def _loss(loss: losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -119,7 +127,9 @@ def _operation(called: Any, args: Sequence[Any], weights: Any, options: Any) -> 
 def _call(made: str, names: list[str], weights: list[Any], args: list[Any], **options: Any) -> Any:
     """Return what a layer with weights, or a loss, computes of arrays."""
     called = copy.copy(_made(made))
-    vars(called).update(zip(names, weights, strict=True), built=True)
+    if _holder(called) is not called:
+        called.cell, called.built = copy.copy(called.cell), True
+    vars(_holder(called)).update(zip(names, weights, strict=True), built=True)
     return called(*args, **options)
 
 
