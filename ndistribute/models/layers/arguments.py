@@ -41,6 +41,14 @@ def random_generator() -> Any:
     return replica.rng
 
 
+def seeded_generator(generators: dict[int, Any], seed: Any) -> Any:
+    """Return the generator of this replica for a seed; a dict has those of all replicas."""
+    replica = get_replica_context()
+    number = 0 if replica is None else replica.replica_id_in_sync_group
+    known = generators.get(number)
+    return known or generators.setdefault(number, np.random.default_rng([seed, number]))
+
+
 def as_floats(x: Any, variable: Any) -> Any:
     """Return an array in a variable's dtype, unless it has fewer bits: no computation is wider."""
     narrow = x.dtype.kind not in "iub" and x.dtype.itemsize <= variable.dtype.itemsize

@@ -11,7 +11,13 @@ from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.arguments import lengths, one_of, random_generator
+from ndistribute.models.layers.arguments import (
+    lengths,
+    on_device,
+    one_of,
+    random_generator,
+    seeded_generator,
+)
 from ndistribute.models.layers.convolution import SpatialLayer, check_axes
 from ndistribute.models.layers.layer import Layer
 
@@ -120,9 +126,25 @@ class _ImageLayer(Layer):
     def _changed(self, images: Any, training: bool) -> Any:
         raise NotImplementedError
 
-    def _drawn(self, images: Any, low: float, high: float) -> Any:
-        """Return a random number for each image."""
-        return random_generator().random(len(images), dtype=np.float32) * (high - low) + low
+
+class _RandomLayer(_ImageLayer):
+    """The base class of layers that draw; see `RandomFlip`."""
+
+    def __init__(self, *args: Any, seed: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seed = seed
+        self._generators: dict[int, Any] = {}
+
+    def _drawn(self, like: Any, low: float, high: float) -> Any:
+        """Return a random number for each element of a sequence."""
+        if self.seed is None:
+            rng = random_generator()
+        elif current_trace() is None:
+            rng = seeded_generator(self._generators, self.seed)
+        else:
+            what = f"{self.name}: a compiled step would draw with a seed just once"
+            raise ValueError(f"{what}: leave seed out, or call it before, such as in Dataset.map.")
+        return on_device(rng.random(len(like), dtype=np.float32)) * (high - low) + low
 
 
 class CenterCrop(_ImageLayer):
@@ -153,11 +175,12 @@ class CenterCrop(_ImageLayer):
         return rest[0] // 2, rest[1] // 2
 
 
-class RandomCrop(CenterCrop):
+class RandomCrop(_RandomLayer, CenterCrop):
     """A layer that cuts a random part out of the images of a batch, the middle out of training.
 
-    Its arguments are those of `CenterCrop`. A call that says nothing of `training` counts as
-    training. A compiled step, whose shapes and slices are fixed, refuses it.
+    Its arguments are those of `CenterCrop`, and `seed`, as for `RandomFlip`. A call that says
+    nothing of `training` counts as training. A compiled step, whose shapes and slices are fixed,
+    refuses it.
     """
 
     def _corner(self, rest: tuple[int, int], training: bool) -> tuple[int, int]:
@@ -165,11 +188,13 @@ class RandomCrop(CenterCrop):
             return super()._corner(rest, training)
         if current_trace() is not None:
             raise ValueError(f"{self.name}: crop before a compiled step, such as in Dataset.map.")
-        y, x = (int(random_generator().random((), dtype=np.float32) * (n + 1)) for n in rest)
+        y, x = (
+            int(share * (n + 1)) for n, share in zip(rest, self._drawn(rest, 0, 1), strict=True)
+        )
         return y, x
 
 
-class RandomFlip(_ImageLayer):
+class RandomFlip(_RandomLayer):
     """A layer that mirrors each image with a probability of one half, none out of training.
 
     A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Every
@@ -177,7 +202,10 @@ class RandomFlip(_ImageLayer):
 
     Args:
         mode: ``"horizontal"``, ``"vertical"``, or ``"horizontal_and_vertical"``.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: `seed`, as all layers for images that draw have it: an integer, with which a layer
+            draws from generators of its own, and so changes one image after the other as another
+            layer with this seed does; they start anew in each program. And `name`, `trainable` and
+            `dtype`, see `Layer`.
 
     >>> RandomFlip("horizontal")(np.ones((1, 4, 4, 3))).shape
     (1, 4, 4, 3)
@@ -196,7 +224,7 @@ class RandomFlip(_ImageLayer):
         return images
 
 
-class RandomContrast(_ImageLayer):
+class RandomContrast(_RandomLayer):
     """A layer that in training changes how far the elements of an image are from their mean.
 
     Args:
@@ -273,7 +301,7 @@ class Resizing(_ImageLayer):
         return _sampled(images, y[None, :, None], x[None, None], self.interpolation)
 
 
-class _Warp(_ImageLayer):
+class _Warp(_RandomLayer):
     """The base class of layers that take each element of an image from another place in it."""
 
     def __init__(
