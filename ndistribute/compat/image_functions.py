@@ -222,9 +222,10 @@ def resize_with_pad(
     """Return images of a size, with zeros around them that keep the proportions."""
     height, width = image.shape[-3:-1]
     scale = min(target_height / height, target_width / width)
-    size = [min(int(height * scale), target_height), min(int(width * scale), target_width)]
-    image = resize(image, [max(length, 1) for length in size], method, antialias=antialias)
-    return resize_with_crop_or_pad(image, target_height, target_width)
+    exact = min(height * scale, target_height), min(width * scale, target_width)
+    image = resize(image, [max(int(length), 1) for length in exact], method, antialias=antialias)
+    offsets = int(target_height - exact[0]) // 2, int(target_width - exact[1]) // 2
+    return pad_to_bounding_box(image, *offsets, target_height, target_width)
 
 
 def random_crop(value: Any, size: Any, seed: Any = None) -> Any:

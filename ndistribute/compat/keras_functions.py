@@ -17,7 +17,7 @@ from ndistribute.compat.signatures import plainly, unary
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.devices import to_host
 from ndistribute.models import losses
-from ndistribute.models.layers.arguments import seeded_generator
+from ndistribute.models.layers.arguments import random_generator
 
 _OPERANDS = "condition", "x", "x1", "x2", "xs", "arrays"
 _NARROW: dict[Any, Any] = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
@@ -106,7 +106,7 @@ class SeedGenerator:
         """Return the generator of this replica."""
         if self.seed is None:
             return random_numbers.generator()
-        return seeded_generator(self._generators, self.seed)
+        return random_generator(self.seed, self._generators)
 
     def next(self) -> Any:
         """Return a number that serves as a seed."""

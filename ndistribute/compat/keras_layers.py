@@ -66,8 +66,7 @@ class WithTensors:
             options["shape"] = ()
         variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
         if isinstance(variable, Variable):  # Else it is one of a graph.
-            kind: Any = type(variable)
-            variable.__class__ = weight(kind)
+            variable.__class__ = weight(type(variable))
         return variable
 
     def _returned(self, outputs: Any, like: Any) -> Any:
@@ -82,8 +81,6 @@ _ONLY: dict[str, Any] = {
     "dilation_rate": (1, (1, 1)),
     "groups": (1,),
     "time_major": (False,),
-    "unroll": (False, True),
-    "implementation": (0, 1, 2),
 }
 """The values of arguments of Keras that mean what layers without such an argument do."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ from ndistribute.variables import Variable
 
 _IN_TRAINING = layers.Dropout, layers.GaussianNoise, layers.BatchNormalization
 """What then draws random numbers, or changes variables."""
-
-NewVariable = Callable[..., GraphVariable]
 
 
 def call_in_graph(called: Any, args: Sequence[Any], training: bool = False, **options: Any) -> Any:
@@ -71,16 +69,16 @@ def _holder(called: Any) -> Any:
     return called.cell if is_around else called
 
 
-def build_in_graph(layer: Any, args: Sequence[Any], new_variable: NewVariable) -> None:
+def build_in_graph(layer: Any, args: Sequence[Any], new_variable: Any) -> None:
     """Let the weights of a layer be what a function returns.
 
-    Its arguments are the name, the shape, a function of the shape and the dtype that returns the
-    initial value, whether optimizers change the weight, and the dtype.
+    Its arguments are the name, the shape, the initial value or a function of the shape and the
+    dtype that returns it, whether optimizers change the weight, and the dtype.
     """
     for attribute, held in [*vars(layer).items()]:  # It was built for an `input_shape`.
         if isinstance(held, Variable):
-            name, start = held.name.rpartition("/")[2], functools.partial(_constant, held.numpy())
-            new = new_variable(name, held.shape, start, held.trainable, held.dtype)
+            what = held.numpy(), held.trainable, held.dtype
+            new = new_variable(held.name.rpartition("/")[2], held.shape, *what)
             vars(layer)[attribute] = new
             pairs = [(penalty, new if v is held else v) for penalty, v in layer._penalized]
             layer._penalized = pairs
@@ -93,13 +91,7 @@ def build_in_graph(layer: Any, args: Sequence[Any], new_variable: NewVariable) -
         layer.built = True
 
 
-def _constant(value: Any, shape: Any, dtype: Any) -> Any:
-    return value
-
-
-def _new_variable(
-    name: str, shape: Any, make: Any, trainable: bool, dtype: Any, *kind: Any
-) -> GraphVariable:
+def _new_variable(name: str, shape: Any, make: Any, trainable: bool, dtype: Any, *_: Any) -> Any:
     if isinstance(make, initializers.GlorotUniform):
         make = glorot_uniform  # By the seed of the graph.
     return get_variable(name, shape, dtype, make, trainable)

@@ -35,18 +35,19 @@ def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
     return factors
 
 
-def random_generator() -> Any:
-    """Return the generator of this replica; outside of replicas, that of the first."""
+def random_generator(seed: Any = None, generators: Any = None) -> Any:
+    """Return the generator of this replica; outside of replicas, that of the first.
+
+    Args:
+        seed: what a generator starts from that only the owner of `generators` draws from.
+        generators: a dict, which gets such a generator for each replica.
+    """
     replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
-    return replica.rng
-
-
-def seeded_generator(generators: dict[int, Any], seed: Any) -> Any:
-    """Return the generator of this replica for a seed; a dict has those of all replicas."""
-    replica = get_replica_context()
-    number = 0 if replica is None else replica.replica_id_in_sync_group
-    known = generators.get(number)
-    return known or generators.setdefault(number, np.random.default_rng([seed, number]))
+    if seed is None:
+        return replica.rng
+    number = replica.replica_id_in_sync_group
+    known = generators.get(number) or np.random.default_rng([seed, number])
+    return generators.setdefault(number, known)
 
 
 def as_floats(x: Any, variable: Any) -> Any:

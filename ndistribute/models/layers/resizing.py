@@ -11,13 +11,7 @@ from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.arguments import (
-    lengths,
-    on_device,
-    one_of,
-    random_generator,
-    seeded_generator,
-)
+from ndistribute.models.layers.arguments import lengths, on_device, one_of, random_generator
 from ndistribute.models.layers.convolution import SpatialLayer, check_axes
 from ndistribute.models.layers.layer import Layer
 
@@ -132,18 +126,14 @@ class _RandomLayer(_ImageLayer):
 
     def __init__(self, *args: Any, seed: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seed = seed
-        self._generators: dict[int, Any] = {}
+        self.seed, self._generators = seed, dict[int, Any]()  # Of the replicas.
 
     def _drawn(self, like: Any, low: float, high: float) -> Any:
         """Return a random number for each element of a sequence."""
-        if self.seed is None:
-            rng = random_generator()
-        elif current_trace() is None:
-            rng = seeded_generator(self._generators, self.seed)
-        else:
+        if self.seed is not None and current_trace() is not None:
             what = f"{self.name}: a compiled step would draw with a seed just once"
             raise ValueError(f"{what}: leave seed out, or call it before, such as in Dataset.map.")
+        rng = random_generator(self.seed, self._generators)
         return on_device(rng.random(len(like), dtype=np.float32)) * (high - low) + low
 
 
