@@ -27,14 +27,14 @@ BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
     "collective": 3919,
-    "compat": 4256,
+    "compat": 4242,
     "coordinator": 916,
     "data": 2585,
-    "estimator": 1476,
-    "graph": 4729,
+    "estimator": 1470,
+    "graph": 4703,
     "jit": 1652,
     "launcher": 1478,
-    "models": 7291,
+    "models": 7314,
     "optimizers": 1119,
     "parameter_server": 1595,
     "strategies": 1334,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39193
+TESTS_BUDGET = 39244
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

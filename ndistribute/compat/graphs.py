@@ -88,8 +88,13 @@ control_dependencies = _of_default_graph("control_dependencies")
 get_collection = _of_default_graph("get_collection")
 
 
+_NUMBERED = "float32 float64 int32 uint8 int16 int8 str complex64 int64 bool".split()
+
+
 def dtype_of(kind: Any) -> np.dtype[Any]:
-    """Return a dtype; a ``"float"`` of TensorFlow has 32 bits."""
+    """Return a dtype; a ``"float"`` of TensorFlow has 32 bits, and its dtypes have numbers."""
+    if type(kind) is int and 0 < kind <= len(_NUMBERED):
+        return np.dtype(_NUMBERED[kind - 1])
     is_float = kind is float or (isinstance(kind, str) and kind == "float")
     return np.dtype(np.float32 if is_float else kind)
 

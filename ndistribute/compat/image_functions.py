@@ -205,10 +205,12 @@ def resize_with_pad(
     image: Any, target_height: int, target_width: int, method: str = "bilinear"
 ) -> Any:
     """Return images of a size, with zeros around them that keep the proportions."""
-    lengths, wanted = image.shape[-3:-1], (target_height, target_width)
-    scale = min(new / old for new, old in zip(wanted, lengths, strict=True))
-    size = [max(min(int(old * scale), new), 1) for new, old in zip(wanted, lengths, strict=True)]
-    return resize_with_crop_or_pad(resize(image, size, method), *wanted)
+    height, width = image.shape[-3:-1]
+    scale = min(target_height / height, target_width / width)
+    exact = min(height * scale, target_height), min(width * scale, target_width)
+    image = resize(image, [max(int(length), 1) for length in exact], method)
+    offsets = int(target_height - exact[0]) // 2, int(target_width - exact[1]) // 2
+    return pad_to_bounding_box(image, *offsets, target_height, target_width)
 
 
 def random_crop(value: Any, size: Any, seed: Any = None) -> Any:

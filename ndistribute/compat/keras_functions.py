@@ -6,12 +6,10 @@ Those that NumPy has are NumPy's, by `keras_operation`; here are the others.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import numpy as np
 
-import ndistribute as nd
 from ndistribute import models, tree
 from ndistribute.compat import random_numbers, tensor_functions
 from ndistribute.compat.graphs import dtype_of
@@ -19,6 +17,7 @@ from ndistribute.compat.signatures import plainly, unary
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.devices import to_host
 from ndistribute.models import losses
+from ndistribute.models.layers.arguments import random_generator
 
 _OPERANDS = "condition", "x", "x1", "x2", "xs", "arrays"
 _NARROW: dict[Any, Any] = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
@@ -96,39 +95,22 @@ def while_loop(cond: Any, body: Any, loop_vars: Any, maximum_iterations: int | N
     return values if several else values[0]
 
 
-def in_top_k(targets: Any, predictions: Any, k: int) -> Any:
-    """Return for each label whether it is among the `k` largest predictions."""
-    return tensor_functions.in_top_k(targets, predictions, k)
-
-
 class SeedGenerator:
     """The state from which random functions draw; each replica has one of its own."""
 
     def __init__(self, seed: Any = None, name: Any = None) -> None:
         self.seed = seed
         self._generators: dict[int, np.random.Generator] = {}
-        self._lock = threading.Lock()
 
-    def generator(self) -> np.random.Generator:
+    def generator(self) -> Any:
         """Return the generator of this replica."""
         if self.seed is None:
-            rng: np.random.Generator = random_numbers.generator()
-            return rng
-        replica = nd.get_replica_context()
-        number = 0 if replica is None else replica.replica_id_in_sync_group
-        with self._lock:
-            fresh = self._generators.get(number) or np.random.default_rng([self.seed, number])
-            return self._generators.setdefault(number, fresh)
+            return random_numbers.generator()
+        return random_generator(self.seed, self._generators)
 
     def next(self) -> Any:
         """Return a number that serves as a seed."""
         return int(self.generator().integers(2**31))
-
-    def __getstate__(self) -> Any:
-        return {**vars(self), "_lock": None}
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state, _lock=threading.Lock())
 
 
 def _generator(seed: Any) -> Any:

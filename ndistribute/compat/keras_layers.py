@@ -19,6 +19,7 @@ from ndistribute.compat.tensors import TrackedTensor, weight
 from ndistribute.models import initializers, layers
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
+from ndistribute.variables import Variable
 
 
 def _tensor_with_mask(array: Any) -> Any:
@@ -64,8 +65,8 @@ class WithTensors:
         if len(args) < 2 and options.get("shape") is None:
             options["shape"] = ()
         variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
-        kind: Any = type(variable)
-        variable.__class__ = weight(kind)
+        if isinstance(variable, Variable):  # Else it is one of a graph.
+            variable.__class__ = weight(type(variable))
         return variable
 
     def _returned(self, outputs: Any, like: Any) -> Any:
@@ -80,8 +81,6 @@ _ONLY: dict[str, Any] = {
     "dilation_rate": (1, (1, 1)),
     "groups": (1,),
     "time_major": (False,),
-    "unroll": (False, True),
-    "implementation": (0, 1, 2),
 }
 """The values of arguments of Keras that mean what layers without such an argument do."""
 

@@ -54,7 +54,7 @@ class LossScaleOptimizer(optimizers.LossScale):
         if not dynamic:
             raise ValueError("LossScaleOptimizer: the scale is dynamic: leave dynamic out.")
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps)
-        self._unscaled: set[int] = set()  # The replicas whose next gradients are not scaled.
+        self._unscaled: set[Any] = set()  # The replicas whose next gradients are not scaled.
 
     inner_optimizer = property(lambda self: self.inner)
     loss_scale = property(lambda self: np.float32(self.scale))
@@ -62,7 +62,7 @@ class LossScaleOptimizer(optimizers.LossScale):
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
         """Return gradients of the unscaled loss, which the next `apply_gradients` gets."""
-        self._unscaled.add(_replica())
+        self._unscaled.add(nd.get_replica_context())
         return [
             None if each is None else each.astype(np.float32) / self.loss_scale for each in grads
         ]
@@ -70,13 +70,8 @@ class LossScaleOptimizer(optimizers.LossScale):
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         """Make a step with gradients of the scaled loss, or with unscaled ones."""
         pairs = list(grads_and_vars)
-        if _replica() in self._unscaled:
-            self._unscaled.discard(_replica())
+        if nd.get_replica_context() in self._unscaled:
+            self._unscaled.discard(nd.get_replica_context())
             scale = self.loss_scale
             pairs = [(None if g is None else g * scale, variable) for g, variable in pairs]
         return super().apply_gradients(pairs, *args, **options)
-
-
-def _replica() -> int:
-    context = nd.get_replica_context()
-    return -1 if context is None else context.replica_id_in_sync_group

@@ -83,7 +83,7 @@ def _weighted(
     layer = make(**how, activation=activation if is_named else None, dtype=_dtype_of(inputs))
     weight = _weights(layer.dtype, starts, kernel=None, bias=np.zeros)
     with variable_scope(name, scope, reuse=reuse):
-        build_in_graph(layer, [inputs], lambda _, label, shape: weight(label, shape, trainable))
+        build_in_graph(layer, [inputs], lambda label, shape, *_: weight(label, shape, trainable))
         outputs = layer(inputs)
         return outputs if is_named or activation is None else activation(outputs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ndistribute.errors import OperationError
 
 OK, CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND = range(6)
@@ -9,34 +11,16 @@ ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, ABOR
 OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED = range(11, 17)
 
 
-class AlreadyExistsError(OperationError, FileExistsError):
-    """A file that is there already."""
-
-    error_code = ALREADY_EXISTS
-
-
-class PermissionDeniedError(OperationError, PermissionError):
-    """A file that may not be read or written."""
-
-    error_code = PERMISSION_DENIED
+def _kind(name: str, number: int, *bases: type) -> Any:
+    """Return a kind of error, which those of Python of its kind are as well."""
+    return type(name, (OperationError, *bases), {"error_code": number, "__module__": __name__})
 
 
-class ResourceExhaustedError(OperationError, MemoryError):
-    """A value for which there is no memory."""
-
-    error_code = RESOURCE_EXHAUSTED
-
-
-class UnimplementedError(OperationError, NotImplementedError):
-    """An operation that does not exist for its values."""
-
-    error_code = UNIMPLEMENTED
-
-
-class InternalError(OperationError):
-    """A mistake in what runs an operation."""
-
-    error_code = INTERNAL
+AlreadyExistsError = _kind("AlreadyExistsError", ALREADY_EXISTS, FileExistsError)
+PermissionDeniedError = _kind("PermissionDeniedError", PERMISSION_DENIED, PermissionError)
+ResourceExhaustedError = _kind("ResourceExhaustedError", RESOURCE_EXHAUSTED, MemoryError)
+UnimplementedError = _kind("UnimplementedError", UNIMPLEMENTED, NotImplementedError)
+InternalError = _kind("InternalError", INTERNAL)
 
 
 class UnknownError(OperationError):

@@ -144,12 +144,12 @@ TF2 = """
     swapaxes take take_along_axis tan tanh tensordot tile trace transpose tri tril triu true_divide
     var vdot vstack where zeros zeros_like arccos arcsin arctan arctan2
     numpy.linalg/keras: cholesky det eigh inv norm qr solve svd
-    .compat.tf.nn: elu gelu leaky_relu log_sigmoid log_softmax moments relu relu6 selu sigmoid silu
-    softmax softplus softsign swish  .compat.tf.math: divide_no_nan erf
+    .compat.tf.nn: elu gelu in_top_k leaky_relu log_sigmoid log_softmax moments relu relu6 selu
+    sigmoid silu softmax softplus softsign swish  .compat.tf.math: divide_no_nan erf
     logsumexp=reduce_logsumexp rsqrt segment_sum top_k  .compat.tf: cast cond convert_to_tensor
     custom_gradient scatter=scatter_nd scatter_update=tensor_scatter_nd_update slice stop_gradient
     unstack vectorized_map  .compat.keras_functions: binary_crossentropy convert_to_numpy fori_loop
-    in_top_k normalize one_hot shape slice_update while_loop
+    normalize one_hot shape slice_update while_loop
     .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
 [keras.ops.image] .compat.keras_functions: extract_patches  .compat.tf.image: resize
 [keras.ops.linalg] .compat.tf.keras.ops: cholesky det eigh inv norm qr solve svd

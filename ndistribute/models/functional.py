@@ -244,7 +244,7 @@ def with_axes(wanted: SymbolicArray, array: Any) -> Any:
     >>> with_axes(Input((1,)), np.zeros(4)).shape
     (4, 1)
     """
-    axes, shape = wanted.shape, np.shape(array)
+    axes, shape = wanted.shape, array.shape or ()  # None: a tensor of a graph may have any shape.
     if axes[-1:] == (1,) and len(shape) == len(axes) - 1 and shape[1:] != axes[1:]:
         return array[..., None]
     return array[..., 0] if shape[-1:] == (1,) and len(shape) == len(axes) + 1 else array
@@ -255,9 +255,11 @@ def _fitted(wanted: SymbolicArray, name: str, array: Any) -> Any:
     array, axes = array if hasattr(array, "shape") else np.asarray(array), wanted.shape
     is_example = array.shape == axes[1:]
     array = with_axes(wanted, array)
-    if array.shape[1:] != axes[1:]:
-        pairs = zip(axes[1:], array.shape[1:], strict=False)
-        if array.ndim != len(axes) or any(length not in (None, have) for length, have in pairs):
+    shape = axes if array.shape is None else array.shape
+    if shape[1:] != axes[1:]:
+        pairs = zip(axes[1:], shape[1:], strict=False)
+        differ = (None not in (length, have) and length != have for length, have in pairs)
+        if len(shape) != len(axes) or any(differ):
             raise ValueError(
                 f"the input {name!r} has the shape {axes}, but the model was called on an array of "
                 f"shape {array.shape}."

@@ -60,6 +60,7 @@ DTYPES = {
     ),
     "of lists": (lambda: tf.keras.losses.MSE([[1.0, 2.0]], [[0.0, 0.0]]), "float32", [2.5]),
     "average": (lambda: tf.nn.compute_average_loss([1.0, 2.0], None, 4), "float32", 0.75),
+    "dtype by its number": (lambda: tf.zeros(2, 3), "int32", [0, 0]),
     "greatest of none": (lambda: tf.reduce_max(tf.zeros([0])), "float32", -np.inf),
     "least of none": (lambda: tf.reduce_min(tf.zeros([0, 1], tf.int8), 0), "int8", [127]),
     "no exponentials": (lambda: tf.reduce_logsumexp(tf.zeros([0])), "float32", -np.inf),

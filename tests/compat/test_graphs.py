@@ -421,6 +421,21 @@ def test_a_summary_goes_where_the_program_wants_it(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("shape", [None, [None, 2, 2], [None, None, None]])
+def test_models_compute_of_tensors_of_graphs_whatever_is_known_of_their_shapes(shape):
+    layers, ones = tf2.keras.layers, np.ones((3, 2, 2), np.float32)
+    with tf.Graph().as_default():
+        x, start = tf.placeholder(tf.float32, shape), tf2.keras.Input((2, 2))
+        of_rows = layers.Dense(1, "softplus", kernel_initializer="ones")
+        sequence = tf2.keras.Sequential([layers.Flatten(input_shape=(2, 2)), of_rows])
+        functional = tf2.keras.Model(start, of_rows(layers.Flatten()(start)))
+        of_graph = [sequence(x, training=False), functional(x, training=False)]
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            for output in session.run(of_graph, {x: ones}):
+                np.testing.assert_allclose(output, np.log1p(np.exp(np.full((3, 1), 4.0))), 1e-6)
+
+
 def test_names_of_the_first_generation_work_with_arrays_or_say_where_they_work() -> None:
     """Outside of graphs `tf.compat.v1` makes no operation of a graph."""
     v1 = tf2.compat.v1

@@ -132,6 +132,8 @@ def test_edges_are_the_changes_along_rows_and_columns() -> None:
 def test_a_resized_image_keeps_its_proportions_between_zeros() -> None:
     image = tf.image.resize_with_pad(np.ones((2, 4, 1), np.float32), 4, 4).numpy()[..., 0]
     assert image.tolist() == [[0] * 4, [1] * 4, [1] * 4, [0] * 4]
+    image = tf.image.resize_with_pad(np.ones((4, 5, 1), np.float32), 8, 8).numpy()[..., 0]
+    assert image[:, 0].tolist() == [1] * 6 + [0] * 2  # The rows of 6.4 begin above.
 
 
 def test_a_seed_is_split_into_seeds() -> None:

@@ -75,6 +75,19 @@ def test_a_layer_computes_of_tensors_what_it_computes_of_arrays(session, name):
         np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_built", [False, True])
+def test_weights_start_as_their_layer_says_and_penalties_are_refused(session, is_built):
+    options = {"input_shape": (2,)} if is_built else {}
+    layer = L.Dense(2, kernel_initializer="ones", kernel_regularizer="l2", **options)
+    x = g.placeholder(np.float32, [None, 2])
+    outputs = nd.Sequential([layer])(x) if is_built else layer(x)
+    session.run(g.global_variables_initializer())
+    found = session.run(outputs, {x: ROWS})
+    np.testing.assert_allclose(found, np.sum(ROWS, 1, keepdims=True).repeat(2, 1), rtol=1e-5)
+    with pytest.raises(TypeError, match="no array before it is run"):
+        assert layer.losses
+
+
 class Cubes(nd.losses.Loss):
     """The mean of cubes."""
 

@@ -1,5 +1,7 @@
 """Recurrent layers against a loop in plain NumPy, and masks from the first layer to the metrics."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -325,6 +327,30 @@ def test_random_changes_of_images_are_made_but_in_predictions():
         for crop in (layers.RandomCrop(3, 4)(images) for _ in range(60))
     }
     assert corners == {(y, x) for y in range(2) for x in range(2)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        layers.RandomFlip,
+        functools.partial(layers.RandomCrop, 2, 2),
+        functools.partial(layers.RandomZoom, 0.5),
+        functools.partial(layers.RandomContrast, 0.5),
+    ],
+)
+def test_layers_of_one_seed_change_images_alike(make):
+    images = RNG.uniform(size=(2, 40, 4, 5, 2)).astype(np.float32)
+    first, second, other = (make(seed=seed) for seed in (3, 3, 4))
+    changed = [[layer(batch) for batch in images] for layer in (first, second, other)]
+    np.testing.assert_array_equal(changed[0], changed[1])
+    assert not np.array_equal(changed[0], changed[2])
+    again = make(seed=3)
+    assert not np.array_equal(again(images[0]), again(images[0]))
+    if make is layers.RandomFlip:
+        model = nd.Sequential([again])
+        model.compile("sgd", nd.losses.MeanSquaredError(), jit_compile=True)
+        with pytest.raises(ValueError, match="leave seed out"):
+            model.fit(images[0], images[0], verbose=0)
 
 
 def test_models_of_sequences_and_words_are_exported(tmp_path):

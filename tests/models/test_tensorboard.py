@@ -100,6 +100,7 @@ def test_the_checksum_is_that_of_the_standard(data, expected):
 
 def test_the_metrics_are_in_folders_and_under_names_like_those_of_keras(tmp_path):
     board = callbacks.TensorBoard(tmp_path, update_freq=2)
+    assert board.log_dir == str(tmp_path)
     model = model_of()
     history = model.fit(X, Y, 2, 2, 0, callbacks=[board], validation_data=(X, Y)).history
     train, validation = scalars(tmp_path / "train"), scalars(tmp_path / "validation")

@@ -436,7 +436,7 @@ class TensorBoard(Callback):
             )
         if histogram_freq < 0:
             raise ValueError(f"histogram_freq must be 0 or more, got {histogram_freq}.")
-        self._directory = Path(log_dir)
+        self.log_dir = os.fspath(log_dir)
         self._histograms = histogram_freq
         self._images = write_images
         self._speed = write_steps_per_second
@@ -509,7 +509,7 @@ class TensorBoard(Callback):
 
     def _file(self, folder: str) -> EventFile:
         if folder not in self._files:
-            self._files[folder] = EventFile(self._directory / folder)
+            self._files[folder] = EventFile(Path(self.log_dir, folder))
         return self._files[folder]
 
 

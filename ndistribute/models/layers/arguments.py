@@ -35,10 +35,19 @@ def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
     return factors
 
 
-def random_generator() -> Any:
-    """Return the generator of this replica; outside of replicas, that of the first."""
+def random_generator(seed: Any = None, generators: Any = None) -> Any:
+    """Return the generator of this replica; outside of replicas, that of the first.
+
+    Args:
+        seed: what a generator starts from that only the owner of `generators` draws from.
+        generators: a dict, which gets such a generator for each replica.
+    """
     replica: Any = get_replica_context() or get_strategy().replica_contexts[0]
-    return replica.rng
+    if seed is None:
+        return replica.rng
+    number = replica.replica_id_in_sync_group
+    known = generators.get(number) or np.random.default_rng([seed, number])
+    return generators.setdefault(number, known)
 
 
 def as_floats(x: Any, variable: Any) -> Any:

@@ -148,7 +148,7 @@ class Layer(Explaining):
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
         self._recorded: list[RecordedCall] = []
-        self._penalized: list[Callable[[], Any]] = []
+        self._penalized: list[tuple[Callable[[Any], Any], Any]] = []  # And the variables.
         self._starts, self._regularizers = self._facts_of_weights(options)
 
     def _facts_of_weights(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -315,13 +315,16 @@ class Layer(Explaining):
         """
         wanted = np.dtype(self.dtype if dtype is None else dtype)
         make = initializers.get(initializer or self._starts.get(name, "glorot_uniform"))
-        path, trainable = f"{self.name}/{name}", trainable and self.trainable
-        kind = synchronization, aggregation
-        variable = Variable(lambda: make(tuple(shape), wanted), trainable, path, wanted, *kind)
+        kind = trainable and self.trainable, wanted, synchronization, aggregation
+        variable: Variable = self._new_variable(name, tuple(shape), make, *kind)
         penalty = regularizers.get(regularizer) or self._regularizers.get(name)
         if penalty is not None:
-            self._penalized.append(functools.partial(penalty, variable))
+            self._penalized.append((penalty, variable))
         return variable
+
+    def _new_variable(self, name: str, shape: Any, make: Any, trainable: bool, *kind: Any) -> Any:
+        path, dtype = f"{self.name}/{name}", kind[0]
+        return Variable(lambda: make(shape, dtype), trainable, path, *kind)
 
     def _returned(self, outputs: Any, like: Any) -> Any:
         """Return outputs as a kind of array with more methods, if such an array came in."""
@@ -447,7 +450,7 @@ class Layer(Explaining):
 
     def penalties(self) -> list[Any]:
         """Return the penalties of this layer alone; a subclass may override this."""
-        return [penalty() for penalty in self._penalized]
+        return [penalty(variable) for penalty, variable in self._penalized]
 
     def walk(self) -> Iterator[Layer]:
         """Yield this layer, and all layers that it holds, each once."""

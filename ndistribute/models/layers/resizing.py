@@ -11,7 +11,13 @@ from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace
 from ndistribute.exports import export as _export
-from ndistribute.models.layers.arguments import check_axes, lengths, one_of, random_generator
+from ndistribute.models.layers.arguments import (
+    check_axes,
+    lengths,
+    on_device,
+    one_of,
+    random_generator,
+)
 from ndistribute.models.layers.layer import IMAGES, Layer
 
 Factor = float | Sequence[float]
@@ -125,10 +131,22 @@ class _ImageLayer(Layer):
     def _changed(self, images: Any, training: bool) -> Any:
         raise NotImplementedError
 
-    def _drawn(self, images: Any, low: float, high: float) -> Any:
-        """Return a random number for each image, with the axes of places in images."""
-        shape = len(images), 1, 1
-        return random_generator().random(shape, dtype=np.float32) * (high - low) + low
+
+class _RandomLayer(_ImageLayer):
+    """The base class of layers that draw; see `RandomFlip`."""
+
+    def __init__(self, *args: Any, seed: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seed, self._generators = seed, dict[int, Any]()  # Of the replicas.
+
+    def _drawn(self, like: Any, low: float, high: float) -> Any:
+        """Return a random number for each element, with the axes of places in images."""
+        if self.seed is not None and current_trace() is not None:
+            what = f"{self.name}: a compiled step would draw with a seed just once"
+            raise ValueError(f"{what}: leave seed out, or call it before, such as in Dataset.map.")
+        rng = random_generator(self.seed, self._generators)
+        drawn = on_device(rng.random((len(like), 1, 1), dtype=np.float32))
+        return drawn * (high - low) + low
 
 
 class CenterCrop(_ImageLayer):
@@ -159,11 +177,12 @@ class CenterCrop(_ImageLayer):
         return rest[0] // 2, rest[1] // 2
 
 
-class RandomCrop(CenterCrop):
+class RandomCrop(_RandomLayer, CenterCrop):
     """A layer that cuts a random part out of the images of a batch, the middle out of training.
 
-    Its arguments are those of `CenterCrop`. A call that says nothing of `training` counts as
-    training. A compiled step, whose shapes and slices are fixed, refuses it.
+    Its arguments are those of `CenterCrop`, and `seed`, as for `RandomFlip`. A call that says
+    nothing of `training` counts as training. A compiled step, whose shapes and slices are fixed,
+    refuses it.
     """
 
     def _corner(self, rest: tuple[int, int], training: bool) -> tuple[int, int]:
@@ -171,11 +190,12 @@ class RandomCrop(CenterCrop):
             return super()._corner(rest, training)
         if current_trace() is not None:
             raise ValueError(f"{self.name}: crop before a compiled step, such as in Dataset.map.")
-        y, x = (int(random_generator().random((), dtype=np.float32) * (n + 1)) for n in rest)
+        shares = self._drawn(rest, 0, 1).ravel()
+        y, x = (int(share * (n + 1)) for n, share in zip(rest, shares, strict=True))
         return y, x
 
 
-class RandomFlip(_ImageLayer):
+class RandomFlip(_RandomLayer):
     """A layer that mirrors each image with a probability of one half, none out of training.
 
     A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Every
@@ -183,7 +203,10 @@ class RandomFlip(_ImageLayer):
 
     Args:
         mode: ``"horizontal"``, ``"vertical"``, or ``"horizontal_and_vertical"``.
-        options: `name`, `trainable` and `dtype`, see `Layer`.
+        options: `seed`, as all layers for images that draw have it: an integer, with which a layer
+            draws from generators of its own, and so changes one image after the other as another
+            layer with this seed does; they start anew in each program. And `name`, `trainable` and
+            `dtype`, see `Layer`.
 
     >>> RandomFlip("horizontal")(np.ones((1, 4, 4, 3))).shape
     (1, 4, 4, 3)
@@ -202,7 +225,7 @@ class RandomFlip(_ImageLayer):
         return images
 
 
-class RandomContrast(_ImageLayer):
+class RandomContrast(_RandomLayer):
     """A layer that in training changes how far the elements of an image are from their mean.
 
     Args:
@@ -260,7 +283,7 @@ class Resizing(_ImageLayer):
         return _sampled(images, y[None, :, None], x[None, None], self.interpolation)
 
 
-class _Warp(_ImageLayer):
+class _Warp(_RandomLayer):
     """The base class of layers that take each element of an image from another place in it."""
 
     def __init__(
