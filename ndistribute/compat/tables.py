@@ -96,22 +96,17 @@ TF2 = """
 [keras.applications]
 [keras.datasets]
 [keras.activations] .models.activations: * swish=silu
-[keras.backend] .compat.keras_functions: binary_crossentropy concatenate=joined_last flatten
-    function int_shape=shape  .compat.signatures: clear_session=nothing
+[keras.backend] .compat.keras_functions: concatenate=joined_last flatten function int_shape=shape
+    .compat.signatures: clear_session=nothing  .compat.tf.random: random_normal=normal
+    random_uniform=uniform
     .compat.adapters: backend epsilon floatx image_data_format
-    .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims gather get_value
-    one_hot ones set_value squeeze zeros
-    .compat.tf.math: abs all=reduce_all any=reduce_any argmax argmin cos cumsum equal exp greater
-    greater_equal less less_equal log logsumexp=reduce_logsumexp max=reduce_max maximum
-    mean=reduce_mean min=reduce_min minimum not_equal pow prod=reduce_prod round sigmoid sign sin
-    softplus sqrt square std=reduce_std sum=reduce_sum tanh var=reduce_variance
-    .compat.tf.nn: elu l2_normalize relu softmax softsign  .compat.tf: constant eye ndim=rank
-    ones_like permute_dimensions=transpose reshape shape stack stop_gradient tile transpose
-    variable=Variable zeros_like
-    .compat.tf.random: random_normal=normal random_uniform=uniform
+    .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims get_value ones
+    set_value zeros  .compat.tf.math: abs argmax equal exp log max=reduce_max maximum
+    mean=reduce_mean min=reduce_min minimum pow round sigmoid sqrt square std=reduce_std
+    sum=reduce_sum tanh  .compat.tf.nn: relu softmax  .compat.tf: constant reshape shape stack
+    transpose variable=Variable
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
     .models.layers: set_dtype_policy set_floatx=set_dtype_policy
-    .compat.keras_precision: dtype_policy=global_policy
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
 [keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
@@ -131,34 +126,19 @@ TF2 = """
 [keras.metrics] .models.metrics/metric: *  .models.metrics: deserialize get
     .compat.own_metrics: Metric=OwnMetric
     .names: serialize
-[keras.mixed_precision] .compat.keras_precision: DTypePolicy=Policy LossScaleOptimizer Policy
-    dtype_policy=global_policy global_policy
-    .models.layers: set_dtype_policy set_global_policy=set_dtype_policy
+[keras.mixed_precision] .compat.keras_precision: LossScaleOptimizer Policy global_policy
+    .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential save_model
     .compat.keras_objects: load_model model_from_json  .models: clone_model
-[keras.ops] numpy/keras: abs absolute add all any arange argmax argmin argsort average broadcast_to
-    ceil clip concatenate conj conjugate cos cosh count_nonzero cross cumprod cumsum diag diagonal
-    diff digitize divide dot einsum equal exp expand_dims expm1 eye flip floor floor_divide full
-    full_like greater greater_equal hstack isclose isfinite isinf isnan less less_equal linspace log
-    log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor matmul max maximum
-    mean median meshgrid min minimum mod moveaxis multiply nan_to_num ndim negative nonzero
-    not_equal ones ones_like outer pad power prod quantile ravel reciprocal repeat reshape roll
-    round searchsorted sign sin sinh size sort split sqrt square squeeze stack std subtract sum
-    swapaxes take take_along_axis tan tanh tensordot tile trace transpose tri tril triu true_divide
-    var vdot vstack where zeros zeros_like arccos arcsin arctan arctan2
-    numpy.linalg/keras: cholesky det eigh inv norm qr solve svd
-    .compat.tf.nn: elu gelu leaky_relu log_sigmoid log_softmax moments relu relu6 selu sigmoid silu
-    softmax softplus softsign swish  .compat.tf.math: divide_no_nan erf
-    logsumexp=reduce_logsumexp rsqrt segment_sum top_k  .compat.tf: cast cond convert_to_tensor
-    custom_gradient scatter=scatter_nd scatter_update=tensor_scatter_nd_update slice stop_gradient
-    unstack vectorized_map  .compat.keras_functions: binary_crossentropy convert_to_numpy fori_loop
-    in_top_k normalize one_hot shape slice_update while_loop
-    .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
+[keras.ops] numpy/keras: abs add all any arange argmax argmin clip concatenate cos cumsum divide
+    einsum equal exp expand_dims eye full greater greater_equal less less_equal linspace log matmul
+    max maximum mean min minimum multiply not_equal ones ones_like pad power prod repeat reshape
+    sign sin sort split sqrt square squeeze stack std subtract sum take tanh tensordot tile
+    transpose var where zeros zeros_like  .compat.tf.nn: gelu log_softmax relu sigmoid silu softmax
+    .compat.tf: cast convert_to_tensor stop_gradient
+    .compat.keras_functions: convert_to_numpy one_hot shape
 [keras.ops.image] .compat.keras_functions: extract_patches  .compat.tf.image: resize
-[keras.ops.linalg] .compat.tf.keras.ops: cholesky det eigh inv norm qr solve svd
-[keras.ops.nn] .compat.tf.keras.ops: binary_crossentropy categorical_crossentropy elu gelu
-    leaky_relu log_sigmoid log_softmax moments normalize one_hot relu relu6 selu sigmoid silu
-    softmax softplus softsign sparse_categorical_crossentropy swish
+[keras.ops.nn] .compat.tf.nn: gelu log_softmax relu sigmoid silu softmax
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
     .compat.keras_objects: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
@@ -168,8 +148,7 @@ TF2 = """
 [keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.array_functions: pad_sequences
     .compat.random_numbers: make_sampling_table skipgrams
-[keras.random] .compat.keras_functions: SeedGenerator categorical dropout gamma normal randint
-    shuffle truncated_normal uniform
+[keras.random] .compat.keras_functions: SeedGenerator categorical dropout normal randint uniform
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
     deserialize_keras_object=deserialize_object get_registered_object
