@@ -29,6 +29,7 @@ minimum: Any
 ones: Any
 pow: Any
 random_normal: Any
+random_uniform: Any
 relu: Any
 reshape: Any
 round: Any
