@@ -103,8 +103,6 @@ class Supervisor(Coordinator):
         """What saves and restores."""
         scaffold.saver = self.saver
         scaffold.summary_op = scaffold.summary_op if summary_op is UNSET else summary_op
-        self.init_op, self.init_feed_dict = scaffold.init_op, init_feed_dict
-        self.ready_op, self.summary_op = scaffold.ready_op, scaffold.summary_op
         self._writes = summary_writer is UNSET and self._folder is not None and is_chief
         if summary_writer is UNSET:
             summary_writer = FileWriter(str(logdir)) if self._writes else None
@@ -114,7 +112,6 @@ class Supervisor(Coordinator):
         self,
         master: str = "",
         config: Any = None,
-        wait_for_checkpoint: bool = False,
         max_wait_secs: float = 7200,
         start_standard_services: bool = True,
     ) -> Session:
@@ -123,12 +120,9 @@ class Supervisor(Coordinator):
         Args:
             master: the address of the server to use; empty: this process.
             config: a `ConfigProto`.
-            wait_for_checkpoint: False: a chief without a checkpoint initialises.
             max_wait_secs: how long to wait for the chief, and for tasks that come back.
             start_standard_services: whether the chief saves and writes summaries from threads.
         """
-        if wait_for_checkpoint:
-            raise ValueError("wait_for_checkpoint must be False: who waits is not the chief.")
         self.clear_stop()  # An earlier session may have ended.
         self._threads.clear()
         if self.summary_writer is None and self._writes:
@@ -241,11 +235,3 @@ class Supervisor(Coordinator):
     def _save(self, session: Session) -> None:
         if self._folder and self.saver is not None:
             self.saver.save(session, self.save_path, self.global_step)
-
-
-Supervisor.PrepareSession = Supervisor.prepare_or_wait_for_session  # type: ignore[attr-defined]
-for _name in (
-    "loop request_stop should_stop start_queue_runners start_standard_services stop "
-    "stop_on_exception summary_computed wait_for_stop"
-).split():  # As programs of the first releases call them.
-    setattr(Supervisor, _name.title().replace("_", ""), getattr(Supervisor, _name))

@@ -253,7 +253,7 @@ TF1 = """
     make_one_shot_iterator=dataset_iterator
 [estimator.inputs] .compat.graphs: numpy_input_fn
 [feature_column] .estimator.feature_column: input_layer linear_model
-[flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
+[flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_float
     DEFINE_integer DEFINE_string FLAGS
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
     LOSSES=losses METRIC_VARIABLES=metric_variables REGULARIZATION_LOSSES=regularization_losses
@@ -272,7 +272,7 @@ TF1 = """
 [metrics] .graph.streaming_metrics/graph: * sparse_precision_at_k=precision_at_k
     sparse_average_precision_at_k=average_precision_at_k
 [math] .compat.graphs/operation: in_top_k
-[nn] .compat.graphs/operation: in_top_k xw_plus_b
+[nn] .compat.graphs/operation: in_top_k
     .compat.tensor_functions/either: dropout=dropout_v1
     .compat.tensor_functions: sigmoid_cross_entropy_with_logits=sigmoid_loss_v1
     softmax_cross_entropy_with_logits=softmax_loss_v1
@@ -298,7 +298,7 @@ TF1 = """
     .compat.random_numbers/either: random_normal=normal random_uniform=uniform truncated_normal
     .compat.programs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
     enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
-    .compat.graphs: InteractiveSession Session=BytesSession add_to_collection assign assign_add
+    .compat.graphs: Session=BytesSession add_to_collection assign assign_add
     assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
     to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions RunOptions
     .compat.graphs/graph: placeholder  .graph: AUTO_REUSE ConfigProto all_variables=global_variables
@@ -310,6 +310,7 @@ TF1 = """
     numpy/joining: pack=stack  .compat.tensor_functions: div global_norm unpack=unstack
 """
 INSTEAD = {
+    "InteractiveSession": "tf.compat.v1.Session, in a with block",
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
     "RegisterGradient": "tf.custom_gradient",

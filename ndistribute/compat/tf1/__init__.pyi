@@ -54,8 +54,6 @@ from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
 from ndistribute.compat.tensor_functions import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
-from ndistribute.compat.graphs import InteractiveSession as _InteractiveSession
-InteractiveSession = _InteractiveSession
 from ndistribute.compat.functions import Module as _Module
 Module = _Module
 from ndistribute.graph.graph import Operation as _Operation
