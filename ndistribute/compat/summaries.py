@@ -57,16 +57,6 @@ class SummaryFile(EventFile):
     flush = init
 
 
-def set_step(step: Any) -> None:
-    """Set the step of summaries that name none: a number, or a variable."""
-    _defaults.step = step
-
-
-def get_step() -> Any:
-    """Return the step of summaries that name none."""
-    return _defaults.step
-
-
 def should_record_summaries() -> bool:
     """Return whether summaries are written now: of the replicas, the first one writes."""
     replica = get_replica_context()
@@ -129,6 +119,6 @@ def _write(step: Any, summary: Any) -> bool:
         return False
     step = _defaults.step if step is None else step
     if step is None:
-        raise ValueError("a summary needs a step: pass step=, or call experimental.set_step().")
+        raise ValueError("a summary needs a step: pass step=, here or to as_default().")
     _defaults.writer.add(summary(), int(step))
     return True

@@ -12,10 +12,9 @@ TF2 = """
     experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
     set_soft_device_placement=nothing  .compat.configuration: get_visible_devices=list_devices
     list_physical_devices=list_devices LogicalDevice LogicalDeviceConfiguration
-    get_logical_device_configuration list_logical_devices set_logical_device_configuration
+    list_logical_devices set_logical_device_configuration
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
-    get_virtual_device_configuration=get_logical_device_configuration
     set_virtual_device_configuration=set_logical_device_configuration
     .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
 [config.optimizer] .compat.signatures: set_experimental_options=nothing set_jit=nothing
@@ -151,7 +150,7 @@ TF2 = """
 [keras.random] .compat.keras_functions: SeedGenerator categorical dropout normal randint uniform
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
 [keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
-    deserialize_keras_object=deserialize_object get_registered_object
+    deserialize_keras_object=deserialize_object
     serialize_keras_object=serialize_object
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
     get_registered_name=registered_name register_keras_serializable
@@ -211,12 +210,10 @@ TF2 = """
     .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
-[summary.experimental] .compat.summaries: get_step set_step
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
     .compat.configuration: CheckpointOptions=FileOptions  .models: list_variables load_checkpoint
     load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
-[test] .compat.configuration: is_gpu_available
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
@@ -373,8 +370,10 @@ INSTEAD = {
     "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
     "strings.unicode_split": "list(x.numpy().decode())",
     "variable_creator_scope": "a function that makes the variables",
+    "summary.experimental": "step= of summaries, or of SummaryWriter.as_default",
     "summary.trace_export": "the command ndistribute trace",
     "summary.trace_on": "the command ndistribute trace",
+    "test": "tf.config.list_physical_devices, and unittest or pytest",
     "train.Example": "Dataset.save, or arrays in .npz files",
     "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",

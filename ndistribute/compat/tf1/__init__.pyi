@@ -37,7 +37,6 @@ from ndistribute.compat.tf1 import saved_model as saved_model
 from ndistribute.compat.tf1 import signal as signal
 from ndistribute.compat.tf1 import strings as strings
 from ndistribute.compat.tf1 import summary as summary
-from ndistribute.compat.tf1 import test as test
 from ndistribute.compat.tf1 import tpu as tpu
 from ndistribute.compat.tf1 import train as train
 from ndistribute.compat.tf1 import version as version
