@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.compat.graphs import BytesSession, MonitoredBytesSession
-from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.monitored import Scaffold, is_ready, open_session
 from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.mistakes import accepting
@@ -84,8 +84,8 @@ class SessionManager:
     Args:
         local_init_op: run in each session; None: nothing is.
         ready_op: see `Scaffold`; None: sessions are ready at once.
-        ready_for_local_init_op: tells when `local_init_op` can run; None: at once.
         graph: the graph; None: the default graph.
+        ops: `ready_for_local_init_op`, which tells when `local_init_op` can run; None: at once.
 
     >>> from ndistribute.graph import Variable, global_variables_initializer
     >>> with Graph().as_default():
@@ -97,14 +97,10 @@ class SessionManager:
 
     @accepting("recovery_wait_secs", "local_init_run_options")
     def __init__(
-        self,
-        local_init_op: Any = None,
-        ready_op: Any = None,
-        ready_for_local_init_op: Any = None,
-        graph: Graph | None = None,
+        self, local_init_op: Any = None, ready_op: Any = None, *, graph: Any = None, **ops: Any
     ) -> None:
-        self._graph, ops = graph or get_default_graph(), (ready_op, local_init_op)
-        self._scaffold = Scaffold(None, None, None, *ops, None, None, ready_for_local_init_op)
+        self._graph = graph or get_default_graph()
+        self._scaffold = Scaffold(local_init_op=local_init_op, ready_op=ready_op, **ops)
 
     def prepare_session(
         self,
@@ -114,37 +110,42 @@ class SessionManager:
         checkpoint_dir: str | None = None,
         max_wait_secs: float = 7200,
         config: Any = None,
-        init_feed_dict: Mapping[Any, Any] | None = None,
-        init_fn: Callable[[Any], None] | None = None,
+        **init: Any,
     ) -> Any:
         """Return a session with the values of the newest checkpoint, or else of `init_op`.
+
+        Args:
+            master: the address of the server to use; empty: this process.
+            init_op: see `Scaffold`.
+            saver: restores the checkpoint.
+            checkpoint_dir: its folder.
+            max_wait_secs: how long to wait for tasks that come back.
+            config: a `ConfigProto`.
+            init: `init_feed_dict`, see `Scaffold`, and `init_fn`, a function of the session.
 
         Raises:
             RuntimeError: there is no checkpoint, and nothing to initialise by.
             FailedPreconditionError: it is not ready afterwards.
         """
-        none = init_op is init_fn is self._scaffold.local_init_op is None
+        start = init.get("init_fn")
+        none = init_op is start is self._scaffold.local_init_op is None
         if none and not _has_checkpoint(saver, checkpoint_dir):
             why = "pass init_op, init_fn or local_init_op, or checkpoint_dir with a saver."
             raise RuntimeError(
                 f"prepare_session: there is no checkpoint in {checkpoint_dir}: {why}"
             )
-        start = None if init_fn is None else lambda _, session: init_fn(session)
-        ops = {"init_op": init_op, "init_feed_dict": init_feed_dict, "init_fn": start}
-        return self._opened(master, config, checkpoint_dir, max_wait_secs, saver=saver, **ops)
+        ops = init | {"init_op": init_op, "saver": saver, "init_fn": of_session(start)}
+        return self._opened(master, config, checkpoint_dir, max_wait_secs, **ops)
 
     def recover_session(
-        self,
-        master: str,
-        saver: Saver | None = None,
-        checkpoint_dir: str | None = None,
-        max_wait_secs: float = 7200,
-        config: Any = None,
+        self, master: str, saver: Any = None, checkpoint_dir: Any = None, **how: Any
     ) -> tuple[Any, bool]:
         """Return a session with the values of the newest checkpoint, and whether it is ready."""
-        ops, ready = {"saver": saver, "ready_op": None}, self._scaffold.ready_op
-        session = self._opened(master, config, checkpoint_dir, max_wait_secs, **ops)
-        return session, _has_checkpoint(saver, checkpoint_dir) and is_ready(session, ready)
+        wait, config = how.pop("max_wait_secs", 7200), how.pop("config", None)
+        ops = {"saver": saver, "ready_op": None, **how}
+        session = self._opened(master, config, checkpoint_dir, wait, **ops)
+        is_restored = _has_checkpoint(saver, checkpoint_dir)
+        return session, is_restored and is_ready(session, self._scaffold.ready_op)
 
     def wait_for_session(
         self, master: str, config: Any = None, max_wait_secs: float = math.inf
@@ -166,6 +167,11 @@ class SessionManager:
         with self._graph.as_default():
             scaffold = dataclasses.replace(self._scaffold, **ops)
             return open_session(scaffold, master, BytesSession, *how)
+
+
+def of_session(init_fn: Callable[[Any], None] | None) -> Any:
+    """Return the `init_fn` of a `Scaffold` for a function of a session, or for None."""
+    return None if init_fn is None else lambda scaffold, session: init_fn(session)
 
 
 def _has_checkpoint(saver: Saver | None, folder: str | None) -> bool:

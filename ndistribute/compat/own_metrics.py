@@ -9,18 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from ndistribute import models
+from ndistribute.compat.programs import StandIn
 from ndistribute.compat.signatures import adapted
 from ndistribute.compat.tensors import flavored
 
 
-class _MetricType(type):
-    def __instancecheck__(cls, value: Any) -> bool:
-        others = cls is OwnMetric and isinstance(value, models.metrics.Metric)
-        return others or super().__instancecheck__(value)
-
-
-class OwnMetric(models.metrics.Metric, metaclass=_MetricType):
+class OwnMetric(models.metrics.Metric, metaclass=StandIn):
     """A metric with the variables of TensorFlow."""
+
+    native = models.metrics.Metric
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "result" in vars(cls):
