@@ -1,4 +1,4 @@
-"""The layers of `tf.keras`: those of `ndistribute.models`, which return tensors.
+"""The layers and metrics of `tf.keras`: those of `ndistribute.models`, which return tensors.
 
 A kind of layer is adapted when its name is first used. Native layers stay as they are.
 """
@@ -14,9 +14,9 @@ import numpy as np
 from ndistribute.autodiff import Tracked
 from ndistribute.compat.keras_precision import policy_of
 from ndistribute.compat.programs import StandIn
-from ndistribute.compat.signatures import tensor_if_array
-from ndistribute.compat.tensors import TrackedTensor, weight
-from ndistribute.models import initializers, layers
+from ndistribute.compat.signatures import adapted, tensor_if_array
+from ndistribute.compat.tensors import TrackedTensor, flavored, weight
+from ndistribute.models import initializers, layers, metrics
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
 
@@ -139,3 +139,23 @@ def layer(kind: Any) -> Any:
     )
     layers.Layer.known[kind.__name__] = kind  # Other programs load the native classes.
     return made
+
+
+class OwnMetric(metrics.Metric, metaclass=StandIn):
+    """`tf.keras.metrics.Metric`, the base class of metrics that programs define.
+
+    Its variables are those of TensorFlow, and `result` returns tensors. All other metrics count as
+    its instances, too.
+    """
+
+    native = metrics.Metric
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "result" in vars(cls):
+            cls.result = adapted(cls.result)  # type: ignore[method-assign]
+        super().__init_subclass__(**options)
+
+    def add_weight(self, *args: Any, **options: Any) -> Any:
+        variable: Any = super().add_weight(*args, **options)
+        variable.__class__ = flavored(type(variable))  # type: ignore[arg-type]
+        return variable

@@ -107,7 +107,6 @@ TF2 = """
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
     .models.layers: set_dtype_policy set_floatx=set_dtype_policy
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
-[keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
     glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
@@ -123,7 +122,7 @@ TF2 = """
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
 [keras.metrics] .models.metrics/metric: *  .models.metrics: deserialize get
-    .compat.own_metrics: Metric=OwnMetric
+    .compat.keras_layers: Metric=OwnMetric
     .names: serialize
 [keras.mixed_precision] .compat.keras_precision: LossScaleOptimizer Policy global_policy
     .models.layers: set_global_policy=set_dtype_policy
