@@ -73,31 +73,30 @@ class WithTensors:
 
 
 Layer: Any = StandIn("Layer", (WithTensors, layers.Layer), {"native": layers.Layer})
-_RENAMED = {"LeakyReLU": {"alpha": "negative_slope"}}
+_RENAMED = {("LeakyReLU", "alpha"): "negative_slope"}
 """The names of arguments of Keras 2 in this package, by the class."""
 _ONLY: dict[str, Any] = {
     "data_format": (None, "channels_last"),
-    "dilation_rate": (1, (1, 1)),
+    "dilation_rate": (1, (1, 1), [1, 1]),
     "groups": (1,),
     "time_major": (False,),
     "unroll": (False, True),
     "implementation": (0, 1, 2),
 }
 """The values of arguments of Keras that mean what layers without such an argument do."""
+_MODES = {"binary": "multi_hot", "tf-idf": "tf_idf"}
+"""Modes as they were called first."""
 
 
-def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of this package for those of Keras."""
     known = {name for base in kind.__mro__ for name in _parameters(base)}
-    renamed = _RENAMED.get(kind.__name__, {})
-    options = {renamed.get(name, name): value for name, value in options.items()}
-    for name, values in _ONLY.items():
-        value = options.get(name, ())
-        if name not in known and (tuple(value) if isinstance(value, list) else value) in values:
-            del options[name]
-    for name in ("batch_input_shape", "batch_shape"):
-        if name in options and name not in known:
-            options["input_shape"] = options.pop(name)[1:]
+    options = dict[str, Any]()
+    for name, value in given.items():
+        if name in ("batch_input_shape", "batch_shape") and name not in known:
+            options["input_shape"] = value[1:]
+        elif name in known or value not in _ONLY.get(name, ()):
+            options[_RENAMED.get((kind.__name__, name), name)] = value
     if kind.__name__ == "Embedding":
         length, weights = options.pop("input_length", None), options.pop("weights", None)
         if length is not None:
@@ -105,9 +104,8 @@ def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
         if weights is not None:
             table: Any = np.asarray(weights[0])
             options["embeddings_initializer"] = initializers.Constant(table)
-    modes = {"binary": "multi_hot", "tf-idf": "tf_idf"}  # As they were called first.
-    if "output_mode" in options:
-        options["output_mode"] = modes.get(options["output_mode"], options["output_mode"])
+    if isinstance(options.get("output_mode"), str):
+        options["output_mode"] = _MODES.get(options["output_mode"], options["output_mode"])
     if kind.__name__ == "Lambda":
         options.pop("output_shape", None)  # It is found by a call.
     return options
