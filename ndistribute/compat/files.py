@@ -85,20 +85,18 @@ def load_img(
     return image.resize((target_size[1], target_size[0]), how)
 
 
-def img_to_array(img: Any, data_format: str | None = None, dtype: Any = np.float32) -> Any:
+def img_to_array(img: Any, dtype: Any = np.float32) -> Any:
     """Return an image as an array of rows, columns and channels."""
-    if data_format not in (None, "channels_last"):
-        raise ValueError(f"img_to_array: data_format is 'channels_last', got {data_format!r}.")
     array = np.asarray(img).astype(dtype or np.float32)
     return array if array.ndim == 3 else array[..., None]
 
 
-def array_to_img(x: Any, data_format: str | None = None, scale: bool = True) -> Any:
+def array_to_img(x: Any, *, scale: bool = True) -> Any:
     """Return an image of Pillow for an array; `scale` makes its least number 0, its greatest 255.
 
     Without `scale` its numbers are from 0 to 255.
     """
-    array = img_to_array(x, data_format)
+    array = img_to_array(x)
     if scale:
         array = array - array.min()
         array = array / (array.max() or 1) * 255
@@ -230,7 +228,17 @@ def _of_directory(
         what = f"labels={labels!r} and class_names {names} for the folders {folders}"
         raise ValueError(f"labels must be 'inferred' or None, of all folders; got {what}.")
     paths, numbers = _files_of(directory, names if labels else [""], endings)
-    wanted = _labels(numbers, label_mode if labels else None, names)
+    classes = np.array(numbers, np.int32)
+    modes: dict[Any, Any] = {
+        None: classes,
+        "int": classes,
+        "binary": classes.astype(np.float32)[:, None],
+        "categorical": np.eye(len(names), dtype=np.float32)[classes],
+    }
+    if label_mode not in modes or (label_mode == "binary" and len(names) != 2):
+        what = f"got {label_mode!r} for the classes {[*names]}"
+        raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
+    load_only, wanted = not labels or label_mode is None, modes[label_mode]
     order = np.arange(len(paths))
     if shuffle:
         np.random.default_rng(seed).shuffle(order)
@@ -242,10 +250,10 @@ def _of_directory(
                 f"validation_split={share} of {len(paths)} files leaves one part empty."
             )
         some = np.array(paths)[part]
-        dataset = TensorDataset.from_tensor_slices((some, *(labels[part] for labels in wanted)))
+        dataset = TensorDataset.from_tensor_slices((some, wanted[part]))
         dataset = dataset.shuffle(len(part), seed) if shuffle else dataset
         result: Any = dataset.map(
-            lambda path, *label: (load(str(path)), *label) if wanted else load(str(path))
+            lambda path, label: load(str(path)) if load_only else (load(str(path)), label)
         )
         result = result if batch_size is None else result.batch(batch_size)
         result.class_names, result.file_paths = names, some.tolist()
@@ -269,19 +277,6 @@ def _files_of(root: Any, folders: Any, endings: tuple[str, ...]) -> tuple[list[s
     if not paths:
         raise ValueError(f"{root}: no file in it ends with {', '.join(endings)}.")
     return paths, numbers
-
-
-def _labels(numbers: list[int], mode: str | None, names: Sequence[str]) -> list[Any]:
-    """Return the labels in the form of a mode; none, or one array."""
-    if mode is None:
-        return []
-    labels = np.array(numbers, np.int32)
-    if mode == "binary" and len(names) == 2:
-        return [labels.astype(np.float32)[:, None]]
-    if mode not in ("int", "categorical"):
-        what = f"got {mode!r} for the classes {[*names]}"
-        raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
-    return [labels if mode == "int" else np.eye(len(names), dtype=np.float32)[labels]]
 
 
 def plot_model(

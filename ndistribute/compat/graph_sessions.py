@@ -16,30 +16,28 @@ from ndistribute.timers import Timer
 
 
 def ChiefSessionCreator(  # noqa: N802
-    scaffold: Any = None,
-    master: str = "",
-    config: Any = None,
-    checkpoint_dir: Any = None,
-    checkpoint_filename_with_path: str | None = None,
+    scaffold: Any = None, *, checkpoint_filename_with_path: str | None = None, **options: Any
 ) -> dict[str, Any]:
     """Return how a `MonitoredSession` of a chief begins: with what `MonitoredTrainingSession` has.
 
-    It restores the newest checkpoint of a folder, or the one of a path.
+    Args:
+        scaffold: see `MonitoredTrainingSession`.
+        checkpoint_filename_with_path: the checkpoint to restore; None: the newest of a folder.
+        options: `master`, `config` and `checkpoint_dir`, see `MonitoredTrainingSession`.
     """
     path = checkpoint_filename_with_path
     if path is not None:
         scaffold = scaffold or Scaffold()
         scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
-    begin = {"scaffold": scaffold, "master": master, "config": config}
-    return {**begin, "checkpoint_dir": checkpoint_dir}
+    return {**options, "scaffold": scaffold}
 
 
-def WorkerSessionCreator(  # noqa: N802
-    scaffold: Any = None, master: str = "", config: Any = None, max_wait_secs: float = 30 * 60
-) -> dict[str, Any]:
-    """Return how a `MonitoredSession` of another worker begins: it waits for the chief."""
-    begin = ChiefSessionCreator(scaffold, master, config)
-    return {**begin, "is_chief": False, "max_wait_secs": max_wait_secs}
+def WorkerSessionCreator(scaffold: Any = None, **options: Any) -> dict[str, Any]:  # noqa: N802
+    """Return how a `MonitoredSession` of another worker begins: it waits for the chief.
+
+    Its options are those of a chief, and `max_wait_secs`, half an hour.
+    """
+    return {"max_wait_secs": 30 * 60, **ChiefSessionCreator(scaffold, **options), "is_chief": False}
 
 
 class MonitoredSession(MonitoredBytesSession):

@@ -128,23 +128,18 @@ class Supervisor(Coordinator):
 
     @contextlib.contextmanager
     def managed_session(
-        self,
-        master: str = "",
-        config: Any = None,
-        start_standard_services: bool = True,
-        close_summary_writer: bool = True,
+        self, master: str = "", config: Any = None, *, close_summary_writer: bool = True, **how: Any
     ) -> Iterator[Session]:
         """Return a context manager with a session; at its end the threads are stopped.
 
         A failure in the block, or in a thread, is raised at its end; the end of the input is none.
-        The chief saves a last checkpoint, unless an interrupt ended the block.
+        The chief saves a last checkpoint, unless an interrupt ended the block. Other options are
+        those of `prepare_or_wait_for_session`.
         """
         session, is_interrupted = None, True
         try:
             with self.stop_on_exception():
-                session = self.prepare_or_wait_for_session(
-                    master, config, start_standard_services=start_standard_services
-                )
+                session = self.prepare_or_wait_for_session(master, config, **how)
                 with self.graph.as_default(), session.as_default():
                     yield session
             is_interrupted = False
