@@ -207,17 +207,14 @@ class GraphLayer:
     weights = variables
 
 
-def _class(name: str, function: Any) -> Any:
+def _class(function: Any) -> Any:
+    name = function.__name__.title().replace("_", "")
     return type(name, (GraphLayer,), {"function": staticmethod(function)})
 
 
-AveragePooling2D = _class("AveragePooling2D", average_pooling2d)
-BatchNormalization = _class("BatchNormalization", batch_normalization)
-Conv2D = _class("Conv2D", conv2d)
-Dense = _class("Dense", dense)
-Dropout = _class("Dropout", dropout)
-Flatten = _class("Flatten", flatten)
-MaxPooling2D = _class("MaxPooling2D", max_pooling2d)
+AveragePooling2D, MaxPooling2D = map(_class, (average_pooling2d, max_pooling2d))
+BatchNormalization, Dropout = map(_class, (batch_normalization, dropout))
+Conv2D, Dense, Flatten = map(_class, (conv2d, dense, flatten))
 
 
 def _dtype_of(inputs: Any) -> Any:

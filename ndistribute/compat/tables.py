@@ -96,13 +96,12 @@ TF2 = """
 [keras.datasets]
 [keras.activations] .models.activations: * swish=silu
 [keras.backend] .compat.keras_functions: concatenate=joined_last flatten function int_shape=shape
-    .compat.signatures: clear_session=nothing  .compat.tf.random: random_normal=normal
-    random_uniform=uniform
-    .compat.adapters: backend epsilon floatx image_data_format
+    .compat.signatures: clear_session=nothing .compat.tf.random: random_normal=normal
+    random_uniform=uniform .compat.adapters: backend epsilon floatx image_data_format
     .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims get_value ones
-    set_value zeros  .compat.tf.math: abs argmax equal exp log max=reduce_max maximum
+    set_value zeros .compat.tf.math: abs argmax equal exp log max=reduce_max maximum
     mean=reduce_mean min=reduce_min minimum pow round sigmoid sqrt square std=reduce_std
-    sum=reduce_sum tanh  .compat.tf.nn: relu softmax  .compat.tf: constant reshape shape stack
+    sum=reduce_sum tanh .compat.tf.nn: relu softmax .compat.tf: constant reshape shape stack
     transpose variable=Variable
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
     .models.layers: set_dtype_policy set_floatx=set_dtype_policy
@@ -117,13 +116,11 @@ TF2 = """
     .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
     .compat.adapters: Input InputLayer=Input SyncBatchNormalization  .compat.keras_layers: Layer
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
-    mae=mean_absolute_error mse=mean_squared_error
-    .models.losses: deserialize  .names: serialize
+    mae=mean_absolute_error mse=mean_squared_error .models.losses: deserialize .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
-[keras.metrics] .models.metrics/metric: *  .models.metrics: deserialize get
-    .compat.keras_layers: Metric=OwnMetric
-    .names: serialize
+[keras.metrics] .models.metrics/metric: * .models.metrics: deserialize get .compat.keras_layers:
+    Metric=OwnMetric .names: serialize
 [keras.mixed_precision] .compat.keras_precision: LossScaleOptimizer Policy global_policy
     .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential save_model
@@ -148,10 +145,9 @@ TF2 = """
     .compat.random_numbers: make_sampling_table skipgrams
 [keras.random] .compat.keras_functions: SeedGenerator categorical dropout normal randint uniform
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
-[keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
-    deserialize_keras_object=deserialize_object
-    serialize_keras_object=serialize_object
-    .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
+[keras.saving] .compat.adapters: save_model .compat.keras_objects: load_model
+    deserialize_keras_object=deserialize_object serialize_keras_object=serialize_object .names:
+    CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
     get_registered_name=registered_name register_keras_serializable
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
