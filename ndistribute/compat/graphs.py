@@ -113,12 +113,12 @@ def check_layout(data_format: Any, dilations: Any = 1, known: str = "NHWC") -> N
         raise ValueError(f"data_format must be {known!r} and dilations 1, got {wrong}.")
 
 
+@accepting("use_cudnn_on_gpu")
 def conv2d(
     input: Any,  # noqa: A002
     filter: Any = None,  # noqa: A002
     strides: Any = 1,
     padding: str = "SAME",
-    use_cudnn_on_gpu: bool = True,
     data_format: str | None = "NHWC",
     dilations: Any = 1,
     filters: Any = None,
@@ -129,17 +129,18 @@ def conv2d(
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
-def _pool(of_windows: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _pool(of_windows: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of windows that are given as TensorFlow does."""
+
+    @functools.wraps(of_windows, ["__doc__"])
     def pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
         check_layout(data_format)
         return of_windows(value, windows(ksize), windows(strides), padding.lower())
 
-    pool.__doc__ = f"Return the {what} of each window."
     return pool
 
 
-max_pool = _pool(nn.max_pool2d, "greatest element")
-avg_pool = _pool(nn.average_pool2d, "mean")
+max_pool, avg_pool = map(_pool, (nn.max_pool2d, nn.average_pool2d))
 
 
 @accepting("back_prop", "parallel_iterations", "shape_invariants", "swap_memory")
@@ -348,11 +349,7 @@ def l2_regularizer(scale: float) -> Callable[[Any], Any]:
 
 @accepting("num_threads", "queue_capacity")
 def numpy_input_fn(
-    x: Any,
-    y: Any = None,
-    batch_size: int = 128,
-    num_epochs: int | None = 1,
-    shuffle: bool | None = None,
+    x: Any, y: Any = None, batch_size: int = 128, num_epochs: int | None = 1, shuffle: Any = None
 ) -> Callable[[], Dataset]:
     """Return an input function that gives batches of arrays; None epochs: for ever."""
     if shuffle is None:
