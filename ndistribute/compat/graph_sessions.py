@@ -50,10 +50,7 @@ class MonitoredSession(MonitoredBytesSession):
     """
 
     def __init__(
-        self,
-        session_creator: dict[str, Any] | None = None,
-        hooks: Sequence[Any] | None = None,
-        stop_grace_period_secs: float = 120,
+        self, session_creator: Any = None, hooks: Any = None, stop_grace_period_secs: float = 120
     ) -> None:
         none = dict.fromkeys(("save_checkpoint_secs", "save_summaries_steps"), None)
         how = {**none, "log_step_count_steps": None, **(session_creator or {})}
@@ -104,11 +101,9 @@ class SessionManager:
         self,
         master: str,
         init_op: Any = None,
-        saver: Saver | None = None,
-        checkpoint_dir: str | None = None,
-        max_wait_secs: float = 7200,
-        config: Any = None,
-        **init: Any,
+        saver: Any = None,
+        checkpoint_dir: Any = None,
+        **how: Any,
     ) -> Any:
         """Return a session with the values of the newest checkpoint, or else of `init_op`.
 
@@ -117,43 +112,38 @@ class SessionManager:
             init_op: see `Scaffold`.
             saver: restores the checkpoint.
             checkpoint_dir: its folder.
-            max_wait_secs: how long to wait for tasks that come back.
-            config: a `ConfigProto`.
-            init: `init_feed_dict`, see `Scaffold`, and `init_fn`, a function of the session.
+            how: `max_wait_secs`, how long to wait for tasks that come back; `config`, a
+                `ConfigProto`; `init_feed_dict`, see `Scaffold`; `init_fn`, a function of a session.
 
         Raises:
             RuntimeError: there is no checkpoint, and nothing to initialise by.
             FailedPreconditionError: it is not ready afterwards.
         """
-        start = init.get("init_fn")
+        start = how.get("init_fn")
         none = init_op is start is self._scaffold.local_init_op is None
         if none and not _has_checkpoint(saver, checkpoint_dir):
             why = "pass init_op, init_fn or local_init_op, or checkpoint_dir with a saver."
             raise RuntimeError(
                 f"prepare_session: there is no checkpoint in {checkpoint_dir}: {why}"
             )
-        ops = init | {"init_op": init_op, "saver": saver, "init_fn": of_session(start)}
-        return self._opened(master, config, checkpoint_dir, max_wait_secs, **ops)
+        how |= {"init_op": init_op, "saver": saver, "init_fn": of_session(start)}
+        return self._opened(master, checkpoint_dir, how)
 
     def recover_session(
         self, master: str, saver: Any = None, checkpoint_dir: Any = None, **how: Any
     ) -> tuple[Any, bool]:
         """Return a session with the values of the newest checkpoint, and whether it is ready."""
-        wait, config = how.pop("max_wait_secs", 7200), how.pop("config", None)
-        ops = {"saver": saver, "ready_op": None, **how}
-        session = self._opened(master, config, checkpoint_dir, wait, **ops)
+        session = self._opened(master, checkpoint_dir, {"saver": saver, "ready_op": None, **how})
         is_restored = _has_checkpoint(saver, checkpoint_dir)
         return session, is_restored and is_ready(session, self._scaffold.ready_op)
 
-    def wait_for_session(
-        self, master: str, config: Any = None, max_wait_secs: float = math.inf
-    ) -> Any:
+    def wait_for_session(self, master: str, **how: Any) -> Any:
         """Return a session once another process has initialised the variables.
 
         Raises:
             DeadlineExceededError: it has not within `max_wait_secs`.
         """
-        return self._opened(master, config, None, max_wait_secs, False)
+        return self._opened(master, None, {"max_wait_secs": math.inf, **how}, is_chief=False)
 
     def completed(self, scaffold: Scaffold) -> Scaffold:
         """Return a scaffold with the operations of this manager where it has none."""
@@ -161,10 +151,12 @@ class SessionManager:
         lacking = [name for name, each in vars(scaffold).items() if each is None]
         return dataclasses.replace(scaffold, **{k: made[k] for k in lacking if k in made})
 
-    def _opened(self, master: str, *how: Any, **ops: Any) -> Any:
+    def _opened(self, master: str, folder: Any, how: Any, is_chief: bool = True) -> Any:
+        config, max_wait_secs = how.pop("config", None), how.pop("max_wait_secs", 7200)
         with self._graph.as_default():
-            scaffold = dataclasses.replace(self._scaffold, **ops)
-            return open_session(scaffold, master, BytesSession, *how)
+            scaffold = dataclasses.replace(self._scaffold, **how)
+            start = scaffold, master, BytesSession, config, folder, max_wait_secs, is_chief
+            return open_session(*start)
 
 
 def of_session(init_fn: Callable[[Any], None] | None) -> Any:

@@ -258,20 +258,3 @@ def test_a_supervisor_takes_a_manager_and_writes_nothing_without_a_folder(monkey
     other = tf.train.Supervisor(is_chief=False)
     with pytest.raises(RuntimeError, match="only the chief"):
         other.start_standard_services(None)
-
-
-REFUSED = {
-    "train.ProfilerHook": "ndistribute trace",
-    "train.VocabInfo": "the same vocabulary",
-    "train.SessionCreator": "ChiefSessionCreator",
-    "estimator.BestExporter": "Model.export",
-    "estimator.export": "Model.export",
-    "estimator.BoostedTreesClassifier": "HistGradientBoostingClassifier",
-}
-
-
-@pytest.mark.parametrize("path", REFUSED)
-def test_what_does_not_exist_says_what_to_use(path):
-    module, name = path.split(".")
-    with pytest.raises(AttributeError, match=REFUSED[path]):
-        getattr(getattr(tf, module), name)
