@@ -228,17 +228,8 @@ def _of_directory(
         what = f"labels={labels!r} and class_names {names} for the folders {folders}"
         raise ValueError(f"labels must be 'inferred' or None, of all folders; got {what}.")
     paths, numbers = _files_of(directory, names if labels else [""], endings)
-    classes = np.array(numbers, np.int32)
-    modes: dict[Any, Any] = {
-        None: classes,
-        "int": classes,
-        "binary": classes.astype(np.float32)[:, None],
-        "categorical": np.eye(len(names), dtype=np.float32)[classes],
-    }
-    if label_mode not in modes or (label_mode == "binary" and len(names) != 2):
-        what = f"got {label_mode!r} for the classes {[*names]}"
-        raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
-    load_only, wanted = not labels or label_mode is None, modes[label_mode]
+    wanted = _labels(np.array(numbers, np.int32), label_mode, len(names))
+    load_only = not labels or label_mode is None
     order = np.arange(len(paths))
     if shuffle:
         np.random.default_rng(seed).shuffle(order)
@@ -277,6 +268,20 @@ def _files_of(root: Any, folders: Any, endings: tuple[str, ...]) -> tuple[list[s
     if not paths:
         raise ValueError(f"{root}: no file in it ends with {', '.join(endings)}.")
     return paths, numbers
+
+
+def _labels(numbers: Any, mode: str | None, count: int) -> Any:
+    """Return the numbers of classes in the form of a mode."""
+    modes: dict[Any, Any] = {
+        None: numbers,
+        "int": numbers,
+        "binary": numbers.astype(np.float32)[:, None],
+        "categorical": np.eye(count, dtype=np.float32)[numbers],
+    }
+    if mode not in modes or (mode == "binary" and count != 2):
+        what = f"got {mode!r} for {count} classes"
+        raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
+    return modes[mode]
 
 
 def plot_model(

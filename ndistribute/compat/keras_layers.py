@@ -88,11 +88,11 @@ _MODES = {"binary": "multi_hot", "tf-idf": "tf_idf"}
 """Modes as they were called first."""
 
 
-def _arguments(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(kind: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of this package for those of Keras."""
     known = {name for base in kind.__mro__ for name in _parameters(base)}
     options = dict[str, Any]()
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name in ("batch_input_shape", "batch_shape") and name not in known:
             options["input_shape"] = value[1:]
         elif name in known or value not in _ONLY.get(name, ()):
