@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ndistribute as nd
 from ndistribute import models
-from ndistribute.compat.signatures import adapted
 from ndistribute.devices import set_logical_cpus
 
 
@@ -30,20 +28,17 @@ class LogicalDeviceConfiguration(NamedTuple):
     experimental_device_ordinal: int | None = None
 
 
-list_devices = adapted(
-    lambda device_type=None: [
-        SimpleNamespace(
-            name=f"/physical_device:{str(device).upper()}", device_type=device.kind.upper()
-        )
-        for device in nd.list_devices(device_type and device_type.lower())
-    ]
-)
+def _listing(where: str) -> Callable[..., list[LogicalDevice]]:
+    """Return a function that lists the GPUs and the logical CPUs, with names that say where."""
+
+    def listed(device_type: str | None = None) -> list[LogicalDevice]:
+        devices = nd.list_devices(device_type and device_type.lower())
+        return [LogicalDevice(f"{where}{str(each).upper()}", each.kind.upper()) for each in devices]
+
+    return listed
 
 
-def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
-    """Return the GPUs and the logical CPUs."""
-    devices = nd.list_devices(device_type and device_type.lower())
-    return [LogicalDevice(f"/device:{str(each).upper()}", each.kind.upper()) for each in devices]
+list_devices, list_logical_devices = map(_listing, ("/physical_device:", "/device:"))
 
 
 def set_logical_device_configuration(
@@ -63,12 +58,6 @@ def set_logical_device_configuration(
             "set_logical_device_configuration: a GPU is one device. Name it several times: "
             "MirroredStrategy(['gpu:0', 'gpu:0'])."
         )
-
-
-def get_logical_device_configuration(device: Any) -> list[LogicalDeviceConfiguration] | None:
-    """Return one configuration for each logical device."""
-    count = len(nd.list_devices("cpu")) if device.device_type == "CPU" else 1
-    return [LogicalDeviceConfiguration()] * count
 
 
 def preemption_handler(
@@ -93,11 +82,6 @@ class PreemptionWatcher:
             "PreemptionCheckpointHandler, with TerminationConfig(termination_watcher_fn=...) for "
             "another source."
         )
-
-
-def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
-    """Return whether there is a GPU."""
-    return bool(nd.list_devices("gpu"))
 
 
 class FileOptions:

@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,7 @@ def _pillow(part: str = "Image") -> Any:
 
 def read_file(filename: Any, name: Any = None) -> Any:
     """Return the contents of a file: a tensor of text, or of one `bytes` if it is no UTF-8."""
-    with open(str(filename), "rb") as file:
-        contents = file.read()
+    contents = Path(str(filename)).read_bytes()
     try:
         return as_tensor(np.array(contents.decode()))
     except UnicodeDecodeError:
@@ -85,20 +85,18 @@ def load_img(
     return image.resize((target_size[1], target_size[0]), how)
 
 
-def img_to_array(img: Any, data_format: str | None = None, dtype: Any = np.float32) -> Any:
+def img_to_array(img: Any, dtype: Any = np.float32) -> Any:
     """Return an image as an array of rows, columns and channels."""
-    if data_format not in (None, "channels_last"):
-        raise ValueError(f"img_to_array: data_format is 'channels_last', got {data_format!r}.")
     array = np.asarray(img).astype(dtype or np.float32)
     return array if array.ndim == 3 else array[..., None]
 
 
-def array_to_img(x: Any, data_format: str | None = None, scale: bool = True) -> Any:
+def array_to_img(x: Any, *, scale: bool = True) -> Any:
     """Return an image of Pillow for an array; `scale` makes its least number 0, its greatest 255.
 
     Without `scale` its numbers are from 0 to 255.
     """
-    array = img_to_array(x, data_format)
+    array = img_to_array(x)
     if scale:
         array = array - array.min()
         array = array / (array.max() or 1) * 255
@@ -135,17 +133,11 @@ def image_dataset_from_directory(
     return _of_directory(directory, load, _IMAGES, **options)
 
 
-def text_dataset_from_directory(
-    directory: Any, max_length: int | None = None, **options: Any
-) -> Any:
-    """Return a dataset of texts and their labels; see `image_dataset_from_directory`.
-
-    `max_length` is the number of characters of a text that are kept.
-    """
+def text_dataset_from_directory(directory: Any, **options: Any) -> Any:
+    """Return a dataset of texts and their labels; see `image_dataset_from_directory`."""
 
     def load(path: str) -> Any:
-        with open(path, encoding="utf-8") as file:
-            return np.array(file.read()[:max_length])
+        return np.array(Path(path).read_text(encoding="utf-8"))
 
     return _of_directory(directory, load, (".txt",), **options)
 
@@ -198,7 +190,7 @@ def _of_directory(
     directory: Any,
     load: Callable[[str], Any],
     endings: tuple[str, ...],
-    labels: Any = "inferred",
+    labels: str | None = "inferred",
     label_mode: str | None = "int",
     class_names: Sequence[str] | None = None,
     batch_size: int | None = 32,
@@ -214,8 +206,7 @@ def _of_directory(
         directory: see `image_dataset_from_directory`.
         load: a function of the path of a file.
         endings: of the names of the files.
-        labels: ``"inferred"``, the number of each file's folder; a list in the order of the files'
-            names; or None.
+        labels: ``"inferred"``, the number of each file's folder; or None: there are no labels.
         label_mode: ``"int"``, ``"binary"``, ``"categorical"``; or None: there are no labels.
         class_names: the folders in the order of their numbers; None sorts them.
         batch_size: None: elements are single examples.
@@ -225,23 +216,20 @@ def _of_directory(
         subset: ``"training"``, ``"validation"`` or, for a tuple, ``"both"``.
         verbose: ignored.
     """
-    share = validation_split
-    if (share is None) != (subset is None) or subset not in (
-        None,
-        "training",
-        "validation",
-        "both",
-    ):
+    share, subsets = validation_split, (None, "training", "validation", "both")
+    if (share is None) != (subset is None) or subset not in subsets:
         what = f"validation_split={share}, subset={subset!r}"
         raise ValueError(f"pass both: a share, and 'training', 'validation' or 'both'; got {what}.")
     if share is not None and shuffle and seed is None:
         raise ValueError("validation_split needs a seed, so that its parts have no file in common.")
     folders = sorted(each.name for each in os.scandir(directory) if each.is_dir())
     names = folders if class_names is None else [*class_names]
-    if labels == "inferred" and sorted(names) != folders:
-        raise ValueError(f"class_names {names} are not the folders {folders} of {directory}.")
-    paths, numbers = _files_of(directory, names if labels == "inferred" else [""], endings)
-    wanted = _labels(numbers if labels == "inferred" else labels, label_mode, names, len(paths))
+    if labels not in ("inferred", None) or (labels and sorted(names) != folders):
+        what = f"labels={labels!r} and class_names {names} for the folders {folders}"
+        raise ValueError(f"labels must be 'inferred' or None, of all folders; got {what}.")
+    paths, numbers = _files_of(directory, names if labels else [""], endings)
+    wanted = _labels(np.array(numbers, np.int32), label_mode, len(names))
+    load_only = not labels or label_mode is None
     order = np.arange(len(paths))
     if shuffle:
         np.random.default_rng(seed).shuffle(order)
@@ -253,10 +241,10 @@ def _of_directory(
                 f"validation_split={share} of {len(paths)} files leaves one part empty."
             )
         some = np.array(paths)[part]
-        dataset = TensorDataset.from_tensor_slices((some, *(labels[part] for labels in wanted)))
+        dataset = TensorDataset.from_tensor_slices((some, wanted[part]))
         dataset = dataset.shuffle(len(part), seed) if shuffle else dataset
         result: Any = dataset.map(
-            lambda path, *label: (load(str(path)), *label) if wanted else load(str(path))
+            lambda path, label: load(str(path)) if load_only else (load(str(path)), label)
         )
         result = result if batch_size is None else result.batch(batch_size)
         result.class_names, result.file_paths = names, some.tolist()
@@ -282,26 +270,24 @@ def _files_of(root: Any, folders: Any, endings: tuple[str, ...]) -> tuple[list[s
     return paths, numbers
 
 
-def _labels(numbers: Any, mode: str | None, names: Sequence[str], count: int) -> list[Any]:
-    """Return the labels in the form of a mode; none, or one array."""
-    if mode is None or numbers is None:
-        return []
-    if len(numbers) != count:
-        raise ValueError(f"there are {count} files, but {len(numbers)} labels.")
-    labels = np.asarray(numbers, np.int32)
-    if mode == "binary" and len(names) == 2:
-        return [labels.astype(np.float32)[:, None]]
-    if mode not in ("int", "categorical"):
-        what = f"got {mode!r} for the classes {[*names]}"
+def _labels(numbers: Any, mode: str | None, count: int) -> Any:
+    """Return the numbers of classes in the form of a mode."""
+    modes: dict[Any, Any] = {
+        None: numbers,
+        "int": numbers,
+        "binary": numbers.astype(np.float32)[:, None],
+        "categorical": np.eye(count, dtype=np.float32)[numbers],
+    }
+    if mode not in modes or (mode == "binary" and count != 2):
+        what = f"got {mode!r} for {count} classes"
         raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
-    return [labels if mode == "int" else np.eye(len(names), dtype=np.float32)[labels]]
+    return modes[mode]
 
 
 def plot_model(
     model: Any,
     to_file: Any = "model.png",
     show_shapes: bool = False,
-    show_layer_names: bool = True,
     rankdir: str = "TB",
     dpi: int = 96,
     **details: Any,
@@ -312,42 +298,36 @@ def plot_model(
         model: a functional model, or a `Sequential` that knows its input.
         to_file: where to write the image; None: nowhere.
         show_shapes: whether the boxes have the shapes of outputs.
-        show_layer_names: whether they have names, besides the kinds of layers.
         rankdir: ``"TB"``, from top to bottom, or ``"LR"``, from left to right.
         dpi: the dots of an inch, 8 lines of text.
-        details: `expand_nested` changes nothing: a model is one box. Others are refused.
+        details: `expand_nested` and `show_layer_names` change nothing: a model is one box, and
+            boxes have names. Others are refused.
     """
-    wrong = [name for name in details if details[name] and name != "expand_nested"]
+    ignored = "expand_nested", "show_layer_names"
+    wrong = [name for name in details if details[name] and name not in ignored]
     if wrong or rankdir not in ("TB", "LR"):
         raise ValueError(f"plot_model: it has no {wrong}, and rankdir is 'TB' or 'LR': leave out.")
-    boxes = dict[str, tuple[str, int, list[str]]]()
+    texts, before = dict[str, str](), dict[str, list[str]]()
+    places = dict[str, tuple[int, int]]()  # The distance from the inputs, and the number there.
     for label, shapes, _, sources in model._connected().rows():
-        name, kind = label.removesuffix(")").split(" (")
-        text = (f"{name}: {kind}" if show_layer_names else kind) + f"\n{shapes}" * show_shapes
-        before = [source for source in sources.split(", ") if source in boxes]
-        level = 1 + max((boxes[source][1] for source in before), default=-1)
-        boxes[name] = text, level, before
-    longest = max(len(line) for text, *_ in boxes.values() for line in text.split("\n"))
-    size, counts = dpi / 8, dict.fromkeys([level for _, level, _ in boxes.values()], 0)
-    width, height = size * (2 + 0.6 * longest), size * (2 + 1.5 * show_shapes)
-    corners = dict[str, tuple[float, float]]()
-    for name, (_, level, _) in boxes.items():
-        place = (counts[level], level) if rankdir == "TB" else (level, counts[level])
-        corners[name] = size + place[0] * (width + 2 * size), size + place[1] * (height + 2 * size)
-        counts[level] += 1
-    ends = [max(corner[k] for corner in corners.values()) for k in (0, 1)]
-    image = _pillow().new(
-        "RGB", (int(ends[0] + width + size), int(ends[1] + height + size)), "white"
-    )
+        name = label.partition(" (")[0]
+        texts[name] = label + f"\n{shapes}" * show_shapes
+        before[name] = [source for source in sources.split(", ") if source in places]
+        level = 1 + max((places[source][0] for source in before[name]), default=-1)
+        places[name] = level, sum(other[0] == level for other in places.values())
+    longest = max(len(line) for text in texts.values() for line in text.split("\n"))
+    size, order = dpi / 8, -1 if rankdir == "TB" else 1
+    box = np.array([size * (2 + 0.6 * longest), size * (2 + 1.5 * show_shapes)])
+    corners = {name: size + np.array(places[name][::order]) * (box + 2 * size) for name in places}
+    ends = np.max([*corners.values()], axis=0) + box + size
+    image = _pillow().new("RGB", tuple(ends.astype(int).tolist()), "white")
     draw, font = _pillow("ImageDraw").Draw(image), _pillow("ImageFont").load_default(size)
-    for name, (_, _, before) in boxes.items():
-        for source in before:
-            lines = [(x + width / 2, y + height / 2) for x, y in (corners[source], corners[name])]
-            draw.line(lines, "gray", 2)
-    for name, (text, _, _) in boxes.items():
-        x, y = corners[name]
-        draw.rectangle((x, y, x + width, y + height), "white", "black")
-        draw.text((x + size, y + size / 2), text, "black", font)
+    for name, corner in corners.items():
+        for source in before[name]:
+            draw.line([*(corners[source] + box / 2), *(corner + box / 2)], "gray", 2)
+    for name, corner in corners.items():
+        draw.rectangle([*corner, *(corner + box)], "white", "black")
+        draw.text((corner[0] + size, corner[1] + size / 2), texts[name], "black", font)
     if to_file is not None:
         image.save(to_file)
     return image

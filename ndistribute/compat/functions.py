@@ -30,9 +30,7 @@ class SignatureError(InvalidArgumentError, TypeError):
 def _function(func: Any = None, input_signature: Any = None, jit_compile: Any = None) -> Any:
     """Return a function itself, one that checks its arguments, or one that XLA has compiled."""
     if func is None:
-        return functools.partial(
-            _function, input_signature=input_signature, jit_compile=jit_compile
-        )
+        return lambda func: _function(func, input_signature, jit_compile)
     if jit_compile:
         return jit_function(func)
     result: Any = func if input_signature is None else _checked(func, input_signature)

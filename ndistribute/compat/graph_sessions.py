@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndistribute.compat.graphs import BytesSession, MonitoredBytesSession
-from ndistribute.graph.graph import Graph, get_default_graph
+from ndistribute.graph.graph import get_default_graph
 from ndistribute.graph.monitored import Scaffold, is_ready, open_session
 from ndistribute.graph.saver import Saver, latest_checkpoint
 from ndistribute.mistakes import accepting
@@ -16,30 +16,28 @@ from ndistribute.timers import Timer
 
 
 def ChiefSessionCreator(  # noqa: N802
-    scaffold: Any = None,
-    master: str = "",
-    config: Any = None,
-    checkpoint_dir: Any = None,
-    checkpoint_filename_with_path: str | None = None,
+    scaffold: Any = None, *, checkpoint_filename_with_path: str | None = None, **options: Any
 ) -> dict[str, Any]:
     """Return how a `MonitoredSession` of a chief begins: with what `MonitoredTrainingSession` has.
 
-    It restores the newest checkpoint of a folder, or the one of a path.
+    Args:
+        scaffold: see `MonitoredTrainingSession`.
+        checkpoint_filename_with_path: the checkpoint to restore; None: the newest of a folder.
+        options: `master`, `config` and `checkpoint_dir`, see `MonitoredTrainingSession`.
     """
     path = checkpoint_filename_with_path
     if path is not None:
         scaffold = scaffold or Scaffold()
         scaffold.init_fn = lambda scaffold, session: scaffold.saver.restore(session, path)
-    begin = {"scaffold": scaffold, "master": master, "config": config}
-    return {**begin, "checkpoint_dir": checkpoint_dir}
+    return {**options, "scaffold": scaffold}
 
 
-def WorkerSessionCreator(  # noqa: N802
-    scaffold: Any = None, master: str = "", config: Any = None, max_wait_secs: float = 30 * 60
-) -> dict[str, Any]:
-    """Return how a `MonitoredSession` of another worker begins: it waits for the chief."""
-    begin = ChiefSessionCreator(scaffold, master, config)
-    return {**begin, "is_chief": False, "max_wait_secs": max_wait_secs}
+def WorkerSessionCreator(scaffold: Any = None, **options: Any) -> dict[str, Any]:  # noqa: N802
+    """Return how a `MonitoredSession` of another worker begins: it waits for the chief.
+
+    Its options are those of a chief, and `max_wait_secs`, half an hour.
+    """
+    return {"max_wait_secs": 30 * 60, **ChiefSessionCreator(scaffold, **options), "is_chief": False}
 
 
 class MonitoredSession(MonitoredBytesSession):
@@ -52,10 +50,7 @@ class MonitoredSession(MonitoredBytesSession):
     """
 
     def __init__(
-        self,
-        session_creator: dict[str, Any] | None = None,
-        hooks: Sequence[Any] | None = None,
-        stop_grace_period_secs: float = 120,
+        self, session_creator: Any = None, hooks: Any = None, stop_grace_period_secs: float = 120
     ) -> None:
         none = dict.fromkeys(("save_checkpoint_secs", "save_summaries_steps"), None)
         how = {**none, "log_step_count_steps": None, **(session_creator or {})}
@@ -84,8 +79,8 @@ class SessionManager:
     Args:
         local_init_op: run in each session; None: nothing is.
         ready_op: see `Scaffold`; None: sessions are ready at once.
-        ready_for_local_init_op: tells when `local_init_op` can run; None: at once.
         graph: the graph; None: the default graph.
+        ops: `ready_for_local_init_op`, which tells when `local_init_op` can run; None: at once.
 
     >>> from ndistribute.graph import Variable, global_variables_initializer
     >>> with Graph().as_default():
@@ -97,64 +92,58 @@ class SessionManager:
 
     @accepting("recovery_wait_secs", "local_init_run_options")
     def __init__(
-        self,
-        local_init_op: Any = None,
-        ready_op: Any = None,
-        ready_for_local_init_op: Any = None,
-        graph: Graph | None = None,
+        self, local_init_op: Any = None, ready_op: Any = None, *, graph: Any = None, **ops: Any
     ) -> None:
-        self._graph, ops = graph or get_default_graph(), (ready_op, local_init_op)
-        self._scaffold = Scaffold(None, None, None, *ops, None, None, ready_for_local_init_op)
+        self._graph = graph or get_default_graph()
+        self._scaffold = Scaffold(local_init_op=local_init_op, ready_op=ready_op, **ops)
 
     def prepare_session(
         self,
         master: str,
         init_op: Any = None,
-        saver: Saver | None = None,
-        checkpoint_dir: str | None = None,
-        max_wait_secs: float = 7200,
-        config: Any = None,
-        init_feed_dict: Mapping[Any, Any] | None = None,
-        init_fn: Callable[[Any], None] | None = None,
+        saver: Any = None,
+        checkpoint_dir: Any = None,
+        **how: Any,
     ) -> Any:
         """Return a session with the values of the newest checkpoint, or else of `init_op`.
+
+        Args:
+            master: the address of the server to use; empty: this process.
+            init_op: see `Scaffold`.
+            saver: restores the checkpoint.
+            checkpoint_dir: its folder.
+            how: `max_wait_secs`, how long to wait for tasks that come back; `config`, a
+                `ConfigProto`; `init_feed_dict`, see `Scaffold`; `init_fn`, a function of a session.
 
         Raises:
             RuntimeError: there is no checkpoint, and nothing to initialise by.
             FailedPreconditionError: it is not ready afterwards.
         """
-        none = init_op is init_fn is self._scaffold.local_init_op is None
+        start = how.get("init_fn")
+        none = init_op is start is self._scaffold.local_init_op is None
         if none and not _has_checkpoint(saver, checkpoint_dir):
             why = "pass init_op, init_fn or local_init_op, or checkpoint_dir with a saver."
             raise RuntimeError(
                 f"prepare_session: there is no checkpoint in {checkpoint_dir}: {why}"
             )
-        start = None if init_fn is None else lambda _, session: init_fn(session)
-        ops = {"init_op": init_op, "init_feed_dict": init_feed_dict, "init_fn": start}
-        return self._opened(master, config, checkpoint_dir, max_wait_secs, saver=saver, **ops)
+        how |= {"init_op": init_op, "saver": saver, "init_fn": of_session(start)}
+        return self._opened(master, checkpoint_dir, how)
 
     def recover_session(
-        self,
-        master: str,
-        saver: Saver | None = None,
-        checkpoint_dir: str | None = None,
-        max_wait_secs: float = 7200,
-        config: Any = None,
+        self, master: str, saver: Any = None, checkpoint_dir: Any = None, **how: Any
     ) -> tuple[Any, bool]:
         """Return a session with the values of the newest checkpoint, and whether it is ready."""
-        ops, ready = {"saver": saver, "ready_op": None}, self._scaffold.ready_op
-        session = self._opened(master, config, checkpoint_dir, max_wait_secs, **ops)
-        return session, _has_checkpoint(saver, checkpoint_dir) and is_ready(session, ready)
+        session = self._opened(master, checkpoint_dir, {"saver": saver, "ready_op": None, **how})
+        is_restored = _has_checkpoint(saver, checkpoint_dir)
+        return session, is_restored and is_ready(session, self._scaffold.ready_op)
 
-    def wait_for_session(
-        self, master: str, config: Any = None, max_wait_secs: float = math.inf
-    ) -> Any:
+    def wait_for_session(self, master: str, **how: Any) -> Any:
         """Return a session once another process has initialised the variables.
 
         Raises:
             DeadlineExceededError: it has not within `max_wait_secs`.
         """
-        return self._opened(master, config, None, max_wait_secs, False)
+        return self._opened(master, None, {"max_wait_secs": math.inf, **how}, is_chief=False)
 
     def completed(self, scaffold: Scaffold) -> Scaffold:
         """Return a scaffold with the operations of this manager where it has none."""
@@ -162,10 +151,17 @@ class SessionManager:
         lacking = [name for name, each in vars(scaffold).items() if each is None]
         return dataclasses.replace(scaffold, **{k: made[k] for k in lacking if k in made})
 
-    def _opened(self, master: str, *how: Any, **ops: Any) -> Any:
+    def _opened(self, master: str, folder: Any, how: Any, is_chief: bool = True) -> Any:
+        config, max_wait_secs = how.pop("config", None), how.pop("max_wait_secs", 7200)
         with self._graph.as_default():
-            scaffold = dataclasses.replace(self._scaffold, **ops)
-            return open_session(scaffold, master, BytesSession, *how)
+            scaffold = dataclasses.replace(self._scaffold, **how)
+            start = scaffold, master, BytesSession, config, folder, max_wait_secs, is_chief
+            return open_session(*start)
+
+
+def of_session(init_fn: Callable[[Any], None] | None) -> Any:
+    """Return the `init_fn` of a `Scaffold` for a function of a session, or for None."""
+    return None if init_fn is None else lambda scaffold, session: init_fn(session)
 
 
 def _has_checkpoint(saver: Saver | None, folder: str | None) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ndistribute.compat.graph_sessions import SessionManager
+from ndistribute.compat.graph_sessions import SessionManager, of_session
 from ndistribute.compat.graphs import BytesSession
 from ndistribute.graph.graph import Graph, get_default_graph
 from ndistribute.graph.hooks import write_speed
@@ -23,6 +23,7 @@ from ndistribute.graph.saver import Saver
 from ndistribute.graph.session import Session
 from ndistribute.graph.summary import FileWriter
 from ndistribute.graph.variables import find_global_step
+from ndistribute.mistakes import accepting
 from ndistribute.timers import UNSET, Timer
 
 
@@ -36,11 +37,7 @@ class Supervisor(Coordinator):
 
     Args:
         graph: the graph; None: the default graph.
-        ready_op: see `Scaffold`.
         is_chief: whether this is the process that initialises and saves.
-        init_op: see `Scaffold`.
-        init_feed_dict: see `Scaffold`.
-        local_init_op: see `Scaffold`.
         logdir: the folder of checkpoints and summaries; None: none.
         summary_op: the summary to write; None: none is written by itself.
         saver: saves and restores; None: nothing is saved.
@@ -52,6 +49,7 @@ class Supervisor(Coordinator):
         summary_writer: what writes summaries; None: none does.
         session_manager: has `ready_op` and `local_init_op`, if these are not given.
         init_fn: called as ``init_fn(session)`` after `init_op`.
+        ops: `init_op`, `init_feed_dict`, `ready_op` and other operations of a `Scaffold`.
 
     >>> from ndistribute.graph import Variable
     >>> with Graph().as_default():
@@ -61,27 +59,23 @@ class Supervisor(Coordinator):
     2.0
     """
 
+    @accepting("recovery_wait_secs")
     def __init__(
         self,
         graph: Graph | None = None,
-        ready_op: Any = None,
-        ready_for_local_init_op: Any = None,
         is_chief: bool = True,
-        init_op: Any = None,
-        init_feed_dict: Any = None,
-        local_init_op: Any = None,
         logdir: str | os.PathLike[str] | None = None,
         summary_op: Any = UNSET,
         saver: Any = UNSET,
         global_step: Any = None,
         save_summaries_secs: float = 120,
         save_model_secs: float = 600,
-        recovery_wait_secs: float = 30,
         stop_grace_secs: float = 120,
         checkpoint_basename: str = "model.ckpt",
         session_manager: SessionManager | None = None,
         summary_writer: Any = UNSET,
         init_fn: Callable[[Any], None] | None = None,
+        **ops: Any,
     ) -> None:
         super().__init__()
         self.graph = graph or get_default_graph()
@@ -92,9 +86,7 @@ class Supervisor(Coordinator):
         self.save_model_secs, self.save_summaries_secs = save_model_secs, save_summaries_secs
         with self.graph.as_default():
             self.global_step = find_global_step(self.graph) if global_step is None else global_step
-            start = None if init_fn is None else lambda _, session: init_fn(session)
-            ops = init_op, init_feed_dict, start, ready_op, local_init_op
-            scaffold = Scaffold(*ops, ready_for_local_init_op=ready_for_local_init_op)
+            scaffold = Scaffold(init_fn=of_session(init_fn), **ops)
             if session_manager is not None:
                 scaffold = session_manager.completed(scaffold)
             scaffold.saver = None if saver is UNSET else saver
@@ -103,8 +95,6 @@ class Supervisor(Coordinator):
         """What saves and restores."""
         scaffold.saver = self.saver
         scaffold.summary_op = scaffold.summary_op if summary_op is UNSET else summary_op
-        self.init_op, self.init_feed_dict = scaffold.init_op, init_feed_dict
-        self.ready_op, self.summary_op = scaffold.ready_op, scaffold.summary_op
         self._writes = summary_writer is UNSET and self._folder is not None and is_chief
         if summary_writer is UNSET:
             summary_writer = FileWriter(str(logdir)) if self._writes else None
@@ -114,7 +104,6 @@ class Supervisor(Coordinator):
         self,
         master: str = "",
         config: Any = None,
-        wait_for_checkpoint: bool = False,
         max_wait_secs: float = 7200,
         start_standard_services: bool = True,
     ) -> Session:
@@ -123,12 +112,9 @@ class Supervisor(Coordinator):
         Args:
             master: the address of the server to use; empty: this process.
             config: a `ConfigProto`.
-            wait_for_checkpoint: False: a chief without a checkpoint initialises.
             max_wait_secs: how long to wait for the chief, and for tasks that come back.
             start_standard_services: whether the chief saves and writes summaries from threads.
         """
-        if wait_for_checkpoint:
-            raise ValueError("wait_for_checkpoint must be False: who waits is not the chief.")
         self.clear_stop()  # An earlier session may have ended.
         self._threads.clear()
         if self.summary_writer is None and self._writes:
@@ -142,23 +128,18 @@ class Supervisor(Coordinator):
 
     @contextlib.contextmanager
     def managed_session(
-        self,
-        master: str = "",
-        config: Any = None,
-        start_standard_services: bool = True,
-        close_summary_writer: bool = True,
+        self, master: str = "", config: Any = None, *, close_summary_writer: bool = True, **how: Any
     ) -> Iterator[Session]:
         """Return a context manager with a session; at its end the threads are stopped.
 
         A failure in the block, or in a thread, is raised at its end; the end of the input is none.
-        The chief saves a last checkpoint, unless an interrupt ended the block.
+        The chief saves a last checkpoint, unless an interrupt ended the block. Other options are
+        those of `prepare_or_wait_for_session`.
         """
         session, is_interrupted = None, True
         try:
             with self.stop_on_exception():
-                session = self.prepare_or_wait_for_session(
-                    master, config, start_standard_services=start_standard_services
-                )
+                session = self.prepare_or_wait_for_session(master, config, **how)
                 with self.graph.as_default(), session.as_default():
                     yield session
             is_interrupted = False
@@ -184,11 +165,7 @@ class Supervisor(Coordinator):
                 self.summary_writer = None
 
     def loop(
-        self,
-        timer_interval_secs: float | None,
-        target: Callable[..., Any],
-        args: Any = None,
-        kwargs: Any = None,
+        self, timer_interval_secs: float | None, target: Any, args: Any = None, kwargs: Any = None
     ) -> threading.Thread:
         """Start a thread that calls a function now, and every so many seconds until the stop.
 
@@ -241,11 +218,3 @@ class Supervisor(Coordinator):
     def _save(self, session: Session) -> None:
         if self._folder and self.saver is not None:
             self.saver.save(session, self.save_path, self.global_step)
-
-
-Supervisor.PrepareSession = Supervisor.prepare_or_wait_for_session  # type: ignore[attr-defined]
-for _name in (
-    "loop request_stop should_stop start_queue_runners start_standard_services stop "
-    "stop_on_exception summary_computed wait_for_stop"
-).split():  # As programs of the first releases call them.
-    setattr(Supervisor, _name.title().replace("_", ""), getattr(Supervisor, _name))

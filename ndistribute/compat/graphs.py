@@ -47,19 +47,6 @@ class MonitoredBytesSession(graph.MonitoredTrainingSession):
     _session_type = BytesSession
 
 
-class InteractiveSession(BytesSession):
-    """A session that is the default one until it is closed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.__enter__()
-
-    def close(self) -> None:
-        """End the session; a second call does nothing."""
-        self._entered.close()
-        super().close()
-
-
 def device(program: Program, name: Any) -> Any:
     """Return a context manager that places operations of graphs; arrays stay where they are."""
     return graph.device(name) if program.uses_graphs() else contextlib.nullcontext()
@@ -131,12 +118,12 @@ def check_layout(data_format: Any, dilations: Any = 1, known: str = "NHWC") -> N
         raise ValueError(f"data_format must be {known!r} and dilations 1, got {wrong}.")
 
 
+@accepting("use_cudnn_on_gpu")
 def conv2d(
     input: Any,  # noqa: A002
     filter: Any = None,  # noqa: A002
     strides: Any = 1,
     padding: str = "SAME",
-    use_cudnn_on_gpu: bool = True,
     data_format: str | None = "NHWC",
     dilations: Any = 1,
     filters: Any = None,
@@ -147,17 +134,18 @@ def conv2d(
     return nn.conv2d(input, kernel, strides=windows(strides), padding=padding.lower())
 
 
-def _pool(of_windows: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _pool(of_windows: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of windows that are given as TensorFlow does."""
+
+    @functools.wraps(of_windows, ["__doc__"])
     def pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
         check_layout(data_format)
         return of_windows(value, windows(ksize), windows(strides), padding.lower())
 
-    pool.__doc__ = f"Return the {what} of each window."
     return pool
 
 
-max_pool = _pool(nn.max_pool2d, "greatest element")
-avg_pool = _pool(nn.average_pool2d, "mean")
+max_pool, avg_pool = map(_pool, (nn.max_pool2d, nn.average_pool2d))
 
 
 @accepting("back_prop", "parallel_iterations", "shape_invariants", "swap_memory")
@@ -366,11 +354,7 @@ def l2_regularizer(scale: float) -> Callable[[Any], Any]:
 
 @accepting("num_threads", "queue_capacity")
 def numpy_input_fn(
-    x: Any,
-    y: Any = None,
-    batch_size: int = 128,
-    num_epochs: int | None = 1,
-    shuffle: bool | None = None,
+    x: Any, y: Any = None, batch_size: int = 128, num_epochs: int | None = 1, shuffle: Any = None
 ) -> Callable[[], Dataset]:
     """Return an input function that gives batches of arrays; None epochs: for ever."""
     if shuffle is None:
@@ -384,11 +368,6 @@ def numpy_input_fn(
     return input_fn
 
 
-def xw_plus_b(x: Any, weights: Any, biases: Any) -> Any:
-    """Return ``x @ weights + biases``."""
-    return x @ weights + biases
-
-
 def windows(values: Any) -> tuple[int, int]:
     """Return the height and width of strides or windows, given as one to four numbers."""
     numbers = [values, values] if isinstance(values, int) else list(values)
@@ -399,36 +378,30 @@ def windows(values: Any) -> tuple[int, int]:
 class _Flags:
     """The values of the command line's flags, parsed at their first use."""
 
-    def __init__(self) -> None:
-        vars(self)["_parser"] = argparse.ArgumentParser(allow_abbrev=False)
-        vars(self)["_values"] = None
+    _parser = argparse.ArgumentParser(allow_abbrev=False)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if self._values is None:
+        if not name.startswith("__"):
             self(sys.argv)
-        try:
-            return getattr(self._values, name)
-        except AttributeError:
-            known = ", ".join(sorted(vars(self._values)))
-            raise AttributeError(f"there is no flag {name!r}; defined are {known}.") from None
+        if name not in vars(self):
+            known = ", ".join(sorted(vars(self)))
+            raise AttributeError(f"there is no flag {name!r}; defined are {known}.")
+        return vars(self)[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         getattr(self, name)  # It must be defined.
-        setattr(self._values, name, value)
+        vars(self)[name] = value
 
     def __call__(self, argv: list[str]) -> list[str]:
         """Parse a command line; return what is left."""
         values, rest = self._parser.parse_known_args(argv[1:])
-        vars(self)["_values"] = values
+        vars(self).update(vars(values))
         return [argv[0], *rest]
 
     def define(self, name: str, default: Any, help: Any, **how: Any) -> None:  # noqa: A002
         """Add a flag."""
         text = (help or "").replace("%", "%%")
         self._parser.add_argument(f"--{name}", default=default, help=text, **how)
-        vars(self)["_values"] = None
 
 
 FLAGS = _Flags()
@@ -457,11 +430,6 @@ def DEFINE_boolean(flag_name: str, default_value: Any, docstring: Any = None) ->
     FLAGS.define(flag_name, default_value, docstring, type=_truth, nargs="?", const=True)
     no: Any = {"dest": flag_name, "action": "store_const", "const": False}
     FLAGS.define(f"no{flag_name}", argparse.SUPPRESS, None, **no)
-
-
-def DEFINE_enum(name: str, default: Any, enum_values: list[str], help: Any = None) -> None:  # noqa: A002, N802
-    """Define a flag with a choice of values."""
-    FLAGS.define(name, default, help, choices=enum_values)
 
 
 def run(main: Callable[..., Any] | None = None, argv: list[str] | None = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The layers of `tf.keras`: those of `ndistribute.models`, which return tensors.
+"""The layers and metrics of `tf.keras`: those of `ndistribute.models`, which return tensors.
 
 A kind of layer is adapted when its name is first used. Native layers stay as they are.
 """
@@ -14,9 +14,9 @@ import numpy as np
 from ndistribute.autodiff import Tracked
 from ndistribute.compat.keras_precision import policy_of
 from ndistribute.compat.programs import StandIn
-from ndistribute.compat.signatures import tensor_if_array
-from ndistribute.compat.tensors import TrackedTensor, weight
-from ndistribute.models import initializers, layers
+from ndistribute.compat.signatures import adapted, tensor_if_array
+from ndistribute.compat.tensors import TrackedTensor, flavored, weight
+from ndistribute.models import initializers, layers, metrics
 from ndistribute.models.masks import attach_mask, mask_of
 from ndistribute.tree import map_leaves
 from ndistribute.variables import Variable
@@ -74,29 +74,28 @@ class WithTensors:
 
 
 Layer: Any = StandIn("Layer", (WithTensors, layers.Layer), {"native": layers.Layer})
-_RENAMED = {"LeakyReLU": {"alpha": "negative_slope"}}
+_RENAMED = {("LeakyReLU", "alpha"): "negative_slope"}
 """The names of arguments of Keras 2 in this package, by the class."""
 _ONLY: dict[str, Any] = {
     "data_format": (None, "channels_last"),
-    "dilation_rate": (1, (1, 1)),
+    "dilation_rate": (1, (1, 1), [1, 1]),
     "groups": (1,),
     "time_major": (False,),
 }
 """The values of arguments of Keras that mean what layers without such an argument do."""
+_MODES = {"binary": "multi_hot", "tf-idf": "tf_idf"}
+"""Modes as they were called first."""
 
 
-def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(kind: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of this package for those of Keras."""
     known = {name for base in kind.__mro__ for name in _parameters(base)}
-    renamed = _RENAMED.get(kind.__name__, {})
-    options = {renamed.get(name, name): value for name, value in options.items()}
-    for name, values in _ONLY.items():
-        value = options.get(name, ())
-        if name not in known and (tuple(value) if isinstance(value, list) else value) in values:
-            del options[name]
-    for name in ("batch_input_shape", "batch_shape"):
-        if name in options and name not in known:
-            options["input_shape"] = options.pop(name)[1:]
+    options = dict[str, Any]()
+    for name, value in keywords.items():
+        if name in ("batch_input_shape", "batch_shape") and name not in known:
+            options["input_shape"] = value[1:]
+        elif name in known or value not in _ONLY.get(name, ()):
+            options[_RENAMED.get((kind.__name__, name), name)] = value
     if kind.__name__ == "Embedding":
         length, weights = options.pop("input_length", None), options.pop("weights", None)
         if length is not None:
@@ -104,9 +103,8 @@ def _arguments(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
         if weights is not None:
             table: Any = np.asarray(weights[0])
             options["embeddings_initializer"] = initializers.Constant(table)
-    modes = {"binary": "multi_hot", "tf-idf": "tf_idf"}  # As they were called first.
-    if "output_mode" in options:
-        options["output_mode"] = modes.get(options["output_mode"], options["output_mode"])
+    if isinstance(options.get("output_mode"), str):
+        options["output_mode"] = _MODES.get(options["output_mode"], options["output_mode"])
     if kind.__name__ == "Lambda":
         options.pop("output_shape", None)  # It is found by a call.
     return options
@@ -138,3 +136,23 @@ def layer(kind: Any) -> Any:
     )
     layers.Layer.known[kind.__name__] = kind  # Other programs load the native classes.
     return made
+
+
+class OwnMetric(metrics.Metric, metaclass=StandIn):
+    """`tf.keras.metrics.Metric`, the base class of metrics that programs define.
+
+    Its variables are those of TensorFlow, and `result` returns tensors. All other metrics count as
+    its instances, too.
+    """
+
+    native = metrics.Metric
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "result" in vars(cls):
+            cls.result = adapted(cls.result)  # type: ignore[method-assign]
+        super().__init_subclass__(**options)
+
+    def add_weight(self, *args: Any, **options: Any) -> Any:
+        variable: Any = super().add_weight(*args, **options)
+        variable.__class__ = flavored(type(variable))  # type: ignore[arg-type]
+        return variable

@@ -12,6 +12,7 @@ from typing import Any
 
 from ndistribute import models
 from ndistribute.compat.signatures import adapted
+from ndistribute.mistakes import accepting
 from ndistribute.models import layers
 from ndistribute.names import (
     custom_object_scope,
@@ -70,34 +71,22 @@ def deserialize_object(config: Any, custom_objects: Any = None) -> Any:
     if isinstance(config, list):
         return [deserialize_object(each, custom_objects) for each in config]
     if not isinstance(config, dict) or "class_name" not in config:
-        return get_registered_object(config, custom_objects) or config
+        known = get_custom_objects() | (custom_objects or {})
+        return known.get(config, config) if isinstance(config, str) else config
     kinds = _classes(*_IN_FILES, "losses", "metrics", "initializers", "regularizers")
     with custom_object_scope(custom_objects or {}):
         return named(layers.Layer.known | kinds | models.activations.NAMED, config, "object")
 
 
-def get_registered_object(name: Any, custom_objects: Any = None) -> Any:
-    """Return the custom object of a name; None if there is none."""
-    known = get_custom_objects() | (custom_objects or {})
-    return known.get(name) if isinstance(name, str) else None
-
-
 class PyDataset:
     """Batches by their number, whose order `fit` may change; a subclass defines two methods.
 
-    Args:
-        workers: ignored, as all of these: batches are made in turn, ahead of the steps.
-        use_multiprocessing: ignored.
-        max_queue_size: ignored.
+    Its arguments are ignored: batches are made in turn, ahead of the steps.
     """
 
-    def __init__(
-        self, workers: int = 1, use_multiprocessing: bool = False, max_queue_size: int = 10
-    ) -> None:
-        self.workers, self.use_multiprocessing = workers, use_multiprocessing
-        self.max_queue_size = max_queue_size
-
-    num_batches = property(len)
+    @accepting("max_queue_size", "use_multiprocessing", "workers")
+    def __init__(self) -> None:
+        pass
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} defines no __len__.")

@@ -39,20 +39,13 @@ class LossScaleOptimizer(optimizers.LossScale):
 
     Args:
         inner_optimizer: the optimizer that makes the steps.
-        dynamic: must be True: the scale is changed by need.
         initial_scale: the first scale.
         dynamic_growth_steps: the number of steps before the scale is doubled.
     """
 
     def __init__(
-        self,
-        inner_optimizer: Any,
-        dynamic: bool = True,
-        initial_scale: float = 2.0**15,
-        dynamic_growth_steps: int = 2000,
+        self, inner_optimizer: Any, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
     ) -> None:
-        if not dynamic:
-            raise ValueError("LossScaleOptimizer: the scale is dynamic: leave dynamic out.")
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps)
         self._unscaled: set[Any] = set()  # The replicas whose next gradients are not scaled.
 

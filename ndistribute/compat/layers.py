@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,82 +14,51 @@ from ndistribute.graph.model_calls import build_in_graph
 from ndistribute.graph.scopes import get_variable, variable_scope
 from ndistribute.models import layers
 
-_UPDATES = "update_ops"
+_STARTS, _UPDATES = ("_initializer", "_regularizer"), "update_ops"
 
 
-def dense(
-    inputs: Any, units: int, activation: Any = None, use_bias: bool = True, **options: Any
-) -> Any:
-    """Return ``activation(inputs @ kernel + bias)``.
+def _of_models(scope: str, make: Callable[..., Any], *order: str) -> Any:
+    """Return a function that calls a layer of models, and has its arguments in another order.
 
-    Args:
-        inputs: a tensor whose last axis has a known length.
-        units: the length of the last axis of the result.
-        activation: a function of a tensor, or its name; None: none.
-        use_bias: whether a bias is added.
-        options: those of all layers with weights; see `_weighted`.
-    """
-    how = {"units": units, "use_bias": use_bias}
-    return _weighted("dense", layers.Dense, inputs, how, activation, **options)
-
-
-def conv2d(
-    inputs: Any,
-    filters: int,
-    kernel_size: Any,
-    strides: Any = (1, 1),
-    padding: str = "valid",
-    data_format: str = "channels_last",
-    dilation_rate: Any = (1, 1),
-    activation: Any = None,
-    use_bias: bool = True,
-    **options: Any,
-) -> Any:
-    """Return ``activation(convolution + bias)`` of images, ``(batch, height, width, channels)``."""
-    graphs.check_layout(data_format, known="channels_last")
-    how = {"filters": filters, "kernel_size": kernel_size, "strides": strides, "padding": padding}
-    how |= {"dilation_rate": dilation_rate, "use_bias": use_bias}
-    return _weighted("conv2d", layers.Conv2D, inputs, how, activation, **options)
-
-
-def _weighted(
-    scope: str,
-    make: Callable[..., Any],
-    inputs: Any,
-    how: dict[str, Any],
-    activation: Callable[[Any], Any] | None,
-    trainable: bool = True,
-    name: str | None = None,
-    reuse: Any = None,
-    **starts: Any,
-) -> Any:
-    """Return what a layer with a kernel and a bias makes of its inputs.
+    Beside them it takes those of `batch_normalization` for variables; an activation may be a
+    function of a tensor of a graph.
 
     Args:
         scope: the name of the scope, if the layer gets none.
         make: makes a layer of models.
-        inputs: a tensor whose last axis has a known length.
-        how: the arguments of the layer.
-        activation: a function of the result, or its name; None: none.
-        trainable: whether optimizers change the weights by default.
-        name: the scope of the weights; None: a new one.
-        reuse: whether the weights exist; see `variable_scope`.
-        starts: ``kernel_initializer``, ``bias_initializer``, ``kernel_regularizer`` and
-            ``bias_regularizer``, see `get_variable`.
+        order: the names of the arguments after `inputs`.
     """
-    inputs, is_named = graph.as_tensor(inputs), isinstance(activation, str)
-    _channels(inputs)  # Which must be known.
-    layer = make(**how, activation=activation if is_named else None, dtype=_dtype_of(inputs))
-    weight = _weights(layer.dtype, starts, kernel=None, bias=np.zeros)
-    with variable_scope(name, scope, reuse=reuse):
-        build_in_graph(layer, [inputs], lambda label, shape, *_: weight(label, shape, trainable))
-        outputs = layer(inputs)
-        return outputs if is_named or activation is None else activation(outputs)
+
+    def function(
+        inputs: Any,
+        *args: Any,
+        trainable: bool = True,
+        name: Any = None,
+        reuse: Any = None,
+        **options: Any,
+    ) -> Any:
+        options |= dict(zip(order, args, strict=False))
+        graphs.check_layout(options.pop("data_format", None), known="channels_last")
+        starts = {key: options.pop(key) for key in [*options] if key.endswith(_STARTS)}
+        is_named, inputs = not callable(options.get("activation")), graph.as_tensor(inputs)
+        activation: Any = None if is_named else options.pop("activation")
+        layer = make(*args[len(order) :], **options, dtype=_dtype_of(inputs))
+        if "use_bias" in order:
+            _channels(inputs)  # Which must be known.
+        weight = _weights(layer.dtype, starts, kernel=None, bias=np.zeros)
+        with variable_scope(name, scope, reuse=reuse):
+            new_variable = lambda label, shape, *_: weight(label, shape, trainable)  # noqa: E731
+            build_in_graph(layer, [inputs], new_variable)
+            outputs = layer(inputs)
+            return outputs if is_named else activation(outputs)
+
+    function.__name__ = scope
+    return function
 
 
 def _weights(dtype: Any, starts: dict[str, Any], **otherwise: Any) -> Callable[..., Any]:
     """Return a function that makes weights as the options of a layer say, or else as others do."""
-    known = {f"{label}_{what}" for label in otherwise for what in ("initializer", "regularizer")}
+    known = {f"{label}{end}" for label in otherwise for end in _STARTS}
     if unknown := sorted(starts.keys() - known):
         raise TypeError(f"a layer got the unknown arguments {unknown}: it takes {sorted(known)}.")
 
@@ -169,7 +137,8 @@ def dropout(
     noise_shape: Any = None,
     seed: int | None = None,
     training: Any = False,
-    name: str | None = None,
+    name: Any = None,
+    reuse: Any = None,
 ) -> Any:
     """Return inputs of which a part is zero in training, and the others are scaled up.
 
@@ -180,6 +149,7 @@ def dropout(
         seed: the seed of the random numbers.
         training: a truth value, or a tensor of one.
         name: ignored.
+        reuse: ignored.
     """
 
     def dropped() -> Any:
@@ -190,31 +160,16 @@ def dropout(
     return dropped() if training else inputs
 
 
-def flatten(inputs: Any, name: str | None = None) -> Any:
-    """Return inputs with all axes but the first one in one."""
-    inputs = graph.as_tensor(inputs)
-    return layers.Flatten(dtype=_dtype_of(inputs))(inputs)
-
-
-def _pooling(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a layer of models."""
-
-    def pooling(
-        inputs: Any,
-        pool_size: Any,
-        strides: Any,
-        padding: str = "valid",
-        data_format: str = "channels_last",
-        name: str | None = None,
-    ) -> Any:
-        graphs.check_layout(data_format, known="channels_last")
-        inputs = graph.as_tensor(inputs)
-        return make(pool_size, strides, padding, dtype=_dtype_of(inputs))(inputs)
-
-    return pooling
-
-
-average_pooling2d, max_pooling2d = map(_pooling, (layers.AveragePool2D, layers.MaxPool2D))
+dense = _of_models("dense", layers.Dense, "units", "activation", "use_bias")
+conv2d = _of_models(
+    "conv2d",
+    layers.Conv2D,
+    *"filters kernel_size strides padding data_format dilation_rate activation use_bias".split(),
+)
+flatten = _of_models("flatten", layers.Flatten)
+_WINDOWS = "pool_size", "strides", "padding", "data_format"
+average_pooling2d = _of_models("average_pooling2d", layers.AveragePool2D, *_WINDOWS)
+max_pooling2d = _of_models("max_pooling2d", layers.MaxPool2D, *_WINDOWS)
 
 
 class GraphLayer:
@@ -231,17 +186,13 @@ class GraphLayer:
     def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
         function, self.name = type(self).function, name
         self._scope: Any = None
-        inspect.signature(function).bind(None, *args, **options)  # What is wrong fails here.
         self._call: Any = lambda inputs, **more: function(inputs, *args, **options, **more)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
         """Return what the function makes of inputs."""
-        function = type(self).function
-        if function not in _WITH_WEIGHTS:
-            return self._call(inputs, **options)
         is_built = self._scope is not None
         if not is_built:
-            with variable_scope(self.name, function.__name__) as self._scope:
+            with variable_scope(self.name, type(self).function.__name__) as self._scope:
                 self.name = self._scope.name
         return self._call(inputs, name=self._scope, reuse=is_built, **options)
 
@@ -255,20 +206,14 @@ class GraphLayer:
     weights = variables
 
 
-_WITH_WEIGHTS = {dense, conv2d, batch_normalization}
-
-
-def _class(name: str, function: Any) -> Any:
+def _class(function: Any) -> Any:
+    name = function.__name__.title().replace("_", "")
     return type(name, (GraphLayer,), {"function": staticmethod(function)})
 
 
-AveragePooling2D = _class("AveragePooling2D", average_pooling2d)
-BatchNormalization = _class("BatchNormalization", batch_normalization)
-Conv2D = _class("Conv2D", conv2d)
-Dense = _class("Dense", dense)
-Dropout = _class("Dropout", dropout)
-Flatten = _class("Flatten", flatten)
-MaxPooling2D = _class("MaxPooling2D", max_pooling2d)
+AveragePooling2D, MaxPooling2D = map(_class, (average_pooling2d, max_pooling2d))
+BatchNormalization, Dropout = map(_class, (batch_normalization, dropout))
+Conv2D, Dense, Flatten = map(_class, (conv2d, dense, flatten))
 
 
 def _dtype_of(inputs: Any) -> Any:

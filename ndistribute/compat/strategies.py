@@ -181,100 +181,94 @@ def _of_tensors(function: Any) -> Any:
 _DISTRIBUTED = DistributedValues, nd.Variable
 
 
-def strategy(kind: Any) -> Any:
-    """Return a strategy whose results are tensors; those of one replica are no `PerReplica`."""
+class OfTensorFlow(nd.Strategy):
+    """What strategies have beside those of this package: more methods, whose results are tensors.
 
-    def run(self: Any, fn: Any, args: Any = (), *more: Any, **options: Any) -> Any:
+    Those of one replica are no `PerReplica`.
+    """
+
+    extended = property(StrategyExtended)
+
+    def run(self, fn: Any, args: Any = (), *more: Any, **options: Any) -> Any:
         if self.devices[0].kind != "tpu":  # A compiled step gets what its program takes.
             convert = lambda x: _tensors_of(x) if isinstance(x, _DISTRIBUTED) else x  # noqa: E731
             args = map_leaves(convert, args)
-        return map_leaves(_shown, kind.run(self, fn, args, *more, **options))
+        return map_leaves(_shown, super().run(fn, args, *more, **options))
 
-    def across(self: Any, value: Any) -> Any:
+    def _across(self, value: Any) -> Any:
         """Return what `run` returned on one replica as what differs between workers."""
         if len(self.devices) > 1:
             return value
         return map_leaves(lambda x: x if isinstance(x, _DISTRIBUTED) else nd.PerReplica([x]), value)
 
     @_of_tensors
-    def reduce(self: Any, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        return kind.reduce(self, reduce_op, across(self, value), axis)
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        return super().reduce(reduce_op, self._across(value), axis)
 
     @_of_tensors
-    def gather(self: Any, value: Any, axis: int) -> Any:
-        return kind.gather(self, across(self, value), axis)
+    def gather(self, value: Any, axis: int) -> Any:
+        return super().gather(self._across(value), axis)
 
-    local_results = _of_tensors(kind.local_results)
+    @_of_tensors
+    def local_results(self, value: Any) -> Any:
+        return super().local_results(value)
 
-    def distribute_dataset(self: Any, dataset: Any, options: Any = None) -> Any:
+    unwrap = nd.Strategy.experimental_local_results
+
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         known = getattr(dataset, "_node", None)
         if known and known.spec.batched is False and self.num_replicas_in_sync == 1:
-            return kind.distribute_datasets_from_function(self, lambda _: dataset, options)
-        return kind.distribute_dataset(self, dataset, options)
+            return super().distribute_datasets_from_function(lambda _: dataset, options)
+        return super().distribute_dataset(dataset, options)
 
-    return subclass(
-        kind,
-        run=run,
-        reduce=reduce,
-        gather=gather,
-        local_results=local_results,
-        unwrap=local_results,
-        distribute_dataset=distribute_dataset,
-        experimental_run_v2=run,
-        experimental_distribute_datasets_from_function=kind.distribute_datasets_from_function,
-        experimental_make_numpy_dataset=_numpy_dataset,
-        make_dataset_iterator=_make_dataset_iterator,
-        make_input_fn_iterator=_make_input_fn_iterator,
-        experimental_run=_experimental_run,
-        extended=property(StrategyExtended),
-        group=lambda self, value, name=None: None,
-        configure=_configure,
-        update_config_proto=lambda self, config_proto: config_proto,
-    )
+    def experimental_distribute_datasets_from_function(self, *args: Any, **options: Any) -> Any:
+        """Return the inputs of a function; see `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(*args, **options)
 
+    def make_dataset_iterator(self, dataset: Any) -> Any:
+        """Return an iterator over a distributed dataset."""
+        with self.scope():
+            return InputIterator(self.distribute_dataset(dataset))
 
-def _make_dataset_iterator(self: Any, dataset: Any) -> Any:
-    """Return an iterator over a distributed dataset."""
-    with self.scope():
-        return InputIterator(self.distribute_dataset(dataset))
+    def make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> Any:
+        """Return an iterator over the dataset, or the calls of the function, of a function."""
 
+        def dataset_fn(context: Any) -> Any:
+            made = input_fn(context)
+            if not callable(made):
+                return made
+            return nd.Dataset.from_generator(lambda: iter(made, object()))
 
-def _make_input_fn_iterator(self: Any, input_fn: Any, replication_mode: Any = None) -> Any:
-    """Return an iterator over the dataset, or the calls of the function, of a function."""
+        with self.scope():
+            return InputIterator(self.distribute_datasets_from_function(dataset_fn))
 
-    def dataset_fn(context: Any) -> Any:
-        made = input_fn(context)
-        if not callable(made):
-            return made
-        return nd.Dataset.from_generator(lambda: iter(made, object()))
+    def experimental_run(self, fn: Any, input_iterator: Any = None) -> Any:
+        """Run a step on the next inputs."""
+        args = () if input_iterator is None else (next(input_iterator),)
+        return _refuse_in_graphs(self.run(fn, args))
 
-    with self.scope():
-        return InputIterator(self.distribute_datasets_from_function(dataset_fn))
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """Return a dataset of the rows of arrays."""
+        with self.scope():
+            data: Any = sys.modules["ndistribute.compat.tf.data"]  # It leads here.
+            return data.Dataset.from_tensor_slices(numpy_input)
 
+    def group(self, value: Any, name: Any = None) -> None:
+        """Do nothing: what is grouped has run."""
 
-def _experimental_run(self: Any, fn: Any, input_iterator: Any = None) -> Any:
-    """Run a step on the next inputs."""
-    args = () if input_iterator is None else (next(input_iterator),)
-    return _refuse_in_graphs(self.run(fn, args))
+    def configure(self, session_config: Any = None, **cluster: Any) -> None:
+        """Do nothing, but refuse another cluster than that of the constructor."""
+        if any(value is not None for value in cluster.values()):
+            raise ValueError("configure: pass the cluster to the constructor, as cluster_resolver.")
 
-
-def _numpy_dataset(self: Any, numpy_input: Any, session: Any = None) -> Any:
-    """Return a dataset of the rows of arrays."""
-    with self.scope():
-        data: Any = sys.modules["ndistribute.compat.tf.data"]  # It leads here.
-        return data.Dataset.from_tensor_slices(numpy_input)
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return what is configured, unchanged."""
+        return config_proto
 
 
-def _configure(
-    self: Any,
-    session_config: Any = None,
-    cluster_spec: Any = None,
-    task_type: Any = None,
-    task_id: Any = None,
-) -> None:
-    """Do nothing, but refuse another cluster than that of the constructor."""
-    if any(value is not None for value in (cluster_spec, task_type, task_id)):
-        raise ValueError("configure: pass the cluster to the constructor, as cluster_resolver.")
+def strategy(kind: Any) -> Any:
+    """Return a strategy of this package as one of `OfTensorFlow`."""
+    return type(kind.__name__, (OfTensorFlow, kind), {"__doc__": kind.__doc__})
 
 
 _default = strategy(DefaultStrategy)()

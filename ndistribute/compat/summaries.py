@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,16 +58,6 @@ class SummaryFile(EventFile):
     flush = init
 
 
-def set_step(step: Any) -> None:
-    """Set the step of summaries that name none: a number, or a variable."""
-    _defaults.step = step
-
-
-def get_step() -> Any:
-    """Return the step of summaries that name none."""
-    return _defaults.step
-
-
 def should_record_summaries() -> bool:
     """Return whether summaries are written now: of the replicas, the first one writes."""
     replica = get_replica_context()
@@ -90,45 +81,47 @@ def flush(writer: Any = None) -> None:
     """Do nothing: what was written is in the file."""
 
 
-def scalar(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
-    """Write a number; return whether it was written."""
-    return _write(step, lambda: event_files.scalar(name, float(data)))
+def _writing(make: Callable[..., bytes]) -> Callable[..., bool]:
+    """Return a function that writes a summary at a step, and returns whether it was written."""
+
+    @accepting("description")
+    def write(name: str, data: Any, step: Any = None, **options: Any) -> bool:
+        if not should_record_summaries():
+            return False
+        step = _defaults.step if step is None else step
+        if step is None:
+            raise ValueError("a summary needs a step: pass step=, here or to as_default().")
+        _defaults.writer.add(make(name, data, **options), int(step))
+        return True
+
+    return functools.wraps(make, ["__name__", "__doc__"])(write)
 
 
-def histogram(
-    name: str, data: Any, step: Any = None, buckets: int = 30, description: str | None = None
-) -> bool:
+@_writing
+def scalar(name: str, data: Any) -> bytes:
+    """Write a number."""
+    return event_files.scalar(name, float(data))
+
+
+@_writing
+def histogram(name: str, data: Any, buckets: int = 30) -> bytes:
     """Write the distribution of an array's values."""
     if buckets != 30:
         raise ValueError(f"histogram: there are always 30 buckets, got {buckets}.")
-    return _write(step, lambda: event_files.histogram(name, data))
+    return event_files.histogram(name, data)
 
 
-def text(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
+@_writing
+def text(name: str, data: Any) -> bytes:
     """Write text."""
-    return _write(step, lambda: event_files.text(name, str(np.asarray(data)[()])))
+    return event_files.text(name, str(np.asarray(data)[()]))
 
 
-def image(
-    name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None
-) -> bool:
+@_writing
+def image(name: str, data: Any, max_outputs: int = 3) -> bytes:
     """Write images: bytes, or floats from 0 to 1."""
-
-    def summary() -> bytes:
-        pixels = np.asarray(data)[:max_outputs]
-        if pixels.dtype.kind == "f":
-            pixels = (np.clip(pixels, 0, 1) * 255 + 0.5).astype(np.uint8)
-        tags = [f"{name}/image/{k}" for k in range(len(pixels))]
-        return b"".join(map(event_files.image, tags, pixels))
-
-    return _write(step, summary)
-
-
-def _write(step: Any, summary: Any) -> bool:
-    if not should_record_summaries():
-        return False
-    step = _defaults.step if step is None else step
-    if step is None:
-        raise ValueError("a summary needs a step: pass step=, or call experimental.set_step().")
-    _defaults.writer.add(summary(), int(step))
-    return True
+    pixels = np.asarray(data)[:max_outputs]
+    if pixels.dtype.kind == "f":
+        pixels = (np.clip(pixels, 0, 1) * 255 + 0.5).astype(np.uint8)
+    tags = [f"{name}/image/{k}" for k in range(len(pixels))]
+    return b"".join(map(event_files.image, tags, pixels))

@@ -12,12 +12,11 @@ TF2 = """
     experimental_run_functions_eagerly=nothing run_functions_eagerly=nothing
     set_soft_device_placement=nothing  .compat.configuration: get_visible_devices=list_devices
     list_physical_devices=list_devices LogicalDevice LogicalDeviceConfiguration
-    get_logical_device_configuration list_logical_devices set_logical_device_configuration
+    list_logical_devices set_logical_device_configuration
 [config.experimental] .compat.tf.config: list_logical_devices list_physical_devices
     VirtualDeviceConfiguration=LogicalDeviceConfiguration
-    get_virtual_device_configuration=get_logical_device_configuration
-    set_virtual_device_configuration=set_logical_device_configuration  .compat.signatures:
-    enable_op_determinism=nothing set_memory_growth=nothing
+    set_virtual_device_configuration=set_logical_device_configuration
+    .compat.signatures: enable_op_determinism=nothing set_memory_growth=nothing
 [config.optimizer] .compat.signatures: set_experimental_options=nothing set_jit=nothing
 [config.threading] .compat.signatures: set_inter_op_parallelism_threads=nothing
     set_intra_op_parallelism_threads=nothing
@@ -93,24 +92,17 @@ TF2 = """
 [keras.applications]
 [keras.datasets]
 [keras.activations] .models.activations: * swish=silu
-[keras.backend] .compat.keras_functions: binary_crossentropy concatenate=joined_last flatten
-    function int_shape=shape  .compat.signatures: clear_session=nothing
-    .compat.adapters: backend epsilon floatx image_data_format
-    .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims gather get_value
-    one_hot ones set_value squeeze zeros
-    .compat.tf.math: abs all=reduce_all any=reduce_any argmax argmin cos cumsum equal exp greater
-    greater_equal less less_equal log logsumexp=reduce_logsumexp max=reduce_max maximum
-    mean=reduce_mean min=reduce_min minimum not_equal pow prod=reduce_prod round sigmoid sign sin
-    softplus sqrt square std=reduce_std sum=reduce_sum tanh var=reduce_variance
-    .compat.tf.nn: elu l2_normalize relu softmax softsign  .compat.tf: constant eye ndim=rank
-    ones_like permute_dimensions=transpose reshape shape stack stop_gradient tile transpose
-    variable=Variable zeros_like
-    .compat.tf.random: random_normal=normal random_uniform=uniform
+[keras.backend] .compat.keras_functions: concatenate=joined_last flatten function int_shape=shape
+    .compat.signatures: clear_session=nothing .compat.tf.random: random_normal=normal
+    random_uniform=uniform .compat.adapters: backend epsilon floatx image_data_format
+    .compat.tensor_functions: cast clip=clip_by_value dot=matmul expand_dims get_value ones
+    set_value zeros .compat.tf.math: abs argmax equal exp log max=reduce_max maximum
+    mean=reduce_mean min=reduce_min minimum pow round sigmoid sqrt square std=reduce_std
+    sum=reduce_sum tanh .compat.tf.nn: relu softmax .compat.tf: constant reshape shape stack
+    transpose variable=Variable
 [keras.config] .compat.adapters: backend epsilon floatx image_data_format
     .models.layers: set_dtype_policy set_floatx=set_dtype_policy
-    .compat.keras_precision: dtype_policy=global_policy
 [keras.callbacks] .models.callbacks/callback: *  .models.callbacks: Callback History LambdaCallback
-[keras.callbacks.experimental] .compat.tf.keras.callbacks: BackupAndRestore
 [keras.estimator] .estimator: model_to_estimator
 [keras.initializers] .models.initializers: * constant=Constant glorot_normal=GlorotNormal
     glorot_uniform=GlorotUniform he_normal=HeNormal he_uniform=HeUniform ones=Ones zeros=Zeros
@@ -121,16 +113,13 @@ TF2 = """
     .compat.keras_objects: deserialize=deserialize_object serialize=serialize_object
     .compat.adapters: Input InputLayer=Input SyncBatchNormalization  .compat.keras_layers: Layer
 [keras.losses] .models.losses/loss: * MAE=mean_absolute_error MSE=mean_squared_error
-    mae=mean_absolute_error mse=mean_squared_error
-    .models.losses: deserialize  .names: serialize
+    mae=mean_absolute_error mse=mean_squared_error .models.losses: deserialize .names: serialize
 [keras.losses.Reduction] text: AUTO=sum_over_batch_size NONE=none SUM=sum
     SUM_OVER_BATCH_SIZE=sum_over_batch_size
-[keras.metrics] .models.metrics/metric: *  .models.metrics: deserialize get
-    .compat.own_metrics: Metric=OwnMetric
-    .names: serialize
-[keras.mixed_precision] .compat.keras_precision: DTypePolicy=Policy LossScaleOptimizer Policy
-    dtype_policy=global_policy global_policy
-    .models.layers: set_dtype_policy set_global_policy=set_dtype_policy
+[keras.metrics] .models.metrics/metric: * .models.metrics: deserialize get .compat.keras_layers:
+    Metric=OwnMetric .names: serialize
+[keras.mixed_precision] .compat.keras_precision: LossScaleOptimizer Policy global_policy
+    .models.layers: set_global_policy=set_dtype_policy
 [keras.models] .compat.adapters: Model Sequential save_model
     .compat.keras_objects: load_model model_from_json  .models: clone_model
 [keras.ops] numpy/keras: abs absolute add all any arange argmax argmin argsort average broadcast_to
@@ -148,14 +137,10 @@ TF2 = """
     sigmoid silu softmax softplus softsign swish  .compat.tf.math: divide_no_nan erf
     logsumexp=reduce_logsumexp rsqrt segment_sum top_k  .compat.tf: cast cond convert_to_tensor
     custom_gradient scatter=scatter_nd scatter_update=tensor_scatter_nd_update slice stop_gradient
-    unstack vectorized_map  .compat.keras_functions: binary_crossentropy convert_to_numpy fori_loop
-    normalize one_hot shape slice_update while_loop
-    .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
+    unstack vectorized_map  .compat.keras_functions: convert_to_numpy one_hot
+    shape  .models.losses/loss: categorical_crossentropy sparse_categorical_crossentropy
 [keras.ops.image] .compat.keras_functions: extract_patches  .compat.tf.image: resize
-[keras.ops.linalg] .compat.tf.keras.ops: cholesky det eigh inv norm qr solve svd
-[keras.ops.nn] .compat.tf.keras.ops: binary_crossentropy categorical_crossentropy elu gelu
-    leaky_relu log_sigmoid log_softmax moments normalize one_hot relu relu6 selu sigmoid silu
-    softmax softplus softsign sparse_categorical_crossentropy swish
+[keras.ops.nn] .compat.tf.nn: gelu log_softmax relu sigmoid silu softmax
 [keras.optimizers] .optimizers/optimizer: *  .optimizers: Optimizer
     .compat.keras_objects: get=get_optimizer deserialize=deserialize_optimizer  .names: serialize
 [keras.optimizers.legacy] .compat.tf.keras.optimizers: *
@@ -165,13 +150,11 @@ TF2 = """
 [keras.preprocessing.image] .compat.files: array_to_img img_to_array load_img save_img
 [keras.preprocessing.sequence] .compat.array_functions: pad_sequences
     .compat.random_numbers: make_sampling_table skipgrams
-[keras.random] .compat.keras_functions: SeedGenerator categorical dropout gamma normal randint
-    shuffle truncated_normal uniform
+[keras.random] .compat.keras_functions: SeedGenerator categorical dropout normal randint uniform
 [keras.regularizers] .models.regularizers: * l1=L1 l2=L2
-[keras.saving] .compat.adapters: save_model  .compat.keras_objects: load_model
-    deserialize_keras_object=deserialize_object get_registered_object
-    serialize_keras_object=serialize_object
-    .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
+[keras.saving] .compat.adapters: save_model .compat.keras_objects: load_model
+    deserialize_keras_object=deserialize_object serialize_keras_object=serialize_object .names:
+    CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
     get_registered_name=registered_name register_keras_serializable
 [keras.utils] ndistribute: set_random_seed=set_seed  .models: SidecarEvaluator
     .names: CustomObjectScope=custom_object_scope custom_object_scope get_custom_objects
@@ -223,12 +206,10 @@ TF2 = """
     .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
 [summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
-[summary.experimental] .compat.summaries: get_step set_step
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
     .compat.configuration: CheckpointOptions=FileOptions  .models: list_variables load_checkpoint
     load_variable  .compat.tensor_functions/either: ExponentialMovingAverage latest_checkpoint
     .graph: Coordinator get_checkpoint_state
-[test] .compat.configuration: is_gpu_available
 [tpu]
 [tpu.experimental] ndistribute: initialize_tpu_system
 [] .compat.tf.dtypes: *  .compat.tf.math: *  .compat.tf.linalg: einsum eye matmul norm tensordot
@@ -263,7 +244,7 @@ TF1 = """
     make_one_shot_iterator=dataset_iterator
 [estimator.inputs] .compat.graphs: numpy_input_fn
 [feature_column] .estimator.feature_column: input_layer linear_model
-[flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_enum DEFINE_float
+[flags] .compat.graphs: DEFINE_bool=DEFINE_boolean DEFINE_boolean DEFINE_float
     DEFINE_integer DEFINE_string FLAGS
 [GraphKeys] text: GLOBAL_STEP=global_step GLOBAL_VARIABLES=variables LOCAL_VARIABLES=local_variables
     LOSSES=losses METRIC_VARIABLES=metric_variables REGULARIZATION_LOSSES=regularization_losses
@@ -281,7 +262,7 @@ TF1 = """
     sparse_softmax_cross_entropy
 [metrics] .graph.streaming_metrics/graph: *
 [math] .compat.graphs/operation: in_top_k
-[nn] .compat.graphs/operation: in_top_k xw_plus_b
+[nn] .compat.graphs/operation: in_top_k
     .compat.tensor_functions/either: dropout=dropout_v1
     .compat.tensor_functions: sigmoid_cross_entropy_with_logits=sigmoid_loss_v1
     softmax_cross_entropy_with_logits=softmax_loss_v1
@@ -307,7 +288,7 @@ TF1 = """
     .compat.random_numbers/either: random_normal=normal random_uniform=uniform truncated_normal
     .compat.programs/program: disable_eager_execution=use_graphs disable_v2_behavior=use_graphs
     enable_eager_execution=use_arrays enable_v2_behavior=use_arrays
-    .compat.graphs: InteractiveSession Session=BytesSession add_to_collection assign assign_add
+    .compat.graphs: Session=BytesSession add_to_collection assign assign_add
     assign_sub get_collection set_random_seed  .compat.graphs/operation: to_float
     to_int32 to_int64  types: RunMetadata=SimpleNamespace  .graph.session: GPUOptions RunOptions
     .compat.graphs/graph: placeholder  .graph: AUTO_REUSE ConfigProto all_variables=global_variables
@@ -319,6 +300,7 @@ TF1 = """
     numpy/joining: pack=stack  .compat.tensor_functions: div global_norm unpack=unstack
 """
 INSTEAD = {
+    "InteractiveSession": "tf.compat.v1.Session, in a with block",
     "RaggedTensor": "lists of arrays, or padded arrays",
     "SparseTensor": "tf.IndexedSlices, or whole arrays",
     "RegisterGradient": "tf.custom_gradient",
@@ -387,7 +369,9 @@ INSTEAD = {
     "strings.unicode_decode": "a list of ord(c) for c in x.numpy().decode()",
     "strings.unicode_split": "list(x.numpy().decode())",
     "variable_creator_scope": "a function that makes the variables",
+    "summary.experimental": "step= of summaries, or of SummaryWriter.as_default",
     "summary.trace_*": "the command ndistribute trace",
+    "test": "tf.config.list_physical_devices, and unittest or pytest",
     "train.Example": "arrays in .npz files, and Dataset.from_files",
     "saved_model.Builder": "tf.compat.v1.train.Saver, or nd.Model.export of a model",
     "saved_model.simple_save": "tf.compat.v1.train.Saver, or nd.Model.export of a model",

@@ -57,7 +57,8 @@ def _names(module: Any, others: set[str]) -> list[str]:
             continue
         is_ours = getattr(value, "__module__", "").startswith("ndistribute.")
         if isinstance(value, type) and is_ours and adapter not in ("either", "variable"):
-            made = next(kind for kind in value.__mro__ if _is_where_it_says(kind))
+            alike = [kind for kind in value.__mro__ if kind.__name__ == value.__name__]
+            made = next(kind for kind in (*alike, *value.__mro__) if _is_where_it_says(kind))
             lines.append(f"from {made.__module__} import {made.__name__} as _{name}")
             lines.append(f"{name} = _{name}")
         else:

@@ -168,15 +168,6 @@ def test_errors_are_made_of_a_node_an_operation_and_a_message():
     assert str(tf.errors.NotFoundError("no file")) == "no file"
 
 
-def test_an_interactive_session_is_the_default_one_until_it_is_closed() -> None:
-    with tf.Session() as outer:
-        session = tf.InteractiveSession()
-        assert tf.constant(2.0).eval() == 2.0
-        session.close()
-        session.close()
-        assert graph.graph.default_session() is outer
-
-
 def test_messages_of_the_chosen_level_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     before = logging.getLogger("ndistribute").level
     try:

@@ -30,7 +30,6 @@ from ndistribute.compat.tf import saved_model as saved_model
 from ndistribute.compat.tf import signal as signal
 from ndistribute.compat.tf import strings as strings
 from ndistribute.compat.tf import summary as summary
-from ndistribute.compat.tf import test as test
 from ndistribute.compat.tf import tpu as tpu
 from ndistribute.compat.tf import train as train
 from ndistribute.compat.tf import version as version

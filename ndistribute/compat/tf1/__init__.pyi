@@ -37,7 +37,6 @@ from ndistribute.compat.tf1 import saved_model as saved_model
 from ndistribute.compat.tf1 import signal as signal
 from ndistribute.compat.tf1 import strings as strings
 from ndistribute.compat.tf1 import summary as summary
-from ndistribute.compat.tf1 import test as test
 from ndistribute.compat.tf1 import tpu as tpu
 from ndistribute.compat.tf1 import train as train
 from ndistribute.compat.tf1 import version as version
@@ -54,8 +53,6 @@ from ndistribute.graph.graph import Graph as _Graph
 Graph = _Graph
 from ndistribute.compat.tensor_functions import IndexedSlices as _IndexedSlices
 IndexedSlices = _IndexedSlices
-from ndistribute.compat.graphs import InteractiveSession as _InteractiveSession
-InteractiveSession = _InteractiveSession
 from ndistribute.compat.functions import Module as _Module
 Module = _Module
 from ndistribute.graph.graph import Operation as _Operation

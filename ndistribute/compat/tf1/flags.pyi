@@ -3,7 +3,6 @@ from typing import Any
 
 DEFINE_bool: Any
 DEFINE_boolean: Any
-DEFINE_enum: Any
 DEFINE_float: Any
 DEFINE_integer: Any
 DEFINE_string: Any

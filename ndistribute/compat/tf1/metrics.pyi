@@ -29,7 +29,7 @@ from ndistribute.models.metrics.means import MeanMetric as _MeanMetric
 MeanMetric = _MeanMetric
 from ndistribute.models.metrics.means import MeanSquaredError as _MeanSquaredError
 MeanSquaredError = _MeanSquaredError
-from ndistribute.compat.own_metrics import OwnMetric as _Metric
+from ndistribute.compat.keras_layers import OwnMetric as _Metric
 Metric = _Metric
 from ndistribute.models.metrics.counts import Precision as _Precision
 Precision = _Precision

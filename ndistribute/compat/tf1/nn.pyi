@@ -36,5 +36,4 @@ sparse_softmax_cross_entropy_with_logits: Any
 swish: Any
 tanh: Any
 top_k: Any
-xw_plus_b: Any
 zero_fraction: Any

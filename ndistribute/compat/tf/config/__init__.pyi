@@ -10,7 +10,6 @@ from ndistribute.compat.configuration import LogicalDeviceConfiguration as _Logi
 LogicalDeviceConfiguration = _LogicalDeviceConfiguration
 experimental_connect_to_cluster: Any
 experimental_run_functions_eagerly: Any
-get_logical_device_configuration: Any
 get_visible_devices: Any
 list_logical_devices: Any
 list_physical_devices: Any

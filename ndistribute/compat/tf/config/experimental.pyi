@@ -4,7 +4,6 @@ from typing import Any
 from ndistribute.compat.configuration import LogicalDeviceConfiguration as _VirtualDeviceConfiguration
 VirtualDeviceConfiguration = _VirtualDeviceConfiguration
 enable_op_determinism: Any
-get_virtual_device_configuration: Any
 list_logical_devices: Any
 list_physical_devices: Any
 set_memory_growth: Any

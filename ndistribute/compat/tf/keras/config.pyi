@@ -2,7 +2,6 @@
 from typing import Any
 
 backend: Any
-dtype_policy: Any
 epsilon: Any
 floatx: Any
 image_data_format: Any

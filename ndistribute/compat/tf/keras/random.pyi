@@ -5,9 +5,6 @@ from ndistribute.compat.keras_functions import SeedGenerator as _SeedGenerator
 SeedGenerator = _SeedGenerator
 categorical: Any
 dropout: Any
-gamma: Any
 normal: Any
 randint: Any
-shuffle: Any
-truncated_normal: Any
 uniform: Any

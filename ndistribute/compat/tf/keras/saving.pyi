@@ -6,7 +6,6 @@ custom_object_scope: Any
 deserialize_keras_object: Any
 get_custom_objects: Any
 get_registered_name: Any
-get_registered_object: Any
 load_model: Any
 register_keras_serializable: Any
 save_model: Any

@@ -2,7 +2,6 @@
 from typing import Any
 
 from ndistribute.compat.tf.keras.ops import image as image
-from ndistribute.compat.tf.keras.ops import linalg as linalg
 from ndistribute.compat.tf.keras.ops import nn as nn
 abs: Any
 absolute: Any
@@ -18,7 +17,6 @@ argmax: Any
 argmin: Any
 argsort: Any
 average: Any
-binary_crossentropy: Any
 broadcast_to: Any
 cast: Any
 categorical_crossentropy: Any
@@ -58,7 +56,6 @@ eye: Any
 flip: Any
 floor: Any
 floor_divide: Any
-fori_loop: Any
 full: Any
 full_like: Any
 gelu: Any
@@ -104,7 +101,6 @@ ndim: Any
 negative: Any
 nonzero: Any
 norm: Any
-normalize: Any
 not_equal: Any
 one_hot: Any
 ones: Any
@@ -137,7 +133,6 @@ sin: Any
 sinh: Any
 size: Any
 slice: Any
-slice_update: Any
 softmax: Any
 softplus: Any
 softsign: Any
@@ -175,6 +170,5 @@ vdot: Any
 vectorized_map: Any
 vstack: Any
 where: Any
-while_loop: Any
 zeros: Any
 zeros_like: Any

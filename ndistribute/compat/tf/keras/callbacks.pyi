@@ -1,7 +1,6 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
-from ndistribute.compat.tf.keras.callbacks import experimental as experimental
 from ndistribute.models.callbacks.saving import BackupAndRestore as _BackupAndRestore
 BackupAndRestore = _BackupAndRestore
 from ndistribute.models.callbacks.saving import CSVLogger as _CSVLogger

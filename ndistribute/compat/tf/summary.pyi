@@ -1,18 +1,13 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
-from ndistribute.compat.tf1.summary import experimental as experimental
-from ndistribute.graph.summary import FileWriter as _FileWriter
-FileWriter = _FileWriter
-from ndistribute.graph.summary import FileWriter as _SummaryWriter
+from ndistribute.compat.summaries import SummaryFile as _SummaryWriter
 SummaryWriter = _SummaryWriter
 from ndistribute.compat.summaries import SummaryFile as _create_file_writer
 create_file_writer = _create_file_writer
 flush: Any
 histogram: Any
 image: Any
-merge: Any
-merge_all: Any
 record_if: Any
 scalar: Any
 should_record_summaries: Any

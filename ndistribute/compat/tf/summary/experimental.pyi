@@ -1,5 +1,0 @@
-# Written by tests/compat/name_stubs.py from the tables of names.
-from typing import Any
-
-get_step: Any
-set_step: Any
