@@ -376,17 +376,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 # Errors of one worker that the others raise as such.
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointCorruptError,
-        FileExistsError,
-        FileNotFoundError,
-        OSError,
-        PermissionError,
-    )
-    + (ValueError,)
-} | {"": DistributeError}
+_OF_READING = CheckpointCorruptError, FileNotFoundError, PermissionError
+_KINDS: tuple[type[Exception], ...] = *_OF_READING, FileExistsError, OSError, ValueError
+_ERRORS = {kind.__name__: kind for kind in _KINDS} | {"": DistributeError}
 
 
 def check_keep(count: int | None) -> None:

@@ -29,7 +29,6 @@ from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
 from ndistribute.models.checkpoint import Checkpoint, by_chief, on_any_worker
 from ndistribute.models.checkpoint_manager import CheckpointManager
-from ndistribute.timers import Timer
 
 _log = logging.getLogger("ndistribute")
 
@@ -72,7 +71,6 @@ class ModelCheckpoint(_Saving, Monitor):
         save_weights_only: whether to save the variables of the layers only.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
         save_freq: ``"epoch"``, or a number of steps.
-        initial_value_threshold: what the first epoch has to exceed for `save_best_only`.
     """
 
     @accepting("verbose")
@@ -84,10 +82,8 @@ class ModelCheckpoint(_Saving, Monitor):
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
-        initial_value_threshold: float | None = None,
     ) -> None:
         super().__init__(monitor, mode)
-        self._first = initial_value_threshold
         if save_best_only and save_freq != "epoch":
             raise ValueError(
                 "ModelCheckpoint: save_best_only compares the metrics of epochs, so it needs "
@@ -98,11 +94,6 @@ class ModelCheckpoint(_Saving, Monitor):
         self._weights_only = save_weights_only
         self._every = steps_of(save_freq)
         self._epoch = 0
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Forget the best value."""
-        super().on_train_begin()
-        self.best = self._first
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch, for the path."""
@@ -413,7 +404,6 @@ class TensorBoard(Callback):
         log_dir: the directory.
         histogram_freq: after how many epochs to write histograms of the variables; 0: never.
         write_images: whether to write, as often, the variables with two axes or more as images.
-        write_steps_per_second: whether to write the steps in a second of each epoch.
         update_freq: ``"epoch"``, ``"batch"``, or after how many steps to write the metrics so far.
         embeddings_freq: 0, as embeddings are not written.
         embeddings_metadata: None.
@@ -424,7 +414,6 @@ class TensorBoard(Callback):
         log_dir: str | os.PathLike[str] = "logs",
         histogram_freq: int = 0,
         write_images: bool = False,
-        write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
         embeddings_freq: int = 0,
         embeddings_metadata: None = None,
@@ -439,16 +428,15 @@ class TensorBoard(Callback):
         self._directory = Path(log_dir)
         self._histograms = histogram_freq
         self._images = write_images
-        self._speed = write_steps_per_second
         self._every = 1 if update_freq == "batch" else steps_of(update_freq, "update_freq")
         self._files: dict[str, EventFile] = {}
         self._spans: dict[str, float] = {}
-        self._timer = Timer(steps=1)
+        self._made = 0  # Steps, when the epoch began.
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock."""
         self._spans = timeline.totals()
-        self._timer.mark(self.model.position.steps_made)
+        self._made = self.model.position.steps_made
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Write the metrics so far, after each `update_freq` steps."""
@@ -479,17 +467,10 @@ class TensorBoard(Callback):
         self._files = {}
 
     def _step_times(self) -> dict[str, float]:
-        """Return the steps in a second, and the milliseconds of a step by the spans' names."""
-        made = self.model.position.steps_made
-        steps, speed = made - (self._timer.last_step or 0), self._timer.mark(made)
-        if not steps:
-            return {}
-        totals, before = timeline.totals(), self._spans
-        ms = {name: (totals[name] - before.get(name, 0.0)) * 1000 / steps for name in totals}
-        times = {f"step_ms/{name}": each for name, each in ms.items()}
-        if self._speed and speed is not None:
-            times["epoch_steps_per_second"] = speed
-        return times
+        """Return the milliseconds of a step by the spans' names."""
+        steps, before = self.model.position.steps_made - self._made, self._spans
+        seconds = {name: total - before.get(name, 0.0) for name, total in timeline.totals().items()}
+        return {f"step_ms/{name}": seconds[name] * 1000 / steps for name in seconds if steps}
 
     def _variables(self, epoch: int) -> None:
         for name, variable in self.model.named_variables().items():
@@ -499,9 +480,8 @@ class TensorBoard(Callback):
             file = self._file("train")
             if summary := histogram(f"{name}/histogram", value):
                 file.add(summary, epoch)
-            if self._images:
-                for number, pixels in enumerate(_images(value)):
-                    file.add(image(f"{name}/image/{number}", pixels), epoch)
+            for number, pixels in enumerate(_images(value) if self._images else ()):
+                file.add(image(f"{name}/image/{number}", pixels), epoch)
 
     def _scalars(self, folder: str, values: Mapping[str, float], step: int) -> None:
         if values and self.model.strategy.is_chief:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -140,8 +140,6 @@ class Metric(Explaining, Shown):
         kind = synchronization, aggregation
         return Variable(start, False, f"metrics/{self.name}/{name}", wanted, *kind)
 
-    add_variable = add_weight
-
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this metric, and of metrics in its attributes, by path."""
         named: dict[str, Variable] = {}
@@ -203,12 +201,6 @@ class Metric(Explaining, Shown):
     def reset_states(self) -> None:
         """Call `reset_state`; this was its name in TensorFlow before 2.5."""
         self.reset_state()
-
-    def merge_state(self, metrics: Iterable[Metric]) -> None:
-        """Add what other metrics of this kind have counted."""
-        for metric in metrics:
-            for variable, other in zip(self.variables, metric.variables, strict=True):
-                variable.assign_add(other.numpy())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Add a batch, and return the value."""
