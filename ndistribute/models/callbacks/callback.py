@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 
 Logs = Mapping[str, float]
@@ -321,3 +322,6 @@ def _bar(title: str, steps: int | None, done: int) -> Any:
     shape = {"ncols": columns or 80, "nrows": rows or 24}
     layout = _format(_RUNNING, steps, {})
     return Bar(total=steps, initial=done, desc=title, file=sys.stderr, bar_format=layout, **shape)
+
+
+_export(vars(), but="Callbacks steps_of")

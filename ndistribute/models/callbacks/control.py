@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs
 from ndistribute.models.checkpoint import on_any_worker
@@ -284,3 +285,6 @@ class TerminateOnNaN(Callback):
         if on_any_worker(self.model.strategy, not math.isfinite(logs.get("loss", 0.0))):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True
+
+
+_export(vars(), but="Monitor")

@@ -24,6 +24,7 @@ import numpy as np
 from ndistribute import tensor_files, timeline
 from ndistribute.devices import as_array
 from ndistribute.event_files import EventFile, histogram, image
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
@@ -503,3 +504,6 @@ def _images(value: Any) -> list[Any]:
     # The kernel of a convolution is (height, width, inputs, outputs): show those of outputs.
     planes = grey[None] if grey.ndim == 2 else np.moveaxis(grey.reshape(*grey.shape[:2], -1), -1, 0)
     return [plane[..., None] for plane in planes[:_MOST_IMAGES]]
+
+
+_export(vars(), but="continued")

@@ -9,6 +9,7 @@ import numpy as np
 from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace, as_array, to_host
+from ndistribute.exports import export as _export
 from ndistribute.models import activations, losses
 from ndistribute.models.metrics.metric import Sums
 
@@ -175,3 +176,6 @@ def _divided(a: Any, b: Any) -> Any:
     """Return quotients, 0 where the divisor is."""
     a, b = np.broadcast_arrays(a, b)
     return np.divide(a, b, out=np.zeros(a.shape), where=b != 0)
+
+
+_export(vars())

@@ -11,6 +11,7 @@ import numpy as np
 
 from ndistribute.autodiff import untrack
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.models import losses
 from ndistribute.models.masks import mask_of
 from ndistribute.models.metrics.counts import AUC, Precision, Recall
@@ -254,3 +255,6 @@ def _by_shapes(y_true: Any, y_pred: Any, kinds: Any) -> Any:
 
 
 deserialize = deserializing(get)
+
+
+_export(vars(), "deserialize", "sparse_categorical_accuracy categorical_accuracy binary_accuracy")

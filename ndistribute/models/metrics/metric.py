@@ -18,6 +18,7 @@ from ndistribute.autodiff import untrack
 from ndistribute.collective.reduce_op import reduce_arrays
 from ndistribute.context import Frame, current_trace, entered
 from ndistribute.devices import array_namespace, as_array, to_host
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, loss_forms
 from ndistribute.models.losses import weight_like
@@ -276,3 +277,6 @@ def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     weight = weight_like(values, as_array(sample_weight))
     weight = array_namespace(weight).broadcast_to(weight, values.shape)
     return (values * weight).sum(dtype=np.float64), weight.sum(dtype=np.float64)
+
+
+_export(vars(), but="MetricValue PendingValue Sums joined weighted_sum")
