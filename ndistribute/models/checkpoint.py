@@ -27,7 +27,6 @@ from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models import contents
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.optimizers import Optimizer
-from ndistribute.tensor_files import Saved
 from ndistribute.transport.failures import error_of, failure_of
 from ndistribute.variables import Variable
 
@@ -407,16 +406,12 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
         raise FileNotFoundError(f"there is no checkpoint {path}.{file}")
     folder = folders[-1] if folders else path
     try:
-        return contents_of(tensor_files.read(folder))
+        saved = tensor_files.read(folder)
+        return str(saved.path), saved.tensors, saved.data
     except CheckpointCorruptError:
         if not os.path.lexists(folder):  # It was deleted meanwhile.
             return read_newest(path)
         raise
-
-
-def contents_of(saved: Saved) -> tuple[str, dict[str, Any], Any]:
-    """Return the folder, the tensors and the other data of a checkpoint."""
-    return str(saved.path), saved.tensors, saved.data
 
 
 def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ndistribute import tensor_files
-from ndistribute.models.checkpoint import (
-    Checkpoint,
-    by_chief,
-    by_every_worker,
-    check_keep,
-    contents_of,
-)
+from ndistribute.models.checkpoint import Checkpoint, by_chief, by_every_worker, check_keep
 from ndistribute.variables import Variable
 
 __all__ = ["CheckpointManager"]
@@ -200,7 +194,7 @@ class CheckpointManager:
             for path, part in self.checkpoint._parts():
                 if saved is not None and hasattr(part, "check_state"):
                     part.check_state(saved.path, saved.data["states"].get(path, {}))
-            return None if saved is None else contents_of(saved)
+            return None if saved is None else (str(saved.path), saved.tensors, saved.data)
 
         read_by_chief = by_chief(self.strategy, read)
         if read_by_chief is None:

@@ -27,7 +27,7 @@ from ndistribute.models import batches as _batches
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
 from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
 from ndistribute.models.chief import Chief, schedules_steps
-from ndistribute.models.fingerprint import fingerprint, without_data
+from ndistribute.models.fingerprint import fingerprint
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
@@ -304,13 +304,13 @@ class Trainer(TrainingSteps):
                 "layer.trainable = True."
             )
         is_saved = any(callback.restores for callback in callbacks)
-        facts = fingerprint(self, data._node, more) if is_saved else {}
+        facts = fingerprint(self, more, data._node) if is_saved else {}
         workers = self.strategy.input_topology.workers
         if workers is not None:
             rate = self.optimizer.learning_rate
             options = {**more, "epochs": epochs, "rate": "a function" if callable(rate) else rate}
             remedy = "Make the same model and pass the same arguments on all workers."
-            check_alike(workers, "fit", without_data(self, options), remedy)
+            check_alike(workers, "fit", fingerprint(self, options), remedy)
         self.stop_training = False
         self.position = TrainingPosition(
             epochs.start,

@@ -97,10 +97,7 @@ class TrainingSteps(Layer):
                 parameter servers, and with several replicas those that the model defines.
             RuntimeError: called in the scope of another strategy than that of the model.
         """
-        for part in (
-            optimizer,
-            *(each for _, each in tree.leaves("", (loss, metrics, weighted_metrics))),
-        ):
+        for _, part in tree.leaves("", (optimizer, loss, metrics, weighted_metrics)):
             if isinstance(part, type):
                 name = part.__name__
                 raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
@@ -368,11 +365,10 @@ class TrainingSteps(Layer):
 
     def _penalties(self) -> list[Any]:
         """Return `losses`, without a search for the layers in each step."""
-        if self.position.penalized is None:
+        layers = self.position.penalized
+        if layers is None:
             return self.losses
-        return [
-            each for layer in self.position.penalized for each in layer.penalties()
-        ] + self._added_losses()
+        return [each for layer in layers for each in layer.penalties()] + self._added_losses()
 
     def _counted(self, compared: Any, share: Any, rows: float, batch: Any, predicted: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""

@@ -203,10 +203,8 @@ class SparseCategoricalCrossentropy(_OfFunction):
 
 
 NAMED: dict[str, type[Metric]] = table_of(
-    *(BinaryAccuracy, CategoricalAccuracy, SparseCategoricalAccuracy, Precision, Recall, AUC),
-    *(MeanAbsoluteError, MeanSquaredError, RootMeanSquaredError, BinaryCrossentropy),
-    *(CategoricalCrossentropy, SparseCategoricalCrossentropy, TopKCategoricalAccuracy),
-    *(SparseTopKCategoricalAccuracy, CosineSimilarity),
+    *(*_OfFunction.__subclasses__(), RootMeanSquaredError, Precision, Recall, AUC),
+    *(TopKCategoricalAccuracy, SparseTopKCategoricalAccuracy),
     mae=MeanAbsoluteError,
     mse=MeanSquaredError,
 )
@@ -237,8 +235,7 @@ def get(metric: Any, loss: losses.Loss | None = None) -> Metric:
         kinds = [*kinds, losses.categorical_crossentropy]
         kinds = [functools.partial(kind, from_logits=from_logits) for kind in kinds]
         return MeanMetric(_by_shapes, metric, kinds=kinds)
-    known = {"accuracy": None, "crossentropy": None, **losses.NAMED, **NAMED}
-    made = named(known, metric, "metric", name=metric)
+    made = named({"crossentropy": None, **losses.NAMED, **NAMED}, metric, "metric", name=metric)
     if isinstance(made, losses.FunctionLoss):
         return MeanMetric(made.call, metric)
     return made if isinstance(made, Metric) else MeanMetric(made)

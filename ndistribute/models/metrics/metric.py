@@ -58,7 +58,7 @@ def _in_steps(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(result)
     def value_of(self: Metric) -> Any:
-        in_step = loss_forms.in_step_of_model()
+        in_step = loss_forms.form.of_gradient is not None
         if in_step and current_trace() is not None:
             return self._pending
         value = result(self)
