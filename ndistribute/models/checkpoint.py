@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +33,6 @@ __all__ = ["Checkpoint", "Weights", "latest_checkpoint", "read_newest"]
 
 # The attributes of a model that are saved with its variables.
 _OF_MODELS = ("metrics", "optimizer")
-_log = logging.getLogger("ndistribute")
 
 
 Save = TypeVar("Save", bound=Callable[..., Any])
@@ -110,10 +108,6 @@ class Checkpoint:
             return vars(self)["_objects"][name]
         except KeyError:
             raise AttributeError(f"the checkpoint has no object {name!r}.") from None
-
-    def __delattr__(self, name: str) -> None:
-        if self._objects.pop(name, None) is None:
-            raise AttributeError(f"the checkpoint has no object {name!r}.")
 
     @by_every_worker
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -8,6 +8,7 @@ the batch is divided.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import operator
@@ -413,10 +414,7 @@ class _Fixed(FunctionLoss):
             function = globals()[snake_case(cls.__name__)]
             parameters = [*inspect.signature(function).parameters.values()][2:]
             defaults = {each.name: each.default for each in parameters}
-
-            def init(self: FunctionLoss, **options: Any) -> None:
-                FunctionLoss.__init__(self, function, **options)
-
+            init = functools.partial(FunctionLoss.__init__, function=function)
             taken = defaults | {"reduction": _REDUCTIONS[0]}
             cls.__init__ = constructor(taken, init)  # type: ignore[method-assign]
         super().__init_subclass__(**options)

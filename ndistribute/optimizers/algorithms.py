@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ndistribute.devices import Array, array_namespace
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import constructor
 from ndistribute.names import deserializing, named
 from ndistribute.optimizers import schedules
@@ -506,3 +507,5 @@ def get(optimizer: str | Optimizer) -> Optimizer:
 
 
 deserialize = deserializing(get)
+_RULES = "AdadeltaRule AdagradRule AdamRule FtrlRule MomentumRule NadamRule RMSpropRule SGDRule"
+_export(vars(), "deserialize", f"ByRule {_RULES}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -45,8 +44,6 @@ _OF_KERAS = (
     *("_apply_dense", "_apply_sparse", "_resource_apply_dense", "_resource_apply_sparse"),
     *("_create_slots", "apply", "get_updates", "update_step"),
 )
-
-_log = logging.getLogger("ndistribute")
 
 
 @functools.singledispatch

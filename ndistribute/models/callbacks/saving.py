@@ -407,7 +407,6 @@ class TensorBoard(Callback):
         write_images: whether to write, as often, the variables with two axes or more as images.
         update_freq: ``"epoch"``, ``"batch"``, or after how many steps to write the metrics so far.
         embeddings_freq: 0, as embeddings are not written.
-        embeddings_metadata: None.
     """
 
     def __init__(
@@ -417,9 +416,8 @@ class TensorBoard(Callback):
         write_images: bool = False,
         update_freq: str | int = "epoch",
         embeddings_freq: int = 0,
-        embeddings_metadata: None = None,
     ) -> None:
-        if embeddings_freq or embeddings_metadata:
+        if embeddings_freq:
             raise ValueError(
                 "TensorBoard: embeddings are not written, so embeddings_freq must be 0. Write them "
                 "with np.savetxt, such as layer.embeddings.numpy(), for the projector."
