@@ -214,7 +214,8 @@ class TerminationConfig:
     Args:
         termination_watcher_fn: called after each step; returns True if this process must end. None:
             a SIGTERM alone says so.
-        exit_fn: called after the state is saved. None: raise `SystemExit` with the exit code.
+        exit_fn: called after the state is saved. None: raise `SystemExit` with the code 143, for
+            which a launcher starts all workers again.
         grace_period: for how many seconds the training goes on first; None: 0.
         save_fn: called instead of the manager's `save`.
 
@@ -235,6 +236,9 @@ class TerminationConfig:
             raise ValueError(f"grace_period must be 0 or more seconds, got {self.grace_period}.")
 
 
+_EXIT_CODE = 143  # Of a process that a SIGTERM ended.
+
+
 class PreemptionCheckpointHandler(Callback):
     """Saves a training when any worker gets a SIGTERM, at the same step on all, and exits.
 
@@ -250,7 +254,6 @@ class PreemptionCheckpointHandler(Callback):
 
     Args:
         manager: where to save.
-        exit_code: the code that all workers exit with, so that a launcher starts them again.
         termination_config: how this process learns that it must end, and ends; None: the defaults.
 
     Attributes:
@@ -260,15 +263,11 @@ class PreemptionCheckpointHandler(Callback):
     restores = True  # After the other callbacks have begun.
 
     def __init__(
-        self,
-        manager: CheckpointManager,
-        exit_code: int = 143,
-        termination_config: TerminationConfig | None = None,
+        self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
     ) -> None:
         self.manager = manager
         self._config = termination_config or TerminationConfig()
         self._known_since: float | None = None  # That this process must end.
-        self.exit_code = exit_code
         self.steps_made = 0
         self._signalled = False
         self._previous: Any = None
@@ -354,7 +353,7 @@ class PreemptionCheckpointHandler(Callback):
         self._signalled = False  # It is served.
         self._stop_listening()
         if self._config.exit_fn is None:
-            raise SystemExit(self.exit_code)
+            raise SystemExit(_EXIT_CODE)
         self._config.exit_fn()
 
     def _is_due(self) -> bool:
