@@ -146,8 +146,7 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"a batch has {len(data)} parts: it must be x, (x, y) or (x, y, sample_weight)."
         )
-    x, y, weight = (*data, None, None)[:3]
-    return x, y, weight
+    return (*data, None, None)[:3]
 
 
 def rows_of(value: Any) -> int:

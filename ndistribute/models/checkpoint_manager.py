@@ -121,8 +121,8 @@ class CheckpointManager:
         passed = None if self.step is None or self._interval is None else step - self.step
         if check_interval and passed is not None and passed < (self._interval or 0):
             return None
-        data = {"step": step}
-        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, data, self._kind)
+        more = {"step": step}
+        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, more, self._kind)
         if not self._asynchronous:
             path = Path(by_chief(self.strategy, write))
             self.step = step

@@ -534,8 +534,5 @@ def _log_of(p: Any) -> Any:
 
 
 deserialize = deserializing(get)
-_export(
-    vars(),
-    "deserialize",
-    but="FunctionLoss aligned check_shape global_count in_form per_example weight_like",
-)
+_HELPERS = "aligned check_shape global_count in_form per_example weight_like"
+_export(vars(), "deserialize", but=f"FunctionLoss {_HELPERS}")

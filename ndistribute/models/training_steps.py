@@ -34,9 +34,7 @@ from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
 from ndistribute.variables import Variable
 
-_OF_STEPS = (
-    "compute_loss compute_metrics get_metrics_result predict_step test_step train_step".split()
-)
+_STEPS = "compute_loss compute_metrics get_metrics_result predict_step test_step train_step".split()
 _OF_KERAS = "make_predict_function make_test_function make_train_function".split()
 
 
@@ -408,7 +406,7 @@ class TrainingSteps(Layer):
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
         self.position.shown = None
-        methods = [getattr(self, name) for name in _OF_STEPS if self._defines(name)]
+        methods = [getattr(self, name) for name in _STEPS if self._defines(name)]
         around = Identities().of(self, (self.loss, self.metrics, methods))
         parts = around, frozenset(self.trainable_variables)
         if parts == self._parts_of_steps:

@@ -140,11 +140,9 @@ class AdagradRule(Rule):
     epsilon: float = 1e-7
 
     def __post_init__(self) -> None:
-        if self.initial_accumulator_value < 0:
-            raise ValueError(
-                "initial_accumulator_value must be 0 or more, got "
-                f"{self.initial_accumulator_value}."
-            )
+        start = self.initial_accumulator_value
+        if start < 0:
+            raise ValueError(f"initial_accumulator_value must be 0 or more, got {start}.")
 
     def initial_slot(self, name: str) -> float:
         return self.initial_accumulator_value

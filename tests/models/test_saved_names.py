@@ -170,9 +170,3 @@ def test_gradients_are_applied_to_the_variables_that_the_optimizer_was_built_for
     optimizer.build([v])
     optimizer.apply([np.ones(2)])
     assert v.numpy().tolist() == [0.0, 1.0]
-
-
-def test_embeddings_are_refused_by_tensorboard(tmp_path):
-    callbacks.TensorBoard(tmp_path, embeddings_freq=0, update_freq="batch")
-    with pytest.raises(ValueError, match=r"embeddings are not written"):
-        callbacks.TensorBoard(tmp_path, embeddings_freq=1)

@@ -236,9 +236,6 @@ class TerminationConfig:
             raise ValueError(f"grace_period must be 0 or more seconds, got {self.grace_period}.")
 
 
-_EXIT_CODE = 143  # Of a process that a SIGTERM ended.
-
-
 class PreemptionCheckpointHandler(Callback):
     """Saves a training when any worker gets a SIGTERM, at the same step on all, and exits.
 
@@ -353,7 +350,7 @@ class PreemptionCheckpointHandler(Callback):
         self._signalled = False  # It is served.
         self._stop_listening()
         if self._config.exit_fn is None:
-            raise SystemExit(_EXIT_CODE)
+            raise SystemExit(143)  # The code of a process that a SIGTERM ended.
         self._config.exit_fn()
 
     def _is_due(self) -> bool:

@@ -215,9 +215,8 @@ def get(metric: Any, loss: losses.Loss | None = None) -> Metric:
         kinds: Any = (binary, _sparse_categorical_accuracy, _categorical_accuracy)
         return MeanMetric(_by_shapes, metric, kinds=kinds)
     if metric in ("crossentropy", "ce"):
-        kinds = losses.binary_crossentropy, losses.sparse_categorical_crossentropy
-        kinds = [*kinds, losses.categorical_crossentropy]
-        kinds = [functools.partial(kind, from_logits=from_logits) for kind in kinds]
+        names = (f"{kind}_crossentropy" for kind in ("binary", "sparse_categorical", "categorical"))
+        kinds = [functools.partial(getattr(losses, n), from_logits=from_logits) for n in names]
         return MeanMetric(_by_shapes, metric, kinds=kinds)
     made = named({"crossentropy": None, **losses.NAMED, **NAMED}, metric, "metric", name=metric)
     if isinstance(made, losses.FunctionLoss):
