@@ -118,6 +118,28 @@ def _explained(init: Callable[..., None]) -> Any:
     return explained
 
 
+def constructor(defaults: Mapping[str, Any], init: Callable[..., None]) -> Any:
+    """Return a constructor that takes arguments of some names and defaults, and other keywords.
+
+    Args:
+        defaults: the defaults by name, in the order of the arguments.
+        init: called with the object, and with everything else by keyword.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    taken = [inspect.Parameter(name, kind, default=defaults[name]) for name in defaults]
+    options = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
+    signature = inspect.Signature([inspect.Parameter("self", kind), *taken, options])
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - As errors call it.
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        init(arguments.pop("self"), **arguments.pop("options"), **arguments)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
+
+
 def accepting(*ignored: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return a decorator for a function that also takes keywords which change no result.
 

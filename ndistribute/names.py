@@ -117,19 +117,18 @@ def serialize(made: Any) -> Any:
     Raises:
         ValueError: the object has no configuration.
     """
-    if hasattr(made, "get_config"):
-        config = {name: _plain(value) for name, value in made.get_config().items()}
-        return {"class_name": registered_name(type(made)), "config": config}
     if hasattr(made, "__name__"):
         return registered_name(made)
-    if dataclasses.is_dataclass(made):
-        config = {each.name: _plain(getattr(made, each.name)) for each in dataclasses.fields(made)}
-        return {"class_name": registered_name(type(made)), "config": config}
-    raise ValueError(f"serialize: {made!r} has no get_config, and no name.")
-
-
-def _plain(value: Any) -> Any:
-    return serialize(value) if hasattr(value, "get_config") or callable(value) else value
+    if hasattr(made, "get_config"):
+        config = dict(made.get_config())
+    elif dataclasses.is_dataclass(made):
+        config = {each.name: getattr(made, each.name) for each in dataclasses.fields(made)}
+    else:
+        raise ValueError(f"serialize: {made!r} has no get_config, and no name.")
+    for name, value in config.items():
+        if hasattr(value, "get_config") or callable(value):
+            config[name] = serialize(value)
+    return {"class_name": registered_name(type(made)), "config": config}
 
 
 def deserializing(get: Callable[[Any], T]) -> Callable[..., T]:

@@ -21,7 +21,7 @@ class Shown:
     >>> nd.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0, name="sgd")
     SGD(learning_rate=0.1, name='sgd', weight_decay=0.0, ema_momentum=0.0,
         ema_overwrite_frequency=0, momentum=0.9, nesterov=False, clipnorm=1.0)
-    >>> nd.losses.Huber(delta=2.0), nd.metrics.BinaryAccuracy()
+    >>> nd.losses.Huber(delta=2.0), nd.metrics.BinaryAccuracy(threshold=0.5)
     (Huber(reduction='sum_over_batch_size', name='huber', delta=2.0),
      BinaryAccuracy(name='binary_accuracy', threshold=0.5))
     """

@@ -19,7 +19,7 @@ from ndistribute.estimator.run_config import RunConfig
 from ndistribute.estimator.specs import EvalSpec, ModeKeys, TrainSpec
 from ndistribute.models.batches import unpacked
 from ndistribute.models.callbacks.callback import Callback, LambdaCallback
-from ndistribute.models.checkpoint import Checkpoint, by_chief, latest_checkpoint
+from ndistribute.models.checkpoint import Checkpoint, by_chief, latest_checkpoint, on_any_worker
 from ndistribute.models.checkpoint_manager import CheckpointManager
 from ndistribute.models.model import Model, Sequential
 from ndistribute.timers import Timer
@@ -179,7 +179,7 @@ class _CheckpointSaving(Callback):
         """Save if it is time on any worker."""
         if self._timer is not None:
             due = self._timer.is_due(self.model.optimizer.iterations)
-            if self.model.on_any_worker(due) if self._seconds else due:
+            if on_any_worker(self.model.strategy, due) if self._seconds else due:
                 self.save()
 
     def save(self) -> None:

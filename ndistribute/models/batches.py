@@ -146,8 +146,7 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"a batch has {len(data)} parts: it must be x, (x, y) or (x, y, sample_weight)."
         )
-    x, y, weight = (*data, None, None)[:3]
-    return x, y, weight
+    return (*data, None, None)[:3]
 
 
 def rows_of(value: Any) -> int:
@@ -209,12 +208,7 @@ def as_arrays(nest: Any) -> Any:
     leaves = tree.flatten(nest)
     if isinstance(nest, list) and leaves and all(isinstance(leaf, int | float) for leaf in leaves):
         return np.array(nest)
-    frames = [hasattr(leaf, "to_numpy") for leaf in leaves]
-    if not any(frames):
-        return nest
-    return tree.map_leaves(
-        lambda leaf: leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf, nest
-    )
+    return tree.map_leaves(lambda x: x.to_numpy() if hasattr(x, "to_numpy") else x, nest)
 
 
 class _Sequence:

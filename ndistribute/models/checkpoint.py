@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +26,6 @@ from ndistribute.errors import CheckpointCorruptError, DistributeError
 from ndistribute.models import contents
 from ndistribute.models.layers.layer import Layer, build_for
 from ndistribute.optimizers import Optimizer
-from ndistribute.tensor_files import Saved
 from ndistribute.transport.failures import error_of, failure_of
 from ndistribute.variables import Variable
 
@@ -35,7 +33,6 @@ __all__ = ["Checkpoint", "Weights", "latest_checkpoint", "read_newest"]
 
 # The attributes of a model that are saved with its variables.
 _OF_MODELS = ("metrics", "optimizer")
-_log = logging.getLogger("ndistribute")
 
 
 Save = TypeVar("Save", bound=Callable[..., Any])
@@ -111,10 +108,6 @@ class Checkpoint:
             return vars(self)["_objects"][name]
         except KeyError:
             raise AttributeError(f"the checkpoint has no object {name!r}.") from None
-
-    def __delattr__(self, name: str) -> None:
-        if self._objects.pop(name, None) is None:
-            raise AttributeError(f"the checkpoint has no object {name!r}.")
 
     @by_every_worker
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -376,17 +369,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 # Errors of one worker that the others raise as such.
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointCorruptError,
-        FileExistsError,
-        FileNotFoundError,
-        OSError,
-        PermissionError,
-    )
-    + (ValueError,)
-} | {"": DistributeError}
+_OF_READING = CheckpointCorruptError, FileNotFoundError, PermissionError
+_KINDS: tuple[type[Exception], ...] = *_OF_READING, FileExistsError, OSError, ValueError
+_ERRORS = {kind.__name__: kind for kind in _KINDS} | {"": DistributeError}
 
 
 def check_keep(count: int | None) -> None:
@@ -415,16 +400,12 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
         raise FileNotFoundError(f"there is no checkpoint {path}.{file}")
     folder = folders[-1] if folders else path
     try:
-        return contents_of(tensor_files.read(folder))
+        saved = tensor_files.read(folder)
+        return str(saved.path), saved.tensors, saved.data
     except CheckpointCorruptError:
         if not os.path.lexists(folder):  # It was deleted meanwhile.
             return read_newest(path)
         raise
-
-
-def contents_of(saved: Saved) -> tuple[str, dict[str, Any], Any]:
-    """Return the folder, the tensors and the other data of a checkpoint."""
-    return str(saved.path), saved.tensors, saved.data
 
 
 def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:

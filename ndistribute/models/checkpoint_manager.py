@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ndistribute import tensor_files
-from ndistribute.models.checkpoint import (
-    Checkpoint,
-    by_chief,
-    by_every_worker,
-    check_keep,
-    contents_of,
-)
+from ndistribute.models.checkpoint import Checkpoint, by_chief, by_every_worker, check_keep
 from ndistribute.variables import Variable
 
 __all__ = ["CheckpointManager"]
@@ -127,8 +121,8 @@ class CheckpointManager:
         passed = None if self.step is None or self._interval is None else step - self.step
         if check_interval and passed is not None and passed < (self._interval or 0):
             return None
-        data = {"step": step}
-        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, data, self._kind)
+        more = {"step": step}
+        write = self.checkpoint.writer(self.directory, _SERIES, self._keep, more, self._kind)
         if not self._asynchronous:
             path = Path(by_chief(self.strategy, write))
             self.step = step
@@ -200,7 +194,7 @@ class CheckpointManager:
             for path, part in self.checkpoint._parts():
                 if saved is not None and hasattr(part, "check_state"):
                     part.check_state(saved.path, saved.data["states"].get(path, {}))
-            return None if saved is None else contents_of(saved)
+            return None if saved is None else (str(saved.path), saved.tensors, saved.data)
 
         read_by_chief = by_chief(self.strategy, read)
         if read_by_chief is None:

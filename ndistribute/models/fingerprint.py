@@ -22,22 +22,16 @@ _OF_OPTIMIZER = {"rule", "_first_rate", "_bound", "inner", "steps"}
 _OWN_NAMES = r" at 0x[0-9a-f]+|(?<!class) '[^']*'(?=>)"
 
 
-def fingerprint(model: Any, data: Node, more: dict[str, Any]) -> dict[str, str]:
+def fingerprint(model: Any, more: dict[str, Any], data: Node | None = None) -> dict[str, str]:
     """Return the text of each part of a training.
 
     Args:
         model: the compiled model.
-        data: the pipeline of the global batches.
         more: other arguments of the training.
+        data: the pipeline of the global batches; None: it is no part.
     """
-    parts = {"dataset": describe(data), **facts(data)}
-    return {part: str(fact) for part, fact in parts.items()} | without_data(model, more)
-
-
-def without_data(model: Any, more: dict[str, Any]) -> dict[str, str]:
-    """Return the text of each part of a training, except its data; see `fingerprint`."""
-    parts: dict[str, Any] = dict(more)
-    parts |= {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
+    parts: dict[str, Any] = {} if data is None else {"dataset": describe(data), **facts(data)}
+    parts |= more | {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
     parts |= {"loss": _text(model.loss), "optimizer": _text(model.optimizer)}
     parts["metrics"] = [metric.name for metric in model.metrics]
     return {part: str(fact) for part, fact in parts.items()}

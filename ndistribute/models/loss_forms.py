@@ -39,11 +39,6 @@ def as_means(of_gradient: str) -> Iterator[None]:
         form.of_gradient = before
 
 
-def in_step_of_model() -> bool:
-    """Return True inside of a step that a model defines, which `fit` or `evaluate` runs."""
-    return form.of_gradient is not None
-
-
 def in_form(share: Any) -> Any:
     """Return a replica's share of a loss in the form that the step needs; see `as_means`."""
     replica = None if form.of_gradient is None else get_replica_context()

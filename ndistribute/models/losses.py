@@ -8,11 +8,12 @@ the batch is divided.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ndistribute.autodiff.rules.placing import as_operand
 from ndistribute.context import current_trace, get_replica_context
 from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
-from ndistribute.mistakes import Explaining
+from ndistribute.mistakes import Explaining, constructor
 from ndistribute.models import operations
 from ndistribute.models.loss_forms import in_form
 from ndistribute.models.masks import mask_of
@@ -402,112 +403,80 @@ def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, A
 
 
 class _Fixed(FunctionLoss):
-    """The base class of losses of one function; see `FunctionLoss`."""
+    """The base class of losses of the function of the same name, whose parameters come first."""
 
-    _of: ClassVar[Callable[..., Any]]
+    if TYPE_CHECKING:
 
-    def __init__(self, reduction: str | None = _REDUCTIONS[0], **options: Any) -> None:
-        super().__init__(type(self)._of, reduction=reduction, **options)
+        def __init__(self, *parameters: Any, **options: Any) -> None: ...
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if cls.__base__ is _Fixed:
+            function = globals()[snake_case(cls.__name__)]
+            parameters = [*inspect.signature(function).parameters.values()][2:]
+            defaults = {each.name: each.default for each in parameters}
+            init = functools.partial(FunctionLoss.__init__, function=function)
+            taken = defaults | {"reduction": _REDUCTIONS[0]}
+            cls.__init__ = constructor(taken, init)  # type: ignore[method-assign]
+        super().__init_subclass__(**options)
 
 
 class MeanSquaredError(_Fixed):
     """The mean of squared differences."""
 
-    _of = staticmethod(mean_squared_error)
-
 
 class MeanAbsoluteError(_Fixed):
     """The mean of absolute differences."""
-
-    _of = staticmethod(mean_absolute_error)
 
 
 class MeanAbsolutePercentageError(_Fixed):
     """The mean of absolute differences, in percent of the labels."""
 
-    _of = staticmethod(mean_absolute_percentage_error)
-
 
 class MeanSquaredLogarithmicError(_Fixed):
     """The mean of squared differences of logarithms."""
-
-    _of = staticmethod(mean_squared_logarithmic_error)
 
 
 class LogCosh(_Fixed):
     """The mean of the logarithm of differences' ``cosh``; see `log_cosh`."""
 
-    _of = staticmethod(log_cosh)
-
 
 class Poisson(_Fixed):
     """The loss of counts from a Poisson distribution; see `poisson`."""
-
-    _of = staticmethod(poisson)
 
 
 class KLDivergence(_Fixed):
     """The divergence of predicted from true probabilities; see `kl_divergence`."""
 
-    _of = staticmethod(kl_divergence)
-
 
 class CosineSimilarity(_Fixed):
     """Minus the cosine of the angle; the option `axis` is that of `cosine_similarity`."""
-
-    _of = staticmethod(cosine_similarity)
 
 
 class Hinge(_Fixed):
     """The loss of labels -1 and 1; see `hinge`."""
 
-    _of = staticmethod(hinge)
-
 
 class SquaredHinge(_Fixed):
     """The squared loss of labels -1 and 1; see `squared_hinge`."""
-
-    _of = staticmethod(squared_hinge)
 
 
 class CategoricalHinge(_Fixed):
     """The margin of one-hot labels; see `categorical_hinge`."""
 
-    _of = staticmethod(categorical_hinge)
 
-
-class Huber(FunctionLoss):
+class Huber(_Fixed):
     """Huber's loss, with the difference `delta` at which it becomes linear."""
 
-    def __init__(self, delta: float = 1.0, **options: Any) -> None:
-        super().__init__(huber, delta=delta, **options)
 
-
-class _Smoothed(FunctionLoss):
-    """The base class of cross-entropies whose labels can be smoothed."""
-
-    _of: ClassVar[Callable[..., Any]]
-
-    def __init__(
-        self, from_logits: bool = False, label_smoothing: float = 0.0, **options: Any
-    ) -> None:
-        parameters = {"from_logits": from_logits, "label_smoothing": label_smoothing}
-        super().__init__(self._of, **parameters, **options)
-
-
-class BinaryCrossentropy(_Smoothed):
+class BinaryCrossentropy(_Fixed):
     """The cross-entropy of two classes; see `binary_crossentropy`."""
 
-    _of = staticmethod(binary_crossentropy)
 
-
-class CategoricalCrossentropy(_Smoothed):
+class CategoricalCrossentropy(_Fixed):
     """The cross-entropy of labels as probabilities; see `categorical_crossentropy`."""
 
-    _of = staticmethod(categorical_crossentropy)
 
-
-class SparseCategoricalCrossentropy(FunctionLoss):
+class SparseCategoricalCrossentropy(_Fixed):
     """The cross-entropy of labels as integers; see `sparse_categorical_crossentropy`.
 
     >>> loss = SparseCategoricalCrossentropy(from_logits=True)
@@ -515,12 +484,8 @@ class SparseCategoricalCrossentropy(FunctionLoss):
     0.6931
     """
 
-    def __init__(self, from_logits: bool = False, **options: Any) -> None:
-        super().__init__(sparse_categorical_crossentropy, from_logits=from_logits, **options)
-
 
 NAMED: dict[str, type[Loss]] = table_of(
-    *(BinaryCrossentropy, CategoricalCrossentropy, SparseCategoricalCrossentropy, Huber),
     *_Fixed.__subclasses__(),
     bce=BinaryCrossentropy,
     kld=KLDivergence,
@@ -569,8 +534,5 @@ def _log_of(p: Any) -> Any:
 
 
 deserialize = deserializing(get)
-_export(
-    vars(),
-    "deserialize",
-    but="FunctionLoss aligned check_shape global_count in_form per_example weight_like",
-)
+_HELPERS = "aligned check_shape global_count in_form per_example weight_like"
+_export(vars(), "deserialize", but=f"FunctionLoss {_HELPERS}")

@@ -102,24 +102,20 @@ class Model(Trainer):
         """Add a number to the loss: in `call`, or one that is computed from symbolic inputs."""
         if not is_symbolic(loss):
             return super().add_loss(loss)
-        _, losses, metrics = self._added()
-        self._add_aside([*losses, *(loss if isinstance(loss, list | tuple) else [loss])], metrics)
-        return None
+        return self._add_aside(loss if isinstance(loss, list | tuple) else [loss], {})
 
     def add_metric(self, value: Any, name: str, aggregation: str | None = "mean") -> None:
         """Add numbers to a mean in the logs: in `call`, or computed from symbolic inputs."""
         if not is_symbolic(value):
             return super().add_metric(value, name, aggregation)
-        _, losses, metrics = self._added()
-        self._add_aside(losses, {**metrics, name: value})
-        return None
+        return self._add_aside([], {name: value})
 
-    def _added(self) -> Any:
-        return (None, [], {}) if self._aside is None else self._aside.outputs
-
-    def _add_aside(self, losses: list[Any], metrics: dict[str, Any]) -> None:
-        graph = self._connected()
-        self._aside = CallGraph(graph.inputs, (graph.outputs, losses, metrics))
+    def _add_aside(self, losses: Sequence[Any], metrics: dict[str, Any]) -> None:
+        """Let the graph compute more losses and metrics beside the outputs."""
+        graph, aside = self._connected(), self._aside
+        _, before, known = (None, [], {}) if aside is None else aside.outputs
+        more = [*before, *losses], known | metrics
+        self._aside = CallGraph(graph.inputs, (graph.outputs, *more))
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return None: the layers of the model have attached the masks of the outputs."""

@@ -25,8 +25,9 @@ class SidecarEvaluator:
     """Evaluates a model with the weights of each new checkpoint in a directory, in their order.
 
     The checkpoints are those of `CheckpointManager`, `ModelCheckpoint`, `BackupAndRestore` or
-    `save_weights`. Only the weights are read, so the optimizer of the model need not be that of the
-    training. A checkpoint that is damaged, or that the training has deleted, is passed over.
+    `save_weights`, with the model under the name ``model``. Only its weights are read, so its
+    optimizer need not be that of the training. A checkpoint that is damaged, or that the training
+    has deleted, is passed over.
 
     Args:
         model: the compiled model, of a strategy with one process.
@@ -37,7 +38,6 @@ class SidecarEvaluator:
         callbacks: `on_epoch_end` is called after each evaluation, with the number of steps made
             and the metrics under names with ``val_``; before, those of `evaluate`. One that sets
             `stop_training` ends it.
-        name: the name of the model in the checkpoints.
         timeout_seconds: how long to wait for the next checkpoint; then it ends.
         poll_seconds: how long to wait between two looks at the directory.
 
@@ -52,7 +52,6 @@ class SidecarEvaluator:
     max_evaluations: int | None = None
     callbacks: Iterable[Callback] = ()
     _: dataclasses.KW_ONLY
-    name: str = "model"
     timeout_seconds: float = 600.0
     poll_seconds: float = 1.0
 
@@ -100,10 +99,8 @@ class SidecarEvaluator:
         return history
 
     def _evaluate(self, saved: Saved, called: Callbacks) -> None:
-        model, name = self.model, self.name
-        if not any(key.startswith(f"{name}/") for key in saved.tensors):
-            name = "model"  # As `save_weights` writes them.
-        Weights(**{name: model}).load(str(saved.path), saved.tensors, saved.data)
+        model = self.model
+        Weights(model=model).load(str(saved.path), saved.tensors, saved.data)
         x, y, weight = unpacked(self.data)
         options = {"sample_weight": weight, "steps": self.steps, "callbacks": called}
         metrics = model.evaluate(x, y, verbose=0, return_dict=True, **options)

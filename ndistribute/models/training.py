@@ -25,9 +25,9 @@ from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
 from ndistribute.models import batches as _batches
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
-from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent, on_any_worker
+from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
 from ndistribute.models.chief import Chief, schedules_steps
-from ndistribute.models.fingerprint import fingerprint, without_data
+from ndistribute.models.fingerprint import fingerprint
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
@@ -206,7 +206,6 @@ class Trainer(TrainingSteps):
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
-        reset_metrics: bool = True,
     ) -> Any:
         """Make a step with one batch of arrays; return its loss and metrics, as `evaluate` does.
 
@@ -218,29 +217,20 @@ class Trainer(TrainingSteps):
             sample_weight: the weight of each example.
             class_weight: the weight of the examples of each label.
             return_dict: whether to return a dict by the metrics' names.
-            reset_metrics: whether the metrics forget the batches before this one first.
         """
-        data = x, y, sample_weight
-        return self._on_batch("_train_step", data, return_dict, reset_metrics, class_weight)
+        return self._on_batch("_train_step", (x, y, sample_weight), return_dict, class_weight)
 
     def test_on_batch(
-        self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        return_dict: bool = False,
-        reset_metrics: bool = True,
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
         """Return the loss and the metrics of one batch of arrays; see `train_on_batch`."""
-        return self._on_batch("_test_step", (x, y, sample_weight), return_dict, reset_metrics)
+        return self._on_batch("_test_step", (x, y, sample_weight), return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Return the predictions for one batch of arrays."""
         return self.predict(x, max(1, _batches.rows_of(_batches.as_arrays(x))))
 
-    def _on_batch(
-        self, step: str, parts: Any, return_dict: bool, resets: bool, weights: Any = None
-    ) -> Any:
+    def _on_batch(self, step: str, parts: Any, return_dict: bool, weights: Any = None) -> Any:
         self._check_compiled(step)
         with self.strategy.scope():
             rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
@@ -249,8 +239,7 @@ class Trainer(TrainingSteps):
             self._make_ready(data)
             if step == "_train_step":
                 self._begin(range(1), [], data, {})
-            if resets:
-                self.reset_metrics()
+            self.reset_metrics()
             for batch in self._distributed(data):
                 self._run(step, batch)
             return _as_asked(self._results(), return_dict)
@@ -315,13 +304,13 @@ class Trainer(TrainingSteps):
                 "layer.trainable = True."
             )
         is_saved = any(callback.restores for callback in callbacks)
-        facts = fingerprint(self, data._node, more) if is_saved else {}
+        facts = fingerprint(self, more, data._node) if is_saved else {}
         workers = self.strategy.input_topology.workers
         if workers is not None:
             rate = self.optimizer.learning_rate
             options = {**more, "epochs": epochs, "rate": "a function" if callable(rate) else rate}
             remedy = "Make the same model and pass the same arguments on all workers."
-            check_alike(workers, "fit", without_data(self, options), remedy)
+            check_alike(workers, "fit", fingerprint(self, options), remedy)
         self.stop_training = False
         self.position = TrainingPosition(
             epochs.start,
@@ -392,10 +381,6 @@ class Trainer(TrainingSteps):
         known = steps if steps is not None and steps >= 0 else None
         params = {"epochs": epochs, "steps": known, "verbose": verbose}
         return Callbacks(callbacks, self, params)
-
-    def on_any_worker(self, flag: bool) -> bool:
-        """Return True if a flag is set on any worker; all must call this after the same step."""
-        return on_any_worker(self.strategy, flag)
 
     def _make_ready(self, data: Dataset) -> None:
         """Create the variables of all layers, and the steps if the model has changed."""

@@ -34,9 +34,7 @@ from ndistribute.models.memory import keep_freed_memory
 from ndistribute.models.position import TrainingPosition
 from ndistribute.variables import Variable
 
-_OF_STEPS = (
-    "compute_loss compute_metrics get_metrics_result predict_step test_step train_step".split()
-)
+_STEPS = "compute_loss compute_metrics get_metrics_result predict_step test_step train_step".split()
 _OF_KERAS = "make_predict_function make_test_function make_train_function".split()
 
 
@@ -97,10 +95,7 @@ class TrainingSteps(Layer):
                 parameter servers, and with several replicas those that the model defines.
             RuntimeError: called in the scope of another strategy than that of the model.
         """
-        for part in (
-            optimizer,
-            *(each for _, each in tree.leaves("", (loss, metrics, weighted_metrics))),
-        ):
+        for _, part in tree.leaves("", (optimizer, loss, metrics, weighted_metrics)):
             if isinstance(part, type):
                 name = part.__name__
                 raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
@@ -368,11 +363,10 @@ class TrainingSteps(Layer):
 
     def _penalties(self) -> list[Any]:
         """Return `losses`, without a search for the layers in each step."""
-        if self.position.penalized is None:
+        layers = self.position.penalized
+        if layers is None:
             return self.losses
-        return [
-            each for layer in self.position.penalized for each in layer.penalties()
-        ] + self._added_losses()
+        return [each for layer in layers for each in layer.penalties()] + self._added_losses()
 
     def _counted(self, compared: Any, share: Any, rows: float, batch: Any, predicted: Any) -> Any:
         """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
@@ -412,7 +406,7 @@ class TrainingSteps(Layer):
     def _renew_steps(self) -> None:
         """Make new steps if the model has other parts: its compiled steps would keep the old."""
         self.position.shown = None
-        methods = [getattr(self, name) for name in _OF_STEPS if self._defines(name)]
+        methods = [getattr(self, name) for name in _STEPS if self._defines(name)]
         around = Identities().of(self, (self.loss, self.metrics, methods))
         parts = around, frozenset(self.trainable_variables)
         if parts == self._parts_of_steps:

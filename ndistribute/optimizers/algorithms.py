@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ndistribute.devices import Array, array_namespace
+from ndistribute.exports import export as _export
+from ndistribute.mistakes import constructor
 from ndistribute.names import deserializing, named
 from ndistribute.optimizers import schedules
 from ndistribute.optimizers.optimizer import LearningRate, Optimizer
 from ndistribute.update_rules import Rule
 
 
-class CommonOptions(TypedDict, total=False):
-    """The keyword arguments of every optimizer but `weight_decay`; see `Optimizer`."""
+class ByRule(Optimizer):
+    """The base class of optimizers that take a learning rate and the parameters of their rule.
 
-    clipnorm: float | None
-    global_clipnorm: float | None
-    clipvalue: float | None
-    use_ema: bool
-    ema_momentum: float
-    ema_overwrite_frequency: int | None
-    name: str | None
+    A subclass names the rule, and defaults of the learning rate and of options that come after it.
+    """
 
+    if TYPE_CHECKING:
 
-class Options(CommonOptions, total=False):
-    """The keyword arguments of every optimizer; see `Optimizer`."""
+        def __init__(
+            self, learning_rate: LearningRate = ..., *parameters: Any, **options: Any
+        ) -> None: ...
 
-    weight_decay: float | None
+    def __init_subclass__(cls, rule: type[Rule] | None = None, **defaults: Any) -> None:
+        if rule is not None:
+            parameters = {
+                each.name: each.default for each in fields(rule) if each.init and not each.kw_only
+            }
+
+            def init(self: Optimizer, learning_rate: LearningRate, **options: Any) -> None:
+                made = rule(**{name: options.pop(name) for name in parameters})
+                Optimizer.__init__(self, made, learning_rate, **options)
+
+            taken = {"learning_rate": 0.001, **defaults, **parameters}
+            cls.__init__ = constructor(taken, init)  # type: ignore[method-assign]
+        super().__init_subclass__()
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class MomentumRule(SGDRule):
         variable -= gradient
 
 
-class SGD(Optimizer):
+class SGD(ByRule, rule=SGDRule, learning_rate=0.01):
     """Stochastic gradient descent, with or without momentum.
 
     Without momentum, the step is ``-rate * g``. With momentum m, the velocity becomes
@@ -117,15 +128,6 @@ class SGD(Optimizer):
     array([0.5, 1.5])
     """
 
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.01,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(SGDRule(momentum, nesterov), learning_rate, **options)
-
 
 @dataclass(frozen=True)
 class AdagradRule(Rule):
@@ -138,11 +140,9 @@ class AdagradRule(Rule):
     epsilon: float = 1e-7
 
     def __post_init__(self) -> None:
-        if self.initial_accumulator_value < 0:
-            raise ValueError(
-                "initial_accumulator_value must be 0 or more, got "
-                f"{self.initial_accumulator_value}."
-            )
+        start = self.initial_accumulator_value
+        if start < 0:
+            raise ValueError(f"initial_accumulator_value must be 0 or more, got {start}.")
 
     def initial_slot(self, name: str) -> float:
         return self.initial_accumulator_value
@@ -159,7 +159,7 @@ class AdagradRule(Rule):
         variable -= gradient
 
 
-class Adagrad(Optimizer):
+class Adagrad(ByRule, rule=AdagradRule):
     """Adagrad, which divides each step by the root of the sum of squared gradients so far.
 
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011.
@@ -176,16 +176,6 @@ class Adagrad(Optimizer):
     >>> v.numpy()
     array([0.5])
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        initial_accumulator_value: float = 0.1,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        rule = AdagradRule(initial_accumulator_value, epsilon)
-        super().__init__(rule, learning_rate, **options)
 
 
 @dataclass(frozen=True)
@@ -208,7 +198,7 @@ class AdadeltaRule(Rule):
         variable -= rate * gradient
 
 
-class Adadelta(Optimizer):
+class Adadelta(ByRule, rule=AdadeltaRule):
     """Adadelta, whose steps have the size of earlier ones, by the squares of recent gradients.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, whose learning rate is 1.
@@ -225,15 +215,6 @@ class Adadelta(Optimizer):
     >>> v.numpy()
     array([1.])
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        rho: float = 0.95,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(AdadeltaRule(rho, epsilon), learning_rate, **options)
 
 
 @dataclass(frozen=True)
@@ -276,7 +257,7 @@ class AdamRule(Rule):
         variable -= gradient
 
 
-class Adam(Optimizer):
+class Adam(ByRule, rule=AdamRule):
     """Adam, whose step is the mean gradient over the root of the mean squared gradient.
 
     Both are moving averages. Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization",
@@ -300,31 +281,8 @@ class Adam(Optimizer):
     0.5
     """
 
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        amsgrad: bool = False,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(AdamRule(beta_1, beta_2, epsilon, amsgrad), learning_rate, **options)
 
-
-@dataclass(frozen=True)
-class AdamWRule(AdamRule):
-    """The update rule of `AdamW`."""
-
-    name = "adamw"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay}.")
-
-
-class AdamW(Optimizer):
+class AdamW(ByRule, rule=AdamRule, weight_decay=0.004):
     """Adam with weight decay that does not pass through the means.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
@@ -345,25 +303,13 @@ class AdamW(Optimizer):
     array([0.95])
     """
 
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        weight_decay: float = 0.004,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        amsgrad: bool = False,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        rule = AdamWRule(beta_1, beta_2, epsilon, amsgrad)
-        super().__init__(rule, learning_rate, weight_decay=weight_decay, **options)
-
 
 @dataclass(frozen=True)
 class NadamRule(AdamRule):
     """The update rule of `Nadam`."""
 
     name = "nadam"
+    amsgrad: bool = field(default=False, init=False, repr=False)
 
     def rate(self, step: int, learning_rate: float) -> tuple[float, float, float]:
         """Return the factors of the mean and of the gradient, and that of the mean square."""
@@ -376,7 +322,7 @@ class NadamRule(AdamRule):
 
     def update(self, variable: Array, gradient: Array, slots: Sequence[Array], rate: Any) -> None:
         """Update the means, and subtract the corrected ratio, in place."""
-        (mean, square, *_), (of_mean, of_gradient, of_square) = slots, rate
+        (mean, square), (of_mean, of_gradient, of_square) = slots, rate
         xp = array_namespace(gradient)
         mean += (1 - self.beta_1) * (gradient - mean)
         square += (1 - self.beta_2) * (gradient * gradient - square)
@@ -384,7 +330,7 @@ class NadamRule(AdamRule):
         variable -= step / (xp.sqrt(square * of_square) + self.epsilon)
 
 
-class Nadam(Optimizer):
+class Nadam(ByRule, rule=NadamRule):
     """Adam with Nesterov's momentum, whose share rises in the first steps.
 
     Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
@@ -402,16 +348,6 @@ class Nadam(Optimizer):
     >>> v.numpy().round(3)
     array([0.469])
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(NadamRule(beta_1, beta_2, epsilon), learning_rate, **options)
 
 
 @dataclass(frozen=True)
@@ -450,7 +386,7 @@ class FtrlRule(Rule):
         variable[...] = (linear.clip(-bound, bound) - linear) / curve
 
 
-class Ftrl(Optimizer):
+class Ftrl(ByRule, rule=FtrlRule):
     """Follow the regularized leader: an optimizer for linear models with many features.
 
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013.
@@ -471,22 +407,6 @@ class Ftrl(Optimizer):
     >>> v.numpy()
     array([0.5])
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        learning_rate_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        l1_regularization_strength: float = 0.0,
-        l2_regularization_strength: float = 0.0,
-        l2_shrinkage_regularization_strength: float = 0.0,
-        beta: float = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        strengths = l1_regularization_strength, l2_regularization_strength
-        start = learning_rate_power, initial_accumulator_value, *strengths
-        rule = FtrlRule(*start, l2_shrinkage_regularization_strength, beta)
-        super().__init__(rule, learning_rate, **options)
 
 
 @dataclass(frozen=True)
@@ -532,7 +452,7 @@ class RMSpropRule(Rule):
         variable -= gradient
 
 
-class RMSprop(Optimizer):
+class RMSprop(ByRule, rule=RMSpropRule):
     """RMSprop, which divides the gradient by the root of a moving average of its square.
 
     Source: Tieleman and Hinton, "Lecture 6.5 - rmsprop", 2012; `centered` as in Graves,
@@ -552,18 +472,6 @@ class RMSprop(Optimizer):
     >>> v.numpy().round(6)
     array([0.9])
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        rho: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-7,
-        centered: bool = False,
-        **options: Unpack[Options],
-    ) -> None:
-        rule = RMSpropRule(rho, momentum, epsilon, centered)
-        super().__init__(rule, learning_rate, **options)
 
 
 def _check_below_one(**numbers: float) -> None:
@@ -597,3 +505,5 @@ def get(optimizer: str | Optimizer) -> Optimizer:
 
 
 deserialize = deserializing(get)
+_RULES = "AdadeltaRule AdagradRule AdamRule FtrlRule MomentumRule NadamRule RMSpropRule SGDRule"
+_export(vars(), "deserialize", f"ByRule {_RULES}")

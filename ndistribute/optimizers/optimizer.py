@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,15 +25,7 @@ from ndistribute.devices import Array, as_array, copy_to, device_of
 from ndistribute.dtypes import computing_dtype
 from ndistribute.indexed_slices import IndexedSlices, map_values
 from ndistribute.mistakes import Explaining
-from ndistribute.optimizers.applied import (
-    check_home,
-    check_whole,
-    checked_pairs,
-    clipped,
-    one_bound,
-    sum_over,
-    widened,
-)
+from ndistribute.optimizers import applied
 from ndistribute.parameter_server.messages import Apply, Gradient
 from ndistribute.stream import working_on, write_to
 from ndistribute.update_rules import Rule
@@ -53,8 +44,6 @@ _OF_KERAS = (
     *("_apply_dense", "_apply_sparse", "_resource_apply_dense", "_resource_apply_sparse"),
     *("_create_slots", "apply", "get_updates", "update_step"),
 )
-
-_log = logging.getLogger("ndistribute")
 
 
 @functools.singledispatch
@@ -154,7 +143,7 @@ class Optimizer(Explaining, Shown):
         self._served_by: Any = strategy if hasattr(type(strategy), "servers") else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
-        self._bound = one_bound(
+        self._bound = applied.one_bound(
             clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue
         )
         self._parameters = vars(rule) | dict([self._bound] if self._bound else [])
@@ -270,18 +259,18 @@ class Optimizer(Explaining, Shown):
             ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
                 changed then. Or the variables' servers do not know the rule.
         """
-        gradients, variables = checked_pairs(grads_and_vars, self._reported)
+        gradients, variables = applied.checked_pairs(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
         if replica is None:
-            check_whole(variables, "apply its gradients inside run.")
+            applied.check_whole(variables, "apply its gradients inside run.")
         on_servers = isinstance(variables[0], ServedVariable)
         if not on_servers:
             gradients = [self._summable(gradient) for gradient in gradients]
         if replica is not None and not summed and (on_servers or self._bound):
             # A norm needs the whole sum.
-            gradients, summed = sum_over(replica, gradients, variables), True
+            gradients, summed = applied.sum_over(replica, gradients, variables), True
         if self._bound and (replica is None or summed):
-            gradients = clipped(*self._bound, gradients, variables)
+            gradients = applied.clipped(*self._bound, gradients, variables)
         if on_servers:
             self._push(variables, gradients, replica)
         elif replica is None:
@@ -342,7 +331,7 @@ class Optimizer(Explaining, Shown):
                 if variable not in self._slots:
                     self._slots[variable] = self._new_slots(variable)
 
-        check_home(variables)
+        applied.check_home(variables)
         replica, *_ = [variable.replica("update") for variable in variables]
         if all(variable in self._slots for variable in variables):
             return replica
@@ -387,7 +376,7 @@ class Optimizer(Explaining, Shown):
         """Return a gradient to sum: `IndexedSlices` widened, and dense if the rule requires it."""
         if not isinstance(gradient, IndexedSlices):
             return gradient
-        wide = map_values(widened, gradient)
+        wide = map_values(applied.widened, gradient)
         with working_on(device_of(wide.values)):
             return wide if self.rule.leaves_rows else wide.to_dense()
 

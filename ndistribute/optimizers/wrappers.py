@@ -225,10 +225,9 @@ class LossScale(_Wrapper):
         self, grads_and_vars: Pairs, skip_gradients_aggregation: bool = False
     ) -> None:
         """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
-        pairs = list(grads_and_vars)
-        variables = [variable for gradient, variable in pairs if gradient is not None]
-        present = [gradient for gradient, _ in pairs if gradient is not None]
-        gradients = [map_values(lambda array: widened(as_array(array)), each) for each in present]
+        pairs = [pair for pair in grads_and_vars if pair[0] is not None]
+        variables = [variable for _, variable in pairs]
+        gradients = [map_values(lambda array: widened(as_array(array)), each) for each, _ in pairs]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
             gradients = sum_over(replica, gradients, variables)  # So all replicas decide alike.

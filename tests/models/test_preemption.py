@@ -16,7 +16,7 @@ from tests.processes import Tasks, wait_until
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(24, 3)), RNG.normal(size=(24, 1))
 STEP = 5
-CODE = 77
+CODE = 143
 
 
 def build() -> Sequential:
@@ -41,7 +41,7 @@ def fit_task() -> None:
         model = build()
         # Only the chief sees the disk.
         own = directory if strategy.is_chief else "/nowhere"
-        handler = PreemptionCheckpointHandler(CheckpointManager(Checkpoint(net=model), own), CODE)
+        handler = PreemptionCheckpointHandler(CheckpointManager(Checkpoint(net=model), own))
         wait = nd.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: (
                 wait_for_signal(handler) if model.position.steps_made == STEP else None
@@ -63,7 +63,7 @@ def loop_task() -> None:
             strategy.run(lambda: total.assign_add(1.0))
 
         total_steps = []
-        with PreemptionCheckpointHandler(manager, exit_code=CODE) as handler:
+        with PreemptionCheckpointHandler(manager) as handler:
             for number in range(handler.steps_made + 1, 13):
                 if number == STEP:
                     step_and_wait = lambda: (step(), wait_for_signal(handler))  # noqa: E731
@@ -114,7 +114,7 @@ def test_a_loop_of_two_workers_exits_and_continues_at_the_step_of_the_signal(tmp
 
 def handler_of(tmp_path) -> tuple[nd.Variable, PreemptionCheckpointHandler]:
     v = nd.Variable(0.0)
-    return v, PreemptionCheckpointHandler(CheckpointManager(Checkpoint(v=v), tmp_path), CODE)
+    return v, PreemptionCheckpointHandler(CheckpointManager(Checkpoint(v=v), tmp_path))
 
 
 def test_the_earlier_handler_is_restored_and_gets_a_signal_that_no_step_served(tmp_path):

@@ -21,6 +21,7 @@ class Terminal(io.StringIO):
 
 def shown_by_fit(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, **options: object) -> str:
     monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("COLUMNS", "80")
     model = Sequential([layers.Dense(1, kernel_initializer="zeros")])
     model.compile("sgd", "mse", metrics=["mean_absolute_error"])
     model.fit(X, Y, batch_size=4, epochs=2, **options)

@@ -73,16 +73,6 @@ def test_a_model_is_saved_without_its_optimizer(tmp_path):
     assert np.array_equal(loaded.predict(X), model.predict(X))
 
 
-def test_the_best_is_better_than_a_threshold(tmp_path):
-    path = tmp_path / "best.keras"
-    for threshold, exists in ((0.0, False), (1e9, True)):
-        best = callbacks.ModelCheckpoint(
-            path, "loss", save_best_only=True, initial_value_threshold=threshold
-        )
-        compiled().fit(X, Y, verbose=0, callbacks=[best])
-        assert path.exists() == exists
-
-
 def test_registered_objects_are_found_when_a_model_is_loaded(tmp_path):
     register = nd.models.register_keras_serializable
 
@@ -173,14 +163,6 @@ def test_what_follows_a_validation_waits_for_the_epochs_that_have_one(tmp_path):
         compiled().fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=wrong)
 
 
-def test_a_batch_is_counted_with_those_before_it_if_it_is_asked_for():
-    model = compiled(metrics=["mae"])
-    model.compile(nd.optimizers.SGD(0.0), "mse")
-    whole = model.test_on_batch(X, Y)
-    model.train_on_batch(X[:5], Y[:5])
-    assert model.test_on_batch(X[5:], Y[5:], reset_metrics=False) == pytest.approx(whole, rel=1e-5)
-
-
 def test_gradients_are_applied_to_the_variables_that_the_optimizer_was_built_for():
     v, optimizer = nd.Variable([1.0, 2.0]), nd.optimizers.SGD(1.0)
     with pytest.raises(ValueError, match=r"pass the variables, or call build"):
@@ -188,9 +170,3 @@ def test_gradients_are_applied_to_the_variables_that_the_optimizer_was_built_for
     optimizer.build([v])
     optimizer.apply([np.ones(2)])
     assert v.numpy().tolist() == [0.0, 1.0]
-
-
-def test_embeddings_are_refused_by_tensorboard(tmp_path):
-    callbacks.TensorBoard(tmp_path, embeddings_freq=0, update_freq="batch")
-    with pytest.raises(ValueError, match=r"embeddings are not written"):
-        callbacks.TensorBoard(tmp_path, embeddings_freq=1)

@@ -99,7 +99,7 @@ def test_the_checksum_is_that_of_the_standard(data, expected):
 
 
 def test_the_metrics_are_in_folders_and_under_names_like_those_of_keras(tmp_path):
-    board = callbacks.TensorBoard(tmp_path, update_freq=2)
+    board = callbacks.TensorBoard(tmp_path, update_freq=2, embeddings_freq=0)
     assert board.log_dir == str(tmp_path)
     model = model_of()
     history = model.fit(X, Y, 2, 2, 0, callbacks=[board], validation_data=(X, Y)).history
@@ -113,9 +113,10 @@ def test_the_metrics_are_in_folders_and_under_names_like_those_of_keras(tmp_path
 
 
 def test_a_rate_that_follows_a_schedule_is_shown(tmp_path):
+    board = callbacks.TensorBoard(tmp_path, update_freq="batch")
     model = model_of()
     model.optimizer.learning_rate = lambda step: 1 / (1 + step)
-    model.fit(X, Y, 8, 1, 0, callbacks=[callbacks.TensorBoard(tmp_path)])
+    model.fit(X, Y, 8, 1, 0, callbacks=[board])
     assert scalars(tmp_path / "train")["epoch_learning_rate"] == [(0, 0.5)]
 
 
@@ -224,6 +225,7 @@ def test_the_step_breakdown_of_the_timeline_is_shown(tmp_path):
     [
         (lambda: callbacks.TensorBoard(update_freq="step"), "update_freq must be 'epoch' or"),
         (lambda: callbacks.TensorBoard(histogram_freq=-1), "histogram_freq must be 0 or more"),
+        (lambda: callbacks.TensorBoard(embeddings_freq=1), "embeddings are not written"),
         (lambda: png(np.zeros((2, 2))), "an image must be uint8 of shape"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 
 Logs = Mapping[str, float]
@@ -313,11 +314,9 @@ def _bar(title: str, steps: int | None, done: int) -> Any:
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # Otherwise tqdm keeps a thread.
 
-    try:
-        columns, rows = os.get_terminal_size(sys.stderr.fileno())
-    except OSError:
-        columns = rows = 0
-    # A terminal of unknown size says 0, for which tqdm shows nothing.
-    shape = {"ncols": columns or 80, "nrows": rows or 24}
-    layout = _format(_RUNNING, steps, {})
-    return Bar(total=steps, initial=done, desc=title, file=sys.stderr, bar_format=layout, **shape)
+    columns, rows = shutil.get_terminal_size()
+    layout = {"bar_format": _format(_RUNNING, steps, {}), "ncols": columns, "nrows": rows}
+    return Bar(total=steps, initial=done, desc=title, file=sys.stderr, **layout)
+
+
+_export(vars(), but="Callbacks steps_of")

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs
+from ndistribute.models.checkpoint import on_any_worker
 
 _log = logging.getLogger("ndistribute")
 
@@ -280,6 +282,9 @@ class TerminateOnNaN(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """End the training if the mean loss of a replica is not finite."""
-        if self.model.on_any_worker(not math.isfinite(logs.get("loss", 0.0))):
+        if on_any_worker(self.model.strategy, not math.isfinite(logs.get("loss", 0.0))):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True
+
+
+_export(vars(), but="Monitor")

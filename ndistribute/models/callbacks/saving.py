@@ -24,12 +24,12 @@ import numpy as np
 from ndistribute import tensor_files, timeline
 from ndistribute.devices import as_array
 from ndistribute.event_files import EventFile, histogram, image
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
 from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
 from ndistribute.models.checkpoint import Checkpoint, by_chief, on_any_worker
 from ndistribute.models.checkpoint_manager import CheckpointManager
-from ndistribute.timers import Timer
 
 _log = logging.getLogger("ndistribute")
 
@@ -72,7 +72,6 @@ class ModelCheckpoint(_Saving, Monitor):
         save_weights_only: whether to save the variables of the layers only.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
         save_freq: ``"epoch"``, or a number of steps.
-        initial_value_threshold: what the first epoch has to exceed for `save_best_only`.
     """
 
     @accepting("verbose")
@@ -84,10 +83,8 @@ class ModelCheckpoint(_Saving, Monitor):
         save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
-        initial_value_threshold: float | None = None,
     ) -> None:
         super().__init__(monitor, mode)
-        self._first = initial_value_threshold
         if save_best_only and save_freq != "epoch":
             raise ValueError(
                 "ModelCheckpoint: save_best_only compares the metrics of epochs, so it needs "
@@ -98,11 +95,6 @@ class ModelCheckpoint(_Saving, Monitor):
         self._weights_only = save_weights_only
         self._every = steps_of(save_freq)
         self._epoch = 0
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Forget the best value."""
-        super().on_train_begin()
-        self.best = self._first
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Remember the epoch, for the path."""
@@ -222,7 +214,8 @@ class TerminationConfig:
     Args:
         termination_watcher_fn: called after each step; returns True if this process must end. None:
             a SIGTERM alone says so.
-        exit_fn: called after the state is saved. None: raise `SystemExit` with the exit code.
+        exit_fn: called after the state is saved. None: raise `SystemExit` with the code 143, for
+            which a launcher starts all workers again.
         grace_period: for how many seconds the training goes on first; None: 0.
         save_fn: called instead of the manager's `save`.
 
@@ -258,7 +251,6 @@ class PreemptionCheckpointHandler(Callback):
 
     Args:
         manager: where to save.
-        exit_code: the code that all workers exit with, so that a launcher starts them again.
         termination_config: how this process learns that it must end, and ends; None: the defaults.
 
     Attributes:
@@ -268,15 +260,11 @@ class PreemptionCheckpointHandler(Callback):
     restores = True  # After the other callbacks have begun.
 
     def __init__(
-        self,
-        manager: CheckpointManager,
-        exit_code: int = 143,
-        termination_config: TerminationConfig | None = None,
+        self, manager: CheckpointManager, termination_config: TerminationConfig | None = None
     ) -> None:
         self.manager = manager
         self._config = termination_config or TerminationConfig()
         self._known_since: float | None = None  # That this process must end.
-        self.exit_code = exit_code
         self.steps_made = 0
         self._signalled = False
         self._previous: Any = None
@@ -362,7 +350,7 @@ class PreemptionCheckpointHandler(Callback):
         self._signalled = False  # It is served.
         self._stop_listening()
         if self._config.exit_fn is None:
-            raise SystemExit(self.exit_code)
+            raise SystemExit(143)  # The code of a process that a SIGTERM ended.
         self._config.exit_fn()
 
     def _is_due(self) -> bool:
@@ -413,10 +401,8 @@ class TensorBoard(Callback):
         log_dir: the directory.
         histogram_freq: after how many epochs to write histograms of the variables; 0: never.
         write_images: whether to write, as often, the variables with two axes or more as images.
-        write_steps_per_second: whether to write the steps in a second of each epoch.
         update_freq: ``"epoch"``, ``"batch"``, or after how many steps to write the metrics so far.
         embeddings_freq: 0, as embeddings are not written.
-        embeddings_metadata: None.
     """
 
     def __init__(
@@ -424,12 +410,10 @@ class TensorBoard(Callback):
         log_dir: str | os.PathLike[str] = "logs",
         histogram_freq: int = 0,
         write_images: bool = False,
-        write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
         embeddings_freq: int = 0,
-        embeddings_metadata: None = None,
     ) -> None:
-        if embeddings_freq or embeddings_metadata:
+        if embeddings_freq:
             raise ValueError(
                 "TensorBoard: embeddings are not written, so embeddings_freq must be 0. Write them "
                 "with np.savetxt, such as layer.embeddings.numpy(), for the projector."
@@ -439,16 +423,15 @@ class TensorBoard(Callback):
         self.log_dir = os.fspath(log_dir)
         self._histograms = histogram_freq
         self._images = write_images
-        self._speed = write_steps_per_second
         self._every = 1 if update_freq == "batch" else steps_of(update_freq, "update_freq")
         self._files: dict[str, EventFile] = {}
         self._spans: dict[str, float] = {}
-        self._timer = Timer(steps=1)
+        self._made = 0  # Steps, when the epoch began.
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock."""
         self._spans = timeline.totals()
-        self._timer.mark(self.model.position.steps_made)
+        self._made = self.model.position.steps_made
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Write the metrics so far, after each `update_freq` steps."""
@@ -479,17 +462,10 @@ class TensorBoard(Callback):
         self._files = {}
 
     def _step_times(self) -> dict[str, float]:
-        """Return the steps in a second, and the milliseconds of a step by the spans' names."""
-        made = self.model.position.steps_made
-        steps, speed = made - (self._timer.last_step or 0), self._timer.mark(made)
-        if not steps:
-            return {}
-        totals, before = timeline.totals(), self._spans
-        ms = {name: (totals[name] - before.get(name, 0.0)) * 1000 / steps for name in totals}
-        times = {f"step_ms/{name}": each for name, each in ms.items()}
-        if self._speed and speed is not None:
-            times["epoch_steps_per_second"] = speed
-        return times
+        """Return the milliseconds of a step by the spans' names."""
+        steps, before = self.model.position.steps_made - self._made, self._spans
+        seconds = {name: total - before.get(name, 0.0) for name, total in timeline.totals().items()}
+        return {f"step_ms/{name}": seconds[name] * 1000 / steps for name in seconds if steps}
 
     def _variables(self, epoch: int) -> None:
         for name, variable in self.model.named_variables().items():
@@ -499,9 +475,8 @@ class TensorBoard(Callback):
             file = self._file("train")
             if summary := histogram(f"{name}/histogram", value):
                 file.add(summary, epoch)
-            if self._images:
-                for number, pixels in enumerate(_images(value)):
-                    file.add(image(f"{name}/image/{number}", pixels), epoch)
+            for number, pixels in enumerate(_images(value) if self._images else ()):
+                file.add(image(f"{name}/image/{number}", pixels), epoch)
 
     def _scalars(self, folder: str, values: Mapping[str, float], step: int) -> None:
         if values and self.model.strategy.is_chief:
@@ -523,3 +498,6 @@ def _images(value: Any) -> list[Any]:
     # The kernel of a convolution is (height, width, inputs, outputs): show those of outputs.
     planes = grey[None] if grey.ndim == 2 else np.moveaxis(grey.reshape(*grey.shape[:2], -1), -1, 0)
     return [plane[..., None] for plane in planes[:_MOST_IMAGES]]
+
+
+_export(vars(), but="continued")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ndistribute.autodiff import untrack
 from ndistribute.context import current_trace
 from ndistribute.devices import array_namespace, as_array, to_host
+from ndistribute.exports import export as _export
 from ndistribute.models import activations, losses
 from ndistribute.models.metrics.metric import Sums
 
@@ -48,6 +50,9 @@ class _AtThresholds(_Counted):
         name: the name in logs.
     """
 
+    of_counts: ClassVar[Callable[..., Any]]
+    """A function of the true and false positives at each threshold, and of all that are either."""
+
     def __init__(self, thresholds: Any = 0.5, name: str | None = None) -> None:
         super().__init__(0.5 if thresholds is None else thresholds, name)
 
@@ -58,58 +63,41 @@ class _AtThresholds(_Counted):
         values = self.of_counts(true_positives, false_positives, *totals)
         return values if np.ndim(self.thresholds) else float(values[0])
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        """Return the values for the true and false positives at each threshold, and all examples.
-
-        Args:
-            tp: the examples above each threshold that are positive.
-            fp: those that are not.
-            positive: the number of all positive examples.
-            negative: that of the others.
-        """
-        raise NotImplementedError
-
 
 class Precision(_AtThresholds):
     """The share of the examples predicted positive that are positive."""
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        return _divided(tp, tp + fp)
+    of_counts = staticmethod(lambda tp, fp, positive, negative: _divided(tp, tp + fp))
 
 
 class Recall(_AtThresholds):
     """The share of the positive examples that are predicted positive."""
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        return _divided(tp, positive)
+    of_counts = staticmethod(lambda tp, fp, positive, negative: _divided(tp, positive))
 
 
 class TruePositives(_AtThresholds):
     """The number, or weight, of positive examples that are predicted positive."""
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        return tp
+    of_counts = staticmethod(lambda tp, fp, positive, negative: tp)
 
 
 class FalsePositives(_AtThresholds):
     """The number, or weight, of other examples that are predicted positive."""
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        return fp
+    of_counts = staticmethod(lambda tp, fp, positive, negative: fp)
 
 
 class FalseNegatives(_AtThresholds):
     """The number, or weight, of positive examples that are not predicted positive."""
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        return positive - tp
+    of_counts = staticmethod(lambda tp, fp, positive, negative: positive - tp)
 
 
 class TrueNegatives(_AtThresholds):
     """The number, or weight, of other examples that are not predicted positive."""
 
-    def of_counts(self, tp: Any, fp: Any, positive: float, negative: float) -> Any:
-        return negative - fp
+    of_counts = staticmethod(lambda tp, fp, positive, negative: negative - fp)
 
 
 class AUC(_Counted):
@@ -175,3 +163,6 @@ def _divided(a: Any, b: Any) -> Any:
     """Return quotients, 0 where the divisor is."""
     a, b = np.broadcast_arrays(a, b)
     return np.divide(a, b, out=np.zeros(a.shape), where=b != 0)
+
+
+_export(vars())

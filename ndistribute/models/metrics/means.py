@@ -11,6 +11,7 @@ import numpy as np
 
 from ndistribute.autodiff import untrack
 from ndistribute.devices import as_array
+from ndistribute.exports import export as _export
 from ndistribute.models import losses
 from ndistribute.models.masks import mask_of
 from ndistribute.models.metrics.counts import AUC, Precision, Recall
@@ -55,18 +56,18 @@ class MeanMetric(Mean):
         super().update_state(values, sample_weight)
 
 
-def sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
+def _sparse_categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
     """Return for each example whether its most probable class is the label, an integer."""
     return np.equal(y_pred.argmax(axis=-1), _squeezed(y_true, y_pred))  # Of any two dtypes.
 
 
-def categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
+def _categorical_accuracy(y_true: Any, y_pred: Any) -> Any:
     """Return for each example whether its most probable class is that of the one-hot label."""
     losses.check_shape(y_true, y_pred.shape)
     return y_pred.argmax(axis=-1) == y_true.argmax(axis=-1)
 
 
-def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
+def _binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> Any:
     """Return for each prediction whether it is on the label's side of a threshold."""
     losses.check_shape(y_true, y_pred.shape)
     return (y_pred > threshold) == (y_true > 0.5)
@@ -82,7 +83,7 @@ def _has_among(y_true: Any, y_pred: Any, k: int) -> Any:
     return _is_among(y_true.argmax(axis=-1), y_pred, k)
 
 
-def _is_equal(y_true: Any, y_pred: Any) -> Any:
+def _accuracy(y_true: Any, y_pred: Any) -> Any:
     losses.check_shape(y_true, y_pred.shape)
     return np.equal(y_true, y_pred).astype(np.float64)
 
@@ -93,14 +94,20 @@ def _squeezed(y_true: Any, y_pred: Any) -> Any:
     return labels
 
 
-def _cosine(y_true: Any, y_pred: Any, axis: int = -1) -> Any:
+def _cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> Any:
     return -losses.cosine_similarity(y_true, y_pred, axis)
 
 
 class _OfFunction(MeanMetric):
-    """The base class of means of one function, whose options are keywords; see `MeanMetric`."""
+    """The base class of means of the function of that name, here or a loss; see `MeanMetric`."""
 
     _of: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        name = snake_case(cls.__name__)
+        if cls.__base__ is _OfFunction:
+            cls._of = staticmethod(globals().get(f"_{name}") or getattr(losses, name))
+        super().__init_subclass__(**options)
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         inspect.signature(self._of).bind(None, None, **options)
@@ -109,8 +116,6 @@ class _OfFunction(MeanMetric):
 
 class MeanSquaredError(_OfFunction):
     """The mean of squared differences."""
-
-    _of = staticmethod(losses.mean_squared_error)
 
 
 class RootMeanSquaredError(MeanSquaredError):
@@ -124,19 +129,13 @@ class RootMeanSquaredError(MeanSquaredError):
 class MeanAbsoluteError(_OfFunction):
     """The mean of absolute differences."""
 
-    _of = staticmethod(losses.mean_absolute_error)
-
 
 class MeanAbsolutePercentageError(_OfFunction):
     """The mean of absolute differences in percent of the labels."""
 
-    _of = staticmethod(losses.mean_absolute_percentage_error)
-
 
 class CosineSimilarity(_OfFunction):
     """The mean of the cosine of the angle between labels and predictions; the option is `axis`."""
-
-    _of = staticmethod(_cosine)
 
 
 class SparseCategoricalAccuracy(_OfFunction):
@@ -147,8 +146,6 @@ class SparseCategoricalAccuracy(_OfFunction):
     >>> metric.result()
     0.5
     """
-
-    _of = staticmethod(sparse_categorical_accuracy)
 
 
 class SparseTopKCategoricalAccuracy(MeanMetric):
@@ -161,8 +158,6 @@ class SparseTopKCategoricalAccuracy(MeanMetric):
 class CategoricalAccuracy(_OfFunction):
     """The share of examples whose most probable class is that of the one-hot label."""
 
-    _of = staticmethod(categorical_accuracy)
-
 
 class TopKCategoricalAccuracy(MeanMetric):
     """The share of examples whose one-hot label is among the `k` most probable classes."""
@@ -174,38 +169,26 @@ class TopKCategoricalAccuracy(MeanMetric):
 class BinaryAccuracy(_OfFunction):
     """The share of predictions on the label's side of a `threshold`, 0.5 by default."""
 
-    _of = staticmethod(binary_accuracy)
-
 
 class Accuracy(_OfFunction):
     """The share of predictions that are equal to the labels."""
-
-    _of = staticmethod(_is_equal)
 
 
 class BinaryCrossentropy(_OfFunction):
     """The mean of the loss; the options are `from_logits` and `label_smoothing`."""
 
-    _of = staticmethod(losses.binary_crossentropy)
-
 
 class CategoricalCrossentropy(_OfFunction):
     """The mean of the loss; the options are `from_logits` and `label_smoothing`."""
-
-    _of = staticmethod(losses.categorical_crossentropy)
 
 
 class SparseCategoricalCrossentropy(_OfFunction):
     """The mean of the loss; the option is `from_logits`."""
 
-    _of = staticmethod(losses.sparse_categorical_crossentropy)
-
 
 NAMED: dict[str, type[Metric]] = table_of(
-    *(BinaryAccuracy, CategoricalAccuracy, SparseCategoricalAccuracy, Precision, Recall, AUC),
-    *(MeanAbsoluteError, MeanSquaredError, RootMeanSquaredError, BinaryCrossentropy),
-    *(CategoricalCrossentropy, SparseCategoricalCrossentropy, TopKCategoricalAccuracy),
-    *(SparseTopKCategoricalAccuracy, CosineSimilarity),
+    *(*_OfFunction.__subclasses__(), RootMeanSquaredError, Precision, Recall, AUC),
+    *(TopKCategoricalAccuracy, SparseTopKCategoricalAccuracy),
     mae=MeanAbsoluteError,
     mse=MeanSquaredError,
 )
@@ -228,16 +211,14 @@ def get(metric: Any, loss: losses.Loss | None = None) -> Metric:
     parameters = {} if loss is None else getattr(loss, "_parameters", {})
     from_logits = bool(parameters.get("from_logits", False))
     if metric in ("accuracy", "acc"):
-        binary = functools.partial(binary_accuracy, threshold=0.0 if from_logits else 0.5)
-        kinds: Any = (binary, sparse_categorical_accuracy, categorical_accuracy)
+        binary = functools.partial(_binary_accuracy, threshold=0.0 if from_logits else 0.5)
+        kinds: Any = (binary, _sparse_categorical_accuracy, _categorical_accuracy)
         return MeanMetric(_by_shapes, metric, kinds=kinds)
     if metric in ("crossentropy", "ce"):
-        kinds = losses.binary_crossentropy, losses.sparse_categorical_crossentropy
-        kinds = [*kinds, losses.categorical_crossentropy]
-        kinds = [functools.partial(kind, from_logits=from_logits) for kind in kinds]
+        names = (f"{kind}_crossentropy" for kind in ("binary", "sparse_categorical", "categorical"))
+        kinds = [functools.partial(getattr(losses, n), from_logits=from_logits) for n in names]
         return MeanMetric(_by_shapes, metric, kinds=kinds)
-    known = {"accuracy": None, "crossentropy": None, **losses.NAMED, **NAMED}
-    made = named(known, metric, "metric", name=metric)
+    made = named({"crossentropy": None, **losses.NAMED, **NAMED}, metric, "metric", name=metric)
     if isinstance(made, losses.FunctionLoss):
         return MeanMetric(made.call, metric)
     return made if isinstance(made, Metric) else MeanMetric(made)
@@ -254,3 +235,6 @@ def _by_shapes(y_true: Any, y_pred: Any, kinds: Any) -> Any:
 
 
 deserialize = deserializing(get)
+
+
+_export(vars(), "deserialize")

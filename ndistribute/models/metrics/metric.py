@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from ndistribute.autodiff import untrack
 from ndistribute.collective.reduce_op import reduce_arrays
 from ndistribute.context import Frame, current_trace, entered
 from ndistribute.devices import array_namespace, as_array, to_host
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import Explaining
 from ndistribute.models import initializers, loss_forms
 from ndistribute.models.losses import weight_like
@@ -57,7 +58,7 @@ def _in_steps(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(result)
     def value_of(self: Metric) -> Any:
-        in_step = loss_forms.in_step_of_model()
+        in_step = loss_forms.form.of_gradient is not None
         if in_step and current_trace() is not None:
             return self._pending
         value = result(self)
@@ -140,8 +141,6 @@ class Metric(Explaining, Shown):
         kind = synchronization, aggregation
         return Variable(start, False, f"metrics/{self.name}/{name}", wanted, *kind)
 
-    add_variable = add_weight
-
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this metric, and of metrics in its attributes, by path."""
         named: dict[str, Variable] = {}
@@ -203,12 +202,6 @@ class Metric(Explaining, Shown):
     def reset_states(self) -> None:
         """Call `reset_state`; this was its name in TensorFlow before 2.5."""
         self.reset_state()
-
-    def merge_state(self, metrics: Iterable[Metric]) -> None:
-        """Add what other metrics of this kind have counted."""
-        for metric in metrics:
-            for variable, other in zip(self.variables, metric.variables, strict=True):
-                variable.assign_add(other.numpy())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Add a batch, and return the value."""
@@ -284,3 +277,6 @@ def weighted_sum(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     weight = weight_like(values, as_array(sample_weight))
     weight = array_namespace(weight).broadcast_to(weight, values.shape)
     return (values * weight).sum(dtype=np.float64), weight.sum(dtype=np.float64)
+
+
+_export(vars(), but="MetricValue PendingValue Sums joined weighted_sum")
