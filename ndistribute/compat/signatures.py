@@ -76,7 +76,7 @@ def tensor_if_array(value: Any) -> Any:
 
 def axis_of(axis: Any) -> Any:
     """Return an axis, or a tuple of several."""
-    several = isinstance(axis, list | range) or (isinstance(axis, np.ndarray) and axis.ndim)
+    several = isinstance(axis, (list, range)) or (isinstance(axis, np.ndarray) and axis.ndim)
     return tuple(int(number) for number in axis) if several else axis
 
 
@@ -167,10 +167,10 @@ def like(value: Any, other: Any) -> Any:
     """Return a tensor; numbers and arrays beside a tensor of a graph get its dtype if they fit."""
     if type(value) is type(other) is Tensor and value.dtype == other.dtype:
         return value
-    if isinstance(value, Symbolic | Tracked | nd.Variable):
+    if isinstance(value, (Symbolic, Tracked, nd.Variable)):
         return convert_to_tensor(value)
     if not isinstance(other, Symbolic):
-        if not isinstance(other, Tensor | Tracked | nd.Variable):
+        if not isinstance(other, (Tensor, Tracked, nd.Variable)):
             return convert_to_tensor(value)
         value = matched(other, value)
         return convert_to_tensor(value, None if hasattr(value, "dtype") else other.dtype)

@@ -144,9 +144,9 @@ def matched(tensor: Any, other: Any) -> Any:
     """
     if isinstance(other, _NUMBERS) and not isinstance(other, np.generic):
         return other
-    if isinstance(other, list | tuple):
-        return convert_to_tensor(other, tensor.dtype)
     if not isinstance(other, _TENSORS):
+        if isinstance(other, (list, tuple)):
+            return convert_to_tensor(other, tensor.dtype)
         array = as_array(other)
         kinds = tensor.dtype.kind, array.dtype.kind
         fits = kinds[0] == kinds[1] or (kinds[0] in "fciu" and kinds[1] in "fiu")
