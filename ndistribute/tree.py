@@ -17,6 +17,7 @@ from ndistribute.values import DistributedValues
 
 Leaf = Any
 Tree = Any
+_has_items: Any = functools.cache(lambda kind: issubclass(kind, (Mapping, list, tuple)))
 
 
 def flatten(tree: Tree) -> list[Leaf]:
@@ -49,7 +50,7 @@ def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
 
 def leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
     """Yield the objects in a nest of lists, tuples and dicts, by path."""
-    if not isinstance(nest, Mapping | list | tuple):
+    if not _has_items(type(nest)):
         yield path, nest
         return
     for name, value in nest.items() if isinstance(nest, Mapping) else enumerate(nest):

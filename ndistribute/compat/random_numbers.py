@@ -26,7 +26,7 @@ def generator(seed: Any = None) -> Any:
         return seed
     if hasattr(seed, "generator"):  # Of `keras.random.SeedGenerator`.
         return seed.generator()
-    if np.ndim(seed):
+    if seed is not None and np.ndim(seed):
         return np.random.default_rng(np.asarray(seed))
     replica = nd.get_replica_context()
     rng = None if replica is None else replica.rng

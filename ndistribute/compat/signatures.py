@@ -41,8 +41,10 @@ def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> 
             args = (options.pop(first[0]),)
         tensors = map(convert_to_tensor, args[:operands])
         result = function(*tensors, *args[operands:], **options)
-        several = type(result) in (list, tuple) or hasattr(result, "_make")
+        if type(result) is Tensor:
+            return result
         make = getattr(result, "_make", type(result))
+        several = make in (list, tuple) or make is not type(result)
         result = make(map(as_tensor, result)) if several else tensor_if_array(result)
         if "name" in ignored and kwargs.get("name") and isinstance(result, Symbolic):
             return graph.identity(result, kwargs["name"])
@@ -69,7 +71,7 @@ def tensor_if_array(value: Any) -> Any:
 
 def axis_of(axis: Any) -> Any:
     """Return an axis, or a tuple of several."""
-    several = isinstance(axis, list | range) or (isinstance(axis, np.ndarray) and axis.ndim)
+    several = isinstance(axis, (list, range)) or (isinstance(axis, np.ndarray) and axis.ndim)
     return tuple(int(number) for number in axis) if several else axis
 
 
@@ -92,7 +94,7 @@ def index(find: Any) -> Any:
     """Return a function that finds the place of an extreme, which NaN is not."""
 
     def call(x: Any, axis: Any = 0, output_type: Any = np.int64) -> Any:
-        if isinstance(x, Tensor) and x.dtype.kind == "f" and np.isnan(x).any():
+        if isinstance(x, Tensor) and x.dtype.kind == "f" and np.isnan(plain(x)).any():
             x = np.where(np.isnan(x), x.dtype.type(-np.inf if find is np.argmax else np.inf), x)
         return find(x, 0 if axis is None else axis).astype(output_type)
 
@@ -154,12 +156,12 @@ def binary(operation: Any) -> Any:
 
 def like(value: Any, other: Any) -> Any:
     """Return a tensor; numbers and arrays beside a tensor of a graph get its dtype if they fit."""
-    if isinstance(value, Symbolic | Tracked | nd.Variable):
-        return convert_to_tensor(value)
     if type(value) is type(other) is Tensor and value.dtype == other.dtype:
         return value
+    if isinstance(value, (Symbolic, Tracked, nd.Variable)):
+        return convert_to_tensor(value)
     if not isinstance(other, Symbolic):
-        if not isinstance(other, Tensor | Tracked | nd.Variable):
+        if not isinstance(other, (Tensor, Tracked, nd.Variable)):
             return convert_to_tensor(value)
         value = matched(other, value)
         return convert_to_tensor(value, None if hasattr(value, "dtype") else other.dtype)
@@ -194,7 +196,7 @@ def plainly(function: Any) -> Any:
 
 def is_symbolic(*values: Any) -> bool:
     """Return True if a tensor of a graph is among values, or in a list among them."""
-    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+    lists = [value if isinstance(value, (list, tuple)) else [value] for value in values]
     return any(isinstance(value, Symbolic) for several in lists for value in several)
 
 

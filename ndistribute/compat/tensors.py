@@ -124,7 +124,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
 
 def as_tensor(value: Any) -> Any:
     """Return NumPy's arrays and numbers as tensors; others unchanged."""
-    if isinstance(value, Tensor) or not isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, Tensor) or not isinstance(value, (np.ndarray, np.generic)):
         return value
     return np.asarray(value).view(Tensor)
 
@@ -143,9 +143,9 @@ def matched(tensor: Any, other: Any) -> Any:
     """
     if isinstance(other, _NUMBERS) and not isinstance(other, np.generic):
         return other
-    if isinstance(other, list | tuple):
-        return convert_to_tensor(other, tensor.dtype)
     if not isinstance(other, _TENSORS):
+        if isinstance(other, (list, tuple)):
+            return convert_to_tensor(other, tensor.dtype)
         array = as_array(other)
         kinds = tensor.dtype.kind, array.dtype.kind
         fits = kinds[0] == kinds[1] or (kinds[0] in "fciu" and kinds[1] in "fiu")
@@ -182,9 +182,9 @@ def _ufunc(base: Any) -> Any:
 
     def call(self: Any, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         inputs = tuple(x if isinstance(x, ArrayLike) else plain(x) for x in inputs)
-        if self.dtype.kind == "f":
+        if (dtype := self.dtype).kind == "f":
             inputs = tuple(
-                x.astype(self.dtype) if type(x) is np.ndarray and x.dtype.kind == "f" else x
+                x.astype(dtype, copy=False) if type(x) is np.ndarray and x.dtype.kind == "f" else x
                 for x in inputs
             )
         return base.__array_ufunc__(self, ufunc, method, *inputs, **options)
@@ -309,22 +309,16 @@ class WatchingTape(nd.GradientTape):
                 "GradientTape: a source is an array that a tape cannot watch in place, of NumPy or "
                 "of a compiled step: write x = tape.watch(x), and compute with the result."
             )
-        known = [leaf for leaf in leaves if isinstance(leaf, Tracked | ArrayLike)]
+        known = [leaf for leaf in leaves if isinstance(leaf, (Tracked, ArrayLike))]
         _here.differentiates = True  # Rules multiply gradients by booleans and counts.
         try:
             results = iter(find(target, known, unconnected_gradients=unconnected) if known else ())
         finally:
             _here.differentiates = False
         zero = str(getattr(unconnected, "value", unconnected)).lower() == "zero"
-        gradients = [
-            next(results)
-            if isinstance(leaf, Tracked | ArrayLike)
-            else as_tensor(np.zeros_like(leaf))
-            if zero
-            else None
-            for leaf in leaves
-        ]
-        return tree.unflatten(sources, map(as_tensor, gradients))
+        other: Any = np.zeros_like if zero else lambda leaf: None
+        made = [next(results) if isinstance(x, (Tracked, ArrayLike)) else other(x) for x in leaves]
+        return tree.unflatten(sources, map(as_tensor, made))
 
 
 class Assignable(Tensor):
@@ -444,7 +438,7 @@ def _assign(method: Any) -> Any:
 
     def assign(self: Any, *args: Any, **options: Any) -> Any:
         value = args[0] if args else options.get("value", options.get("delta"))
-        if isinstance(value, Tensor | Tracked) and value.dtype != self.dtype:
+        if isinstance(value, (Tensor, Tracked)) and value.dtype != self.dtype:
             dtypes = f"of {self.dtype} cannot be set to a tensor of {value.dtype}"
             raise InvalidArgumentError(f"variable {self.name!r} {dtypes}: tf.cast it.")
         return write(self, **dict(zip(_ASSIGNED[: len(args)], args, strict=True)), **options)
@@ -498,30 +492,31 @@ def convert_to_tensor(
     """
     if type(value) is np.ndarray:
         return as_tensor(value if dtype is None else value.astype(dtype, copy=False))
-    if dtype is None and dtype_hint is not None:
-        with contextlib.suppress(TypeError, ValueError):
-            return convert_to_tensor(value, dtype_hint)
-    if isinstance(value, Symbolic | SymbolicArray):
-        return value if dtype is None else value.astype(dtype)
-    if isinstance(value, Tracked | ArrayLike):  # Also a tensor that is watched.
-        value = value if isinstance(value, Tracked) else as_tensor(value.tracked_value())
-        return value if dtype is None else value.astype(dtype)
-    if isinstance(value, Tensor):
+    if type(value) is Tensor or (isinstance(value, Tensor) and not isinstance(value, ArrayLike)):
         if dtype is None or value.dtype == dtype:
             return value
         raise InvalidArgumentError(
             f"a tensor of {value.dtype} is no {np.dtype(dtype)}: tf.cast it."
         )
+    if dtype is None and dtype_hint is not None:
+        with contextlib.suppress(TypeError, ValueError):
+            return convert_to_tensor(value, dtype_hint)
+    if isinstance(value, (Symbolic, SymbolicArray)):
+        return value if dtype is None else value.astype(dtype)
+    if isinstance(value, (Tracked, ArrayLike)):  # Also a tensor that is watched.
+        value = value if isinstance(value, Tracked) else as_tensor(value.tracked_value())
+        return value if dtype is None else value.astype(dtype)
     if isinstance(value, nd.IndexedSlices):
         return as_tensor(value.to_dense())
-    if isinstance(value, list | tuple) and any(isinstance(x, _DIFFERENTIABLE) for x in value):
+    several = isinstance(value, (list, tuple))
+    if several and any(isinstance(x, _DIFFERENTIABLE) for x in value):
         return np.stack([convert_to_tensor(each, dtype) for each in value])
-    parts = value if isinstance(value, list | tuple) else [value]
+    parts = value if several else [value]
     has_dtype = any(hasattr(part, "dtype") for part in parts)
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
-        is_flat = has_dtype and not any(isinstance(part, list | tuple) for part in parts)
-        if is_flat and parts is value:  # Numbers of Python do not widen those with a dtype.
+        is_flat = several and has_dtype and not any(isinstance(x, (list, tuple)) for x in parts)
+        if is_flat:  # Numbers of Python do not widen those with a dtype.
             array = array.astype(np.result_type(*parts), copy=False)
         is_text = array.dtype.kind == "O" and all(isinstance(each, str) for each in array.flat)
         return as_tensor(array.astype(str) if is_text and array.size else array)

@@ -247,7 +247,8 @@ class Rows:
         return Rows(self._like, [(columns, places[where]) for columns, places in self._parts])
 
     def __iter__(self) -> Iterator[Element]:
-        return chain.from_iterable(self._pieces())
+        few = len(self) <= _ROWS_PER_GATHER
+        return unstack(self.gather()) if few else chain.from_iterable(self._pieces())
 
     def _pieces(self) -> Iterator[Iterator[Element]]:
         columns = [column for columns, _ in self._parts for column in columns]

@@ -143,7 +143,7 @@ class Architecture(Encoder):
 
     kinds = frozenset({"float", "tuple", "dtype", "slice", "ellipsis"})
     mark = ""
-    others = tuple("made dict array shared function numpy object layer symbolic".split())
+    others = tuple("made dict empty array shared function numpy object layer symbolic".split())
     refusal = (
         ValueError,
         "export: the argument {path} is {value!r}, which cannot be written: use a name, a number, "
@@ -201,6 +201,8 @@ class Architecture(Encoder):
                 return self._all(items)
             case {"array": flat, "shape": shape, "dtype": dtype}:
                 return np.array(self.decode(flat), dtype_named(dtype)).reshape(shape)
+            case {"empty": shape, "dtype": dtype}:  # Of earlier versions.
+                return np.zeros(shape, dtype_named(dtype))
             case {"symbolic": number}:
                 nothing = SymbolicArray(None, (), np.dtype(np.float32))
                 return self._values.setdefault(number, nothing)

@@ -25,6 +25,7 @@ from ndistribute.numpy_functions import ArrayMethods, function_named, written_to
 
 # In the two calls: the length of a batch, and of other axes, which convolutions may divide by 32.
 _LENGTHS = ((1, 32), (2, 64))
+_NESTS = list, tuple, dict
 
 
 class SymbolicArray(ArrayMethods, NDArrayOperatorsMixin):
@@ -137,7 +138,7 @@ class RecordedCall:
         self.only: SymbolicArray | None = self.inputs[0] if alone else None
         """The one argument, if there are no others."""
         arguments = (*self.args, *self.kwargs.values())
-        self._is_flat = not any(_is_nest(each) and is_symbolic(each) for each in arguments)
+        self._is_flat = not any(isinstance(x, _NESTS) and is_symbolic(x) for x in arguments)
 
     @property
     def name(self) -> str:
@@ -194,18 +195,20 @@ def recordable(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def is_symbolic(value: Any) -> bool:
     """Return True for a symbolic array, or for a list, tuple or dict with one in it."""
-    if _is_nest(value):
+    if isinstance(value, _NESTS):
         return any(map(is_symbolic, value.values() if isinstance(value, dict) else value))
     return type(value) is SymbolicArray
+
+
+@functools.cache
+def is_plain(kind: Any) -> bool:
+    """Return True for a type of values that are no nests, symbolic arrays or tensors of graphs."""
+    return not hasattr(kind, "__call_model__") and not issubclass(kind, (SymbolicArray, *_NESTS))
 
 
 def symbolic_leaves(nest: Any) -> list[SymbolicArray]:
     """Return the symbolic arrays in a nest."""
     return [leaf for leaf in tree.flatten(nest) if type(leaf) is SymbolicArray]
-
-
-def _is_nest(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict)
 
 
 def _name_of(function: Any) -> str:

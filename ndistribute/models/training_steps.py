@@ -446,9 +446,8 @@ class TrainingSteps(Layer):
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
-        if self.position.logs is None:
-            return self._numbers(self._named_metrics(), "result")
-        return self._numbers(self.position.logs, "result")
+        logs = self._named_metrics() if self.position.logs is None else self.position.logs
+        return self._numbers(logs, "result")
 
     def _numbers(self, logs: Mapping[str, Any], of_metric: str) -> dict[str, Any]:
         """Return the values of metrics, or the mean of a number over replicas, by name."""

@@ -155,3 +155,8 @@ def example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
     if not lengths or None in lengths[1:]:
         raise ValueError(f"build needs each length but the first, got {tuple(lengths)}.")
     return np.zeros((1, *lengths[1:]), dtype)
+
+
+def lengths_of(batch: Any) -> list[tuple[int, ...]]:
+    """Return the lengths of the arrays of a nest on all axes but the first."""
+    return [array.shape[1:] for array in tree.flatten(batch)]

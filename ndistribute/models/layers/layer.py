@@ -27,13 +27,14 @@ from ndistribute.models.layers.arguments import (
     check_axes,
     dtypes_of,
     example_of,
+    lengths_of,
     numbered,
     on_device,
 )
 from ndistribute.models.losses import global_count
 from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
 from ndistribute.models.metrics import Mean, Metric
-from ndistribute.models.symbolic import RecordedCall, is_symbolic, record
+from ndistribute.models.symbolic import RecordedCall, is_plain, is_symbolic, record
 from ndistribute.variables import Variable
 
 IMAGES: tuple[str, ...] = ("images", "height", "width", "channels")
@@ -52,8 +53,8 @@ def _building(build: Callable[[Any, Any], None]) -> Any:
             build(self, input_shape)
             return
         example = example_of(input_shape, self.compute_dtype)
-        if self.built and _lengths_of(self.input_spec) != _lengths_of(example):
-            shapes = _lengths_of(self.input_spec)
+        if self.built and lengths_of(self.input_spec) != lengths_of(example):
+            shapes = lengths_of(self.input_spec)
             raise ValueError(f"{self.name!r} was built for examples of the shapes {shapes}.")
         self._build_with(example)
 
@@ -235,38 +236,40 @@ class Layer(Explaining):
                 if nothing calls it, the default of `call`, or False.
             kwargs: passed to `call`; a keyword `mask` of it receives the mask of the input.
         """
-        if not args and _first_of(type(self).call) in kwargs:
-            args = (kwargs.pop(_first_of(type(self).call)),)
-        outputs = self._called_on_symbols(args, training, kwargs)
-        if outputs is not NotImplemented:
-            return outputs
+        first, otherwise, takes_mask = _taken_by(type(self).call)
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
         inputs = args[0] if args else None
-        if args and getattr(args[0], "dtype", None) != self.compute_dtype:
+        kind: Any = type(inputs)
+        if kwargs or len(args) != 1 or not is_plain(kind):
+            outputs = self._called_on_symbols(args, training, kwargs)
+            if outputs is not NotImplemented:
+                return outputs
+        outer = _calls.nested, _calls.training
+        if args and getattr(inputs, "dtype", None) != self.compute_dtype:
             cast = functools.partial(cast_floats, self.compute_dtype)
-            args = (tree.map_leaves(cast, args[0]), *args[1:])
-        if args and not _calls.nested:
+            args = (tree.map_leaves(cast, inputs), *args[1:])
+        if args and not outer[0]:
             args = (on_device(args[0]), *args[1:])
         if not self.built or self.fixes_last_axis:
             self._prepare(args)
-        outer = _calls.nested, _calls.training
-        if not _calls.nested and _calls.added:
+        if not outer[0] and _calls.added:
             layers = list(self.walk())
             _calls.added = [each for each in _calls.added if each[0] not in layers]
         _calls.nested = True
         _calls.training = outer[1] if training is None else bool(training)
         try:
-            otherwise = _training_otherwise(type(self).call)
             if otherwise is not None:
                 kwargs["training"] = otherwise if _calls.training is None else _calls.training
             mask = mask_of(inputs) if kwargs.get("mask") is None else kwargs["mask"]
-            if mask is not None and "mask" in inspect.signature(self.call).parameters:
+            if mask is not None and takes_mask:
                 kwargs["mask"] = mask
             outputs = self.call(*args, **kwargs)
             if self.activity_regularizer is not None:
                 self._penalize(outputs)
-            like = inputs[0] if isinstance(inputs, tuple | list) and inputs else inputs
-            outputs = outputs if outer[0] else self._returned(outputs, like)
-            if any(each is None for each in tree.flatten(mask_of(outputs))):
+            outputs = outputs if outer[0] else self._returned(outputs, inputs)
+            masks = mask is not None or type(self).compute_mask is not Layer.compute_mask
+            if masks and any(each is None for each in tree.flatten(mask_of(outputs))):
                 attach_mask(outputs, self.compute_mask(inputs, mask))
             return outputs
         finally:
@@ -274,9 +277,8 @@ class Layer(Explaining):
 
     def _called_on_symbols(self, args: Any, training: bool | None, kwargs: Any) -> Any:
         """Return symbolic outputs, or tensors of a graph, for inputs that are such."""
-        inputs = args[0] if args else None
-        is_nested = isinstance(inputs, dict | list | tuple) and inputs
-        first: Any = tree.flatten(inputs)[0] if is_nested else inputs
+        leaves = tree.flatten(args[0]) if args else ()
+        first: Any = leaves[0] if leaves else None
         if hasattr(first, "__call_model__"):  # A tensor of a graph.
             trains = bool(_calls.training if training is None else training)
             outputs = first.__call_model__(self, args, {"training": trains} | kwargs)
@@ -328,6 +330,7 @@ class Layer(Explaining):
 
     def _returned(self, outputs: Any, like: Any) -> Any:
         """Return outputs as a kind of array with more methods, if such an array came in."""
+        like = like[0] if isinstance(like, (tuple, list)) and like else like
         if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
             return outputs
 
@@ -495,7 +498,7 @@ class Layer(Explaining):
         """Yield the path and value of each layer and variable in the attributes of this layer."""
         held = {name: value for name, value in vars(self).items() if name != "_arguments"}
         for path, value in tree.leaves("", held):
-            if isinstance(value, Layer | Variable):
+            if isinstance(value, (Layer, Variable)):
                 yield path, value
 
     def _build_with(self, batch: Any) -> None:
@@ -580,22 +583,16 @@ _calls = _Calls()
 
 
 @functools.cache
-def _first_of(call: Callable[..., Any]) -> str:
-    """Return the name of the first argument of a method."""
-    return [*inspect.signature(call).parameters, "", ""][1]
+def _taken_by(call: Callable[..., Any]) -> tuple[str, bool | None, bool]:
+    """Return the name of the first argument of a `call`, and last whether it takes a mask.
 
-
-@functools.cache
-def _training_otherwise(call: Callable[..., Any]) -> bool | None:
-    """Return what `training` is for a `call` if nobody says so; None: it does not take it."""
+    Between these: what `training` is if nobody says so; None: it does not take it.
+    """
     parameters = inspect.signature(call).parameters
+    training = False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
     if "training" in parameters:
-        return parameters["training"].default is True
-    return False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
-
-
-def _lengths_of(batch: Any) -> list[tuple[int, ...]]:
-    return [array.shape[1:] for array in tree.flatten(batch)]
+        training = parameters["training"].default is True
+    return [*parameters, "", ""][1], training, "mask" in parameters
 
 
 def _empty_like(value: Any) -> np.ndarray[Any, Any]:

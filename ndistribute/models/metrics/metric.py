@@ -244,8 +244,8 @@ class Mean(Sums):
 
     def result(self) -> float:
         """Return the sum over the count."""
-        total, count = self.sums()
-        return float(total / count) if count else 0.0
+        total, count = self.sums().tolist()
+        return total / count if count else 0.0
 
 
 class Sum(Mean):
