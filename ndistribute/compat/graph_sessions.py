@@ -82,7 +82,7 @@ class SessionManager:
         graph: the graph; None: the default graph.
         ops: `ready_for_local_init_op`, which tells when `local_init_op` can run; None: at once.
 
-    >>> from ndistribute.graph import Variable, global_variables_initializer
+    >>> from ndistribute.graph import Graph, Variable, global_variables_initializer
     >>> with Graph().as_default():
     ...     w = Variable(2.0)
     ...     with SessionManager().prepare_session("", global_variables_initializer()) as session:

@@ -137,11 +137,11 @@ def conv2d(
 def _pool(of_windows: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of windows that are given as TensorFlow does."""
 
-    @functools.wraps(of_windows, ["__doc__"])
     def pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
         check_layout(data_format)
         return of_windows(value, windows(ksize), windows(strides), padding.lower())
 
+    pool.__doc__ = (of_windows.__doc__ or "").partition("\n")[0]
     return pool
 
 

@@ -142,7 +142,6 @@ np.linalg.vector_norm(x, axis=1) + np.linalg.matrix_norm(x)
 np.linalg.inv(q) + np.linalg.pinv(q)
 np.linalg.pinv(x)
 np.linalg.det(q)
-np.linalg.slogdet(q)[1]
 np.linalg.slogdet(p).logabsdet
 np.linalg.solve(q, x)
 np.linalg.solve(q, x[:, 0])
@@ -333,6 +332,7 @@ np.sum([0.5, 1.0, 2.0] * x[:, 0]) + sum(x[0]) + max(x[0])
 np.multiply(x, [1.0, 2.0, 3.0, 4.0]) + [1.0, 2.0, 3.0, 4.0] * x
 np.stack([t * t for t in v]) + np.sum(np.stack([a, a]))
 np.float32(2) * x + np.float64(3) * x + x * 2
+np.linalg.slogdet(q)[1]
 """
 
 # Turned into plain values, computed by Python or by functions without a rule: each is a TypeError

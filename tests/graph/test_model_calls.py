@@ -130,10 +130,12 @@ def model_fn(features, labels, mode):
 
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_a_model_trains_in_an_estimator_under_a_strategy(tmp_path, devices):
-    x = RNG.normal(size=(32, 2)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(32, 2)).astype(np.float32)
     y = x[:, :1] - x[:, 1:]
     with nd.MirroredStrategy(devices) as strategy:
-        config = est.RunConfig(train_distribute=strategy, eval_distribute=strategy)
+        config = est.RunConfig(
+            tf_random_seed=1, train_distribute=strategy, eval_distribute=strategy
+        )
         model = est.Estimator(model_fn, tmp_path, config)
 
         def data():

@@ -8,7 +8,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute import callbacks, layers, metrics
-from tests.kinds import strategy
+from tests.kinds import one_process, strategy
 
 __all__ = ["strategy"]
 
@@ -23,6 +23,7 @@ def compiled(**options):
     return model
 
 
+@one_process("each worker has a temporary folder of its own")
 def test_a_checkpoint_of_a_model_is_loaded_by_the_very_name_that_was_given(strategy, tmp_path):
     name = f"{tmp_path}/c.{{epoch:02d}}-{{val_loss:.2f}}.keras"
     with strategy.scope():

@@ -496,8 +496,7 @@ class Layer(Explaining):
 
     def _own(self) -> Iterator[tuple[str, Any]]:
         """Yield the path and value of each layer and variable in the attributes of this layer."""
-        held = {name: value for name, value in vars(self).items() if name != "_arguments"}
-        for path, value in tree.leaves("", held):
+        for path, value in tree.leaves("", vars(self) | {"_arguments": (), "_penalized": ()}):
             if isinstance(value, (Layer, Variable)):
                 yield path, value
 
