@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 1478,
-    "models": 7166,
+    "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
     "strategies": 1334,

@@ -24,7 +24,7 @@ class Positives(metrics.Metric):
         super().__init__(name=name, **options)
         self.threshold = threshold
         self.counts = self.add_weight(name="counts", shape=(2,), initializer="zeros")
-        self.sums = [self.add_weight("right", dtype="float64"), self.add_weight("all")]
+        self.sums = [self.add_weight("right", dtype="float64"), self.add_variable((), name="all")]
         self.mean = metrics.Mean()
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:

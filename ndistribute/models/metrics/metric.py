@@ -141,6 +141,17 @@ class Metric(Explaining, Shown):
         kind = synchronization, aggregation
         return Variable(start, False, f"metrics/{self.name}/{name}", wanted, *kind)
 
+    def add_variable(
+        self,
+        shape: int | Sequence[int] = (),
+        initializer: Any = "zeros",
+        dtype: Any = None,
+        aggregation: Any = "sum",
+        name: str = "variable",
+    ) -> Variable:
+        """Return what `add_weight` does: in Keras 3 the shape is the first argument."""
+        return self.add_weight(name, shape, initializer, dtype=dtype, aggregation=aggregation)
+
     def named_variables(self) -> dict[str, Variable]:
         """Return the variables of this metric, and of metrics in its attributes, by path."""
         named: dict[str, Variable] = {}
