@@ -328,7 +328,7 @@ INSTEAD = {
     "estimator.VocabInfo": "the same vocabulary in both models",
     "estimator.export": "tf.keras.estimator.model_to_estimator, and nd.Model.export",
     "estimator.tpu": "tf.keras.estimator.model_to_estimator of a model under TPUStrategy",
-    "experimental": "NumPy for tf.experimental.numpy; the rest does not exist",
+    "experimental": "NumPy for its numpy; the rest does not exist",
     "gradients": "tf.GradientTape, or tf.compat.v1.gradients in a graph",
     "hessians": "tape.jacobian of a gradient that another tape has recorded",
     "image.*hue": "Pillow in Dataset.map",

@@ -92,6 +92,8 @@ def test_a_missing_name_of_the_table_says_what_to_use_instead(path: str) -> None
     root = tf.compat.v1 if path.startswith("contrib") else tf
     with pytest.raises(AttributeError, match=re.escape(f"Use {tables.INSTEAD[path]}.")):
         functools.reduce(getattr, name.split("."), root)
+    for root, names in re.findall(r"\b(tf|nd|Dataset)\.([\w.]*\w)", tables.INSTEAD[path]):
+        functools.reduce(getattr, names.split("."), {"tf": tf, "nd": nd}.get(root, nd.Dataset))
 
 
 @pytest.mark.parametrize("path", sorted(names_table.DIFFERS))

@@ -202,10 +202,9 @@ def test_layers_take_inputs_of_the_host(strategy):
 
 
 def test_text_stays_in_host_memory(strategy):
-    size = strategy.num_replicas_in_sync
-    words = np.array(["a", "b"] * size)
-    dataset = nd.Dataset.from_tensor_slices({"words": words, "x": np.zeros(2 * size)})
-    for batch in strategy.distribute_dataset(dataset.batch(2 * size)):
+    words = np.array(["a", "b"] * strategy.num_replicas_in_sync)
+    dataset = nd.Dataset.from_tensor_slices({"words": words, "x": np.zeros(len(words))})
+    for batch in strategy.distribute_dataset(dataset.batch(len(words))):
         assert all(map(on, strategy.local_results(batch["x"]), strategy.devices))
         assert strategy.gather(batch["words"], axis=0).tolist() == words.tolist()
 

@@ -133,9 +133,8 @@ def test_a_model_trains_in_an_estimator_under_a_strategy(tmp_path, devices):
     x = np.random.default_rng(1).normal(size=(32, 2)).astype(np.float32)
     y = x[:, :1] - x[:, 1:]
     with nd.MirroredStrategy(devices) as strategy:
-        config = est.RunConfig(
-            tf_random_seed=1, train_distribute=strategy, eval_distribute=strategy
-        )
+        under = dict.fromkeys(["train_distribute", "eval_distribute"], strategy)
+        config = est.RunConfig(tf_random_seed=1, **under)
         model = est.Estimator(model_fn, tmp_path, config)
 
         def data():
