@@ -123,7 +123,8 @@ class Meetings:
         self._limits, self._timeout = limits, timeout
         self._credentials = credentials_of(addresses)
         self._silence = silence_seconds()
-        self._accepted: list[Roster] = []
+        self._established: Roster | None = None  # The last one that is known to be, anywhere.
+        self._accepted: tuple[Roster, ...] = ()  # Later ones, which may form or may have formed.
         self._meeting = RosterMeeting(limits, addresses)
         self._peers: dict[str, tuple[Peer, int]] = {}  # Where the arrivals wait for their answer.
         self._begun: float | None = None  # When the first worker came to the present meeting.
@@ -227,9 +228,8 @@ class Meetings:
     def establish(self, plan: RosterPlan) -> None:
         """Record that the group of a plan has formed and has its state: it is the roster now."""
         with self._changed:
-            self.roster = plan.roster
-            number = plan.roster.number
-            self._accepted = [each for each in self._accepted if each.number > number]
+            self.roster = self._established = plan.roster
+            self._accepted = ()
             for arrival in list(self._meeting.arrivals.values()):
                 if (reply := self._answer_to(arrival)) is not None:
                     self._send(arrival.member.instance, reply)
@@ -241,7 +241,7 @@ class Meetings:
                 return
             self._left = True
             others = {m.address for each in self._rosters for m in each.members}
-            self.roster, self._accepted = None, []
+            self.roster, self._established, self._accepted = None, None, ()
             self._dismiss(Redirection(_GONE))
         self._ask(sorted(others - {self.member.address}), Leave(self.member.instance))
 
@@ -289,7 +289,7 @@ class Meetings:
 
     @property
     def _rosters(self) -> list[Roster]:
-        return [*([] if self.roster is None else [self.roster]), *self._accepted]
+        return [*([self._established] if self._established else ()), *self._accepted]
 
     def _status(self) -> JobStatus:
         rosters = self._rosters
@@ -471,7 +471,7 @@ class Meetings:
                 for member in {m.instance: m for each in rosters for m in each.members}.values():
                     self._is_gone(member)
                 silent = tuple(rosters[-1].instances[rank] for rank in suspects) if rosters else ()
-                known = self.roster, tuple(self._accepted), tuple(self._meeting.gone), silent
+                known = self._established, self._accepted, tuple(self._meeting.gone), silent
             report = msgspec.structs.replace(report, group_address=address)
             yield Arrival(self.member, report, *known), listener
         except BaseException:
@@ -480,7 +480,7 @@ class Meetings:
 
     def _accept(self, plan: RosterPlan, listener: socket.socket) -> Joined:
         with self._changed:
-            self._accepted.append(plan.roster)
+            self._established, self._accepted = plan.established, (*plan.accepted, plan.roster)
         addresses, roster = plan.addresses, plan.roster
         rank = roster.instances.index(self.member.instance)
         info = ProcessInfo(
