@@ -207,12 +207,11 @@ class RosterMeeting:
         """Return the members of these rosters by instance, in rank order."""
         return {each.instance: each for roster in self.rosters for each in roster.members}
 
-    @property
-    def newcomers(self) -> list[Arrival]:
-        """Return those who wait to be admitted."""
-        members = self.members
-        come = self.arrivals.items()
-        return [each for name, each in come if each.report.newcomer and name not in members]
+    def admitted(self, size: int) -> list[Arrival]:
+        """Return the newcomers for whom a roster with so many members has room."""
+        members, come = self.members, self.arrivals.items()
+        waiting = [each for name, each in come if each.report.newcomer and name not in members]
+        return waiting[: max(0, (self._limits.max_workers or len(self._addresses)) - size)]
 
     @property
     def outsiders(self) -> list[Arrival]:
@@ -262,8 +261,7 @@ class RosterMeeting:
                 return f"{_named(absent)}, {why}"
             return "workers that were cut off, and may have gone on since their witnesses ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
-        most = self._limits.max_workers or len(self._addresses)
-        coming = self.newcomers[: max(0, most - len(staying))] if admits else []
+        coming = self.admitted(len(staying)) if admits else []
         doubts = {
             doubt: None for roster in rosters for doubt in [*roster.doubts, self._doubt(roster)]
         }
