@@ -253,13 +253,13 @@ class RosterMeeting:
         if late := [each for each in absent if each.instance not in self.silent]:
             return _named(late)
         rosters, here, before = self.rosters, self.arrivals.keys(), self.established
-        if before is not None and not any(name in here for name in before.instances):
-            return "the workers that had the state of the job, which have all ended"
         if not all(may_go_on(roster, here, self.gone) for roster in rosters):
             if absent:
                 why = "which does not answer, and may go on elsewhere with others of the job"
                 return f"{_named(absent)}, {why}"
             return "workers that were cut off, and may have gone on since their witnesses ended"
+        if before is not None and not any(name in here for name in before.instances):
+            return "the workers that had the state of the job, which have all ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
         coming = self.admitted(len(staying)) if admits else []
         doubts = {
