@@ -73,7 +73,7 @@ class JobStatus(Record, frozen=True):
     number: int = 0
     loop: int = 0
     address: str = ""  # Where newcomers wait.
-    size: int = 0
+    members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.
 
 
 class Inquiry(Record, frozen=True):
@@ -182,7 +182,7 @@ class Meetings:
             for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
                 plan = self._go_to_lower_ranks(arrival, deadline)
                 if self._runs:
-                    raise NotAMember(f"the job of {self._task} runs already: it may join.")
+                    raise NotAMember(_outside(arrival).why)
                 if plan is None and (arrival.rosters or not self._index):
                     plan = self._lead(arrival, deadline)
                 if isinstance(plan, RosterPlan):
@@ -302,8 +302,9 @@ class Meetings:
             return JobStatus(self.member.instance)
         last = self._rosters[-1]
         here = self.member.address if self._begun else last.members[0].address
-        who = self.member.instance, last.number, self._loop, self._host or here, len(last.members)
-        return JobStatus(*who)
+        members = {name for roster in self._rosters for name in roster.instances}
+        place = self._host or here
+        return JobStatus(self.member.instance, last.number, self._loop, place, tuple(members))
 
     def _answer_to(self, arrival: Arrival) -> Redirection | None:
         """Return why an arrival cannot wait here, or None if it can."""
@@ -462,12 +463,14 @@ class Meetings:
                 self._changed.notify_all()
 
     def _seek(self, member: Member) -> bool:
-        """Return whether a member answers; record if its address proves that it has ended."""
-        status = self._ask_at(member.address, Inquiry())
+        """Return whether a member answers; record what that proves of it, and of this process."""
+        status, last = self._ask_at(member.address, Inquiry()), self._rosters[-1:]
         if status is None:
             ended = member.machine != self.member.machine and _refuses(member.address)
         else:
             ended = status.instance != member.instance or not status.number
+            later = any(roster.number < status.number for roster in last)
+            self._runs |= later and self.member.instance not in status.members
         if ended:
             self._lose(member.instance)
         return status is not None
@@ -601,7 +604,7 @@ class Meetings:
 
 
 def _outside(arrival: Arrival) -> Redirection:
-    return Redirection(_OUTSIDE, f"the job has gone on without {arrival.member.task}: it may join.")
+    return Redirection(_OUTSIDE, f"the job goes on without {arrival.member.task}, which may join.")
 
 
 def _machine() -> str:
