@@ -70,8 +70,8 @@ class LoopOver(errors.DistributeError):
 
 
 _ANSWERS = JobStatus | RosterPlan | Redirection
-_ELSEWHERE, _GONE, _OUTSIDE, _LATE = "elsewhere", "gone", "not a member", "late"
-_RAISED = {_OUTSIDE: NotAMember, _LATE: errors.CollectiveTimeoutError}
+_ELSEWHERE, _GONE = "elsewhere", "gone"
+_RAISED = NotAMember, errors.CollectiveTimeoutError, errors.WorkerLostError  # Also by others.
 
 
 @dataclass(frozen=True)
@@ -305,8 +305,9 @@ class Meetings:
             if self._is_gone(member):
                 continue
             reply = self._go_to(member.address, arrival, deadline, member.instance)
-            if isinstance(reply, Redirection) and reply.kind in _RAISED:
-                raise _RAISED[reply.kind](reply.why)
+            for kind in _RAISED:
+                if isinstance(reply, Redirection) and reply.kind == kind.__name__:
+                    raise kind(reply.why)
             if isinstance(reply, Redirection) and reply.kind == _GONE:
                 self._lose(member.instance)
             elif reply is not None:
@@ -379,15 +380,16 @@ class Meetings:
                     if self._hinted or self._runs:
                         return None
                     if (now := time.monotonic()) >= min(deadline, self._begun + self._timeout):
-                        error = self._late(decision)
-                        self._dismiss(Redirection(_LATE, str(error)))
-                        raise error
+                        raise self._late(decision)
                     waiting.tell(decision)
                     if now >= led + _ALONE_SECONDS:
                         self._ask_absent(arrival, asked, stop)
                     notified = self._changed.wait(timeout=pause)
                     pause = 0.001 if notified else min(2 * pause, _PAUSES[-1])
                 return None
+            except errors.DistributeError as error:
+                self._dismiss(Redirection(type(error).__name__, str(error)))
+                raise
             finally:
                 stop.set()
                 self._begun = 0.0
@@ -399,9 +401,8 @@ class Meetings:
         for member in [*meeting.absent, *meeting.doubtful]:
             self._is_gone(member)
         for outsider in meeting.outsiders:
-            if outsider.member.instance == self.member.instance:
-                raise NotAMember(_outside(outsider).why)
             self._send(outsider.member.instance, _outside(outsider))
+            self._runs |= outsider.member.instance == self.member.instance
         waited = time.monotonic() - self._begun
         decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
         if isinstance(decision, RosterPlan):
@@ -562,7 +563,9 @@ class Meetings:
 
 
 def _outside(arrival: Arrival) -> Redirection:
-    return Redirection(_OUTSIDE, f"the job goes on without {arrival.member.task}, which may join.")
+    return Redirection(
+        "NotAMember", f"the job goes on without {arrival.member.task}, which may join."
+    )
 
 
 def _start_of(pid: int) -> int | None:

@@ -1,8 +1,11 @@
 """Meetings of real processes that are killed, stopped and started again."""
 
 import contextlib
+import os
+import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,8 +54,7 @@ class Workers:
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:
-            self.ranks.signal(rank, signal.SIGKILL)
-        wait_until(lambda: all(state(self.stat(rank)) in "ZX" for rank in ranks))
+            self.ranks.end(rank)
 
     def stop(self, rank: int) -> None:
         self.ranks.signal(rank, signal.SIGSTOP)
@@ -79,9 +81,7 @@ def tasks(plans: Sequence[dict[str, Any]]) -> list[int]:
 def listening_at(address: str) -> socket.socket:
     """Return a socket as a launcher holds it, which nobody serves."""
     host, port = address.split(":")
-    while True:
-        with contextlib.suppress(OSError):  # Threads of the killed process may still end.
-            return socket.create_server((host, int(port)))
+    return socket.create_server((host, int(port)))
 
 
 @contextlib.contextmanager
@@ -321,3 +321,31 @@ def test_a_newcomer_without_a_job_gives_up(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorkerLostError, match="no worker of the job that worker:0 waits for"):
         meetings.join(WorkerReport())
     meetings.close()
+
+
+def test_a_job_outlives_random_kills(tmp_path: Path):
+    """Workers are killed, also while they meet and while groups form, and started again."""
+    kills, size, rng = 4 * int(os.environ.get("FAULTS_RUNS", "1")), 3, random.Random()
+    log, seconds = tmp_path / "log", 0.4 * kills + 1.5
+    log.touch()
+    addresses, begun = free_addresses({"worker": size})["worker"], time.monotonic()
+    with Ranks(size + kills) as ranks:
+
+        def start(index: int, rank: int) -> None:
+            left = begun + seconds - time.monotonic()
+            ranks.start(job.work, addresses, index, str(log), left, ranks=[rank])
+
+        at = list(range(size))
+        for index in at:
+            start(index, index)
+        wait_until(lambda: "\n" in log.read_text())
+        for rank in range(size, size + kills):
+            index, pause = rng.randrange(size), threading.Event()
+            pause.wait(rng.uniform(0.0, 0.4))  # The moment of the kill is what is random.
+            ranks.end(at[index])
+            pause.wait(rng.choice([0.0, 0.05]))
+            start(index, rank)
+            at[index] = rank
+        assert min(results(ranks.collect(ranks=at))) >= 1
+    rows = [line.split() for line in log.read_text().splitlines()]
+    assert len({row[0] for row in rows}) == len({row[1] for row in rows}) > kills

@@ -1,5 +1,6 @@
 """What the processes of `tests/collective/test_meeting.py` do, each in meetings of its own."""
 
+import contextlib
 import os
 import threading
 import time
@@ -7,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ndistribute.collective.control_plane import ControlPlane
-from ndistribute.collective.meeting import Joined, Meetings
+from ndistribute.collective.meeting import JobOver, Joined, Meetings, NotAMember
 from ndistribute.collective.membership import Elastic, WorkerReport
+from ndistribute.errors import DistributeError
 
 _here: dict[str, Any] = {}
 
@@ -109,3 +111,53 @@ def end(rank: int, size: int) -> int:
     _here.pop("meetings").close()
     _here.clear()
     return threading.active_count()
+
+
+def work(rank: int, size: int, addresses: list[str], index: int, log: str, seconds: float) -> int:
+    """Be a worker that goes on whatever happens to others; return how often it was in a group."""
+    os.environ.pop("NDISTRIBUTE_LISTEN_FD", None)
+    deadline, groups, suspects, newcomer = time.monotonic() + seconds, 0, (), False
+    with contextlib.closing(
+        Meetings(addresses, index, f"worker:{index}", Elastic(), 30.0)
+    ) as meetings:
+        meetings.tell(0, admits=True)
+        newcomer = meetings.look() is not None
+        while True:
+            try:
+                report = WorkerReport(newcomer=newcomer, unit=groups)
+                joined = meetings.join(report) if newcomer else meetings.meet(report, suspects)
+            except NotAMember:
+                newcomer = True
+                continue
+            except JobOver:
+                return groups
+            suspects, plane = (), None
+            try:
+                if joined.info.size > 1:
+                    plane = ControlPlane(joined.info, 0.4)
+                    plane.exchange("state", b"", 2.0)
+                else:
+                    joined.info.listener.close()
+                meetings.establish(joined.plan)
+                newcomer, groups = False, groups + 1
+                with open(log, "a") as file:
+                    roster = joined.plan.roster
+                    words = roster.number, roster.id, *roster.instances, meetings.member.instance
+                    file.write(" ".join(map(str, words)) + "\n")
+                if _units(plane, meetings, deadline):
+                    return groups
+            except DistributeError:
+                suspects = tuple(sorted(plane._lost)) if plane is not None else ()
+            finally:
+                if plane is not None:
+                    threading.Thread(target=plane.close).start()
+
+
+def _units(plane: ControlPlane | None, meetings: Meetings, deadline: float) -> bool:
+    """Run units until somebody waits for admission, or all know that the time is over."""
+    while True:
+        mine = b"w" if meetings.newcomers_wait else b"e" if time.monotonic() > deadline else b""
+        said = [mine] if plane is None else plane.exchange("unit", mine, 10.0)
+        if said[0]:
+            return said[0] == b"e"
+        time.sleep(0.001)
