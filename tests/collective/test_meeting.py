@@ -224,6 +224,41 @@ def test_newcomers_wait_until_there_is_room_and_outlive_rank_0():
         assert late.error == "JobOver"
 
 
+def test_the_end_of_a_process_on_another_machine_is_proven_by_its_address():
+    with workers(4, 4) as made:
+        made.start(0, 1, 2, 3)
+        results(made.ranks.run(job.move))
+        made.form(0, 1, 2, 3)
+        made.kill(0)
+        plans = made.form(1, 2, 3)
+        assert tasks(plans) == [1, 2, 3]
+        assert max(each["seconds"] for each in plans) < 1.0
+        results(made.ranks.run(job.meet, ranks=[1, 2, 3]))
+        made.kill(2)  # Before the group has formed.
+        lost = "worker:2 was lost before the group formed."
+        assert results(made.ranks.run(job.ends, ranks=[1, 3])) == [lost, lost]
+        results(made.ranks.run(job.part, ranks=[1, 3]))
+        assert tasks(made.form(1, 3)) == [1, 3]
+
+
+def test_of_two_halves_of_a_cut_network_one_goes_on():
+    with workers(4, 4, 4.0, environ=SHORT) as made:
+        made.start(0, 1, 2, 3)
+        results(made.ranks.run(job.move))
+        made.form(0, 1, 2, 3)
+        for here, there in [((0, 1), (2, 3)), ((2, 3), (0, 1))]:
+            results(made.ranks.run(job.cut, *there, ranks=here))
+            made.ranks.start(job.meet, 0, there, ranks=here)
+        assert tasks(results(made.ranks.collect(ranks=[0, 1]))) == [0, 1]
+        made.establish(0, 1)
+        for outcome in made.ranks.collect(ranks=[2, 3]):
+            assert outcome.error == "CollectiveTimeoutError"
+            assert "which does not answer, and may go on elsewhere" in outcome.text
+        results(made.ranks.run(job.cut))
+        for outcome in made.ranks.run(job.meet, ranks=[2, 3]):
+            assert outcome.error == "NotAMember"
+
+
 def test_nobody_waits_for_a_worker_that_leaves():
     with workers(3, 3) as made:
         made.start(0, 1, 2)

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from ndistribute.collective import meeting
 from ndistribute.collective.control_plane import ControlPlane
 from ndistribute.collective.meeting import JobOver, Joined, Meetings, NotAMember
 from ndistribute.collective.membership import Elastic, WorkerReport
-from ndistribute.errors import DistributeError
+from ndistribute.errors import DistributeError, WorkerLostError
 
 _here: dict[str, Any] = {}
 
@@ -22,6 +25,44 @@ def begin(rank: int, size: int, addresses: list[str], index: int, *limits: Any) 
     _here["meetings"] = Meetings(addresses, index, f"worker:{index}", Elastic(*more), timeout)
     _here["meetings"].tell(0, admits=True)
     return _here["meetings"].look() is not None
+
+
+def move(rank: int, size: int) -> None:
+    """Pretend to be on a machine of its own, where nobody else sees this process."""
+    meetings = _here["meetings"]
+    meetings.member = replace(meetings.member, machine=f"machine {rank}")
+
+
+class _Unreached:
+    """A client of a host behind a cut network."""
+
+    def call(self, *_: object, **__: object) -> None:
+        raise WorkerLostError("the network is cut")
+
+    start = call
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def cut(rank: int, size: int, *indices: int) -> None:
+    """Reach these workers no more; or all again, if there are none."""
+    meetings, whole = _here["meetings"], _here.setdefault("clients", _here["meetings"]._clients)
+    away = {meetings._addresses[index]: _Unreached() for index in indices}
+    meetings._clients = whole | away
+    meeting._refuses = lambda address: False
+
+
+def ends(rank: int, size: int) -> str:
+    """Return what `check` says when a member of the last plan has ended."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        try:
+            _here["meetings"].check(_here["joined"].plan)
+        except WorkerLostError as error:
+            return str(error)
+        time.sleep(0.002)
+    return ""
 
 
 def meet(rank: int, size: int, unit: int = 0, suspects: tuple[int, ...] = ()) -> dict[str, Any]:
