@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4569,
+    "collective": 4573,
     "compat": 4010,
     "coordinator": 916,
     "data": 2586,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39984
+TESTS_BUDGET = 40002
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -160,8 +160,12 @@ class Meetings:
             NotAMember: the job has gone on without this process, or runs already.
         """
         with self._arriving(report, suspects) as (arrival, listener):
-            deadline = time.monotonic() + self._timeout
+            deadline, waiting = time.monotonic() + self._timeout, WaitReport(self._task)
+            missing = "a worker that it can reach"
+            if not arrival.rosters:
+                missing = f"the first worker, at {self._addresses[0]}, to start"
             for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
+                waiting.tell(missing)
                 plan = self._go_to_lower_ranks(arrival, deadline)
                 if self._runs:
                     raise NotAMember(_outside(arrival).why)
@@ -169,7 +173,7 @@ class Meetings:
                     plan = self._lead(arrival, deadline)
                 if isinstance(plan, RosterPlan):
                     return self._accept(plan, listener)
-            raise self._late("a coordinator that it can reach")
+            raise self._late(missing)
 
     def join(self, report: WorkerReport) -> Joined:
         """Wait as a newcomer until the job admits this process, and return the next membership.
@@ -201,7 +205,7 @@ class Meetings:
                 since = time.monotonic()
                 if isinstance(reply, RosterPlan):
                     return self._accept(reply, listener)
-                in_order = reply is not None and reply.kind == _GONE
+                in_order |= reply is not None and reply.kind == _GONE
         raise self._late("a job to join")
 
     def establish(self, plan: RosterPlan) -> None:
@@ -275,8 +279,8 @@ class Meetings:
         return [each for each in (self._established, *self._accepted) if each]
 
     def _status(self) -> JobStatus:
-        if not self._rosters:
-            return JobStatus(self.member.instance)
+        if self._left or not self._rosters:
+            return JobStatus(self.member.instance, -1 if self._left else 0)
         last = self._rosters[-1]
         here = self.member.address if self._begun else last.members[0].address
         members = tuple(name for roster in self._rosters for name in roster.instances)
@@ -369,8 +373,8 @@ class Meetings:
             self._hinted = False
             self._meeting.silent.clear()
             come, led = self._meeting.arrivals, time.monotonic()
-            since = [at for name, (*_, at) in self._peers.items() if not come[name].report.newcomer]
-            self._begun = min([led, *since])
+            here = [name for name in self._peers if name in come and not come[name].report.newcomer]
+            self._begun = min([led, *(self._peers[name][2] for name in here)])
             self._meeting.arrive(arrival)
             try:
                 while not self._closing.is_set():
@@ -440,7 +444,7 @@ class Meetings:
         if status is None:
             ended = member.machine != self.member.machine and _refuses(member.address)
         else:
-            ended = status.instance != member.instance or not status.number
+            ended = status.instance != member.instance or status.number < 0
             later = any(roster.number < status.number for roster in last)
             self._runs |= later and self.member.instance not in status.members
         if ended:
@@ -509,7 +513,7 @@ class Meetings:
         """Return the status of a running job, if any, and whether somebody did not answer."""
         begun = time.monotonic()
         for status in self._ask({*self._addresses} - {self.member.address}, Inquiry()):
-            if status is not None and status.number:
+            if status is not None and status.number > 0:
                 return status, False
         return None, time.monotonic() - begun > _REACH_SECONDS / 2
 

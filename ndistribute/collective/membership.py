@@ -130,10 +130,10 @@ class RosterPlan(Record, frozen=True):
 
 
 class JobStatus(Record, frozen=True):
-    """What a process says about the job that it belongs to; the number is 0 if it is in none."""
+    """What a process says about the job that it belongs to."""
 
     instance: str
-    number: int = 0
+    number: int = 0  # Of its last roster; 0 without one, -1 if it has left.
     loop: int = 0
     address: str = ""  # Where newcomers wait.
     members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.

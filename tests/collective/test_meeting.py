@@ -349,6 +349,26 @@ def test_a_job_of_one_worker_ends_a_meeting_at_once():
         assert meetings.roster is joined.plan.roster
 
 
+def test_a_worker_that_cannot_reach_the_first_one_names_it():
+    addresses = free_addresses({"worker": 2})["worker"]
+    with contextlib.closing(Meetings(addresses, 1, "worker:1", Elastic(), 0.2)) as meetings:
+        late = f"worker:1 waited 0.2 s for the first worker, at {addresses[0]}, to start"
+        with pytest.raises(CollectiveTimeoutError, match=late):
+            meetings.meet(WorkerReport())
+
+
+def test_a_newcomer_learns_that_its_loop_is_over():
+    with workers(3, 2) as made:
+        made.start(0, 1)
+        made.form(0, 1)
+        made.kill(1)
+        made.start(1)
+        made.ranks.start(job.join, ranks=[2])
+        assert made.ranks.run(job.gathered, 1, ranks=[0])[0].result() == 1
+        results(made.ranks.run(job.goes_on, 1, ranks=[0]))
+        assert made.ranks.collect(ranks=[2])[0].error == "LoopOver"
+
+
 def test_a_newcomer_without_a_job_gives_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ndistribute.collective.meeting._OVER_SECONDS", 0.1)
     addresses = free_addresses({"worker": 2})["worker"]

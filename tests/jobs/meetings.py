@@ -115,6 +115,11 @@ def waits(rank: int, size: int) -> bool:
     return bool(_here["meetings"].newcomers_wait)
 
 
+def goes_on(rank: int, size: int, loop: int) -> None:
+    """Tell others of the next loop."""
+    _here["meetings"].tell(loop, admits=True)
+
+
 def room(rank: int, size: int) -> bool:
     """Return whether newcomers wait for whom there is room."""
     return bool(_here["meetings"].newcomers_wait)
