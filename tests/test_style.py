@@ -29,7 +29,7 @@ BUDGETS = {
     "collective": 3919,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2586,
+    "data": 2605,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,

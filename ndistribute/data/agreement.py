@@ -50,14 +50,18 @@ _FAILED = "failed"
 
 
 def choose_sharding(
-    node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool
+    node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool, anew: bool = False
 ) -> Sharding:
-    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end."""
+    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end.
+
+    If workers divide it `anew`, there may be too few files for `FILE`: some workers then get none.
+    """
     if policy is AutoShardPolicy.OFF:
         return Sharding.OFF
     if policy is AutoShardPolicy.DATA or num_workers == 1:
         return Sharding.DATA
-    hindrance = _hindrance(node, num_workers, can_agree)
+    fewest = 1 if anew and policy is AutoShardPolicy.FILE else num_workers
+    hindrance = _hindrance(node, fewest, can_agree)
     if policy is AutoShardPolicy.FILE and hindrance is not None:
         raise ValueError(f"AutoShardPolicy.FILE {hindrance}")
     return Sharding.FILE if hindrance is None else Sharding.DATA

@@ -117,6 +117,7 @@ class DistributedDataset:
     """
 
     def __init__(self, node: Node, topology: Topology, sharding: Sharding, options: InputOptions):
+        self._options = options
         if not options.to_device:
             hosts = (Device("cpu:0"),) * len(topology.devices)
             topology = replace(topology, devices=hosts)
@@ -162,6 +163,20 @@ class DistributedDataset:
         PerReplicaSpec(int64[None], int64[None])
         """
         return _spec_of_steps(self._node, self._sharding, self._topology)
+
+    def divided_among(self, topology: Topology) -> DistributedDataset:
+        """Return the same input for other replicas, of these workers or of others.
+
+        An iterator over it can continue from the state of an iterator over this one. Later epochs
+        are divided as if the dataset had been distributed among these workers.
+        """
+        policy, can_agree = self._options.auto_shard_policy, topology.workers is not None
+        sharding = self._sharding
+        if sharding is not Sharding.FUNCTION:
+            sharding = choose_sharding(
+                self._node, policy, topology.num_workers, can_agree, anew=True
+            )
+        return DistributedDataset(self._node, topology, sharding, self._options)
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._node, self._topology, self._sharding, self._depth)
@@ -281,6 +296,21 @@ class DistributedIterator(TensorFlowIterator):
             loader_state = self._loader_state if ahead else self._loader.state_dict()
             state["loader"] = {"worker": worker, "state": loader_state, "over": over}
         return state
+
+    def mark(self) -> Any:
+        """Return the position of the consumer, for `state_at`; cheap enough for every step."""
+        loader = None if self._loader is None else self.state_dict()["loader"]
+        return self._progress, tuple(self._progress.positions), loader
+
+    def state_at(self, mark: Any) -> dict[str, Any]:
+        """Return what `state_dict` would have returned when `mark` was called."""
+        progress, positions, loader = mark
+        state = replace(progress, positions=list(positions)).state_dict()
+        return state if loader is None else {**state, "loader": loader}
+
+    def check_can_go_back(self) -> None:
+        """Raise a ValueError, which says what to do, if this input cannot continue at a mark."""
+        pipeline.check_resumable(self._node, self._loader, "an elastic loop")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
