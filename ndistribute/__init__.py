@@ -28,6 +28,7 @@ from ndistribute.collective.communicator import (
     CommunicationImplementation as CommunicationImplementation,
 )
 from ndistribute.collective.communicator import CommunicationOptions as CommunicationOptions
+from ndistribute.collective.membership import Elastic as Elastic
 from ndistribute.collective.reduce_op import ReduceOp as ReduceOp
 from ndistribute.collective.select import CrossDeviceOps as CrossDeviceOps
 from ndistribute.collective.select import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce

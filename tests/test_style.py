@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 3919,
+    "collective": 4545,
     "compat": 4010,
     "coordinator": 916,
     "data": 2605,
@@ -39,12 +39,12 @@ BUDGETS = {
     "parameter_server": 1595,
     "strategies": 1334,
     "task": 296,
-    "top level": 3057,
+    "top level": 3058,
     "transport": 1992,
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39196
+TESTS_BUDGET = 39249
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -1,0 +1,590 @@
+"""Meetings of the workers of an elastic job: how they agree on its next membership.
+
+Each process listens at its address from its start to its end, for meetings alone. Workers come to
+the lowest rank that they reach, which plans the next roster when `RosterMeeting` says that it is
+time, and answers all of them at once. A new group of processes has listeners of its own, so that no
+connection of an earlier group reaches it. Nothing here moves the state of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ndistribute import errors
+from ndistribute.collective.bootstrap import ProcessInfo, host_identity
+from ndistribute.collective.membership import (
+    Arrival,
+    Elastic,
+    Member,
+    Roster,
+    RosterMeeting,
+    RosterPlan,
+    WorkerReport,
+)
+from ndistribute.timers import Attempts
+from ndistribute.transport.address import address_of, split_address
+from ndistribute.transport.codec import Record
+from ndistribute.transport.failure_detector import silence_seconds
+from ndistribute.transport.listener import listen
+from ndistribute.transport.reach import tcp_socket
+from ndistribute.transport.rpc import Client, Peer, RpcServer
+from ndistribute.transport.secret import credentials_of
+from ndistribute.transport.waiting import WaitReport
+
+_PURPOSE = "meeting"
+_REACH_SECONDS = 1.0  # For a connection, because a stopped process accepts it and says nothing.
+_PAUSES = (0.002, 0.005, 0.01, 0.02, 0.05)
+_PROBE_SECONDS = (0.005, 0.5)  # Before the first question to an absent member, and at most.
+_LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
+_GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
+_OVER_SECONDS = 5.0  # Without an answer of any member, until a newcomer gives up.
+
+
+class NotAMember(errors.DistributeError):
+    """The job has gone on without this process, which may join it as a newcomer."""
+
+
+class JobOver(errors.DistributeError):
+    """The job that a newcomer waits for has come to its end."""
+
+
+class JobStatus(Record, frozen=True):
+    """What a process says about the job that it belongs to; the number is 0 if it is in none."""
+
+    instance: str
+    number: int = 0
+    loop: int = 0
+    address: str = ""  # Where newcomers wait.
+    size: int = 0
+
+
+class Inquiry(Record, frozen=True):
+    """The question for the `JobStatus`."""
+
+
+class Leave(Record, frozen=True):
+    """The good-bye of a member."""
+
+    instance: str
+
+
+class Redirection(Record, frozen=True):
+    """Why an arrival gets no plan: one of the words below, and a text or an address."""
+
+    kind: str
+    why: str = ""
+
+
+_ELSEWHERE, _GONE, _OUTSIDE, _LATE = "elsewhere", "gone", "not a member", "late"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The next membership, and this process's place in its new group of processes."""
+
+    plan: RosterPlan
+    info: ProcessInfo
+
+
+class Meetings:
+    """The meetings of one process; it listens at its address until `close`.
+
+    Args:
+        addresses: of all workers that may start.
+        index: the place of this process among them.
+        task: its name in messages, such as ``"worker:1"``.
+        limits: how many workers the job may have.
+        timeout: the seconds that a meeting waits for workers.
+    """
+
+    requests: Any = Inquiry | Leave | Arrival
+    macs = False
+
+    def __init__(
+        self, addresses: Sequence[str], index: int, task: str, limits: Elastic, timeout: float
+    ) -> None:
+        if limits.min_workers > len(addresses):
+            what = f"min_workers is {limits.min_workers}, and the cluster has {len(addresses)}"
+            raise ValueError(f"{what} workers: lower it, or give more workers an address.")
+        self.roster: Roster | None = None
+        self._addresses, self._index, self._task = list(addresses), index, task
+        self._limits, self._timeout = limits, timeout
+        self._credentials = credentials_of(addresses)
+        self._silence = silence_seconds()
+        self._accepted: list[Roster] = []
+        self._meeting = RosterMeeting(limits, addresses)
+        self._peers: dict[str, tuple[Peer, int]] = {}  # Where the arrivals wait for their answer.
+        self._begun: float | None = None  # When the first worker came to the present meeting.
+        self._host = ""  # The address of the coordinator that this process has gone to.
+        self._hinted = self._runs = False  # Whether a lower rank, or a running job, has answered.
+        self._loop, self._admits, self._left = 0, True, False
+        self._clients: dict[str, Client] = {}
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        with self._changed:  # Nobody is answered before the identity is known.
+            self._server = RpcServer(addresses[index], self._credentials, task, {_PURPOSE: self})
+            self.member = Member(
+                task,
+                self._server.instance,
+                addresses[index],
+                host_identity(),
+                _machine(),
+                os.getpid(),
+                _start_of(os.getpid()) or 0,
+            )
+
+    def look(self) -> JobStatus | None:
+        """Return the status of a job that runs at the other addresses, or None, within 1 s."""
+        return self._survey()[0]
+
+    def tell(self, loop: int, admits: bool) -> None:
+        """Set what `look` returns to others, and whether newcomers may join in this loop."""
+        self._loop, self._admits = loop, admits
+
+    @property
+    def newcomers_wait(self) -> bool:
+        """Whether somebody waits here who may join, and there is room."""
+        if not self._peers or self.roster is None or not self._admits:
+            return False
+        with self._changed:
+            most = self._limits.max_workers or len(self._addresses)
+            known = self.roster.instances
+            come = self._meeting.arrivals.items()
+            waits = any(each.report.newcomer and name not in known for name, each in come)
+            return waits and len(known) < most
+
+    def meet(self, report: WorkerReport, suspects: Sequence[int] = ()) -> Joined:
+        """Meet the other workers, and return the next membership.
+
+        Args:
+            report: what the others learn of this process.
+            suspects: ranks of the present roster that the failure detector calls silent.
+
+        Raises:
+            CollectiveTimeoutError: too few workers came in time; the text says who is missing.
+            NotAMember: the job has gone on without this process, or runs already.
+        """
+        stop, self._runs = threading.Event(), False
+        with self._arriving(report, suspects) as (arrival, listener):
+            if not arrival.rosters:
+                self._run(self._look_again, stop)
+            try:
+                deadline = time.monotonic() + self._timeout
+                for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
+                    plan = self._go_to_lower_ranks(arrival, deadline)
+                    if self._runs:
+                        raise NotAMember(f"the job of {self._task} runs already: it may join.")
+                    if plan is None and (arrival.rosters or not self._index):
+                        plan = self._lead(arrival, deadline)
+                    if isinstance(plan, RosterPlan):
+                        return self._accept(plan, listener)
+                raise self._late("a coordinator that it can reach")
+            finally:
+                stop.set()
+
+    def join(self, report: WorkerReport) -> Joined:
+        """Wait as a newcomer until the job admits this process, and return the next membership.
+
+        Raises:
+            JobOver: the job has come to its end.
+            WorkerLostError: no member of the job answers any more.
+        """
+        if self._accepted:  # It was admitted, and the group has not formed.
+            return self.meet(report)
+        report = msgspec.structs.replace(report, newcomer=True)
+        in_order, since = False, time.monotonic()
+        with self._arriving(report) as (arrival, listener):
+            for _ in Attempts(float("inf"), *_PAUSES, wait=self._closing.wait):
+                status, silent = self._survey()
+                if status is None:
+                    late = time.monotonic() - since > _OVER_SECONDS
+                    if in_order and (late or not silent):
+                        raise JobOver(f"the job for which {self._task} waited has ended.")
+                    if late:
+                        what = f"no worker of the job that {self._task} waits for answers any more"
+                        raise errors.WorkerLostError(f"{what}: they were lost. Start it again.")
+                    continue
+                reply = self._go_to(status.address, arrival, float("inf"))
+                since = time.monotonic()
+                if isinstance(reply, RosterPlan):
+                    return self._accept(reply, listener)
+                in_order = reply is not None and reply.kind == _GONE
+        raise self._late("a job to join")
+
+    def establish(self, plan: RosterPlan) -> None:
+        """Record that the group of a plan has formed and has its state: it is the roster now."""
+        with self._changed:
+            self.roster = plan.roster
+            number = plan.roster.number
+            self._accepted = [each for each in self._accepted if each.number > number]
+            for arrival in list(self._meeting.arrivals.values()):
+                if (reply := self._answer_to(arrival)) is not None:
+                    self._send(arrival.member.instance, reply)
+
+    def leave(self) -> None:
+        """Tell the others that this process is no longer a member, so that nobody waits for it."""
+        with self._changed:
+            if self._left:
+                return
+            self._left = True
+            others = {m.address for each in self._rosters for m in each.members}
+            self.roster, self._accepted = None, []
+            self._dismiss(Redirection(_GONE))
+        self._ask(sorted(others - {self.member.address}), Leave(self.member.instance))
+
+    def close(self) -> None:
+        """Leave, and end all threads and connections; a second call does nothing."""
+        if self._closing.is_set():
+            return
+        self.leave()
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._server.close()
+        for client in list(self._clients.values()):
+            client.close()
+        for thread in self._threads:
+            thread.join(timeout=2 * _REACH_SECONDS)
+
+    # What the server calls.
+
+    def connected(self, peer: Peer) -> None:
+        """Nothing is to be done before its first request."""
+
+    def handle(self, peer: Peer, call: int, request: Any) -> Record | None:
+        """Answer at once, or keep an arrival until its meeting has a plan."""
+        with self._changed:
+            if isinstance(request, Arrival):
+                if (reply := self._answer_to(request)) is not None:
+                    return reply
+                self._meeting.arrive(request)
+                self._peers[request.member.instance] = peer, call
+                if not request.report.newcomer:
+                    self._begun = self._begun or time.monotonic()
+            elif isinstance(request, Leave):
+                self._meeting.lose(request.instance)
+            self._changed.notify_all()
+            return None if isinstance(request, Arrival) else self._status()
+
+    def disconnected(self, peer: Peer, died: bool) -> None:
+        """Forget who waited on this connection."""
+        with self._changed:
+            for name in [name for name, (other, _) in self._peers.items() if other is peer]:
+                del self._peers[name]
+                self._meeting.depart(name)
+            self._changed.notify_all()
+
+    @property
+    def _rosters(self) -> list[Roster]:
+        return [*([] if self.roster is None else [self.roster]), *self._accepted]
+
+    def _status(self) -> JobStatus:
+        rosters = self._rosters
+        if not rosters:
+            return JobStatus(self.member.instance)
+        place = self._host or (self.member if self._begun else rosters[-1].members[0])
+        address = place if isinstance(place, str) else place.address
+        size = len(rosters[-1].members)
+        return JobStatus(self.member.instance, rosters[-1].number, self._loop, address, size)
+
+    def _answer_to(self, arrival: Arrival) -> Redirection | None:
+        """Return why an arrival cannot wait here, or None if it can."""
+        if self._left:
+            return Redirection(_GONE)
+        rosters, name = self._rosters, arrival.member.instance
+        if arrival.report.newcomer and not arrival.accepted:
+            here = self._status().address == self.member.address
+            return None if here else Redirection(_ELSEWHERE)
+        newest = max((each.number for each in arrival.rosters), default=0)
+        is_known = any(name in each.instances for each in rosters)
+        if rosters and newest <= rosters[-1].number and not is_known:
+            why = f"the job has gone on without {arrival.member.task}, or runs already"
+            return Redirection(_OUTSIDE, f"{why}: its membership has number {rosters[-1].number}.")
+        return Redirection(_ELSEWHERE) if self._host else None
+
+    # The way to the coordinator.
+
+    def _go_to_lower_ranks(
+        self, arrival: Arrival, deadline: float
+    ) -> RosterPlan | Redirection | None:
+        """Return the plan of the first reachable rank below, or None if there is none."""
+        for member in self._below(arrival):
+            if self._is_gone(member):
+                continue
+            reply = self._go_to(member.address, arrival, deadline)
+            if isinstance(reply, Redirection):
+                if reply.kind == _OUTSIDE:
+                    raise NotAMember(reply.why)
+                if reply.kind == _LATE:
+                    raise errors.CollectiveTimeoutError(reply.why)
+                if reply.kind == _GONE:
+                    self._lose(member.instance)
+                    continue
+            if reply is not None:
+                return reply
+        return None
+
+    def _below(self, arrival: Arrival) -> list[Member]:
+        """Return the members that coordinate rather than this process, the first one first."""
+        if not arrival.rosters:
+            return [Member("", "", self._addresses[0])] if self._index else []
+        order = {m.instance: m for each in arrival.rosters for m in each.members}
+        names = list(order)
+        return [order[name] for name in names[: names.index(self.member.instance)]]
+
+    def _go_to(
+        self, address: str, arrival: Arrival, deadline: float
+    ) -> RosterPlan | Redirection | None:
+        """Return what a coordinator answers, or None if it cannot be reached any more."""
+        try:
+            call = self._client(address).start(arrival, timeout=_REACH_SECONDS)
+        except errors.WorkerLostError:
+            return None
+        with self._changed:
+            self._host = address
+            self._dismiss(Redirection(_ELSEWHERE))
+        try:
+            reply: RosterPlan | Redirection | None = call.result(deadline + _GRACE_SECONDS)
+            if reply is None:
+                raise self._late(f"the plan of the worker at {address}")
+            return reply
+        except errors.WorkerLostError:
+            return None
+        finally:
+            call.cancel()
+            with self._changed:
+                self._host = ""
+
+    # The coordinator.
+
+    def _lead(self, arrival: Arrival, deadline: float) -> RosterPlan | None:
+        """Return the plan, or None if a lower rank answers, and this process goes there."""
+        stop, waiting, pause, probed = threading.Event(), WaitReport(self._task), 0.001, set[str]()
+        with self._changed:
+            self._hinted = False
+            self._meeting.arrive(arrival)
+            self._meeting.silent.clear()
+            led, self._begun = time.monotonic(), self._begun or time.monotonic()
+            try:
+                while not self._closing.is_set():
+                    decision = self._decide()
+                    if isinstance(decision, RosterPlan):
+                        return decision
+                    if self._hinted or self._runs:
+                        return None
+                    now = time.monotonic()
+                    if now >= min(deadline, self._begun + self._timeout):
+                        error = self._late(decision)
+                        self._dismiss(Redirection(_LATE, str(error)))
+                        raise error
+                    waiting.tell(decision)
+                    if now >= led + _PROBE_SECONDS[0]:
+                        self._probe_absent(arrival, probed, stop)
+                    notified = self._changed.wait(timeout=pause)
+                    pause = 0.001 if notified else min(2 * pause, _PAUSES[-1])
+                return None
+            finally:
+                stop.set()
+                self._begun = None
+                self._meeting.depart(self.member.instance)
+
+    def _decide(self) -> RosterPlan | str:
+        """Return the plan, which all have been sent that belong to it, or what is missing."""
+        meeting = self._meeting
+        for member in [*meeting.absent, *meeting.doubtful]:
+            self._is_gone(member)
+        for outsider in meeting.outsiders:
+            reply = Redirection(_OUTSIDE, f"the job has gone on without {outsider.member.task}.")
+            if outsider.member.instance == self.member.instance:
+                raise NotAMember(reply.why)
+            self._send(outsider.member.instance, reply)
+        waited = time.monotonic() - (self._begun or 0.0)
+        decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
+        if isinstance(decision, RosterPlan):
+            for name in decision.roster.instances:
+                self._send(name, decision)
+        return decision
+
+    def _probe_absent(self, arrival: Arrival, probed: set[str], stop: threading.Event) -> None:
+        """Start to ask each absent member whether it is there."""
+        absent = {each.instance: each for each in [*self._meeting.absent, *self._meeting.doubtful]}
+        below = {each.instance for each in self._below(arrival)}
+        for name in absent.keys() - probed:
+            self._run(self._probe, absent[name], name in below, stop)
+        probed.update(absent)
+
+    def _probe(self, member: Member, below: bool, stop: threading.Event) -> None:
+        """Find out whether an absent member answers, until the meeting ends."""
+        name, heard = member.instance, time.monotonic()
+        for _ in Attempts(float("inf"), *_PAUSES, _PROBE_SECONDS[1], wait=stop.wait):
+            status = self._ask_at(member.address, Inquiry())
+            ended = status is None and member.machine != self.member.machine
+            ended = ended and _refuses(member.address)
+            with self._changed:
+                if stop.is_set():
+                    return
+                if status is None and not ended:
+                    come = self._meeting.arrivals.values()
+                    suspected = any(name in each.suspects for each in come)
+                    if suspected or time.monotonic() - heard > self._silence:
+                        self._meeting.silent.add(name)
+                elif status is None or (status.instance, status.number > 0) != (name, True):
+                    self._meeting.lose(name)
+                else:
+                    heard = time.monotonic()
+                    self._meeting.silent.discard(name)
+                    self._hinted |= below
+                self._changed.notify_all()
+
+    def _look_again(self, stop: threading.Event) -> None:
+        """Find out whether a job runs already, while this process waits for others to start."""
+        while not stop.wait(_LOOK_SECONDS):
+            if self.look():
+                self._runs = True
+
+    # What both need.
+
+    @contextlib.contextmanager
+    def _arriving(
+        self, report: WorkerReport, suspects: Sequence[int] = ()
+    ) -> Iterator[tuple[Arrival, socket.socket]]:
+        """Yield an arrival, and the listener of the new group, which is closed on an error."""
+        host = split_address(self.member.address)[0]
+        listener = listen(address_of(host, 0))
+        try:
+            address = address_of(host, listener.getsockname()[1])
+            with self._changed:
+                rosters = self._rosters
+                for member in {m.instance: m for each in rosters for m in each.members}.values():
+                    self._is_gone(member)
+                silent = tuple(rosters[-1].instances[rank] for rank in suspects) if rosters else ()
+                known = self.roster, tuple(self._accepted), tuple(self._meeting.gone), silent
+            report = msgspec.structs.replace(report, group_address=address)
+            yield Arrival(self.member, report, *known), listener
+        except BaseException:
+            listener.close()
+            raise
+
+    def _accept(self, plan: RosterPlan, listener: socket.socket) -> Joined:
+        with self._changed:
+            self._accepted.append(plan.roster)
+        addresses, roster = plan.addresses, plan.roster
+        rank = roster.instances.index(self.member.instance)
+        info = ProcessInfo(
+            rank,
+            len(addresses),
+            addresses[0],
+            addresses[rank],
+            listener,
+            self._credentials,
+            addresses=addresses,
+            group=int(roster.id, 16) >> 1,
+        )
+        return Joined(plan, info)
+
+    def _survey(self) -> tuple[JobStatus | None, bool]:
+        """Return the status of a running job, if any, and whether somebody did not answer."""
+        begun = time.monotonic()
+        others = [each for each in self._addresses if each != self.member.address]
+        for status in self._ask(others, Inquiry()):
+            if status is not None and status.number:
+                return status, False
+        return None, time.monotonic() - begun >= 0.9 * _REACH_SECONDS
+
+    def _ask(self, addresses: Sequence[str], request: Record) -> Iterator[JobStatus | None]:
+        """Yield the answers of several processes, the fastest first."""
+        replies = queue.SimpleQueue[JobStatus | None]()
+        for address in addresses:
+            self._run(lambda place: replies.put(self._ask_at(place, request)), address)
+        for _ in addresses:
+            yield replies.get()
+
+    def _ask_at(self, address: str, request: Record) -> JobStatus | None:
+        try:
+            reply: JobStatus = self._client(address).call(request)
+            return reply
+        except errors.DistributeError:
+            return None
+
+    def _client(self, address: str) -> Client:
+        who = {"name": self._task, "purpose": _PURPOSE}
+        kinds = JobStatus | RosterPlan | Redirection
+        if (client := self._clients.get(address)) is None:
+            client = Client(
+                address,
+                self._credentials,
+                **who,
+                replies=kinds,
+                timeout=_REACH_SECONDS,
+                repeats=False,
+            )
+        return self._clients.setdefault(address, client)
+
+    def _run(self, work: Callable[..., None], *args: object) -> None:
+        name = f"ndistribute meeting {self._task}"
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    def _is_gone(self, member: Member) -> bool:
+        """Return True if a member has left, or its process on this machine has ended."""
+        here = bool(member.machine) and member.machine == self.member.machine
+        if here and _start_of(member.pid) != member.started:
+            self._lose(member.instance)
+        return member.instance in self._meeting.gone
+
+    def _lose(self, instance: str) -> None:
+        with self._changed:
+            self._meeting.lose(instance)
+
+    def _send(self, instance: str, reply: Record) -> None:
+        """Answer an arrival that waits here."""
+        self._meeting.depart(instance)
+        if instance in self._peers:
+            peer, call = self._peers.pop(instance)
+            peer.send(reply, call)
+
+    def _dismiss(self, reply: Record) -> None:
+        for name in list(self._peers):
+            self._send(name, reply)
+
+    def _late(self, missing: str) -> errors.CollectiveTimeoutError:
+        what = f"{self._task} waited {self._timeout:g} s for {missing}."
+        how = "Start the missing workers again, lower min_workers, or raise timeout_seconds."
+        return errors.CollectiveTimeoutError(f"{what} {how}", op="meet")
+
+
+def _machine() -> str:
+    """Return a string that is equal for processes that see each other's numbers."""
+    return host_identity({}) if _start_of(os.getpid()) else ""
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process was started, in the kernel's clock; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _refuses(address: str) -> bool:
+    """Return True if nothing listens at an address of a host that answers."""
+    try:
+        tcp_socket(address, time.monotonic() + _REACH_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False

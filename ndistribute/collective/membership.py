@@ -1,0 +1,297 @@
+"""Who belongs to a job whose workers come and go, and when the next membership may be planned.
+
+It is pure: no sockets, no clock and no threads. `RosterMeeting` learns who has arrived, who is
+proven to have ended and who does not answer, and returns the plan of the next roster, or what it
+waits for. `may_go_on` is the rule that keeps two groups of workers from going on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from ndistribute.transport.codec import Record
+from ndistribute.transport.waiting import shortened
+
+FIRST_WAIT_SECONDS = 30.0  # At the first start, for workers that have not come.
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """The limits of a job whose workers may come and go while it trains.
+
+    Args:
+        min_workers: with fewer workers the job waits for others, and fails after its timeout.
+        max_workers: more workers wait until there is room; None for as many as have an address.
+        batch: ``"constant"`` keeps the global batch and cuts it for the workers that are there;
+            ``"scaled"`` keeps the batch of each worker.
+
+    Raises:
+        ValueError: a limit is below 1, they cross, or `batch` is another word.
+
+    >>> Elastic(min_workers=2, max_workers=8)
+    Elastic(min_workers=2, max_workers=8, batch='constant')
+    """
+
+    min_workers: int = 1
+    max_workers: int | None = None
+    batch: str = "constant"
+
+    def __post_init__(self) -> None:
+        if self.min_workers < 1:
+            raise ValueError(f"min_workers must be 1 or more, got {self.min_workers}.")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            least = f"min_workers={self.min_workers}"
+            raise ValueError(f"max_workers must be at least {least}, got {self.max_workers}.")
+        if self.batch not in ("constant", "scaled"):
+            raise ValueError(f"batch must be 'constant' or 'scaled', got {self.batch!r}.")
+
+
+class Member(Record, frozen=True, eq=True):
+    """A process that belongs to a job; one that is started again is another member."""
+
+    task: str
+    instance: str  # Of this start of the process: its identity.
+    address: str  # Where it listens from its start to its end.
+    host: str = ""  # Equal where memory can be shared.
+    machine: str = ""  # Equal where process numbers mean the same processes; empty if unknown.
+    pid: int = 0
+    started: int = 0  # The time in the kernel's clock, because numbers of processes return.
+
+
+class Doubt(Record, frozen=True, eq=True):
+    """Members who were left out of a roster without proof of their end.
+
+    If all witnesses end, the absent ones may go on from the roster that they know.
+    """
+
+    absent: tuple[Member, ...]
+    witnesses: tuple[str, ...]  # Instances of those who went on.
+
+
+class Roster(Record, frozen=True):
+    """The members of a job in rank order, from one change to the next."""
+
+    number: int
+    id: str  # Sixteen hexadecimal digits: two plans may have the same number.
+    members: tuple[Member, ...]
+    doubts: tuple[Doubt, ...] = ()
+
+    @property
+    def instances(self) -> list[str]:
+        """Return the identities of its members, in rank order."""
+        return [member.instance for member in self.members]
+
+
+class WorkerReport(Record, frozen=True):
+    """What a worker brings to a meeting."""
+
+    unit: int = 0
+    prepared: bool = False
+    clean: bool = True
+    kept: bool = False
+    loop: int = 0
+    batch: int = 0
+    newcomer: bool = False
+    group_address: str = ""  # Where it would accept the connections of the new group.
+
+
+class Arrival(Record, frozen=True):
+    """A worker that has come to a meeting, and what it knows of the job."""
+
+    member: Member
+    report: WorkerReport
+    roster: Roster | None = None  # The last one that it has established.
+    accepted: tuple[Roster, ...] = ()  # Later ones that were planned, and not established here.
+    gone: tuple[str, ...] = ()  # Instances that it has proven to have ended.
+    suspects: tuple[str, ...] = ()  # Instances that did not answer it.
+
+    @property
+    def rosters(self) -> list[Roster]:
+        """Return the rosters that may be in force for all that this worker knows."""
+        return [*([] if self.roster is None else [self.roster]), *self.accepted]
+
+
+class RosterPlan(Record, frozen=True):
+    """The next roster, with what each member has reported, in rank order."""
+
+    roster: Roster
+    reports: tuple[WorkerReport, ...]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Return the addresses of the new group, in rank order."""
+        return [report.group_address for report in self.reports]
+
+
+def may_go_on(roster: Roster, present: Collection[str], gone: Collection[str]) -> bool:
+    """Return True if no others can go on from this roster, or from one before it.
+
+    The present ones may if all others are proven to have ended; or if they are a majority of the
+    roster, or half of it with its rank 0, where those who ended count as absent. A witness of each
+    doubt must be present.
+
+    >>> five = Roster(1, "a", tuple(Member(f"worker:{i}", f"{i}", "") for i in range(5)))
+    >>> may_go_on(five, "012", gone=""), may_go_on(five, "4", gone="0123")
+    (True, True)
+    >>> may_go_on(five, "34", gone=""), may_go_on(five, "34", gone="01")
+    (False, False)
+    """
+    members = roster.instances
+    here = [name for name in members if name in present]
+    absent = [name for name in members if name not in present and name not in gone]
+    if not all(any(name in present for name in doubt.witnesses) for doubt in roster.doubts):
+        return False
+    if not absent:
+        return True
+    return 2 * len(here) + (members[0] in here) > len(members)
+
+
+class RosterMeeting:
+    """The meeting at one coordinator: who has come, who is gone, and the plan when it is time.
+
+    Args:
+        limits: of the job.
+        addresses: of all workers that may start, in the order of their first ranks.
+    """
+
+    def __init__(self, limits: Elastic, addresses: Sequence[str]) -> None:
+        self._limits, self._addresses = limits, list(addresses)
+        self.arrivals: dict[str, Arrival] = {}  # By instance, in the order of their coming.
+        self.gone: set[str] = set()  # Instances that ended or left.
+        self.silent: set[str] = set()  # Instances that do not answer, though not proven to be gone.
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Take a worker, or take it again: its last arrival counts."""
+        for name, other in list(self.arrivals.items()):
+            if other.member.address == arrival.member.address:
+                del self.arrivals[name]
+        self.arrivals[arrival.member.instance] = arrival
+        self.gone.update(arrival.gone)
+        self.silent.discard(arrival.member.instance)
+
+    def depart(self, instance: str) -> None:
+        """Forget a worker whose connection has ended: it comes again, or is proven to be gone."""
+        self.arrivals.pop(instance, None)
+
+    def lose(self, instance: str) -> None:
+        """Record that a worker has ended, or has left."""
+        self.gone.add(instance)
+        self.depart(instance)
+
+    @property
+    def rosters(self) -> list[Roster]:
+        """Return the newest established roster, and each later one that anybody has accepted."""
+        arrivals = self.arrivals.values()
+        established = [each.roster for each in arrivals if each.roster is not None]
+        newest = max(established, key=lambda roster: roster.number, default=None)
+        later = {each.id: each for arrival in arrivals for each in arrival.accepted}
+        rosters = [] if newest is None else [newest]
+        ordered = sorted(later.values(), key=lambda roster: roster.number)
+        return rosters + [each for each in ordered if not newest or each.number > newest.number]
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """Return the members of these rosters by instance, in rank order."""
+        return {each.instance: each for roster in self.rosters for each in roster.members}
+
+    @property
+    def newcomers(self) -> list[Arrival]:
+        """Return those who wait to be admitted."""
+        members = self.members
+        come = self.arrivals.items()
+        return [each for name, each in come if each.report.newcomer and name not in members]
+
+    @property
+    def outsiders(self) -> list[Arrival]:
+        """Return those who belong to no roster in force, and did not come as newcomers."""
+        members = self.members
+        come = self.arrivals.items() if members else ()
+        return [each for name, each in come if not each.report.newcomer and name not in members]
+
+    @property
+    def absent(self) -> list[Member]:
+        """Return the members who have neither come nor are proven to be gone."""
+        self._see_restarts()
+        here = self.arrivals.keys() | self.gone
+        return [member for name, member in self.members.items() if name not in here]
+
+    @property
+    def doubtful(self) -> list[Member]:
+        """Return those whose end, if it is proven, resolves a doubt."""
+        absent = {
+            each.instance: each
+            for roster in self.rosters
+            for doubt in roster.doubts
+            for each in doubt.absent
+        }
+        here = self.arrivals.keys() | self.gone
+        return [member for name, member in absent.items() if name not in here]
+
+    def decide(self, waited: float, admits: bool, new_id: str) -> RosterPlan | str:
+        """Return the next membership, or whom and what the meeting waits for.
+
+        Args:
+            waited: the seconds since the meeting has begun.
+            admits: whether newcomers may join.
+            new_id: the identity of the roster that is planned.
+        """
+        if not self.rosters:
+            return self._begin(waited, new_id)
+        absent = self.absent
+        if late := [each for each in absent if each.instance not in self.silent]:
+            return _named(late)
+        rosters, here = self.rosters, self.arrivals.keys()
+        if not all(may_go_on(roster, here, self.gone) for roster in rosters):
+            if absent:
+                why = "which does not answer, and may go on elsewhere with others of the job"
+                return f"{_named(absent)}, {why}"
+            return "workers that were cut off, and may have gone on since their witnesses ended"
+        staying = [self.arrivals[name] for name in self.members if name in here]
+        most = self._limits.max_workers or len(self._addresses)
+        coming = self.newcomers[: max(0, most - len(staying))] if admits else []
+        doubts = {
+            doubt: None for roster in rosters for doubt in [*roster.doubts, self._doubt(roster)]
+        }
+        return self._plan([*staying, *coming], rosters[-1].number + 1, new_id, doubts)
+
+    def _begin(self, waited: float, new_id: str) -> RosterPlan | str:
+        """Return the first roster of a job, if all workers or enough of them have come."""
+        come = [each for each in self.arrivals.values() if not each.report.newcomer]
+        places = {each.member.address: each for each in come}
+        starting = [places[address] for address in self._addresses if address in places]
+        missing = [address for address in self._addresses if address not in places]
+        enough = waited >= FIRST_WAIT_SECONDS and len(starting) > len(missing)
+        if missing and not (enough and len(starting) >= self._limits.min_workers):
+            return f"the workers at {shortened(missing)} to start"
+        return self._plan(starting[: self._limits.max_workers], 1, new_id, ())
+
+    def _plan(
+        self, arrivals: Sequence[Arrival], number: int, new_id: str, doubts: Iterable[Doubt]
+    ) -> RosterPlan | str:
+        least = self._limits.min_workers
+        if len(arrivals) < least:
+            return f"more workers: {len(arrivals)} are there, and min_workers is {least}"
+        members = tuple(each.member for each in arrivals)
+        left = tuple(
+            each for each in doubts if any(m.instance not in self.gone for m in each.absent)
+        )
+        roster = Roster(number, new_id, members, left)
+        return RosterPlan(roster, tuple(each.report for each in arrivals))
+
+    def _doubt(self, roster: Roster) -> Doubt:
+        """Return who of a roster is left out without proof, and who of it goes on."""
+        here = [name for name in roster.instances if name in self.arrivals]
+        known = self.arrivals.keys() | self.gone
+        return Doubt(tuple(m for m in roster.members if m.instance not in known), tuple(here))
+
+    def _see_restarts(self) -> None:
+        """Record the end of each worker whose address a later start of it has."""
+        places = {each.member.address: name for name, each in self.arrivals.items()}
+        for member in [*self.members.values(), *self.doubtful]:
+            if places.get(member.address, member.instance) != member.instance:
+                self.gone.add(member.instance)
+
+
+def _named(members: Iterable[Member]) -> str:
+    return shortened([f"{each.task} at {each.address}" for each in members])
