@@ -60,6 +60,10 @@ class JobOver(errors.DistributeError):
     """The job that a newcomer waits for has come to its end."""
 
 
+class LoopOver(errors.DistributeError):
+    """The loop in which a newcomer waits to join has come to its end."""
+
+
 class JobStatus(Record, frozen=True):
     """What a process says about the job that it belongs to; the number is 0 if it is in none."""
 
@@ -129,7 +133,7 @@ class Meetings:
         self._begun: float | None = None  # When the first worker came to the present meeting.
         self._host = ""  # The address of the coordinator that this process has gone to.
         self._hinted = self._runs = False  # Whether a lower rank, or a running job, has answered.
-        self._loop, self._admits, self._left = 0, True, False
+        self._loop, self._admits, self._left = 0, False, False
         self._clients: dict[str, Client] = {}
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
@@ -152,7 +156,11 @@ class Meetings:
 
     def tell(self, loop: int, admits: bool) -> None:
         """Set what `look` returns to others, and whether newcomers may join in this loop."""
-        self._loop, self._admits = loop, admits
+        with self._changed:
+            self._loop, self._admits = loop, admits
+            for name, arrival in list(self._meeting.arrivals.items()):
+                if arrival.report.newcomer and arrival.report.loop < loop:
+                    self._send(name, Redirection(_ELSEWHERE))
 
     @property
     def newcomers_wait(self) -> bool:
@@ -200,6 +208,7 @@ class Meetings:
 
         Raises:
             JobOver: the job has come to its end.
+            LoopOver: the job is past the loop of the report.
             WorkerLostError: no member of the job answers any more.
         """
         if self._accepted:  # It was admitted, and the group has not formed.
@@ -217,6 +226,8 @@ class Meetings:
                         what = f"no worker of the job that {self._task} waits for answers any more"
                         raise errors.WorkerLostError(f"{what}: they were lost. Start it again.")
                     continue
+                if status.loop > report.loop:
+                    raise LoopOver(f"the job of {self._task} is past loop {report.loop}.")
                 reply = self._go_to(status.address, arrival, float("inf"))
                 since = time.monotonic()
                 if isinstance(reply, RosterPlan):
@@ -233,6 +244,12 @@ class Meetings:
             for arrival in list(self._meeting.arrivals.values()):
                 if (reply := self._answer_to(arrival)) is not None:
                     self._send(arrival.member.instance, reply)
+
+    def check(self, plan: RosterPlan) -> None:
+        """Raise WorkerLostError if a member of a plan has ended before its group has formed."""
+        for member in plan.roster.members:
+            if self._is_gone(member):
+                raise errors.WorkerLostError(f"{member.task} was lost before the group formed.")
 
     def leave(self) -> None:
         """Tell the others that this process is no longer a member, so that nobody waits for it."""

@@ -307,8 +307,13 @@ class Strategy:
         """
         self._cross_replica_frame("reduce", "merge_call or all_reduce")
         op = ReduceOp.parse(reduce_op)
-        value = self.across_workers(value)
-        return reductions.reduce_value(op, value, axis, self.devices[0], self.num_replicas_in_sync)
+
+        def reduced() -> Any:
+            everyone = self.across_workers(value)
+            count = self.num_replicas_in_sync
+            return reductions.reduce_value(op, everyone, axis, self.devices[0], count)
+
+        return self.attempt(reduced)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the components of all replicas, concatenated in replica order.
@@ -322,8 +327,13 @@ class Strategy:
             RuntimeError: called inside a replica.
         """
         self._cross_replica_frame("gather", "all_gather")
-        value = self.across_workers(value)
-        return reductions.gather_value(value, axis, self.devices[0], self.num_replicas_in_sync)
+
+        def gathered() -> Any:
+            everyone = self.across_workers(value)
+            count = self.num_replicas_in_sync
+            return reductions.gather_value(everyone, axis, self.devices[0], count)
+
+        return self.attempt(gathered)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Return a dataset that splits each global batch into one part per replica.

@@ -27,8 +27,8 @@ from ndistribute.collective.communicator import (
     CommunicationOptions,
     Communicator,
 )
-from ndistribute.collective.meeting import JobOver, Joined, Meetings, NotAMember
-from ndistribute.collective.membership import Elastic, Plan, Report
+from ndistribute.collective.meeting import JobOver, Joined, LoopOver, Meetings, NotAMember
+from ndistribute.collective.membership import Elastic, RosterPlan, WorkerReport
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.select import join_members
 from ndistribute.collective.workers import Workers
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     uncounted: bool = False  # Whether nobody knows the sums at the end of the unit.
 
 
-def outcome_of(reports: Sequence[Report]) -> Outcome:
+def outcome_of(reports: Sequence[WorkerReport]) -> Outcome:
     """Return what becomes of the unit, from what the members report, in rank order.
 
     Whoever passed the commit of a unit knows that all had completed it. Otherwise all run it again,
@@ -68,7 +68,7 @@ def outcome_of(reports: Sequence[Report]) -> Outcome:
     Raises:
         WorkerLostError: some have written a part of a step, and none has the state before it.
 
-    >>> a, b = Report(unit=3, prepared=True, clean=False), Report(unit=3)
+    >>> a, b = WorkerReport(unit=3, prepared=True, clean=False), WorkerReport(unit=3)
     >>> outcome_of([a, b])  # The second gives its state to the first, and both run the unit again.
     Outcome(commits=[False, False], source=1, lacks=[True, False], uncounted=False)
     """
@@ -132,7 +132,7 @@ class ElasticSession:
         try:
             self.is_newcomer = self._meetings.look() is not None
             while not self.is_newcomer and self._meetings.roster is None:
-                joined = self._meetings.meet(Report())
+                joined = self._meetings.meet(WorkerReport())
                 with contextlib.suppress(WorkerLostError):  # A lost member: meet again.
                     self._form(joined)
                     self._meetings.establish(joined.plan)
@@ -208,12 +208,11 @@ class ElasticSession:
         self.loop += 1
         self.input = iterator
         if self.is_newcomer:
-            status = self._meetings.look()
-            if status is not None and status.loop > self.loop:
-                _log.warning("loop %d has ended before this worker came: it is skipped", self.loop)
-                return False
             try:
                 self._change(prepared=False)
+            except LoopOver:
+                _log.warning("loop %d ended before this worker came, and is skipped", self.loop)
+                return False
             except JobOver:
                 _log.info("the job has ended before this worker joined")
                 self.close()
@@ -238,7 +237,9 @@ class ElasticSession:
         """
         if self._depth or self.is_newcomer:
             return call()
-        keeps = function is not None and self._waits_after_writes.get(function, True)
+        keeps = function is not None and (
+            self.state.is_small or self._waits_after_writes.get(function, True)
+        )
         try:
             self._complete(call, keeps, admits=function is not None)
         finally:
@@ -312,11 +313,11 @@ class ElasticSession:
 
     def _commit(self) -> None:
         """Meet all members at the end of a unit: who passes knows that all have completed it."""
-        sums = self.state.parts_of_sums(self.rank)
+        sums = parts = self.state.parts_of_sums(self.rank)
         if self.workers is not None:
             with self.workers.meeting("the end of a step") as communicator:
-                *sums, _ = communicator.all_reduce("sum", [*sums, np.zeros(1)])
-        self.state.set_sums(sums, self.rank)
+                sums = communicator.all_reduce("sum", parts)
+        self.state.set_sums(sums, parts)
         self._unit += 1
 
     # Changes of members.
@@ -359,7 +360,7 @@ class ElasticSession:
         return complete
 
     def _meet(self, prepared: bool, clean: bool, suspects: Sequence[int]) -> Joined:
-        report = Report(
+        report = WorkerReport(
             unit=self._unit,
             prepared=prepared,
             clean=clean,
@@ -381,7 +382,11 @@ class ElasticSession:
         """Connect to the members of a plan."""
         if joined.info.size > 1:
             self.workers = join_members(
-                joined.info, self._devices, self._options, joined.check, may_use_nccl=False
+                joined.info,
+                self._devices,
+                self._options,
+                partial(self._meetings.check, joined.plan),
+                may_use_nccl=False,
             )
         else:
             joined.info.listener.close()
@@ -398,7 +403,7 @@ class ElasticSession:
         self._closing = [each for each in self._closing if each.is_alive()] + [thread]
         return sorted(workers.peers.lost)
 
-    def _synchronise(self, reports: Sequence[Report], outcome: Outcome) -> None:
+    def _synchronise(self, reports: Sequence[WorkerReport], outcome: Outcome) -> None:
         """Give the state to those who lack it, and cut the input anew."""
         rank, number = self.rank, min(r.batch for r in reports if not r.newcomer)
         mine: dict[str, Any] = {}
@@ -408,6 +413,7 @@ class ElasticSession:
             mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
             mine |= {"shared": self.share(), "unit": self._unit}
         if outcome.uncounted:
+            _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
         if self.input is not None and reports[rank].batch == number:
             mine["input"] = self.input.state()
@@ -439,7 +445,7 @@ class ElasticSession:
         with self.workers.meeting("the state of a worker") as communicator:  # type: ignore[union-attr]
             return communicator.broadcast(values, source)  # type: ignore[no-any-return]
 
-    def _tell(self, plan: Plan, seconds: float) -> None:
+    def _tell(self, plan: RosterPlan, seconds: float) -> None:
         tasks = ", ".join(member.task for member in plan.roster.members)
         text = "membership %d after %.0f ms: %s"
         _log.warning(text, plan.roster.number, seconds * 1e3, tasks)

@@ -222,11 +222,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return what a function returns, once all workers have completed it."""
         return call() if self.session is None else self.session.attempt(call)
 
-    def across_workers(self, value: Any) -> Any:
-        """Return a nest in which each `PerReplica` has the components of all processes."""
-        everyone = functools.partial(super().across_workers, value)
-        return everyone() if self.session is None else self.session.attempt(everyone)
-
     def agree_on(self, initial_value: Any, policy: VariablePolicy) -> Any:
         """Return rank 0's initial value of a new variable; a newcomer receives it later."""
         session = self.session
