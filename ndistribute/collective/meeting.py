@@ -238,12 +238,6 @@ class Meetings:
             if self._is_gone(member):
                 raise errors.WorkerLostError(f"{member.task} was lost before the group formed.")
 
-    def check(self, plan: RosterPlan) -> None:
-        """Raise WorkerLostError if a member of a plan has ended before its group has formed."""
-        for member in plan.roster.members:
-            if self._is_gone(member):
-                raise errors.WorkerLostError(f"{member.task} was lost before the group formed.")
-
     def leave(self) -> None:
         """Tell the others that this process is no longer a member, so that nobody waits for it."""
         with self._changed:
