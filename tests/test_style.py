@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4623,
+    "collective": 4634,
     "compat": 4010,
     "coordinator": 916,
     "data": 2723,
@@ -37,7 +37,7 @@ BUDGETS = {
     "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
-    "strategies": 2075,
+    "strategies": 2096,
     "task": 296,
     "top level": 3058,
     "transport": 1992,
