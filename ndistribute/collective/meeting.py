@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,12 @@ from ndistribute.transport.secret import credentials_of
 from ndistribute.transport.waiting import WaitReport
 
 _PURPOSE = "meeting"
-_REACH_SECONDS = 1.0  # For a connection, because a stopped process accepts it and says nothing.
+_REACH_SECONDS = 1.0  # For an answer, because a stopped process accepts connections and is silent.
 _PAUSES = (0.002, 0.005, 0.01, 0.02, 0.05)
-_PROBE_SECONDS = (0.005, 0.5)  # Before the first question to an absent member, and at most.
+_ALONE_SECONDS = 0.005  # Of a coordinator, until it asks those who are absent.
+_WATCH_SECONDS = 0.2  # Between two questions to a member that may have ended.
 _LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
+_SUSPECT_SECONDS = 5.0  # Without an answer, of a member that the failure detector calls silent.
 _GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
 _OVER_SECONDS = 5.0  # Without an answer of any member, until a newcomer gives up.
 
@@ -85,7 +87,7 @@ class Leave(Record, frozen=True):
 
 
 class Redirection(Record, frozen=True):
-    """Why an arrival gets no plan: one of the words below, and a text or an address."""
+    """Why an arrival gets no plan: one of the words below, and the reason."""
 
     kind: str
     why: str = ""
@@ -124,34 +126,28 @@ class Meetings:
             raise ValueError(f"{what} workers: lower it, or give more workers an address.")
         self.roster: Roster | None = None
         self._addresses, self._index, self._task = list(addresses), index, task
-        self._limits, self._timeout = limits, timeout
+        self._timeout, self._silence = timeout, silence_seconds()
         self._credentials = credentials_of(addresses)
-        self._silence = silence_seconds()
-        self._accepted: list[Roster] = []
+        place, machine, pid = addresses[index], _machine(), os.getpid()
+        who = task, secrets.token_hex(8), place, host_identity(), machine, pid, _start_of(pid) or 0
+        self.member = Member(*who)
+        self._established: Roster | None = None  # The last one that is known to be, anywhere.
+        self._accepted: tuple[Roster, ...] = ()  # Later ones, which may form or may have formed.
         self._meeting = RosterMeeting(limits, addresses)
         self._peers: dict[str, tuple[Peer, int]] = {}  # Where the arrivals wait for their answer.
         self._begun: float | None = None  # When the first worker came to the present meeting.
         self._host = ""  # The address of the coordinator that this process has gone to.
+        self._suspects: set[str] = set()
         self._hinted = self._runs = False  # Whether a lower rank, or a running job, has answered.
         self._loop, self._admits, self._left = 0, False, False
         self._clients: dict[str, Client] = {}
         self._threads: list[threading.Thread] = []
-        self._closing = threading.Event()
+        self._closing, self._formed = threading.Event(), threading.Event()
         self._changed = threading.Condition()
-        with self._changed:  # Nobody is answered before the identity is known.
-            self._server = RpcServer(addresses[index], self._credentials, task, {_PURPOSE: self})
-            self.member = Member(
-                task,
-                self._server.instance,
-                addresses[index],
-                host_identity(),
-                _machine(),
-                os.getpid(),
-                _start_of(os.getpid()) or 0,
-            )
+        self._server = RpcServer(place, self._credentials, task, {_PURPOSE: self})
 
     def look(self) -> JobStatus | None:
-        """Return the status of a job that runs at the other addresses, or None, within 1 s."""
+        """Return the status of a job that runs at the other addresses, or None, within 2 s."""
         return self._survey()[0]
 
     def tell(self, loop: int, admits: bool) -> None:
@@ -168,40 +164,30 @@ class Meetings:
         if not self._peers or self.roster is None or not self._admits:
             return False
         with self._changed:
-            most = self._limits.max_workers or len(self._addresses)
-            known = self.roster.instances
-            come = self._meeting.arrivals.items()
-            waits = any(each.report.newcomer and name not in known for name, each in come)
-            return waits and len(known) < most
+            return bool(self._meeting.admitted(len(self.roster.members)))
 
     def meet(self, report: WorkerReport, suspects: Sequence[int] = ()) -> Joined:
         """Meet the other workers, and return the next membership.
 
         Args:
             report: what the others learn of this process.
-            suspects: ranks of the present roster that the failure detector calls silent.
+            suspects: ranks of the last planned roster that the failure detector calls silent.
 
         Raises:
             CollectiveTimeoutError: too few workers came in time; the text says who is missing.
             NotAMember: the job has gone on without this process, or runs already.
         """
-        stop, self._runs = threading.Event(), False
         with self._arriving(report, suspects) as (arrival, listener):
-            if not arrival.rosters:
-                self._run(self._look_again, stop)
-            try:
-                deadline = time.monotonic() + self._timeout
-                for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
-                    plan = self._go_to_lower_ranks(arrival, deadline)
-                    if self._runs:
-                        raise NotAMember(f"the job of {self._task} runs already: it may join.")
-                    if plan is None and (arrival.rosters or not self._index):
-                        plan = self._lead(arrival, deadline)
-                    if isinstance(plan, RosterPlan):
-                        return self._accept(plan, listener)
-                raise self._late("a coordinator that it can reach")
-            finally:
-                stop.set()
+            deadline = time.monotonic() + self._timeout
+            for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
+                plan = self._go_to_lower_ranks(arrival, deadline)
+                if self._runs:
+                    raise NotAMember(f"the job of {self._task} runs already: it may join.")
+                if plan is None and (arrival.rosters or not self._index):
+                    plan = self._lead(arrival, deadline)
+                if isinstance(plan, RosterPlan):
+                    return self._accept(plan, listener)
+            raise self._late("a coordinator that it can reach")
 
     def join(self, report: WorkerReport) -> Joined:
         """Wait as a newcomer until the job admits this process, and return the next membership.
@@ -211,9 +197,10 @@ class Meetings:
             LoopOver: the job is past the loop of the report.
             WorkerLostError: no member of the job answers any more.
         """
-        if self._accepted:  # It was admitted, and the group has not formed.
-            return self.meet(report)
         report = msgspec.structs.replace(report, newcomer=True)
+        if self._accepted:  # It was admitted, and the group has not formed.
+            with contextlib.suppress(NotAMember):
+                return self.meet(report)
         in_order, since = False, time.monotonic()
         with self._arriving(report) as (arrival, listener):
             for _ in Attempts(float("inf"), *_PAUSES, wait=self._closing.wait):
@@ -238,12 +225,12 @@ class Meetings:
     def establish(self, plan: RosterPlan) -> None:
         """Record that the group of a plan has formed and has its state: it is the roster now."""
         with self._changed:
-            self.roster = plan.roster
-            number = plan.roster.number
-            self._accepted = [each for each in self._accepted if each.number > number]
-            for arrival in list(self._meeting.arrivals.values()):
+            self._formed.set()
+            self.roster = self._established = plan.roster
+            self._accepted = ()
+            for name, arrival in list(self._meeting.arrivals.items()):
                 if (reply := self._answer_to(arrival)) is not None:
-                    self._send(arrival.member.instance, reply)
+                    self._send(name, reply)
 
     def check(self, plan: RosterPlan) -> None:
         """Raise WorkerLostError if a member of a plan has ended before its group has formed."""
@@ -257,10 +244,11 @@ class Meetings:
             if self._left:
                 return
             self._left = True
-            others = {m.address for each in self._rosters for m in each.members}
-            self.roster, self._accepted = None, []
-            self._dismiss(Redirection(_GONE))
-        self._ask(sorted(others - {self.member.address}), Leave(self.member.instance))
+            others = {each.address for roster in self._rosters for each in roster.members}
+            self._forget()
+            for name in list(self._peers):
+                self._send(name, Redirection(_GONE))
+        list(self._ask(others - {self.member.address}, Leave(self.member.instance)))
 
     def close(self) -> None:
         """Leave, and end all threads and connections; a second call does nothing."""
@@ -268,6 +256,7 @@ class Meetings:
             return
         self.leave()
         self._closing.set()
+        self._formed.set()
         with self._changed:
             self._changed.notify_all()
         self._server.close()
@@ -306,30 +295,28 @@ class Meetings:
 
     @property
     def _rosters(self) -> list[Roster]:
-        return [*([] if self.roster is None else [self.roster]), *self._accepted]
+        return [*([self._established] if self._established else ()), *self._accepted]
 
     def _status(self) -> JobStatus:
-        rosters = self._rosters
-        if not rosters:
+        if not self._rosters:
             return JobStatus(self.member.instance)
-        place = self._host or (self.member if self._begun else rosters[-1].members[0])
-        address = place if isinstance(place, str) else place.address
-        size = len(rosters[-1].members)
-        return JobStatus(self.member.instance, rosters[-1].number, self._loop, address, size)
+        last = self._rosters[-1]
+        here = self.member.address if self._begun else last.members[0].address
+        who = self.member.instance, last.number, self._loop, self._host or here, len(last.members)
+        return JobStatus(*who)
 
     def _answer_to(self, arrival: Arrival) -> Redirection | None:
         """Return why an arrival cannot wait here, or None if it can."""
         if self._left:
             return Redirection(_GONE)
-        rosters, name = self._rosters, arrival.member.instance
-        if arrival.report.newcomer and not arrival.accepted:
+        if arrival.report.newcomer and not arrival.rosters:
             here = self._status().address == self.member.address
             return None if here else Redirection(_ELSEWHERE)
         newest = max((each.number for each in arrival.rosters), default=0)
+        rosters, name = self._rosters, arrival.member.instance
         is_known = any(name in each.instances for each in rosters)
         if rosters and newest <= rosters[-1].number and not is_known:
-            why = f"the job has gone on without {arrival.member.task}, or runs already"
-            return Redirection(_OUTSIDE, f"{why}: its membership has number {rosters[-1].number}.")
+            return _outside(arrival)
         return Redirection(_ELSEWHERE) if self._host else None
 
     # The way to the coordinator.
@@ -337,16 +324,16 @@ class Meetings:
     def _go_to_lower_ranks(
         self, arrival: Arrival, deadline: float
     ) -> RosterPlan | Redirection | None:
-        """Return the plan of the first reachable rank below, or None if there is none."""
+        """Return what the first reachable rank below answers, or None if there is none."""
         for member in self._below(arrival):
             if self._is_gone(member):
                 continue
-            reply = self._go_to(member.address, arrival, deadline)
+            reply = self._go_to(member.address, arrival, deadline, member.instance)
             if isinstance(reply, Redirection):
                 if reply.kind == _OUTSIDE:
                     raise NotAMember(reply.why)
                 if reply.kind == _LATE:
-                    raise errors.CollectiveTimeoutError(reply.why)
+                    raise errors.CollectiveTimeoutError(reply.why, op="meet")
                 if reply.kind == _GONE:
                     self._lose(member.instance)
                     continue
@@ -358,26 +345,33 @@ class Meetings:
         """Return the members that coordinate rather than this process, the first one first."""
         if not arrival.rosters:
             return [Member("", "", self._addresses[0])] if self._index else []
-        order = {m.instance: m for each in arrival.rosters for m in each.members}
-        names = list(order)
-        return [order[name] for name in names[: names.index(self.member.instance)]]
+        order = {each.instance: each for roster in arrival.rosters for each in roster.members}
+        return list(order.values())[: list(order).index(self.member.instance)]
 
     def _go_to(
-        self, address: str, arrival: Arrival, deadline: float
+        self, address: str, arrival: Arrival, deadline: float, instance: str = ""
     ) -> RosterPlan | Redirection | None:
-        """Return what a coordinator answers, or None if it cannot be reached any more."""
+        """Return what a coordinator answers, or None if it does not answer any more."""
+        arrival = msgspec.structs.replace(arrival, suspects=tuple(self._suspects))
         try:
             call = self._client(address).start(arrival, timeout=_REACH_SECONDS)
         except errors.WorkerLostError:
             return None
         with self._changed:
-            self._host = address
-            self._dismiss(Redirection(_ELSEWHERE))
+            self._host, heard = address, time.monotonic()
+            for name in list(self._peers):
+                self._send(name, Redirection(_ELSEWHERE))
         try:
-            reply: RosterPlan | Redirection | None = call.result(deadline + _GRACE_SECONDS)
-            if reply is None:
-                raise self._late(f"the plan of the worker at {address}")
-            return reply
+            while not self._closing.is_set():
+                reply: RosterPlan | Redirection | None = call.result(heard + _REACH_SECONDS)
+                if reply is not None or self._patience(instance) < time.monotonic() - heard:
+                    self._suspects.update({instance} if reply is None else ())
+                    return reply
+                if time.monotonic() > deadline + _GRACE_SECONDS:
+                    raise self._late(f"the plan of the worker at {address}")
+                if self._ask_at(address, Inquiry()) is not None:
+                    heard = time.monotonic()
+            return None
         except errors.WorkerLostError:
             return None
         finally:
@@ -385,11 +379,19 @@ class Meetings:
             with self._changed:
                 self._host = ""
 
+    def _patience(self, instance: str) -> float:
+        """Return after how many seconds without an answer a member counts as silent."""
+        with self._changed:
+            come = self._meeting.arrivals.values()
+            told = any(instance in each.suspects for each in come)
+        suspected = told or instance in self._suspects
+        return min(_SUSPECT_SECONDS, self._silence) if suspected else self._silence
+
     # The coordinator.
 
     def _lead(self, arrival: Arrival, deadline: float) -> RosterPlan | None:
         """Return the plan, or None if a lower rank answers, and this process goes there."""
-        stop, waiting, pause, probed = threading.Event(), WaitReport(self._task), 0.001, set[str]()
+        stop, waiting, pause, asked = threading.Event(), WaitReport(self._task), 0.001, set[str]()
         with self._changed:
             self._hinted = False
             self._meeting.arrive(arrival)
@@ -405,11 +407,12 @@ class Meetings:
                     now = time.monotonic()
                     if now >= min(deadline, self._begun + self._timeout):
                         error = self._late(decision)
-                        self._dismiss(Redirection(_LATE, str(error)))
+                        for name in list(self._peers):
+                            self._send(name, Redirection(_LATE, str(error)))
                         raise error
                     waiting.tell(decision)
-                    if now >= led + _PROBE_SECONDS[0]:
-                        self._probe_absent(arrival, probed, stop)
+                    if now >= led + _ALONE_SECONDS:
+                        self._ask_absent(arrival, asked, stop)
                     notified = self._changed.wait(timeout=pause)
                     pause = 0.001 if notified else min(2 * pause, _PAUSES[-1])
                 return None
@@ -424,10 +427,9 @@ class Meetings:
         for member in [*meeting.absent, *meeting.doubtful]:
             self._is_gone(member)
         for outsider in meeting.outsiders:
-            reply = Redirection(_OUTSIDE, f"the job has gone on without {outsider.member.task}.")
             if outsider.member.instance == self.member.instance:
-                raise NotAMember(reply.why)
-            self._send(outsider.member.instance, reply)
+                raise NotAMember(_outside(outsider).why)
+            self._send(outsider.member.instance, _outside(outsider))
         waited = time.monotonic() - (self._begun or 0.0)
         decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
         if isinstance(decision, RosterPlan):
@@ -435,42 +437,52 @@ class Meetings:
                 self._send(name, decision)
         return decision
 
-    def _probe_absent(self, arrival: Arrival, probed: set[str], stop: threading.Event) -> None:
+    def _ask_absent(self, arrival: Arrival, asked: set[str], stop: threading.Event) -> None:
         """Start to ask each absent member whether it is there."""
         absent = {each.instance: each for each in [*self._meeting.absent, *self._meeting.doubtful]}
         below = {each.instance for each in self._below(arrival)}
-        for name in absent.keys() - probed:
-            self._run(self._probe, absent[name], name in below, stop)
-        probed.update(absent)
+        for name in absent.keys() - asked:
+            self._run(self._ask_often, absent[name], name in below, stop)
+        asked.update(absent)
 
-    def _probe(self, member: Member, below: bool, stop: threading.Event) -> None:
-        """Find out whether an absent member answers, until the meeting ends."""
+    def _ask_often(self, member: Member, below: bool, stop: threading.Event) -> None:
+        """Find out whether a member answers or has ended, until the meeting ends."""
         name, heard = member.instance, time.monotonic()
-        for _ in Attempts(float("inf"), *_PAUSES, _PROBE_SECONDS[1], wait=stop.wait):
-            status = self._ask_at(member.address, Inquiry())
-            ended = status is None and member.machine != self.member.machine
-            ended = ended and _refuses(member.address)
+        for _ in Attempts(float("inf"), *_PAUSES, _WATCH_SECONDS, wait=stop.wait):
+            answers = self._seek(member)
             with self._changed:
                 if stop.is_set():
                     return
-                if status is None and not ended:
-                    come = self._meeting.arrivals.values()
-                    suspected = any(name in each.suspects for each in come)
-                    if suspected or time.monotonic() - heard > self._silence:
-                        self._meeting.silent.add(name)
-                elif status is None or (status.instance, status.number > 0) != (name, True):
-                    self._meeting.lose(name)
-                else:
+                if answers:
                     heard = time.monotonic()
                     self._meeting.silent.discard(name)
                     self._hinted |= below
+                elif time.monotonic() - heard > self._patience(name):
+                    self._meeting.silent.add(name)
                 self._changed.notify_all()
+
+    def _seek(self, member: Member) -> bool:
+        """Return whether a member answers; record if its address proves that it has ended."""
+        status = self._ask_at(member.address, Inquiry())
+        if status is None:
+            ended = member.machine != self.member.machine and _refuses(member.address)
+        else:
+            ended = status.instance != member.instance or not status.number
+        if ended:
+            self._lose(member.instance)
+        return status is not None
+
+    def _watch(self, plan: RosterPlan, formed: threading.Event) -> None:
+        """Record which members on other machines end before their group has formed."""
+        away = [each for each in plan.roster.members if each.machine != self.member.machine]
+        while away and not formed.wait(_WATCH_SECONDS):
+            for member in away:
+                self._seek(member)
 
     def _look_again(self, stop: threading.Event) -> None:
         """Find out whether a job runs already, while this process waits for others to start."""
         while not stop.wait(_LOOK_SECONDS):
-            if self.look():
-                self._runs = True
+            self._runs |= self.look() is not None
 
     # What both need.
 
@@ -479,26 +491,38 @@ class Meetings:
         self, report: WorkerReport, suspects: Sequence[int] = ()
     ) -> Iterator[tuple[Arrival, socket.socket]]:
         """Yield an arrival, and the listener of the new group, which is closed on an error."""
-        host = split_address(self.member.address)[0]
+        host, stop = split_address(self.member.address)[0], threading.Event()
         listener = listen(address_of(host, 0))
+        address = address_of(host, listener.getsockname()[1])
         try:
-            address = address_of(host, listener.getsockname()[1])
             with self._changed:
-                rosters = self._rosters
-                for member in {m.instance: m for each in rosters for m in each.members}.values():
+                rosters, self._runs = self._rosters, False
+                for member in {each for roster in rosters for each in roster.members}:
                     self._is_gone(member)
-                silent = tuple(rosters[-1].instances[rank] for rank in suspects) if rosters else ()
-                known = self.roster, tuple(self._accepted), tuple(self._meeting.gone), silent
+                self._suspects = {rosters[-1].instances[rank] for rank in suspects}
+                known = self._established, self._accepted, tuple(self._meeting.gone)
+            if not rosters and not report.newcomer:
+                self._run(self._look_again, stop)
             report = msgspec.structs.replace(report, group_address=address)
-            yield Arrival(self.member, report, *known), listener
-        except BaseException:
+            yield Arrival(self.member, report, *known, tuple(self._suspects)), listener
+        except BaseException as error:
             listener.close()
+            if isinstance(error, NotAMember):  # It may come again as another member.
+                self._forget()
+                new = secrets.token_hex(8)
+                self.member = msgspec.structs.replace(self.member, instance=new)
             raise
+        finally:
+            stop.set()
 
     def _accept(self, plan: RosterPlan, listener: socket.socket) -> Joined:
-        with self._changed:
-            self._accepted.append(plan.roster)
         addresses, roster = plan.addresses, plan.roster
+        with self._changed:
+            self._established, self._accepted = plan.established, (*plan.accepted, roster)
+            self._formed.set()
+            self._formed = threading.Event()
+        if any(each.machine != self.member.machine for each in roster.members):
+            self._run(self._watch, plan, self._formed)
         rank = roster.instances.index(self.member.instance)
         info = ProcessInfo(
             rank,
@@ -508,20 +532,23 @@ class Meetings:
             listener,
             self._credentials,
             addresses=addresses,
-            group=int(roster.id, 16) >> 1,
+            group=int(roster.id, 16) >> 1,  # Equal on all, and different in each plan.
         )
         return Joined(plan, info)
+
+    def _forget(self) -> None:
+        """Belong to no job any more."""
+        self.roster, self._established, self._accepted = None, None, ()
 
     def _survey(self) -> tuple[JobStatus | None, bool]:
         """Return the status of a running job, if any, and whether somebody did not answer."""
         begun = time.monotonic()
-        others = [each for each in self._addresses if each != self.member.address]
-        for status in self._ask(others, Inquiry()):
+        for status in self._ask({*self._addresses} - {self.member.address}, Inquiry()):
             if status is not None and status.number:
                 return status, False
-        return None, time.monotonic() - begun >= 0.9 * _REACH_SECONDS
+        return None, time.monotonic() - begun > _REACH_SECONDS / 2
 
-    def _ask(self, addresses: Sequence[str], request: Record) -> Iterator[JobStatus | None]:
+    def _ask(self, addresses: Collection[str], request: Record) -> Iterator[JobStatus | None]:
         """Yield the answers of several processes, the fastest first."""
         replies = queue.SimpleQueue[JobStatus | None]()
         for address in addresses:
@@ -531,23 +558,15 @@ class Meetings:
 
     def _ask_at(self, address: str, request: Record) -> JobStatus | None:
         try:
-            reply: JobStatus = self._client(address).call(request)
-            return reply
+            return self._client(address).call(request)  # type: ignore[no-any-return]
         except errors.DistributeError:
             return None
 
     def _client(self, address: str) -> Client:
-        who = {"name": self._task, "purpose": _PURPOSE}
-        kinds = JobStatus | RosterPlan | Redirection
         if (client := self._clients.get(address)) is None:
-            client = Client(
-                address,
-                self._credentials,
-                **who,
-                replies=kinds,
-                timeout=_REACH_SECONDS,
-                repeats=False,
-            )
+            kinds, options = JobStatus | RosterPlan | Redirection, {"timeout": _REACH_SECONDS}
+            who: Any = {"name": self._task, "purpose": _PURPOSE, "replies": kinds, **options}
+            client = Client(address, self._credentials, repeats=False, **who)
         return self._clients.setdefault(address, client)
 
     def _run(self, work: Callable[..., None], *args: object) -> None:
@@ -566,6 +585,7 @@ class Meetings:
     def _lose(self, instance: str) -> None:
         with self._changed:
             self._meeting.lose(instance)
+            self._changed.notify_all()
 
     def _send(self, instance: str, reply: Record) -> None:
         """Answer an arrival that waits here."""
@@ -574,14 +594,14 @@ class Meetings:
             peer, call = self._peers.pop(instance)
             peer.send(reply, call)
 
-    def _dismiss(self, reply: Record) -> None:
-        for name in list(self._peers):
-            self._send(name, reply)
-
     def _late(self, missing: str) -> errors.CollectiveTimeoutError:
         what = f"{self._task} waited {self._timeout:g} s for {missing}."
         how = "Start the missing workers again, lower min_workers, or raise timeout_seconds."
         return errors.CollectiveTimeoutError(f"{what} {how}", op="meet")
+
+
+def _outside(arrival: Arrival) -> Redirection:
+    return Redirection(_OUTSIDE, f"the job has gone on without {arrival.member.task}: it may join.")
 
 
 def _machine() -> str:

@@ -101,15 +101,15 @@ class Arrival(Record, frozen=True):
 
     member: Member
     report: WorkerReport
-    roster: Roster | None = None  # The last one that it has established.
-    accepted: tuple[Roster, ...] = ()  # Later ones that were planned, and not established here.
+    established: Roster | None = None  # The last one that it knows to be established somewhere.
+    accepted: tuple[Roster, ...] = ()  # Later ones that were planned.
     gone: tuple[str, ...] = ()  # Instances that it has proven to have ended.
     suspects: tuple[str, ...] = ()  # Instances that did not answer it.
 
     @property
     def rosters(self) -> list[Roster]:
         """Return the rosters that may be in force for all that this worker knows."""
-        return [*([] if self.roster is None else [self.roster]), *self.accepted]
+        return [*([] if self.established is None else [self.established]), *self.accepted]
 
 
 class RosterPlan(Record, frozen=True):
@@ -117,6 +117,10 @@ class RosterPlan(Record, frozen=True):
 
     roster: Roster
     reports: tuple[WorkerReport, ...]
+    # What was in force before. A newcomer must know it: until the group has formed, those who have
+    # not heard of the plan may go on without it.
+    established: Roster | None = None
+    accepted: tuple[Roster, ...] = ()
 
     @property
     def addresses(self) -> list[str]:
@@ -180,27 +184,34 @@ class RosterMeeting:
         self.depart(instance)
 
     @property
+    def established(self) -> Roster | None:
+        """Return the newest roster that anybody knows to be established."""
+        known = [each.established for each in self.arrivals.values() if each.established]
+        return max(known, key=lambda roster: roster.number, default=None)
+
+    @property
+    def accepted(self) -> tuple[Roster, ...]:
+        """Return the later rosters that anybody has accepted."""
+        known = {each.id: each for come in self.arrivals.values() for each in come.accepted}
+        since = self.established.number if self.established else 0
+        ordered = sorted(known.values(), key=lambda roster: roster.number)
+        return tuple(roster for roster in ordered if roster.number > since)
+
+    @property
     def rosters(self) -> list[Roster]:
-        """Return the newest established roster, and each later one that anybody has accepted."""
-        arrivals = self.arrivals.values()
-        established = [each.roster for each in arrivals if each.roster is not None]
-        newest = max(established, key=lambda roster: roster.number, default=None)
-        later = {each.id: each for arrival in arrivals for each in arrival.accepted}
-        rosters = [] if newest is None else [newest]
-        ordered = sorted(later.values(), key=lambda roster: roster.number)
-        return rosters + [each for each in ordered if not newest or each.number > newest.number]
+        """Return the rosters from which others might go on: the rule must hold for each."""
+        return [*([self.established] if self.established else ()), *self.accepted]
 
     @property
     def members(self) -> dict[str, Member]:
         """Return the members of these rosters by instance, in rank order."""
         return {each.instance: each for roster in self.rosters for each in roster.members}
 
-    @property
-    def newcomers(self) -> list[Arrival]:
-        """Return those who wait to be admitted."""
-        members = self.members
-        come = self.arrivals.items()
-        return [each for name, each in come if each.report.newcomer and name not in members]
+    def admitted(self, size: int) -> list[Arrival]:
+        """Return the newcomers for whom a roster with so many members has room."""
+        members, come = self.members, self.arrivals.items()
+        waiting = [each for name, each in come if each.report.newcomer and name not in members]
+        return waiting[: max(0, (self._limits.max_workers or len(self._addresses)) - size)]
 
     @property
     def outsiders(self) -> list[Arrival]:
@@ -241,15 +252,16 @@ class RosterMeeting:
         absent = self.absent
         if late := [each for each in absent if each.instance not in self.silent]:
             return _named(late)
-        rosters, here = self.rosters, self.arrivals.keys()
+        rosters, here, before = self.rosters, self.arrivals.keys(), self.established
+        if before is not None and not any(name in here for name in before.instances):
+            return "the workers that had the state of the job, which have all ended"
         if not all(may_go_on(roster, here, self.gone) for roster in rosters):
             if absent:
                 why = "which does not answer, and may go on elsewhere with others of the job"
                 return f"{_named(absent)}, {why}"
             return "workers that were cut off, and may have gone on since their witnesses ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
-        most = self._limits.max_workers or len(self._addresses)
-        coming = self.newcomers[: max(0, most - len(staying))] if admits else []
+        coming = self.admitted(len(staying)) if admits else []
         doubts = {
             doubt: None for roster in rosters for doubt in [*roster.doubts, self._doubt(roster)]
         }
@@ -277,7 +289,8 @@ class RosterMeeting:
             each for each in doubts if any(m.instance not in self.gone for m in each.absent)
         )
         roster = Roster(number, new_id, members, left)
-        return RosterPlan(roster, tuple(each.report for each in arrivals))
+        reports = tuple(each.report for each in arrivals)
+        return RosterPlan(roster, reports, self.established, self.accepted)
 
     def _doubt(self, roster: Roster) -> Doubt:
         """Return who of a roster is left out without proof, and who of it goes on."""

@@ -102,8 +102,8 @@ class Strategy:
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
         "across_workers agree_on attempt input_topology is_default let_go make_group "
-        "make_variable needs_equal_parts note_variable note_write numbers replica_contexts "
-        "running_on serial "
+        "make_variable needs_equal_parts note_variable note_write numbers regroup "
+        "replica_contexts running_on serial session "
         "variable_kinds".split()
     )
     is_default = False

@@ -49,7 +49,7 @@ class _NewcomersWaitError(WorkerLostError):
     """The reason for a change in which nobody is lost."""
 
 
-class Outcome(NamedTuple):
+class UnitOutcome(NamedTuple):
     """What becomes of the unit in which the members changed."""
 
     commits: list[bool]  # For each member, whether its unit is complete.
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     uncounted: bool = False  # Whether nobody knows the sums at the end of the unit.
 
 
-def outcome_of(reports: Sequence[WorkerReport]) -> Outcome:
+def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
     """Return what becomes of the unit, from what the members report, in rank order.
 
     Whoever passed the commit of a unit knows that all had completed it. Otherwise all run it again,
@@ -70,22 +70,22 @@ def outcome_of(reports: Sequence[WorkerReport]) -> Outcome:
 
     >>> a, b = WorkerReport(unit=3, prepared=True, clean=False), WorkerReport(unit=3)
     >>> outcome_of([a, b])  # The second gives its state to the first, and both run the unit again.
-    Outcome(commits=[False, False], source=1, lacks=[True, False], uncounted=False)
+    UnitOutcome(commits=[False, False], source=1, lacks=[True, False], uncounted=False)
     """
     present = [k for k, report in enumerate(reports) if not report.newcomer]
     last = max(reports[k].unit for k in present)
     ahead = [k for k in present if reports[k].unit == last]
     newcomers = [report.newcomer for report in reports]
     if len(ahead) < len(present):
-        return Outcome(
+        return UnitOutcome(
             [k in present and k not in ahead for k in range(len(reports))], ahead[0], newcomers
         )
     whole = [k for k in present if reports[k].clean or reports[k].kept]
     if whole:
         lacks = [k not in whole for k in range(len(reports))]
-        return Outcome([False] * len(reports), whole[0], lacks)
+        return UnitOutcome([False] * len(reports), whole[0], lacks)
     if all(reports[k].prepared for k in present):
-        return Outcome([not new for new in newcomers], present[0], newcomers, uncounted=True)
+        return UnitOutcome([not new for new in newcomers], present[0], newcomers, uncounted=True)
     raise WorkerLostError(
         "a worker was lost between two updates of one step, and no other has the state before it, "
         "because earlier calls of this function made one update: restore the last checkpoint."
@@ -403,7 +403,7 @@ class ElasticSession:
         self._closing = [each for each in self._closing if each.is_alive()] + [thread]
         return sorted(workers.peers.lost)
 
-    def _synchronise(self, reports: Sequence[WorkerReport], outcome: Outcome) -> None:
+    def _synchronise(self, reports: Sequence[WorkerReport], outcome: UnitOutcome) -> None:
         """Give the state to those who lack it, and cut the input anew."""
         rank, number = self.rank, min(r.batch for r in reports if not r.newcomer)
         mine: dict[str, Any] = {}
@@ -423,7 +423,7 @@ class ElasticSession:
             values = self._passed_on(source["variables"], outcome.source)
             if outcome.lacks[rank]:
                 self.state.receive(source["variables"], values, mirrored=not self.is_newcomer)
-        self._strategy().regroup(self.workers)
+        self._strategy().regroup(self.workers, self.changes)
         self.state.give_out_sums(
             source["sums"], [each.get("growth", {}) for each in everyone], rank
         )

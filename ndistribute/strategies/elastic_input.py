@@ -116,7 +116,8 @@ class ElasticIterator(TensorFlowIterator):
         self._open()
         inner = self._begun()
         inner.load_state_dict(state)
-        self.number = max(self.number, number - 1)  # More if this worker is new.
+        if self.wanted < number:  # This worker is new.
+            self.number = number if self._in_body else number - 1
         self._mark = inner.mark()
         taken = next(inner, _END)
         self._ended = taken is _END

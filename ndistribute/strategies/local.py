@@ -251,11 +251,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.session is not None:
             self.session.state.note_write(variable, write)
 
-    def regroup(self, workers: Workers | None) -> None:
-        """Let the replicas reduce with those of other workers than before."""
+    def regroup(self, workers: Workers | None, changes: int) -> None:
+        """Let the replicas reduce with those of other workers than before.
+
+        After some changes, a replica with a number that was another one's draws other numbers.
+        """
         pool, self._workers = self._pool, workers
         self._build()
         pool.close()
+        for replica in self.replica_contexts:
+            if replica.replica_id_in_sync_group not in self._generators:
+                bits: Any = getattr(replica.generator(), "bit_generator", None)
+                if hasattr(bits, "jumped"):
+                    bits.state = bits.jumped(changes).state
 
     def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
         step = functools.partial(super()._run_step, fn, args, named)

@@ -16,6 +16,7 @@ def begin(rank: int, size: int, addresses: list[str], index: int, *limits: Any) 
     os.environ.pop("NDISTRIBUTE_LISTEN_FD", None)
     timeout, *more = limits or (20.0,)
     _here["meetings"] = Meetings(addresses, index, f"worker:{index}", Elastic(*more), timeout)
+    _here["meetings"].tell(0, admits=True)
     return _here["meetings"].look() is not None
 
 
