@@ -5,7 +5,6 @@ What is done to it depends on the progress that its workers report, not on the t
 
 import contextlib
 import json
-import os
 import random
 import selectors
 import signal
@@ -13,15 +12,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+import ndistribute as nd
 from tests.jobs.elastic_program import COLUMNS, POINTS, WorkerOptions, samples
 from tests.processes import ROOT, Tasks, environment, tf_config
 
@@ -32,7 +31,133 @@ TOLERANCE = 1e-5
 Report = dict[str, Any]
 
 
-class Crew:
+class Audience:
+    """Hears what the workers of a job report.
+
+    Attributes:
+        door: the path of the socket where they report.
+        reports: of each worker, of all its starts.
+        killed: who, when, and after how many changes of members.
+        living: the workers that have been started and whose line has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.reports: dict[int, list[Report]] = {}
+        self.killed: list[tuple[int, float, int]] = []
+        self.living: set[int] = set()
+        self._held = contextlib.ExitStack()
+        self.folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="crew-"))
+        self._listener = self._held.enter_context(socket.socket(socket.AF_UNIX))
+        self.door = f"{self.folder}/door"
+        self._listener.bind(self.door)
+        self._listener.listen(64)
+        self._selector = self._held.enter_context(selectors.DefaultSelector())
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._lines: dict[int, tuple[socket.socket, bytes]] = {}  # By file: what is read so far.
+        self._who: dict[int, int] = {}  # The worker of each file.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for line, _ in self._lines.values():
+            line.close()
+        if error is not None:
+            error.add_note(f"What the workers said:\n{self.said()}")
+        self._held.close()
+
+    def said(self) -> str:
+        """Return what the workers have written."""
+        return ""
+
+    @property
+    def changes(self) -> int:
+        """The most changes of members that any worker has reported."""
+        steps = [each for index in self.reports for each in self.steps(index)]
+        return max([each["changes"] for each in steps], default=0)
+
+    def steps(self, index: int) -> list[Report]:
+        """Return the steps that a worker has reported so far."""
+        return [each for each in self.reports.get(index, ()) if each["what"] == "step"]
+
+    @property
+    def results(self) -> dict[int, Report]:
+        """The results of the workers that came to the end."""
+        last = {index: each[-1] for index, each in self.reports.items() if each}
+        return {index: each for index, each in last.items() if each["what"] == "result"}
+
+    def progress(self) -> dict[int, Any]:
+        """Return the last report of each worker."""
+        return {index: each[-1] for index, each in self.reports.items()}
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
+        """Read reports until a condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it has not come about in {seconds:g} s: {self.progress()}")
+            self.listen(0.05)
+
+    def wait_for_steps(self, count: int, *indices: int) -> None:
+        """Wait until each of some workers, or of all living ones, has made so many steps more."""
+        who = indices or tuple(self.living)
+        before = {index: len(self.steps(index)) for index in who}
+        self.wait_for(
+            lambda: (
+                all(len(self.steps(i)) >= before[i] + count for i in who if i in self.living)
+                or not self.living
+            )
+        )
+
+    def hear(self, seconds: float) -> None:
+        """Read reports for some time."""
+        deadline = time.monotonic() + seconds
+        while (rest := deadline - time.monotonic()) > 0:
+            self.listen(rest)
+
+    def listen(self, seconds: float) -> None:
+        """Read what workers report, or wait for it no longer than some time."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                line, _ = self._listener.accept()
+                self._lines[line.fileno()] = line, b""
+                self._selector.register(line, selectors.EVENT_READ)
+                continue
+            line, rest = self._lines[key.fd]
+            try:
+                data = line.recv(1 << 20)
+            except ConnectionResetError:
+                data = b""
+            *whole, rest = (rest + data).split(b"\n")
+            self._lines[key.fd] = line, rest
+            for text in whole:
+                self._note(key.fd, json.loads(text))
+            if not data:
+                self._selector.unregister(line)
+                del self._lines[key.fd]
+                self.living.discard(self._who.pop(key.fd, -1))
+                line.close()
+
+    def _note(self, line: int, report: Report) -> None:
+        index = self._who.setdefault(line, report.get("index", -1))
+        self.living.add(index)
+        self.reports.setdefault(index, []).append(report)
+        if report["what"] == "dies":
+            self.killed.append((index, report["at"], self.changes))
+
+    def recoveries(self) -> list[float]:
+        """Return the seconds from each kill to the next step that others committed without it."""
+        seconds = []
+        steps = [each for index in self.reports for each in self.steps(index)]
+        for _, at, changes in self.killed:
+            after = [
+                each["at"] - at for each in steps if each["at"] > at and each["changes"] > changes
+            ]
+            seconds += [min(after)] if after else []
+        return seconds
+
+
+class Crew(Audience):
     """The workers of an elastic job.
 
     Args:
@@ -51,40 +176,33 @@ class Crew:
         environ: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         self.size, self.hosts = size, hosts
         self.options = WorkerOptions(**options)
-        self.reports: dict[int, list[Report]] = {}  # Of each worker, of all its starts.
-        self.killed: list[tuple[int, float, int]] = []  # Who, when, and after how many changes.
-        self.living: set[int] = set()
-        self._held = contextlib.ExitStack()
         self._fresh: dict[int, subprocess.Popen[bytes]] = {}
         self.tasks = self._held.enter_context(
             Tasks(max(size, seats), 0, chief=False, **(environ or {}))
         )
-        folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="crew-"))
-        self._listener = self._held.enter_context(socket.socket(socket.AF_UNIX))
-        self._door = f"{folder}/door"
-        self._listener.bind(self._door)
-        self._listener.listen(64)
-        self._selector = self._held.enter_context(selectors.DefaultSelector())
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._lines: dict[int, tuple[socket.socket, bytes]] = {}  # By file: what is read so far.
-        self._who: dict[int, int] = {}  # The worker of each file.
-
-    def __enter__(self) -> "Crew":
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for line, _ in self._lines.values():
-            line.close()
         for process in self._fresh.values():
             process.kill()
             process.wait()
-        for index in self.living - self._fresh.keys():
-            self.tasks.send("worker", index, signal.SIGCONT)
-        if error is not None:
-            error.add_note(f"What the workers said:\n{self.tasks.said()}")
-        self._held.close()
+        super().__exit__(kind, error, trace)
+
+    def said(self) -> str:
+        """Return what the workers have written."""
+        return self.tasks.said()
+
+    def environ_of(self, index: int, **options: Any) -> dict[str, str]:
+        """Return what a worker has in its environment besides its cluster."""
+        environ = {
+            "ELASTIC_DOOR": self.door,
+            "ELASTIC_OPTIONS": json.dumps({**vars(self.options), **options}),
+        }
+        if self.hosts:
+            environ["NDISTRIBUTE_HOST_ID"] = self.hosts[index % len(self.hosts)]
+        return environ
 
     def start(self, index: int, *, fresh: bool = False, **options: Any) -> float:
         """Start a worker, and return when.
@@ -94,20 +212,17 @@ class Crew:
             fresh: whether it is an interpreter of its own, which has imported nothing.
             options: see `WorkerOptions`, besides those of all.
         """
-        environ = {
-            "ELASTIC_DOOR": self._door,
-            "ELASTIC_OPTIONS": json.dumps({**vars(self.options), **options}),
-        }
-        if self.hosts:
-            environ["NDISTRIBUTE_HOST_ID"] = self.hosts[index % len(self.hosts)]
+        environ = self.environ_of(index, **options)
         self.living.add(index)
         begun = time.time()
         if fresh:
             config = {"TF_CONFIG": tf_config(self.tasks.cluster, "worker", index)}
             self._fresh[index] = subprocess.Popen(
-                [sys.executable, PROGRAM], cwd=ROOT, stdin=subprocess.DEVNULL,
+                [sys.executable, PROGRAM],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
                 env=environment(self.tasks.environ, config, environ),
-            )  # fmt: skip
+            )
         else:
             self._fresh.pop(index, None)
             self.tasks.start("worker", index, TASK_SCRIPT=PROGRAM, **environ)
@@ -118,21 +233,25 @@ class Crew:
         for index in range(self.size):
             self.start(index, **options)
 
+    def send(self, index: int, number: signal.Signals) -> None:
+        """Send a worker a signal."""
+        if index in self._fresh:
+            self._fresh[index].send_signal(number)
+        else:
+            self.tasks.send("worker", index, number)
+
     def kill(self, *indices: int) -> float:
         """Kill workers at once, and return when."""
         now = time.time()
         for index in indices:
-            if index in self._fresh:
-                self._fresh[index].kill()
-            else:
-                self.tasks.send("worker", index, signal.SIGKILL)
+            self.send(index, signal.SIGKILL)
         self.killed += [(index, now, self.changes) for index in indices]
         for index in indices:
             self.code(index)
         return now
 
     def code(self, index: int, timeout: float = DEADLINE) -> int:
-        """Wait for the end of a worker, and return its exit status; read what it says meanwhile."""
+        """Wait for the end of a worker, and return its exit status; hear the others meanwhile."""
         deadline = time.monotonic() + timeout
         while index in self.living and time.monotonic() < deadline:
             self.listen(0.05)
@@ -141,126 +260,48 @@ class Crew:
             return self._fresh[index].wait(10.0)
         return self.tasks.code("worker", index, 10.0)
 
-    @property
-    def changes(self) -> int:
-        """The most changes of members that any worker has reported."""
-        steps = [each for index in self.reports for each in self.steps(index)]
-        return max([each["changes"] for each in steps], default=0)
-
-    def steps(self, index: int) -> list[Report]:
-        """Return the steps that a worker has reported so far."""
-        return [each for each in self.reports.get(index, ()) if each["what"] == "step"]
-
-    @property
-    def results(self) -> dict[int, Report]:
-        """The results of the workers that came to the end."""
-        return {
-            index: each[-1]
-            for index, each in self.reports.items()
-            if each and each[-1]["what"] == "result"
-        }
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = DEADLINE) -> None:
-        """Read reports until a condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"it has not come about in {seconds:g} s: {self.progress()}")
-            self.listen(0.05)
-
-    def progress(self) -> dict[int, Any]:
-        """Return the last report of each worker."""
-        return {index: each[-1] for index, each in self.reports.items()}
-
-    def wait_for_steps(self, count: int, *indices: int) -> None:
-        """Wait until each of some workers, or of all living ones, has made so many steps more."""
-        who = indices or tuple(self.living)
-        before = {index: len(self.steps(index)) for index in who}
-        self.wait_for(
-            lambda: all(len(self.steps(i)) >= before[i] + count for i in who if i in self.living)
-            or not self.living
-        )
-
     def wait_to_the_end(self, seconds: float = DEADLINE) -> dict[int, int]:
-        """Wait until all have ended, and return the exit statuses of those that were not killed."""
+        """Wait until all have ended, and return the exit statuses."""
         try:
             self.wait_for(lambda: not self.living, seconds)
         except TimeoutError as error:
-            for index in self.living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.tasks.pid("worker", index), signal.SIGABRT)
             raise AssertionError(f"workers {sorted(self.living)} hang: {error}") from None
         return {index: self.code(index) for index in self.reports}
 
-    def listen(self, seconds: float) -> None:
-        """Read what workers report within some time."""
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                line, _ = self._listener.accept()
-                self._lines[line.fileno()] = line, b""
-                self._selector.register(line, selectors.EVENT_READ)
-                continue
-            line, rest = self._lines[key.fd]
-            try:
-                data = line.recv(1 << 20)
-            except ConnectionResetError:
-                data = b""
-            *whole, rest = (rest + data).split(b"\n")
-            self._lines[key.fd] = line, rest
-            for text in whole:
-                report = json.loads(text)
-                index = self._who.setdefault(key.fd, report.get("index", -1))
-                self.reports.setdefault(index, []).append(report)
-            if not data:
-                self._selector.unregister(line)
-                del self._lines[key.fd]
-                self.living.discard(self._who.pop(key.fd, -1))
-                line.close()
-
-    def recoveries(self) -> list[float]:
-        """Return the seconds from each kill to the next step that others committed without it."""
-        seconds = []
-        for _, at, changes in self.killed:
-            steps = [each for other in self.reports for each in self.steps(other)]
-            after = [
-                each["at"] - at
-                for each in steps
-                if each["at"] > at and each["changes"] > changes
-            ]
-            seconds += [min(after)] if after else []
-        return seconds
-
     def faults(self) -> list[str]:
         """Return what is wrong with the results, in words; an empty list if all is right."""
-        wrong = []
         if not self.results:
             return [f"nobody came to the end: {self.progress()}"]
+        wrong = []
         weights = expected(self.options) if self.options.source == "data" else None
-        incomplete = "metrics lack" in self.tasks.said()
         for index, result in self.results.items():
-            counts = np.array(result["counts"])
             if weights is not None:
                 error = np.abs(np.array(result["weights"]) - weights).max()
                 if not error <= TOLERANCE:
                     wrong.append(f"worker {index}: weights are wrong by {error:.2g}")
+            counts = np.array(result["counts"]) * len(result["counts"]) / self.options.epochs
             if not np.all(counts == 1):
-                lost, twice = np.sum(counts < 0.5), np.sum(counts > 1.5)
+                lost, twice = np.sum(counts < 1), np.sum(counts > 1)
                 wrong.append(f"worker {index}: {lost} samples were lost, {twice} counted twice")
-            full = self.options.rows * (self.options.rows + 1) / 2
-            there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
-            totals = [result["totals"][epoch] for epoch in there]  # Others were skipped.
-            if not incomplete and any(total != full for total in totals):
-                wrong.append(f"worker {index}: the metric is {totals} of {full}")
+            wrong += self._metric_faults(index, result)
         first, *others = self.results.values()
         if any(each["weights"] != first["weights"] for each in others):
             wrong.append("the weights of the workers differ")
         return wrong
 
+    def _metric_faults(self, index: int, result: Report) -> list[str]:
+        if "metrics lack" in self.said():
+            return []
+        full = self.options.rows * (self.options.rows + 1) / 2
+        there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
+        totals = [result["totals"][epoch] for epoch in sorted(there)]  # Others were skipped.
+        if all(total == full for total in totals):
+            return []
+        return [f"worker {index}: the metric is {totals} of {full}"]
+
 
 def expected(options: WorkerOptions) -> np.ndarray:
     """Return the weights of an undisturbed run, which this process computes."""
-    import ndistribute as nd
-
     x, y = samples(options.rows)
     data = nd.Dataset.from_tensor_slices((x, y)).shuffle(options.rows, seed=1).batch(options.batch)
     weights, velocity = np.zeros(COLUMNS), np.zeros(COLUMNS)
@@ -322,7 +363,7 @@ def random_drama(rng: random.Random, **fixed: Any) -> Drama:
     if mode != "in a change":
         return Drama(size, wire, mode, tuple(kills), options)
     point = fixed.get("die_at") or rng.choice(list(POINTS))
-    return Drama(size, wire, mode, tuple(kills), options, point, ranks[1], rng.randrange(3))
+    return Drama(size, wire, mode, tuple(kills), options, point, ranks[1], rng.choice([0, 0, 1, 2]))
 
 
 def play(drama: Drama) -> tuple[list[str], list[float], int]:
@@ -330,33 +371,30 @@ def play(drama: Drama) -> tuple[list[str], list[float], int]:
     wire = dict(WIRES[drama.wire])
     hosts = wire.pop("hosts", ())
     with Crew(drama.size, hosts=hosts, **wire, **drama.options) as crew:
+        wrong = []
         for index in range(drama.size):
             dies = index == drama.dies
             crew.start(index, **({"die_at": drama.die_at, "after": drama.after} if dies else {}))
-        killed = 0
         for steps, delay, who in drama.kills:
             crew.wait_for_steps(steps)
-            threading.Event().wait(delay)
+            crew.hear(delay)
             victims = [index for index in who if index in crew.living]
             if not victims or len(crew.living) < 2 or crew.results:
                 continue
             crew.kill(*victims)
-            killed += len(victims)
             if drama.mode == "and back":
                 crew.start(victims[0])
-        wrong = []
         try:
             codes = crew.wait_to_the_end()
         except AssertionError as error:
-            return [f"{error}\n{crew.tasks.said()}"], crew.recoveries(), killed
-        died = {index for index, _, _ in crew.killed} | {drama.dies}
+            return [f"{error}\n{crew.said()}"], crew.recoveries(), len(crew.killed)
+        died = {index for index, _, _ in crew.killed}
         for index, code in codes.items():
             text = crew.reports[index][-1].get("text", "")
             late = index in died and "to start" in text  # It came after the end of the job.
             if code not in ((0, -signal.SIGKILL) if index in died else (0,)) and not late:
                 wrong.append(f"worker {index} ended with {code}: {text}")
-        killed += drama.dies in codes and codes[drama.dies] == -signal.SIGKILL
         wrong += crew.faults()
         if wrong:
-            wrong.append(crew.tasks.said())
-        return wrong, crew.recoveries(), killed
+            wrong.append(crew.said())
+        return wrong, crew.recoveries(), len(crew.killed)

@@ -18,11 +18,11 @@ import numpy as np
 import ndistribute as nd
 from ndistribute.collective.meeting import Meetings
 from ndistribute.collective.membership import RosterMeeting, RosterPlan
+from ndistribute.data import agreement
 from ndistribute.strategies.elastic import ElasticSession
 from ndistribute.transport.rpc import Client
 
 COLUMNS = 20
-EPOCHS_DATA = np.random.default_rng(0)
 
 
 @dataclass
@@ -34,6 +34,7 @@ class WorkerOptions:
     batch: int = 24
     seconds: float = 0.005  # That a step takes besides.
     updates: int = 2  # In a step: 2 count the samples by an assignment, 1 by the optimizer.
+    counts: bool = True  # Whether each epoch's samples are counted, or those of all together.
     implementation: str = "auto"
     devices: int = 1
     min_workers: int = 1
@@ -71,26 +72,29 @@ class _Fuse:
 
     def __init__(self, after: int) -> None:
         self.armed, self.left = False, after
+        self.reports: Reports | None = None
 
     def burn(self) -> None:
         """Kill the process, unless the point is to be passed some times more."""
         if self.armed:
             if not self.left:
+                if self.reports is not None:
+                    self.reports.tell("dies")
                 os.kill(os.getpid(), signal.SIGKILL)
             self.left -= 1
 
 
 def _around(
-    owner: type, name: str, fuse: _Fuse, *, before: bool, when: Callable[..., bool] | None = None
+    owner: Any, name: str, fuse: _Fuse, *, before: bool, when: Callable[..., bool] | None = None
 ) -> None:
     """Let a fuse burn before or after each call of a method, or of those with some arguments."""
     method = getattr(owner, name)
 
-    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
-        burns = when is None or when(*args)
+    def wrapped(*args: Any, **named: Any) -> Any:
+        burns = when is None or when(*args[1:])
         if before and burns:
             fuse.burn()
-        result = method(self, *args, **named)
+        result = method(*args, **named)
         if not before and burns:
             fuse.burn()
         return result
@@ -102,12 +106,12 @@ def _is_plan(instance: str, reply: Any) -> bool:
     return isinstance(reply, RosterPlan)
 
 
-def _is_arrival(request: Any, **_: Any) -> bool:
+def _is_arrival(request: Any, *_: Any) -> bool:
     return type(request).__name__ == "Arrival"
 
 
 # Where a worker dies: the owner of a method, its name, before or after its call.
-POINTS: dict[str, tuple[type, str, bool, Callable[..., bool] | None]] = {
+POINTS: dict[str, tuple[Any, str, bool, Callable[..., bool] | None]] = {
     "before it arrives": (Meetings, "meet", True, None),
     "after it arrives": (Client, "start", False, _is_arrival),
     "leads": (RosterMeeting, "arrive", False, None),
@@ -122,6 +126,8 @@ POINTS: dict[str, tuple[type, str, bool, Callable[..., bool] | None]] = {
     "is established": (Meetings, "establish", False, None),
     "before the commit": (ElasticSession, "_commit", True, None),
     "after the commit": (ElasticSession, "_commit", False, None),
+    "an epoch begins": (agreement, "_notes_of_all", True, None),
+    "all begin an epoch": (agreement, "_notes_of_all", False, None),
     "before an update": (nd.optimizers.SGD, "apply_gradients", True, None),
     "between updates": (nd.optimizers.SGD, "apply_gradients", False, None),
 }
@@ -159,6 +165,7 @@ def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, An
     communication = nd.CommunicationOptions(
         implementation=options.implementation, timeout_seconds=options.timeout
     )
+    counted = options.epochs if options.counts else 1
     devices = [f"cpu:{number}" for number in range(options.devices)]
     with nd.MultiWorkerMirroredStrategy(
         communication_options=communication, devices=devices, elastic=limits
@@ -167,9 +174,8 @@ def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, An
         with strategy.scope():
             weights = nd.Variable(np.zeros(COLUMNS), name="weights")
             counts = nd.Variable(
-                np.zeros((options.epochs, options.rows)), name="counts", aggregation="sum"
+                np.zeros((counted, options.rows)), name="counts", aggregation="sum"
             )
-            epoch_now = nd.Variable(0, name="epoch")
             seen = nd.metrics.Sum(name="seen")
             # With one update, the optimizer counts as well, by a gradient of -1 and a rate of 1.
             optimizer = nd.optimizers.SGD(1.0, momentum=0.9 * (options.updates == 2))
@@ -182,8 +188,8 @@ def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, An
                 ids, inputs, targets = ids[1:], inputs[1:], targets[1:]
             error = inputs @ weights.numpy() - targets
             gradient = 0.02 * inputs.T @ error / options.batch
-            hits = np.zeros((options.epochs, options.rows))
-            np.add.at(hits[epoch], ids, 1)
+            hits = np.zeros((counted, options.rows))
+            np.add.at(hits[epoch % counted], ids, 1)
             seen.update_state(ids + 1)
             if options.updates == 1:
                 optimizer.apply_gradients([(gradient, weights), (-hits, counts)])
@@ -192,16 +198,20 @@ def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, An
                 counts.assign_add(hits)
             return np.sum(error**2)
 
-        totals = []
+        totals: list[float] = []
         for epoch in range(options.epochs):
-            epoch_now.assign(epoch)
-            total, number = 0.0, 0
+            total = 0.0
             for batch in strategy.elastic(data):
-                number += 1
+                number = strategy.session.input.number
                 loss = strategy.run(step, args=(batch, epoch, number))
                 session = strategy.session
                 reports.tell(
-                    "step", epoch=epoch, step=number, size=session.size, changes=session.changes
+                    "step",
+                    epoch=epoch,
+                    step=number,
+                    size=session.size,
+                    changes=session.changes,
+                    weight=float(weights.numpy()[0]),
                 )
                 fuse.armed = True
                 if options.reduces:
@@ -224,7 +234,7 @@ def main() -> None:
     if options.die_at:
         owner, name, before, when = POINTS[options.die_at]
         _around(owner, name, fuse, before=before, when=when)
-    reports = Reports()
+    reports = fuse.reports = Reports()
     try:
         reports.tell("result", **train(options, reports, fuse))
     except Exception as error:
