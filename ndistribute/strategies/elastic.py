@@ -119,10 +119,13 @@ class ElasticSession:
         self.changes = 0  # The number of changes of members that this worker has taken part in.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
-        self.input: ElasticIterator | None = None  # Of the current loop.
+        self.input: ElasticIterator | None = None  # The one in use: of a loop, or of a part of it.
+        self.inputs = 0  # How often another one came into use, alike on all members.
+        self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
         self.share: Callable[[], Any] = lambda: None  # What the loop gives to newcomers,
         self.take: Callable[[Any], None] = lambda shared: None  # and what they do with it.
         self._strategy: Callable[[], Any] = lambda: None
+        self._owner: Callable[[], Any] = lambda: None  # Of the loop.
         self._unit = self._depth = 0
         self._result: Any = None
         self._admits = self._preempted = False
@@ -203,10 +206,23 @@ class ElasticSession:
 
     # Loops.
 
-    def begin_loop(self, iterator: ElasticIterator) -> bool:
-        """Begin a loop over input; a newcomer joins in it. Return False if the job has ended it."""
+    @property
+    def in_loop(self) -> bool:
+        """Whether a loop was begun, and neither ended nor left."""
+        return self._owner() is not None
+
+    def begin_loop(self, owner: Any) -> None:
+        """Begin a loop, which lasts until `end_loop`, or until nobody holds its owner."""
         self.loop += 1
-        self.input = iterator
+        self._owner = weakref.ref(owner)
+
+    def use(self, iterator: ElasticIterator) -> None:
+        """Make an iterator the input in use."""
+        self.inputs += self.input is not iterator
+        self.input, self.at_batch = iterator, False
+
+    def join(self) -> bool:
+        """Join the loop as a newcomer, and let others do so. Return False if the job has ended it."""
         if self.is_newcomer:
             try:
                 self._change(prepared=False)
@@ -223,7 +239,7 @@ class ElasticSession:
 
     def end_loop(self) -> None:
         """End the loop; newcomers wait for the next one."""
-        self._admits = False
+        self._admits, self._owner = False, lambda: None
         self._meetings.tell(self.loop + 1, admits=False)
 
     # Units.
@@ -241,9 +257,10 @@ class ElasticSession:
             self.state.is_small or self._waits_after_writes.get(function, True)
         )
         try:
-            self._complete(call, keeps, admits=function is not None)
+            self._complete(call, keeps)
         finally:
             self.state.end()
+            self.at_batch = False
         result, self._result = self._result, None
         if function is not None:
             waits = self._waits_after_writes.get(function, False)
@@ -253,15 +270,14 @@ class ElasticSession:
             self._hand_over()
         return result  # type: ignore[no-any-return]
 
-    def _complete(self, call: Callable[[], Any], keeps: bool, admits: bool) -> None:
+    def _complete(self, call: Callable[[], Any], keeps: bool) -> None:
         """Run a unit until it is complete on all members, and keep its result."""
         while True:
             prepared = False
             self.state.begin(keeps_all=keeps)
             try:
                 with self._inside():
-                    if admits:
-                        self._take_in_newcomers()
+                    self._take_in_newcomers()
                     self._result = call()
                     prepared = True
                     self._commit()
@@ -304,8 +320,10 @@ class ElasticSession:
         return [each.communicator for each in self._strategy().replica_contexts]
 
     def _take_in_newcomers(self) -> None:
-        """Begin a change if somebody waits to join at this worker."""
-        if self._admits and self._meetings.newcomers_wait:
+        """Begin a change at a batch if somebody waits to join at this worker, or must come."""
+        if not (self._admits and self.at_batch and self.rank == 0):
+            return
+        if self._meetings.newcomers_wait or self.size < self.limits.min_workers:
             text = f"worker {self.rank} takes in workers that wait."
             if self.workers is not None:
                 self.workers.peers.abort(WorkerLostError(text))
@@ -345,6 +363,7 @@ class ElasticSession:
                     self.changes += 1
                     if outcome.commits[rank]:
                         complete, clean, self._unit = True, True, self._unit + 1
+                        self.at_batch = False
                     else:
                         self.state.take_back()
                         clean = clean or not outcome.lacks[rank]
@@ -366,7 +385,9 @@ class ElasticSession:
             clean=clean,
             kept=self.state.keeps_all,
             loop=self.loop,
+            input=self.inputs,
             batch=0 if self.input is None else self.input.wanted,
+            admits=self._admits and self.at_batch and (clean or self.state.keeps_all),
             newcomer=self.is_newcomer,
         )
         if self.is_newcomer:
@@ -405,18 +426,21 @@ class ElasticSession:
 
     def _synchronise(self, reports: Sequence[WorkerReport], outcome: UnitOutcome) -> None:
         """Give the state to those who lack it, and cut the input anew."""
-        rank, number = self.rank, min(r.batch for r in reports if not r.newcomer)
+        rank, members = self.rank, [report for report in reports if not report.newcomer]
+        number = min(report.batch for report in members)
+        # Whoever uses another input than others has not begun it; all open theirs anew in turn.
+        is_cut = len({report.input for report in members}) == 1 and self.input is not None
         mine: dict[str, Any] = {}
         if rank == outcome.source:
             seed: Any = context.current_seed()
             mine = {"variables": self.state.described(), "sums": self.state.known_sums()}
             mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
-            mine |= {"shared": self.share(), "unit": self._unit}
+            mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
-        if self.input is not None and reports[rank].batch == number:
-            mine["input"] = self.input.state()
+        if is_cut and reports[rank].batch == number:
+            mine["input"] = self.input.state()  # type: ignore[union-attr]
         everyone = [mine] if self.workers is None else all_gather_object(self.workers, mine)
         source = everyone[outcome.source]
         if self.workers is not None and any(outcome.lacks):
@@ -428,12 +452,12 @@ class ElasticSession:
             source["sums"], [each.get("growth", {}) for each in everyone], rank
         )
         if self.is_newcomer:
-            self._unit = source["unit"]
+            self._unit, self.inputs = source["unit"], source["inputs"]
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
-        if self.input is not None:
+        if is_cut:
             states = [each["input"] for each in everyone if each.get("input") is not None]
-            self.input.cut_anew(number, states[0] if states else None)
+            self.input.cut_anew(number, states[0] if states else None)  # type: ignore[union-attr]
         if self.workers is not None:
             self.workers.peers.exchange("synchronised", b"", self._options.timeout)
 

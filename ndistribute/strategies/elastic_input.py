@@ -23,11 +23,13 @@ class ElasticBatches:
     Args:
         session: the session of the strategy.
         dataset: the distributed dataset.
-        is_loop: whether an iteration is a loop, in which newcomers join; False: a part of one.
+        admits: whether newcomers join at batches of an iteration that is a part of a loop.
+
+    An iteration is a loop, in which newcomers join, unless another one has begun.
     """
 
-    def __init__(self, session: Any, dataset: DistributedDataset, *, is_loop: bool = True) -> None:
-        self._session, self._is_loop = session, is_loop
+    def __init__(self, session: Any, dataset: DistributedDataset, *, admits: bool = False) -> None:
+        self._session, self._admits = session, admits
         self.dataset = dataset
 
     def cardinality(self) -> int:
@@ -40,7 +42,7 @@ class ElasticBatches:
         return self.dataset.element_spec
 
     def __iter__(self) -> ElasticIterator:
-        return ElasticIterator(self._session, self.dataset, is_loop=self._is_loop)
+        return ElasticIterator(self._session, self.dataset, admits=self._admits)
 
 
 class ElasticIterator(TensorFlowIterator):
@@ -51,8 +53,9 @@ class ElasticIterator(TensorFlowIterator):
         batch: the last one.
     """
 
-    def __init__(self, session: Any, dataset: DistributedDataset, *, is_loop: bool) -> None:
-        self._session, self._dataset, self._is_loop = session, dataset, is_loop
+    def __init__(self, session: Any, dataset: DistributedDataset, *, admits: bool) -> None:
+        self._session, self._dataset, self._is_loop = session, dataset, not session.in_loop
+        self._admits = admits or self._is_loop
         self._inner: DistributedIterator | None = None
         self._mark: Any = None  # The position before the batch, or before the next one.
         self._next: Any = _NOTHING  # The next batch, if it was taken in a change.
@@ -60,9 +63,10 @@ class ElasticIterator(TensorFlowIterator):
         self.batch: Any = None
         self._in_body = self._ended = self._over = False
         self._changes = session.changes  # How many the input has followed.
-        session.input = self
-        if is_loop:
-            self._over = not session.begin_loop(self)
+        session.use(self)
+        if self._is_loop:
+            session.begin_loop(self)
+            self._over = not session.join()
         if not self._over:
             session.collect(self._open)
 
@@ -75,7 +79,7 @@ class ElasticIterator(TensorFlowIterator):
         if self._over:
             raise StopIteration
         self._in_body = False
-        self._session.input = self
+        self._session.use(self)
         batch = self._session.collect(self._fetch)
         if batch is _END:  # All come to the end together.
             batch = self._session.attempt(lambda: _END if self._ended else self._fetch())
@@ -85,6 +89,7 @@ class ElasticIterator(TensorFlowIterator):
                 self._session.end_loop()
             raise StopIteration
         self.number, self.batch, self._in_body = self.number + 1, batch, True
+        self._session.at_batch = self._admits
         return batch
 
     def state(self) -> dict[str, Any] | None:
@@ -145,8 +150,9 @@ class ElasticIterator(TensorFlowIterator):
         if self._inner is not None:
             if self._changes == self._session.changes:
                 return
-            state = self._inner.state_dict()
+            state = self._inner.state_dict() if self._next is _NOTHING else self.state()
             self._inner.close()
+            self._next = _NOTHING
         self._inner = iter(self._dataset.divided_among(self._session.topology()))
         self._changes = self._session.changes
         self._inner.check_can_go_back()
